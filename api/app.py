@@ -45,7 +45,7 @@ from .http.request_context import (
     asks_model,
     record_error,
 )
-from .http.request_cycle import add_response_header, response_started
+from .http.request_cycle import add_response_header, response_started, send_response
 from .metadata import ServerInfo
 from .openai.adapter_routes import AdapterRoutes
 from .openai.embeddings import EncoderRoutes
@@ -268,7 +268,7 @@ async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
         await response(scope, receive, told)
     except CharoniaError as error:
         record_error(scope, error.with_traceback(None))  # its frames may hold large tensors
-        await error_response(error, scope["path"])(scope, receive, _with_answer_headers(scope, send))
+        await send_response(error_response(error, scope["path"]), scope, receive, _with_answer_headers(scope, send))
     except ClientDisconnected:
         await Response(status_code=CLIENT_LEFT)(scope, receive, send)
     except asyncio.CancelledError as cancelled:

@@ -168,6 +168,10 @@ class ModelHandle(Protocol):
         """The answer of a model that computes in the event loop, without a context for the request; None if it does
         not, or would refuse the request: ask `for_request`."""
 
+    def check_room(self) -> None:
+        """Raises what the request would be refused with now, whatever its body says, which is not read then:
+        `QueueFull`, or `Unavailable`."""
+
     def stats(self) -> ModelStats: ...
 
     def validate(self, request: InferRequest) -> None:
@@ -211,6 +215,10 @@ class Gateway(Protocol):
         """Look up the model that a request is for, once for a request: the context has its name and version from then
         on, also if there is none, and releases the handle when the request ends. `name`: also of an adapter, or
         `model:adapter`. Waits while a model is loaded that its first request loads; `NotReady` if that takes long."""
+
+    def check_room(self, context: RequestContext) -> None:
+        """As `ModelHandle.check_room`, for a request whose body names the model that is to write text, where there is
+        only one that does."""
 
     def alive(self) -> bool:
         """Whether the process that has the models goes on; one that hangs is to be ended from outside."""

@@ -168,6 +168,14 @@ class TextModel(Model, Protocol):
 
 
 @runtime_checkable
+class QueueingModel(Model, Protocol):
+    """A model whose queue may be full, whatever a request says."""
+
+    def check_room(self, tenant: str) -> None:
+        """Raises what each request of that tenant would be refused with now: `QueueFull`, or `Unavailable`."""
+
+
+@runtime_checkable
 class AdaptableModel(TextModel, Protocol):
     """A model that may answer with a LoRA adapter, which requests name: `GenerateRequest.adapter`."""
 

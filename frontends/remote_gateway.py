@@ -181,6 +181,9 @@ class RemoteGateway:
         model = text.model.over(text.engine.for_request(key, answer.refusal))
         return RemoteTextHandle(self, acquired.config, context, model, stats)
 
+    def check_room(self, context: RequestContext) -> None:
+        """The hub knows, and is asked with the body."""
+
     def alive(self) -> bool:
         return self._silence < HUNG_SECONDS
 

@@ -152,6 +152,9 @@ class RemoteModelHandle:
         context.adapter, context.route = mine.adapter, mine.route
         return RemoteModelHandle(self._gateway, self.config, context, mine.version, self._number)
 
+    def check_room(self) -> None:
+        """The hub refuses."""
+
     def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         return None
 
@@ -237,6 +240,9 @@ class TextHandle(RemoteModelHandle):
 
 class RemoteTextHandle(TextHandle):
     """A language model of the hub, whose text is read and written here by `model`."""
+
+    def check_room(self) -> None:
+        self._model.check_room(self.context.tenant)
 
     def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
         if request.id:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, Self, TypeVar, cast
 
 from ..core.adapter import Adapter
-from ..core.errors import InvalidArgument, ServerExiting, Unavailable
+from ..core.errors import CharoniaError, InvalidArgument, ServerExiting, Unavailable
 from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseStream, ServedAdapter
 from ..core.metrics import Measurement, ModelStatistics
 from ..core.model import ModelConfig, ModelStats, SelfCheckingModel, TextModel
@@ -33,6 +33,9 @@ from .route_control import RouteControl
 from .route_table import RouteTable, ServedRoute
 
 _Item = TypeVar("_Item", InferResponse, GenerateChunk)
+
+_FEW_MODELS = 32
+"""So many are looked at before a body that names one is read."""
 
 
 class LoadedModelHandle:
@@ -88,6 +91,10 @@ class LoadedModelHandle:
         except InvalidArgument:
             return None
         return inline.infer_inline(request)
+
+    def check_room(self) -> None:
+        if self._loaded.queueing is not None:
+            self._loaded.queueing.check_room(self._context.tenant)
 
     def stats(self) -> ModelStats:
         return self._loaded.model.stats()
@@ -181,6 +188,10 @@ class RoutedModelHandle(LoadedModelHandle):
         if self._arm is None:
             return RoutedModelHandle(self._gateway, self._route, None, context)
         return LoadedModelHandle(self._gateway, self._loaded, context, self.config)
+
+    def check_room(self) -> None:
+        if self._arm is not None:
+            super().check_room()
 
     def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         return None if self._arm is None else super().infer_inline(request)
@@ -426,6 +437,21 @@ class InProcessGateway:
                 return LoadedModelHandle(self, self.registry.find_loaded(name, version, context), context)
             except NotResident as missing:
                 await self.provide(missing, context)
+
+    def check_room(self, context: RequestContext) -> None:
+        """See `core.gateway.Gateway.check_room`: the model is known without a body where no other writes text."""
+        entries = self.registry.entries
+        if self.routes.served or len(entries) > _FEW_MODELS:
+            return
+        latest = [entry.latest for entry in entries.values() if entry.latest is not None]
+        loaded = [version.loaded for version in latest if version.loaded is not None]
+        texts = [each for each in loaded if each.text is not None or each.config.openai_api]
+        if len(loaded) == len(latest) and len(texts) == 1 and texts[0].queueing is not None:
+            try:
+                texts[0].queueing.check_room(context.tenant)
+            except CharoniaError:
+                self.registry.find_loaded(texts[0].config.name, context=context)  # which counts it
+                raise
 
     async def provide(self, missing: NotResident, context: RequestContext) -> None:
         """Load a model that a request is for and that is not in memory; raises `missing` if requests load none, and as

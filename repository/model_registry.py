@@ -11,7 +11,7 @@ from ..core.adapter import Adapter
 from ..core.errors import NotFound, NotReady, Unavailable
 from ..core.gateway import ModelState, RepositoryIndexEntry
 from ..core.metrics import Labels, Measurement, ModelStatistics, Reading
-from ..core.model import AdaptableModel, InlineModel, MeasuredModel, Model, ModelConfig, TextModel
+from ..core.model import AdaptableModel, InlineModel, MeasuredModel, Model, ModelConfig, QueueingModel, TextModel
 from ..core.request_context import RequestContext
 
 UNLOADED = "unloaded"
@@ -57,8 +57,8 @@ class InFlightCounter:
 @dataclass(slots=True)
 class LoadedModel:
     """A loaded model. `source_mark`: see `VersionSource.mark`. `resources` are closed when it is unloaded; `in_flight`
-    counts its requests; `loaded_at`: when its load ended, by the monotonic clock; `text`, `adaptable` and
-    `measured` are the same model if it has those protocols, and so is `inline` if it answers so."""
+    counts its requests; `loaded_at`: when its load ended, by the monotonic clock; `text`, `adaptable`,
+    `queueing` and `measured` are the same model if it has those protocols, and so is `inline` if it answers so."""
 
     model: Model
     config: ModelConfig
@@ -69,12 +69,14 @@ class LoadedModel:
     loaded_at: float = field(default_factory=time.monotonic)
     text: TextModel | None = field(init=False)
     adaptable: AdaptableModel | None = field(init=False)
+    queueing: QueueingModel | None = field(init=False)
     inline: InlineModel | None = field(init=False)
     measured: MeasuredModel | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.text = self.model if isinstance(self.model, TextModel) else None
         self.adaptable = self.model if isinstance(self.model, AdaptableModel) else None
+        self.queueing = self.model if isinstance(self.model, QueueingModel) else None
         self.inline = self.model if isinstance(self.model, InlineModel) and self.model.answers_inline else None
         self.measured = self.model if isinstance(self.model, MeasuredModel) else None
 

@@ -41,6 +41,7 @@ class MessagesRoutes:
 
     async def create(self, request: Request) -> ASGIApp:
         context = context_of(request.scope)
+        self._gateway.check_room(context)
         body = await read_members(request, self._max_input_size, MESSAGES_SHAPE)
         asked = parse_messages_body(body, request_id_of(request.scope))
         with model_field():

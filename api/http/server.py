@@ -24,7 +24,8 @@ _FLUSH_SECONDS = 2
 
 _OVERRIDDEN: dict[type, str] = {
     RequestResponseCycle: "run_asgi send receive scope transport flow access_log message_event on_response keep_alive "
-    "body more_body disconnected response_started response_complete chunked_encoding expected_content_length",
+    "waiting_for_100_continue body more_body disconnected response_started response_complete chunked_encoding "
+    "expected_content_length",
     HttpToolsProtocol: "connection_made connection_lost data_received eof_received shutdown on_message_begin on_url "
     "on_header on_headers_complete on_body on_message_complete on_response_complete timeout_keep_alive_handler "
     "_start_asgi_task _unset_keepalive_if_required _should_upgrade config app loop logger access_logger parser server "

@@ -44,6 +44,7 @@ class ResponsesRoutes:
 
     async def create(self, request: Request) -> ASGIApp:
         context = context_of(request.scope)
+        self._gateway.check_room(context)
         body = await read_members(request, self._max_input_size, RESPONSES_SHAPE)
         asked = parse_responses(body, request_id_of(request.scope))
         with model_field():

@@ -101,6 +101,7 @@ class V2Endpoints:
 
     async def _read(self, request: Request, stream: bool) -> tuple[ModelHandle, InferRequest]:
         model = await self._gateway.acquire(context_of(request.scope), *model_and_version(request))
+        model.check_room()
         if request.headers.get("content-encoding", "identity") not in ("identity", ""):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         body = await parse_long_generate_body(await read_json_body(request, self._info.max_input_size), model.config)

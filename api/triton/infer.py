@@ -161,6 +161,7 @@ class InferEndpoint:
         config = model.config
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)
+        model.check_room()
         headers: HeaderMap = dict(request.scope["headers"])
         call = await self._read(model, headers, request)
         if config.decoupled and wants_stream(call.request):

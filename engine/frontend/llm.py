@@ -140,6 +140,9 @@ def _with_prediction(last: GenerateChunk, follower: PredictionFollower) -> Gener
     return msgspec.structs.replace(last, usage=msgspec.structs.replace(last.usage, **counted))
 
 
+_SOME_REQUEST = GenerateRequest(id="", prompt=())
+
+
 class LlmModel:
     """One checkpoint served by one engine: a `TextModel`. `engine`: the spec of the engine, or the configuration of our
     own. `layout`: of its tensors.
@@ -378,6 +381,9 @@ class LlmModel:
         if request.adapter:
             raise InvalidArgument("give either lora_name or lora_task_id", field="lora_task_id")
         return await self._adapters.use(await self._tasks.load(task, context.tenant), stats)
+
+    def check_room(self, tenant: str) -> None:
+        self._client.admit(_SOME_REQUEST, tenant).release()
 
     def _admit(self, request: GenerateRequest, context: RequestContext) -> AbstractContextManager[QueueTicket]:
         ticket = self._client.admit(request, context.tenant)

@@ -127,6 +127,7 @@ class FakeGateway:
     final: bool = False
     is_ready: bool = True
     is_exiting: bool = False
+    full: Exception | None = None
     asked: list[InferRequest | GenerateRequest] = field(default_factory=list)
     tokenized: list[TokenizeRequest] = field(default_factory=list)
     open_streams: int = 0
@@ -152,6 +153,10 @@ class FakeGateway:
                 context.adapter = served.adapter.name
                 return FakeHandle(self, served.config, context.adapter)
         return FakeHandle(self, self.model_config(name, version))
+
+    def check_room(self, context: RequestContext | None = None) -> None:
+        if self.full is not None:
+            raise self.full
 
     def ready(self) -> bool:
         return self.is_ready
@@ -244,6 +249,9 @@ class FakeHandle:
         self._gateway = gateway
         self.config = config
         self.name = adapter or config.name
+
+    def check_room(self) -> None:
+        self._gateway.check_room()
 
     def infer_inline(self, request: InferRequest) -> None: ...
 

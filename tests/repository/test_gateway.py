@@ -4,19 +4,28 @@ import asyncio
 import gc
 import weakref
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import numpy as np
 import pytest
 
-from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, ServerExiting, Unavailable
+from charonia.core.errors import (
+    CharoniaError,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    QueueFull,
+    ServerExiting,
+    Unavailable,
+)
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
 from charonia.core.metrics import ModelStatistics, Reading, VersionStatistics
 from charonia.core.model import ModelConfig, ModelStats
 from charonia.core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest, Usage
-from charonia.core.request_context import Outcome, RequestContext, RequestEnd
+from charonia.core.request_context import QUEUE_FULL_ENDS, Outcome, RequestContext, RequestEnd
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.gateway import InProcessGateway
+from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget
 
 from ..built_models import serve_model
 
@@ -229,6 +238,45 @@ async def test_nothing_is_ready_in_a_process_that_is_not() -> None:
     assert (gateway.ready(), gateway.is_model_ready("echo")) == (True, True)
     healthy = False
     assert (gateway.ready(), gateway.is_model_ready("echo")) == (False, False)
+
+
+class Queueing(Writer):
+    full = False
+
+    def check_room(self, tenant: str) -> None:
+        if self.full:
+            raise QueueFull(f"too many of {tenant} wait", retry_after=1)
+
+
+async def test_a_full_queue_is_known_before_a_body_where_the_model_is() -> None:
+    model = Queueing("llm")
+    gateway = await gateway_of(model, Echo())
+
+    async def refused(name: str = "") -> bool:
+        """By a path that names the model, or by a body that will."""
+        with suppress(QueueFull), gateway.open_request("chat") as context:
+            context.tenant = "a"
+            if name:
+                (await gateway.acquire(context, name)).check_room()
+            else:
+                gateway.check_room(context)
+            return False
+        assert (context.model, context.version) == ("llm", "2")
+        assert context.end == QUEUE_FULL_ENDS["requests"]
+        return True
+
+    assert [await refused(name) for name in ("llm", "")] == [False, False]
+    model.full = True
+    assert [await refused(name) for name in ("llm", "", "echo")] == [True, True, False]
+    await serve_model(gateway, Writer("other"), "2")
+    assert [await refused(name) for name in ("llm", "", "other")] == [True, False, False], "the body says which"
+    await gateway.lifecycle.unload("other")
+    assert await refused()
+    gateway.routes.replace({"route": Route((RouteArm("llm", 0, 1),))})
+    assert [await refused(name) for name in ("route", "")] == [True, False]
+    by_body = RouteRule(to=RouteTarget("llm"), field="user", equals="x")
+    gateway.routes.replace({"route": Route((RouteArm("llm", 0, 1),), rules=(by_body,))})
+    assert not await refused("route")
 
 
 async def test_what_is_measured_of_models() -> None:
