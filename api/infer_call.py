@@ -201,7 +201,7 @@ async def read_up_to_two(responses: ResponseStream[InferResponse], decoupled: bo
 
 def is_empty_final(response: InferResponse) -> bool:
     """Whether a response of a decoupled model tells nothing but that it is the last."""
-    return response.final and not response.outputs
+    return response.final and not (response.outputs or response.parameters)
 
 
 def supports_single_response(config: ModelConfig) -> bool:

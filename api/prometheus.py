@@ -67,6 +67,11 @@ class PrometheusCollector(Collector):
             yield metrics[family.name]
 
 
+_PYTHON_STYLE = ("charonia_", "vllm:")
+"""Beginnings of the names of histograms whose bounds are written with a point, as vLLM's are; Triton's, and those of
+its models, are whole numbers where they can be."""
+
+
 def _families(families: Iterable[tuple[str, str, str]]) -> dict[str, Metric]:
     return {name: Metric(name, text, kind) for name, kind, text in families}
 
@@ -88,7 +93,10 @@ def _add(metric: Metric, labels: dict[str, str], value: float | Histogram | Quan
         count = 0
         for bound, within in zip((*value.bounds, float("inf")), value.counts, strict=True):
             count += within
-            metric.add_sample(f"{metric.name}_bucket", {**labels, "le": _number(float(bound))}, count)
+            text = _number(float(bound))
+            if not metric.name.startswith(_PYTHON_STYLE):
+                text = text.removesuffix(".0")
+            metric.add_sample(f"{metric.name}_bucket", {**labels, "le": text}, count)
     else:
         count = value.count
         for quantile, each in zip(value.quantiles, value.values(), strict=True):

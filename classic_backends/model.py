@@ -16,6 +16,7 @@ from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
+from ..core.wait_graph import QueueWaits
 from ..processes.rate_limiter import RateLimiter
 from ..telemetry.model_metrics import (
     CloseReason,
@@ -76,6 +77,7 @@ class ClassicModel:
     ) -> None:
         self.config = config
         self._loader = loader
+        self._waits = loader.waits if loader.by_request else None
         self._directory = directory
         self._parameters = {**(parameters or {}), **config.parameters}
         execution_timeout = read_number(self._parameters, EXECUTION_TIMEOUT)
@@ -146,8 +148,18 @@ class ClassicModel:
             self._dispatcher = SequenceScheduler(self._sequences.config, self._layout, self._metrics, decoupled)
         if self._inline_runtime is None:
             self._pool.start_serving(self._dispatcher)
+        if self._waits is not None:
+            self._waits.add_model(self)
+
+    def queue_waits(self) -> Sequence[QueueWaits]:
+        """See `WaitingModel`."""
+        if self._dispatcher is None or self._pool.replacing:
+            return ()
+        return self._dispatcher.queue_waits()
 
     async def unload(self) -> None:
+        if self._waits is not None:
+            self._waits.remove_model(self)
         if self._dispatcher is not None:
             self._dispatcher.close()
         self._dispatcher = self._inline_runtime = None
@@ -247,6 +259,7 @@ class ClassicModel:
             if self._orderer is not None:
                 self._orderer.add(queued.channel)
             self._dispatcher.submit(queued)
+            context.ask_to_end = partial(_ask_to_end, queued) if self._loader.by_request else None
         except CharoniaError:
             self._metrics.record_failure(FailureReason.REJECTED, 0)
             queued.channel.end()
@@ -262,6 +275,7 @@ class ClassicModel:
 
     def _finish(self, queued: QueuedRequest) -> None:
         """Called when the reader has all responses, or left."""
+        queued.context.ask_to_end = None
         if queued.answer_timer is not None:
             queued.answer_timer.cancel()
         if not queued.channel.ended:
@@ -302,6 +316,16 @@ class ClassicModel:
         for error in errors:
             if error is not None:
                 raise InvalidArgument(f"failed to run warmup sample '{request.id}' on '{instance}': {error}")
+
+
+def _ask_to_end(queued: QueuedRequest) -> bool:
+    """Tell a model that has the request that its answer is not needed; False where it does not have it yet."""
+    if queued.finished:
+        return True
+    if queued.execution is None or queued.queued:
+        return False
+    queued.execution.cancel()
+    return True
 
 
 def _read_count(request: InferRequest, name: str) -> int:

@@ -15,6 +15,7 @@ from ..core.errors import Internal
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..core.request import ParameterValue
 from ..core.request_context import RequestContext
+from ..core.wait_graph import AwaitedCall, WaitGraph
 from ..processes.rate_limiter import InstanceRate
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
@@ -151,6 +152,11 @@ class Runtime:
     def hold_request(self, request: RuntimeRequest, held: bool) -> None:
         """Its responses wait for their reader: make no more of them until told otherwise. Called in the event loop."""
 
+    def awaited_calls(self) -> Sequence[AwaitedCall]:
+        """The requests to other models without whose answers the current execution does not go on. Called in the event
+        loop."""
+        return ()
+
     def close(self) -> None:
         """Free everything; the last call."""
 
@@ -160,6 +166,11 @@ class RuntimeLoader(ABC):
     requests as they are."""
 
     by_request = False
+
+    @property
+    def waits(self) -> WaitGraph | None:
+        """Where its models are registered, if they may wait for others."""
+        return None
 
     @abstractmethod
     def load(

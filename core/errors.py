@@ -169,7 +169,16 @@ def request_id_prefix(request_id: str) -> str:
 
 _BY_CODE: dict[ErrorCode, type[CharoniaError]] = {
     error.code: error
-    for error in (AlreadyExists, Cancelled, Internal, InvalidArgument, NotFound, Unavailable, Unsupported)
+    for error in (
+        AlreadyExists,
+        Cancelled,
+        CharoniaError,
+        Internal,
+        InvalidArgument,
+        NotFound,
+        Unavailable,
+        Unsupported,
+    )
 }
 
 

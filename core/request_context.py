@@ -17,6 +17,10 @@ Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
 """HTTP headers or gRPC metadata of a request, names in lower case."""
 
 
+ENSEMBLE_ENDPOINT = "ensemble"
+"""The endpoint of an ensemble's requests to its steps: without their answers it has none itself."""
+
+
 class Outcome(StrEnum):
     """How a request ended. `DONE`: answered, with something other than generated text; `REJECTED`: before any work;
     `ERROR`: after some, by a fault of the server."""
@@ -135,7 +139,8 @@ class RequestContext:
     `warnings`: what the client is told beside the answer, of this request and of those that its model made.
     `body`: the members of a body that was parsed before the model is looked up, until it was; routes may go by them.
     `prompt_count`, `choice_count`: as `GenerateRequest` has them, where they are known before the model is looked up.
-    `logged`: another process logs its end.
+    `logged`: another process logs its end. `ask_to_end`: asks the model to end by itself, which its reader then waits
+    for, and returns whether it was asked; None where a reader can only leave.
     """
 
     endpoint: str
@@ -172,6 +177,7 @@ class RequestContext:
     prompt_count: int = 1
     choice_count: int = 1
     logged: bool = False
+    ask_to_end: Callable[[], bool] | None = None
     _summary: RequestSummary | None = None
     _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)
 

@@ -17,13 +17,13 @@ from ..core.errors import CharoniaError, Internal, InvalidArgument
 from ..core.gateway import Gateway, ModelHandle
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse, ParameterValue
+from ..core.request_context import ENSEMBLE_ENDPOINT as ENDPOINT
 from ..core.request_context import RequestContext
 from ..core.tasks import RequestTaskGroup
 from ..core.tensor import Tensor
 from .composite_model import AskedVersion, RequestTimes, ResponseBuffer, first_error, with_model_name
 from .ensemble_plan import ENSEMBLE, EnsemblePlan, EnsembleStep, Stage, plan_ensemble, read_steps
 
-ENDPOINT = "ensemble"
 """The endpoint that requests of ensembles come from, in metrics and traces."""
 
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"

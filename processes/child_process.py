@@ -50,7 +50,7 @@ class ChildProcess:
     It inherits `descriptors` and no others, and this process's environment unless another is given. SIGINT and SIGTERM
     are blocked when it starts, for they may reach it before it ignores them. It is in no list of `multiprocessing` or
     `subprocess`: those reap, from any thread and for any library, every child that they know of. It is killed when this
-    interpreter exits.
+    interpreter exits. `grouped`: it has a process group of its own, and what it has started ends with it.
 
     `sentinel`: a descriptor that becomes readable when the process has ended. Raises `OSError` if the process cannot be
     started.
@@ -61,13 +61,21 @@ class ChildProcess:
         arguments: Sequence[str],
         descriptors: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
+        grouped: bool = False,
     ) -> None:
+        self._grouped = grouped
         # Where the system has no descriptors of processes, the end of the child closes this pipe.
         self.sentinel, held_by_child = os.pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             inherited = (*descriptors, held_by_child)
-            self._popen = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=inherited, env=environment)
+            self._popen = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                pass_fds=inherited,
+                env=environment,
+                process_group=0 if grouped else None,
+            )
         except BaseException:
             os.close(self.sentinel)
             raise
@@ -93,8 +101,12 @@ class ChildProcess:
         """End the process with SIGKILL; does not wait for its end."""
         with self._lock:
             if self._exit_code is None:
-                with suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
+                self._kill()
+
+    def _kill(self) -> None:
+        """The process is not reaped: nothing else can have its number, or its group's."""
+        with suppress(OSError):
+            (os.killpg if self._grouped else os.kill)(self.pid, signal.SIGKILL)
 
     def close(self, timeout: float = 0.0) -> int:
         """Wait for the end, kill the process after `timeout` seconds, free its descriptors; returns the exit code."""
@@ -110,6 +122,8 @@ class ChildProcess:
         with self._lock:
             if self._exit_code is None:
                 try:
+                    if self._grouped and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                        self._kill()
                     reaped, status = os.waitpid(self.pid, os.WNOHANG)
                 except ChildProcessError:  # another part waits for all processes, or the system is told to
                     self._exit_code = _UNKNOWN_EXIT_CODE

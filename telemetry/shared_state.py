@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..core.gateway import ChangeableRoutes, Gateway, Rollouts
+from ..core.wait_graph import WaitGraph
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from .custom_metrics import CustomMetrics
 from .logging_setup import LogControl
@@ -15,12 +16,14 @@ from .trace_settings import TraceControl
 @dataclass(frozen=True, slots=True)
 class SharedState:
     """Client shared memory, and the settings of logs and traces: v2's extensions, once for each server. `metrics`:
-    those that models make themselves. `rooflines`: of language models by name, for explanations."""
+    those that models make themselves. `waits`: of models that ask others. `rooflines`: of language models by name, for
+    explanations."""
 
     shared_memory: SharedMemoryRegistry = field(default_factory=SharedMemoryRegistry)
     logs: LogControl = field(default_factory=LogControl)
     traces: TraceControl = field(default_factory=TraceControl)
     metrics: CustomMetrics = field(default_factory=CustomMetrics)
+    waits: WaitGraph = field(default_factory=WaitGraph)
     rooflines: Mapping[str, StepRoofline] = field(default_factory=dict)
 
 

@@ -12,10 +12,11 @@ from contextlib import closing
 from functools import partial
 
 from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable, request_id_prefix
+from ...core.wait_graph import QueueWaits
 from .batch_execution import BatchLayout, execute_batch, execute_decoupled
 from .dynamic_batcher import BatchDecision, DynamicBatcher
 from .instance_pool import Instance, call_in_loop
-from .queued_request import BatchResult, QueuedRequest, RequestBatch, ResponseRouter
+from .queued_request import BatchResult, QueuedRequest, RequestBatch, ResponseRouter, endless_requests
 from .request_execution import execute_requests
 
 
@@ -141,6 +142,13 @@ class Dispatcher:
         if waited and free:
             self._wake_instances()
         return waited
+
+    def queue_waits(self) -> list[QueueWaits]:
+        """See `WaitingModel`."""
+        with self._lock:
+            waiting = self._queue.waiting_requests()
+        instances = sorted(self._instances, key=lambda instance: instance.name)
+        return [QueueWaits([instance.waits() for instance in instances], endless_requests(waiting))]
 
     def close(self) -> None:
         """Reject the requests that wait, and those that come."""

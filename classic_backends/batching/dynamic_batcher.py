@@ -361,6 +361,10 @@ class DynamicBatcher:
         """A request is finished, or is to be queued `again`. False: it was not held."""
         return False
 
+    def waiting_requests(self) -> list[QueuedRequest]:
+        """Those that a batch may have next."""
+        return list(self._queue)
+
     def drain(self) -> list[QueuedRequest]:
         """Remove and return all requests."""
         waiting, self._delay = list(self._queue), None

@@ -20,10 +20,11 @@ from time import monotonic_ns
 from typing import Protocol
 
 from ...core.tasks import wait_for_first
+from ...core.wait_graph import InstanceWaits
 from ...processes.child_process import RestartBackoff
 from ...processes.rate_limiter import InstanceClaim, RateLimiter
 from ..runtime import InstancePlacement, Runtime, RuntimeProcess
-from .queued_request import RequestBatch
+from .queued_request import RequestBatch, endless_requests
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +153,11 @@ class Instance:
         """Whether no reader waits any more for what it executes."""
         batch = self.current_batch
         return batch is not None and all(request.given_up for request in batch.requests)
+
+    def waits(self) -> InstanceWaits:
+        """What it executes, and what that waits for."""
+        batch, awaited = self.current_batch, () if self.lost else self.runtime.awaited_calls()
+        return InstanceWaits(self.name, [] if batch is None else endless_requests(batch.requests), awaited)
 
     async def stop(self, abandoned: bool = False) -> None:
         """Return when the runtime is closed. The current batch is finished first, unless that takes too long or it is
@@ -300,6 +306,11 @@ class InstancePool:
     def count(self) -> int:
         """Instances that take requests."""
         return sum(not instance.placement.passive for instance in self._instances)
+
+    @property
+    def replacing(self) -> bool:
+        """Whether an instance is to come in place of a lost one."""
+        return bool(self._replacing)
 
     @property
     def ready(self) -> bool:

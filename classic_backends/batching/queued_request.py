@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
@@ -196,6 +196,11 @@ class QueuedRequest:
             self.channel.unread_slots.release()
         if self.execution is not None:
             self.execution.cancel()
+
+
+def endless_requests(requests: Iterable[QueuedRequest]) -> list[RequestContext]:
+    """The contexts of those that wait for their answers however long it takes."""
+    return [each.context for each in requests if each.queue_deadline is None and each.answer_deadline is None]
 
 
 class SingleResponseStream:

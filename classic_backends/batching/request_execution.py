@@ -55,8 +55,9 @@ class RequestExecution:
         self._request.cancelled = self._request.cancelled or self.queued.given_up
         return _filled(self._request, self._layout, self.queued.job)
 
-    def read(self, answer: RuntimeAnswer) -> InferResponse | Exception | None:
-        """An answer as the client gets it; None if there is none yet. In either thread."""
+    def read(self, answer: RuntimeAnswer, final: bool = False) -> InferResponse | Exception | None:
+        """An answer as the client gets it; None if there is none yet. `final`: a decoupled model has no more. In either
+        thread."""
         if answer is None or isinstance(answer, Exception):
             return answer
         try:
@@ -68,7 +69,7 @@ class RequestExecution:
             return error
         if self._decoupled and answer.outputs and not (response.outputs or answer.parameters):
             return None  # it had nothing but states
-        return msgspec.structs.replace(response, parameters=answer.parameters, final=not self._decoupled)
+        return msgspec.structs.replace(response, parameters=answer.parameters, final=final or not self._decoupled)
 
     # In the event loop
 
@@ -98,7 +99,7 @@ class RequestExecution:
         """Take an answer that does not come with the whole batch's."""
         if self.queued.finished:
             return
-        response, mark = self.read(answer), self._mark
+        response, mark = self.read(answer, final), self._mark
         self._mark = time.monotonic_ns()
         if isinstance(answer, Rescheduled) and response is None:
             self._dispatcher.release(self.queued, again=True)

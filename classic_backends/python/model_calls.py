@@ -8,17 +8,29 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
 from inspect import isawaitable
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, Unavailable, error_from_code
-from ...core.gateway import Gateway
+from ...core.errors import (
+    Cancelled,
+    CharoniaError,
+    ErrorCode,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+    error_from_code,
+)
 from ...core.request import InferRequest, ParameterValue
 from ...core.request_context import RequestContext
 from ...core.tensor import Tensor
+from ...core.wait_graph import AwaitedCall
 from ...telemetry.custom_metrics import CustomMetrics
+from ...telemetry.shared_state import ServerGateway
 from ..python_stub.messages import (
     MAX_UNREAD_ANSWERS,
+    AwaitAnswer,
     Call,
     CallAnswer,
     CancelInfer,
@@ -80,18 +92,26 @@ def _read_request(message: RequestMessage, inputs: Sequence[Tensor]) -> InferReq
     return InferRequest(message.id, tensors, tuple(message.outputs) or None, parameters)
 
 
-class _OpenInference(NamedTuple):
-    """A request of the process to another model. `room`: for responses, before the process has read some."""
+@dataclass(slots=True, eq=False)
+class _OpenInference:
+    """A request of the process to another model. `room`: for responses, before the process has read some; `answers`:
+    responses sent so far; `awaited_from`: how many of them there were when the process did nothing but wait for the
+    next one, -1 if it never did; `context`: set when `task` begins."""
 
-    task: asyncio.Task[None]
-    room: asyncio.Semaphore
+    message: Infer
+    parent: RequestContext | None
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_UNREAD_ANSWERS))
+    answers: int = 0
+    awaited_from: int = -1
+    context: RequestContext | None = None
+    task: asyncio.Task[None] = field(init=False)
 
 
 class ModelCalls:
     """The calls of one process, until it ends. `max_inferences`: requests to other models that may be open at once."""
 
     def __init__(
-        self, process: StubProcess, gateway: Gateway, metrics: CustomMetrics, max_inferences: int = MAX_INFERENCES
+        self, process: StubProcess, gateway: ServerGateway, metrics: CustomMetrics, max_inferences: int = MAX_INFERENCES
     ) -> None:
         self._process, self._gateway, self._metrics = process, gateway, metrics
         self._max_inferences = max_inferences
@@ -125,17 +145,19 @@ class ModelCalls:
             text = f"instance '{self._process.name}' has {self._max_inferences} requests to other models open"
             self._send_failure(message.call, Unavailable(f"{text}, which are the most (max-open-calls)"))
             return
-        room = asyncio.Semaphore(MAX_UNREAD_ANSWERS)
-        answering = self._infer(message, inputs, room, parent)
-        task = asyncio.create_task(answering, name=f"{self._process.name} asks {message.model}")
-        self._inferences[message.call] = _OpenInference(task, room)
-        task.add_done_callback(lambda _: self._inferences.pop(message.call))
+        inference = self._inferences[message.call] = _OpenInference(message, parent)
+        answering = self._infer(inference, inputs)
+        inference.task = asyncio.create_task(answering, name=f"{self._process.name} asks {message.model}")
+        inference.task.add_done_callback(lambda _: self._inferences.pop(message.call))
 
     def on_message(self, message: Any) -> None:
         """What follows an `infer`, and all other calls."""
         match message:
-            case CancelInfer(call) if call in self._inferences:
-                self._inferences[call].task.cancel()
+            case CancelInfer(call, answered) if call in self._inferences:
+                self._cancel_infer(self._inferences[call], answered)
+            case AwaitAnswer(call, answers) if call in self._inferences:
+                self._inferences[call].awaited_from = answers
+                self._gateway.shared_state.waits.check()
             case ReadAnswers(call, answers) if call in self._inferences:
                 for _ in range(answers):
                     self._inferences[call].room.release()
@@ -146,22 +168,47 @@ class ModelCalls:
             case UpdateMetric():
                 self._metrics.update(self, message.metric, message.operation, message.value)
 
-    async def _infer(
-        self, message: Infer, inputs: Sequence[Tensor], room: asyncio.Semaphore, parent: RequestContext | None
-    ) -> None:
+    def awaited(self) -> list[AwaitedCall]:
+        """The requests whose next response the process waits for, and does nothing else."""
+        return [
+            AwaitedCall(inference.context, partial(self._refuse, inference))
+            for inference in self._inferences.values()
+            if inference.awaited_from == inference.answers and inference.context is not None
+        ]
+
+    def _cancel_infer(self, inference: _OpenInference, answered: bool) -> None:
+        """`answered`: the process reads on, until the called model has ended or, where it cannot be asked to, now."""
+        context = inference.context
+        if not answered:
+            inference.task.cancel()
+        elif context is None or context.ask_to_end is None or not context.ask_to_end():
+            self._refuse(inference, Cancelled(f"the request to model '{inference.message.model}' was cancelled"))
+
+    def _refuse(self, inference: _OpenInference, error: CharoniaError) -> None:
+        inference.task.cancel()
+        self._send_failure(inference.message.call, error)
+
+    async def _infer(self, inference: _OpenInference, inputs: Sequence[Tensor]) -> None:
+        message, parent = inference.message, inference.parent
         sent_final = False
         try:
             with self._gateway.open_request(ENDPOINT, () if parent is None else parent.headers) as context:
+                inference.context = context
                 if parent is not None:
                     parent.adopt(context)
-                handle = await self._gateway.acquire(context, message.model, message.version)
+                try:
+                    handle = await self._gateway.acquire(context, message.model, message.version)
+                except CharoniaError as error:
+                    failed = f"Failed for execute the inference request. Model '{message.model}' is not ready."
+                    raise error_from_code(error.code, f"{failed} {error.message}") from None
                 if handle.config.decoupled and not message.decoupled:
                     name = handle.config.name
                     raise InvalidArgument(f"model '{name}' is decoupled: call exec or async_exec with decoupled=True")
                 async with aclosing(handle.infer(_read_request(message.request, inputs))) as responses:
                     async for response in responses:
-                        await room.acquire()
+                        await inference.room.acquire()
                         sent_final = response.final or not message.decoupled
+                        inference.answers += 1
                         outputs = write_tensors(self._process, response.outputs)
                         answer = ResponseMessage(outputs, None, json.dumps(dict(response.parameters)))
                         self._process.send(InferAnswer(message.call, answer, sent_final))

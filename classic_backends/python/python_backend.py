@@ -13,6 +13,7 @@ from typing import cast
 from ...core.errors import Internal, InvalidArgument
 from ...core.gateway import ModelServices
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...core.wait_graph import WaitGraph
 from ...telemetry.shared_state import ServerGateway
 from ..backend_config import read_integer, read_placements
 from ..python_stub import messages
@@ -40,6 +41,10 @@ class PythonBackend(RuntimeLoader):
         return replace(self, code=directory)
 
     by_request = True
+
+    @property
+    def waits(self) -> WaitGraph | None:
+        return None if self.services is None else cast(ServerGateway, self.services.gateway).shared_state.waits
 
     def bound_to(self, services: ModelServices) -> "PythonBackend":
         return replace(self, services=services)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...core.errors import Internal, InvalidArgument
 from ...core.request_context import RequestContext
+from ...core.wait_graph import AwaitedCall
 from ...telemetry.trace_settings import TraceControl
 from ...telemetry.tracing import trace_context
 from ..python_stub import messages
@@ -26,7 +27,7 @@ from ..runtime import (
     RuntimeTraits,
 )
 from .model_calls import ModelCalls, error_from_message
-from .stub_process import StubProcess
+from .stub_process import StubProcess, escape_controls
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class FirstAnswer:
 
     def on_message(self, message: Any) -> None:
         if isinstance(message, messages.LogMessage):
-            log.log(message.level, "%s: %s: %s", self._name, message.source, message.text)
+            for line in message.text.splitlines() or [""]:
+                log.log(message.level, "%s: %s: %s", self._name, message.source, escape_controls(line))
         elif isinstance(message, _ANSWERS) and not self._answer.done():
             self._answer.set_result(message)
 
@@ -75,7 +77,8 @@ class FirstAnswer:
             message = messages.Failed(f"its process did not answer within {seconds:g} s (stub-timeout-seconds)", "")
         if isinstance(message, messages.Failed):
             if message.report:
-                log.error("%s: %s", self._failure, message.report)
+                report = "\n".join(map(escape_controls, message.report.splitlines()))
+                log.error("%s: %s", self._failure, report)
             raise InvalidArgument(f"{self._failure}: {message.message}")
         return message
 
@@ -98,6 +101,7 @@ class PythonRuntime(Runtime):
         self._handles: dict[RuntimeRequest, int] = {}
         self._waiting: set[int] = set()
         self._executed: Future[messages.Executed | None] = Future()
+        self._executing = False
         self._kill_reason = ""
         self._readiness: asyncio.Future[str] | None = None
         self.resources = ExitStack()
@@ -133,11 +137,13 @@ class PythonRuntime(Runtime):
         self._executed = Future()
         if self._process.lost:
             raise self._end_error()
+        self._executing = True
         self._process.send(messages.Execute(batch))
         for request in requests:
             if request.cancelled:
                 self.cancel_request(request)
         executed = self._executed.result()
+        self._executing = False
         if executed is None:  # an error of the future's would hold this frame, and be held by it
             raise self._end_error()
         self._waiting.update(executed.rescheduled)
@@ -157,6 +163,9 @@ class PythonRuntime(Runtime):
         self._process.send(messages.CancelRequest(handle))
         if handle in self._waiting:
             self._forget(handle)
+
+    def awaited_calls(self) -> Sequence[AwaitedCall]:
+        return self._calls.awaited() if self._executing else ()
 
     def hold_request(self, request: RuntimeRequest, held: bool) -> None:
         handle = self._handles.get(request)

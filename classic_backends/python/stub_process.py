@@ -111,7 +111,7 @@ class StubProcess:
                 theirs.callback(os.close, their_output)
                 inherited = [their_socket.fileno(), *files, their_output]
                 program = [interpreter.program, "-c", _BOOTSTRAP, *map(str, (*inherited, *memory)), str(_STUB)]
-                self._process = ChildProcess(program, inherited, interpreter.environment)
+                self._process = ChildProcess(program, inherited, interpreter.environment, grouped=True)
                 self.pid, self.sentinel, self.kill = self._process.pid, self._process.sentinel, self._process.kill
                 # The instance's pool watches the sentinel for itself.
                 self._end = self._own(os.dup(self.sentinel))
@@ -214,12 +214,14 @@ class _MessageReceiver(asyncio.Protocol):
 
 
 class _OutputLog:
-    """Logs what a process prints into a pipe, line by line; `descriptor`: the end to read from, which stays the
-    caller's. No transport: uvloop's closes a pipe twice, and by then its number may be that of another file."""
+    """Logs what a process prints into a pipe, line by line, each cut after `_MAX_LINE_BYTES`; `descriptor`: the end to
+    read from, which stays the caller's. No transport: uvloop's closes a pipe twice, and by then its number may be that
+    of another file."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self._name, self._descriptor = name, descriptor
         self._line = b""
+        self._left_out = 0
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
         os.set_blocking(self._descriptor, False)
@@ -229,7 +231,8 @@ class _OutputLog:
         """Log what is there, and read no more."""
         self._read(loop)
         loop.remove_reader(self._descriptor)
-        self._log(b"\n" * bool(self._line))
+        if self._line:
+            self._end_line()
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -238,11 +241,27 @@ class _OutputLog:
             return
         if not data:
             loop.remove_reader(self._descriptor)
-        self._log(data)
+        *ends, begin = data.split(b"\n")
+        for part in ends:
+            self._add(part)
+            self._end_line()
+        self._add(begin)
 
-    def _log(self, data: bytes) -> None:
-        *lines, self._line = (self._line + data).split(b"\n")
-        if len(self._line) > _MAX_LINE_BYTES:
-            lines, self._line = [*lines, self._line], b""
-        for line in lines:
-            log.info("%s: %s", self._name, line.decode(errors="replace"))
+    def _add(self, part: bytes) -> None:
+        room = _MAX_LINE_BYTES - len(self._line)
+        self._line += part[:room]
+        self._left_out += len(part[room:])
+
+    def _end_line(self) -> None:
+        more = f"... ({self._left_out} bytes more)" if self._left_out else ""
+        log.info("%s: %s%s", self._name, escape_controls(self._line.decode(errors="replace")), more)
+        self._line, self._left_out = b"", 0
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\t"}
+"""How control characters are logged: a terminal would obey them, and a reader take what follows for another line."""
+
+
+def escape_controls(line: str) -> str:
+    """A line for the log."""
+    return line.translate(_CONTROLS)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
+from contextlib import suppress
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, Sequence
 
 from .connection import TritonError, TritonModelException, server
-from .messages import LogMessage, UpdateMetric
+from .messages import LogMessage, UpdateMetric, bounded_text
 from .request import (
     TRITONSERVER_MEMORY_CPU,
     TRITONSERVER_MEMORY_GPU,
@@ -37,17 +40,29 @@ from .tensor import (
 )
 
 
+class LogLevel(Enum):
+    """`value`: the number that Python's `logging` has for it."""
+
+    INFO, WARNING, ERROR, VERBOSE = logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG
+
+
 def _log(level: int, message: str, frames: int = 1) -> None:
     """`frames`: between this function's and that of the code that logs."""
+    if message is None:
+        raise TypeError("the message for the log must be a str, not None")
     caller = sys._getframe(frames)
     source = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-    server().send(LogMessage(level, str(message), source))
+    text = bounded_text(str(message))
+    if server().forked:
+        print(f"{source}: {text}", file=sys.stderr)
+    else:
+        server().send(LogMessage(level, text, source))
 
 
 class Logger:
     """Writes to the server's log."""
 
-    INFO, WARNING, ERROR, VERBOSE = range(4)
+    INFO, WARNING, ERROR, VERBOSE = LogLevel.INFO, LogLevel.WARNING, LogLevel.ERROR, LogLevel.VERBOSE
 
     log_info = staticmethod(partial(_log, logging.INFO))
     log_warn = staticmethod(partial(_log, logging.WARNING))
@@ -55,56 +70,70 @@ class Logger:
     log_verbose = staticmethod(partial(_log, logging.DEBUG))
 
     @staticmethod
-    def log(message: str, level: int = INFO) -> None:
-        if level not in range(4):
-            raise TritonModelException(f"{level} is no level of the logger")
-        _log((logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)[level], message, frames=2)
+    def log(message: str, level: LogLevel = INFO) -> None:
+        if not isinstance(level, LogLevel):
+            raise TypeError(f"a level of the logger is INFO, WARNING, ERROR or VERBOSE, not {level!r}")
+        _log(level.value, message, frames=2)
 
 
 class Metric:
-    """One series of a family: `increment` of counters and gauges, `set` of gauges, `observe` of histograms."""
+    """One series of a family, as long as the family's object is there: `increment` of counters and gauges, `set` of
+    gauges, `observe` of histograms."""
 
     def __init__(self, family: MetricFamily, labels: dict[str, str] | None, buckets: list[float] | None) -> None:
-        self._family = family
+        self._kind = family._kind
+        self._removed = False
         texts = {str(name): str(value) for name, value in (labels or {}).items()}
         self._id: int = server().call("add_metric", family=family._name, labels=texts, buckets=buckets)
 
     def increment(self, value: float) -> None:
-        self._require(MetricFamily.COUNTER, MetricFamily.GAUGE)
-        if self._family._kind == MetricFamily.COUNTER and value < 0:
+        self._require("increment", MetricFamily.COUNTER, MetricFamily.GAUGE)
+        if self._kind == MetricFamily.COUNTER and value < 0:
             raise TritonModelException("A counter cannot be incremented by a negative value.")
         self._update("increment", value)
 
     def set(self, value: float) -> None:
-        self._require(MetricFamily.GAUGE)
+        self._require("set", MetricFamily.GAUGE)
         self._update("set", value)
 
     def observe(self, value: float) -> None:
-        self._require(MetricFamily.HISTOGRAM)
+        self._require("observe", MetricFamily.HISTOGRAM)
         self._update("observe", value)
 
     def value(self) -> float:
-        self._require(MetricFamily.COUNTER, MetricFamily.GAUGE)
+        self._require("get", MetricFamily.COUNTER, MetricFamily.GAUGE)
         return float(server().call("metric_value", metric=self._id))
 
-    def _require(self, *kinds: int) -> None:
-        if self._family._kind not in kinds:
-            operation = sys._getframe(1).f_code.co_name
-            raise TritonModelException(f"A {_KINDS[self._family._kind]} has no operation '{operation}'.")
+    def _require(self, operation: str, *kinds: int) -> None:
+        if self._removed:
+            raise TritonModelException(
+                f"Failed to {operation} metric value: Invalid metric operation as the corresponding 'MetricFamily' has "
+                "been deleted. The 'MetricFamily' object should be deleted AFTER its corresponding 'Metric' objects "
+                "have been deleted."
+            )
+        if self._kind not in kinds:
+            raise TritonModelException(
+                f"Failed to {operation} metric value: a {_KINDS[self._kind]} has no such operation."
+            )
 
     def _update(self, operation: str, value: float) -> None:
         server().send(UpdateMetric(self._id, operation, float(value)))
 
+    def _remove(self) -> None:
+        """Remove the series, unless other metrics stand for it."""
+        if self._removed or not hasattr(self, "_id"):
+            return
+        self._removed = True
+        with suppress(OSError):  # the connection is closed, and this process ends
+            server().send(UpdateMetric(self._id, "remove", 0.0))
+
     def __del__(self) -> None:
-        if hasattr(self, "_id"):
-            try:
-                server().send(UpdateMetric(self._id, "remove", 0.0))
-            except OSError:
-                return  # the connection is closed, and this process ends
+        self._remove()
 
 
 class MetricFamily:
-    """Metrics of one name; `Metric` makes the series. Families of one name and kind are one, in all models."""
+    """Metrics of one name; `Metric` makes the series, which go when this object does. Families of one name and kind are
+    one, in all models."""
 
     COUNTER, GAUGE, HISTOGRAM = range(3)
 
@@ -112,10 +141,25 @@ class MetricFamily:
         if kind not in _KINDS:
             raise TritonModelException(f"{kind} is no kind of metric")
         self._name, self._kind = name, kind
+        self._metrics: weakref.WeakSet[Metric] = weakref.WeakSet()
         server().call("add_metric_family", name=name, description=description, kind=_KINDS[kind])
 
     def Metric(self, labels: dict[str, str] | None = None, buckets: list[float] | None = None) -> Metric:
-        return Metric(self, labels, buckets)
+        if not (labels is None or isinstance(labels, dict)):
+            raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
+        if buckets is None and self._kind == MetricFamily.HISTOGRAM:
+            raise TritonModelException("Failed to create metric. Missing required buckets.")
+        if not (buckets is None or isinstance(buckets, list)):
+            raise TritonModelException("Failed to create metric. Buckets must be a list.")
+        if buckets is not None and self._kind != MetricFamily.HISTOGRAM:
+            raise TritonModelException("Failed to create metric. Unexpected buckets found.")
+        metric = Metric(self, labels, buckets)
+        self._metrics.add(metric)
+        return metric
+
+    def __del__(self) -> None:
+        for metric in getattr(self, "_metrics", ()):
+            metric._remove()
 
 
 _KINDS = {MetricFamily.COUNTER: "counter", MetricFamily.GAUGE: "gauge", MetricFamily.HISTOGRAM: "histogram"}
@@ -264,8 +308,9 @@ def get_model_dir() -> str:
 
 
 def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
-    """Load a model of the server's repositories, where the server was started with explicit model control."""
-    encoded = {path: content.hex() for path, content in (files or {}).items()}
+    """Load a model of the server's repositories, where the server was started with explicit model control. The paths of
+    `files` may begin with `file:`, as in a load request."""
+    encoded = {path[len("file:") * path.startswith("file:") :]: each.hex() for path, each in (files or {}).items()}
     server().call("load_model", name=model_name, config=config, files=encoded)
 
 

@@ -5,10 +5,12 @@ Beside it the API's errors.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
 import queue
+import signal
 import socket
 import threading
 from itertools import count
@@ -23,12 +25,21 @@ class TritonModelException(Exception):
     """A call of the API failed."""
 
 
+class ForkedProcessError(TritonModelException, OSError):
+    """A process that the model has forked called the API: only the model's own process is the server's."""
+
+
+_NOT_OURS = "This process was forked by the model: only the model's own can ask the server."
+
+
 class TritonError:
     """Why a request failed, for the client. `code` decides about the HTTP and gRPC status."""
 
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
+        if message is None:
+            raise TypeError("the message of a TritonError must be a str, not None")
         if code not in ERROR_NAMES:
             raise TritonModelException(f"{code} is no code of TritonError")
         self._message, self._code = str(message), code
@@ -57,12 +68,16 @@ class ServerConnection:
 
     `reader` has the tensors that the server writes, out of `reader_descriptor`; `writer` takes those for it. `handlers`
     are called in the reading thread with the body of a message, by the name of its class. `serves`: the server answers
-    calls, for the model is to serve; else only its config is completed.
+    calls, for the model is to serve; else only its config is completed. `forked`: this process is a copy that the model
+    made with `os.fork`, and all of this is its parent's. `execution`: the task of a coroutine that the model's current
+    execution waits for; `execution_threads`: those in which a wait keeps it from going on.
     """
 
     def __init__(self, connection: socket.socket, reader_descriptor: int, writer: BlockWriter) -> None:
         self._socket = connection
-        self.serves = False
+        self.serves = self.forked = False
+        self.execution: asyncio.Task[Any] | None = None
+        self.execution_threads = {threading.get_ident()}
         self.reader = BlockReader(reader_descriptor, self._count_release)
         self.writer = writer
         self.handlers: dict[str, Callable[..., None]] = {
@@ -77,6 +92,18 @@ class ServerConnection:
         self._calls: dict[int, queue.SimpleQueue[Any]] = {}
         self._inferences: dict[int, InferListener] = {}
         self._release_wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """In a process that the model has forked: send nothing any more, and let the server see the parent's end."""
+        self.forked = True
+        self._send_lock = threading.RLock()
+        self._socket.close()
+
+    def require_own_process(self) -> None:
+        """Raises `ForkedProcessError` in a process that the model has forked."""
+        if self.forked:
+            raise ForkedProcessError(_NOT_OURS)
 
     def start(self) -> None:
         """Begin to read."""
@@ -84,18 +111,20 @@ class ServerConnection:
         threading.Thread(target=self._send_releases, name="charonia-release", daemon=True).start()
 
     def send(self, body: Any) -> None:
-        """Send a message: one of the named tuples of `messages`."""
+        """Send a message: one of the named tuples of `messages`. Half characters in its texts become question marks.
+        Raises `ForkedProcessError`."""
+        self.require_own_process()
         kind = type(body).__name__
         with self._send_lock:
-            payload = json.dumps([kind, body, self.reader.take_released()]).encode()
-            self._socket.sendall(messages.frame(payload))
+            text = json.dumps([kind, body, self.reader.take_released()], ensure_ascii=False)
+            self._socket.sendall(messages.frame(text.encode("utf-8", "replace")))
 
     def call(self, method: str, **arguments: Any) -> Any:
         """The result of a function of the server. Raises `TritonModelException`."""
         self._require_serving(method)
         serial = next(self._serials)
         answer = self._calls[serial] = queue.SimpleQueue()
-        self.send(Call(serial, method, json.dumps(arguments)))
+        self.send(Call(serial, method, json.dumps(arguments, ensure_ascii=False)))
         result, error = answer.get()
         if error is not None:
             raise TritonModelException(error)
@@ -116,9 +145,14 @@ class ServerConnection:
             raise TritonModelException(f"{method} cannot be called while the model's config is completed")
 
     def cancel_infer(self, call: int) -> None:
+        """Ask for the end of a request of another model, unless it has ended; its listener hears how it ends."""
+        if call in self._inferences:
+            self.send(CancelInfer(call, True))
+
+    def leave_infer(self, call: int) -> None:
         """Cancel a request of another model, unless it has ended; its listener hears no more."""
         if self._inferences.pop(call, None) is not None:
-            self.send(CancelInfer(call))
+            self.send(CancelInfer(call, False))
 
     def _on_infer_answer(self, call: int, response: list[Any] | None, final: bool) -> None:
         message = response_from_json(response)
@@ -141,7 +175,10 @@ class ServerConnection:
                     self.writer.release(released)
                     self.handlers[kind](*body)
         finally:
-            os._exit(1)  # the server is gone, or this process is of no more use to it
+            # The server is gone, or this process is of no more use to it; nor are those that the model started.
+            if os.getpgrp() == os.getpid():
+                os.killpg(0, signal.SIGKILL)
+            os._exit(1)
 
     def _trim_memory(self) -> None:
         self.writer.trim()
@@ -159,7 +196,16 @@ class ServerConnection:
                 self.send(messages.Release())
 
 
-_server: ServerConnection
+class _NoConnection:
+    """What a process has that the model has spawned. Raises `ForkedProcessError` for all that asks the server."""
+
+    forked = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise ForkedProcessError(_NOT_OURS)
+
+
+_server: Any = _NoConnection()
 
 
 def connect(connection: ServerConnection) -> None:
@@ -170,4 +216,4 @@ def connect(connection: ServerConnection) -> None:
 
 def server() -> ServerConnection:
     """The connection of this process."""
-    return _server
+    return _server  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 Started by the server with four descriptors (a socket, the memory to read from, the memory to write to, one for standard
 output and error) and two sizes of the latter memory: at the start, and by which it grows. `execute` runs in the main
-thread, as user code expects; coroutines of a decoupled model run side by side in an event loop of their own.
+thread, as user code expects; coroutines run in an event loop of their own, for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ import sys
 import threading
 import traceback
 import weakref
+from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable
 
-from . import backend_utils, messages
+from . import backend_utils, messages, spawned
 from .backend_utils import ModelConfig
-from .connection import ServerConnection, TritonModelException, connect
-from .messages import ErrorMessage, Executed, RequestMessage, ResponseMessage, request_from_json
+from .connection import ForkedProcessError, ServerConnection, TritonModelException, connect
+from .messages import ErrorMessage, Executed, RequestMessage, ResponseMessage, bounded_text, request_from_json
 from .request import TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, InferenceRequest
 from .response import InferenceResponse, PendingRequest, response_to_message
 from .tensor_memory import BlockWriter
-
-_API_MODULES = ("triton_python_backend_utils", "c_python_backend_utils")
 
 _EXPECTED_NONE = "Expected a None object in the execute function return list for reschduled request, found type"
 _EXPECTED_RESPONSE = "Expected an 'InferenceResponse' object in the execute function return list, found type"
@@ -41,9 +40,12 @@ _EXPECTED_RESPONSE = "Expected an 'InferenceResponse' object in the execute func
 def main() -> None:
     """Serve one instance of a model until the server says `Finalize` or hangs up."""
     connection_descriptor, reader, writer, output, size, growth = map(int, sys.argv[1:7])
+    sys.argv[:] = [""]  # as where Python is embedded
     stop_signals = (signal.SIGINT, signal.SIGTERM)
     for number in stop_signals:
-        signal.signal(number, signal.SIG_IGN)  # the server decides what they mean
+        # The server decides what they mean. Not ignored: so they would be in all that the model starts.
+        signal.signal(number, lambda *_: None)
+    _obey_signals_in_copies(stop_signals)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
     for standard in (1, 2):
         os.dup2(output, standard)
@@ -52,12 +54,44 @@ def main() -> None:
         socket.socket(fileno=connection_descriptor), reader, BlockWriter(writer, size, growth)
     )
     connect(connection)
-    for name in _API_MODULES:
+    for name in spawned.API_MODULES:
         sys.modules[name] = backend_utils
-    code = StubInstance(connection).serve()
-    atexit._run_exitfuncs()
+    sys.modules["__main__"].__file__ = spawned.__file__  # what `multiprocessing` runs first where it spawns
+    try:
+        code = StubInstance(connection).serve()
+        atexit._run_exitfuncs()
+    except BaseException as error:
+        if not connection.forked:
+            raise
+        code = _exit_code(error)  # the model has forked, and did not end the copy itself
     sys.stdout.flush()
     os._exit(code)  # whatever threads of the model's own still run
+
+
+def _obey_signals_in_copies(numbers: Iterable[signal.Signals]) -> None:
+    """Let processes that the model forks end by these signals, as `multiprocessing` ends its workers. One that comes
+    before they are ready for it waits."""
+
+    def obey() -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers),
+        after_in_child=obey,
+    )
+
+
+def _exit_code(error: BaseException) -> int:
+    """Of a copy of this process that ends with an error, or with an attempt to answer in its parent's place."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, ForkedProcessError):
+        return 0
+    traceback.print_exception(type(error), error, error.__traceback__)
+    return 1
 
 
 class _Batch:
@@ -123,7 +157,10 @@ class StubInstance:
                 else:
                     self._connection.send(messages.CompletedConfig(_complete_config(message)))
             except BaseException as error:
-                self._connection.send(messages.Failed(_describe(error), traceback.format_exc()))
+                if self._connection.forked:
+                    raise
+                report = bounded_text(traceback.format_exc())
+                self._connection.send(messages.Failed(_describe(error), report))
 
     def _initialize(self, message: messages.Initialize) -> None:
         self._decoupled, self._arguments = message.decoupled, message.arguments
@@ -177,12 +214,21 @@ class StubInstance:
                 asyncio.run_coroutine_threadsafe(self._finish_later(result, requests, batch), self._event_loop())
                 return Executed([None] * len(requests), [])
             if inspect.isawaitable(result):
-                result = self._event_loop().run_until_complete(result)
+                result = asyncio.run_coroutine_threadsafe(self._await_execution(result), self._event_loop()).result()
             return self._read_result(result, requests, batch)
         except BaseException as error:
+            if self._connection.forked:
+                raise
             traceback.print_exc()
             batch.close()
             return Executed([], [], self._failure_text(error))
+
+    async def _await_execution(self, execution: Any) -> Any:
+        self._connection.execution = asyncio.current_task()
+        try:
+            return await execution
+        finally:
+            self._connection.execution = None
 
     async def _finish_later(self, result: Any, requests: list[InferenceRequest], batch: _Batch) -> None:
         """Wait for what an `async` function of a decoupled model still does after `Executed` was sent."""
@@ -255,7 +301,7 @@ class StubInstance:
 
     def _check_decoupled_result(self, result: Any) -> None:
         if result is not None:
-            name = self._arguments["model_name"]
+            name = self._arguments["model_instance_name"]
             raise TritonModelException(
                 f"Python model '{name}' is using the decoupled mode and the execute function must return None."
             )
@@ -277,13 +323,25 @@ class StubInstance:
         self._connection.send(messages.Checked(reason))
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of the model's coroutines: of a decoupled model in a thread of its own, of any other it runs while
-        `execute` does."""
+        """The loop of the model's coroutines, in a thread of its own."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            if self._decoupled:
-                threading.Thread(target=self._loop.run_forever, name="charonia-async", daemon=True).start()
+            thread = threading.Thread(target=self._run_loop, args=(self._loop,), name="charonia-async", daemon=True)
+            thread.start()
         return self._loop
+
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._decoupled:
+            self._connection.execution_threads.add(threading.get_ident())
+        thread = threading.current_thread()
+
+        def end_copy() -> None:
+            # A coroutine has forked: what it left of this loop would take its parent's events.
+            if threading.current_thread() is thread:
+                loop.call_soon(os._exit, 0)
+
+        os.register_at_fork(after_in_child=end_copy)
+        loop.run_forever()
 
 
 async def _await(awaitable: Any) -> Any:
@@ -322,7 +380,13 @@ def _complete_config(message: messages.CompleteConfig) -> str:
 def _describe(error: BaseException) -> str:
     """An error as Triton tells it: its type and text, and where in the user's code it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = str(Path(__file__).parent)
+    own = (str(Path(__file__).parent), str(Path(futures.__file__).parent))
     places = [f"  {each.filename}({each.lineno}): {each.name}" for each in frames if not each.filename.startswith(own)]
     where = "\n\nAt:\n" + "\n".join(reversed(places)) + "\n" if places else ""
-    return f"{type(error).__name__}: {error}{where}"
+    try:
+        text = str(error)
+    except BaseException:
+        text = "(its text cannot be made)"
+    # Triton's own errors have no place, and then no type.
+    own_error = isinstance(error, TritonModelException) and not places
+    return bounded_text(text if own_error else f"{type(error).__name__}: {text}") + where

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
 
+MAX_TEXT_BYTES = 1 << 16
+"""Of an error, or of what a model logs."""
+
 MAX_UNREAD_ANSWERS = 64
 """Responses to one `Infer` that the server sends before the model has read any of them."""
 
@@ -184,9 +187,18 @@ class Infer(NamedTuple):
 
 
 class CancelInfer(NamedTuple):
-    """No more responses of an `Infer` are read."""
+    """The responses of an `Infer` are not needed. `answered`: they are read until the last one, which the called model
+    or else the server sends; without it nobody reads any more."""
 
     call: int
+    answered: bool
+
+
+class AwaitAnswer(NamedTuple):
+    """The current execution does not go on until the next response to an `Infer` is there; it has had `answers`."""
+
+    call: int
+    answers: int
 
 
 class ReadAnswers(NamedTuple):
@@ -224,6 +236,15 @@ class Checked(NamedTuple):
     """The answer of `is_ready`: why the model is not ready, empty where it is."""
 
     unready_reason: str
+
+
+def bounded_text(text: str) -> str:
+    """A text of the model's that can be sent and logged: half characters are question marks, and what is too long is
+    cut."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= MAX_TEXT_BYTES:
+        return data.decode()
+    return f"{data[:MAX_TEXT_BYTES].decode('utf-8', 'ignore')}... (cut after {MAX_TEXT_BYTES} of {len(data)} bytes)"
 
 
 def frame(payload: bytes) -> bytes:

@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import queue
+import threading
 from contextlib import suppress
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, AsyncIterator, Callable, Iterator, Sequence, TypeVar
 
-from .connection import TritonModelException, server
-from .messages import MAX_UNREAD_ANSWERS, ReadAnswers, RequestMessage, ResponseMessage
+from .connection import ForkedProcessError, TritonError, TritonModelException, server
+from .messages import MAX_UNREAD_ANSWERS, AwaitAnswer, ReadAnswers, RequestMessage, ResponseMessage
 from .response import InferenceResponse, InferenceResponseSender, PendingRequest, parameters_json, response_from_message
-from .tensor import Tensor, received_tensor, write_tensors
+from .tensor import Tensor, byte_size, received_tensor, write_tensors
 
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 TRITONSERVER_MEMORY_CPU = 0
 TRITONSERVER_MEMORY_GPU = 2
+
+_PATIENCE_SECONDS = 0.5
+"""How long an answer may take before the server is told that the execution waits for it."""
+
+_MAX_KEPT_ANSWERS, _MAX_KEPT_BYTES = 1024, 1 << 16
+"""Of a stream that can be read once more."""
+
+T = TypeVar("T")
+
+_REQUIRED: Any = object()
+"""Stands for an argument that was not given."""
+
+
+def _wrong_argument(name: str, value: Any) -> TypeError:
+    if value is _REQUIRED:
+        return TypeError(f"InferenceRequest needs the argument '{name}'")
+    return TypeError(f"the argument '{name}' of InferenceRequest cannot be of the type '{type(value).__name__}'")
+
+
+def _require(kind: type[T], name: str, value: Any) -> T:
+    if not isinstance(value, kind):
+        raise _wrong_argument(name, value)
+    return value
+
+
+def _integer(name: str, value: Any) -> int:
+    """Numpy's integers are some, too."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _wrong_argument(name, value) from None
 
 
 class PreferredMemory:
@@ -37,6 +70,10 @@ class InferenceTrace:
         return self._context
 
 
+_ANY_MEMORY = PreferredMemory(TRITONSERVER_MEMORY_CPU)
+_NO_TRACE = InferenceTrace()
+
+
 class InferenceRequest:
     """A request: one that the model is to answer, or one that it makes of another model."""
 
@@ -44,24 +81,33 @@ class InferenceRequest:
         self,
         request_id: str = "",
         correlation_id: int | str = 0,
-        inputs: Sequence[Tensor] = (),
-        requested_output_names: Sequence[str] = (),
-        model_name: str = "",
+        inputs: Sequence[Tensor] = _REQUIRED,
+        requested_output_names: Sequence[str] = _REQUIRED,
+        model_name: str = _REQUIRED,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
-        preferred_memory: PreferredMemory | None = None,
-        trace: InferenceTrace | None = None,
+        preferred_memory: PreferredMemory = _ANY_MEMORY,
+        trace: InferenceTrace = _NO_TRACE,
         parameters: dict[str, Any] | None = None,
     ) -> None:
+        for argument, value in (("inputs", inputs), ("requested_output_names", requested_output_names)):
+            if not isinstance(value, (list, tuple)):
+                raise _wrong_argument(argument, value)
         for tensor in inputs:
             if not isinstance(tensor, Tensor):
                 raise TritonModelException(f"An input must be a Tensor, found type '{type(tensor)}'.")
-        self._id, self._correlation_id, self._flags, self._timeout = request_id, correlation_id, flags, timeout
+        for name in requested_output_names:
+            _require(str, "requested_output_names", name)
+        self._id, self._model = _require(str, "request_id", request_id), _require(str, "model_name", model_name)
+        if not isinstance(correlation_id, str):
+            correlation_id = _integer("correlation_id", correlation_id)
+        self._correlation_id, self._version = correlation_id, _integer("model_version", model_version)
+        self._flags, self._timeout = _integer("flags", flags), _integer("timeout", timeout)
+        _require(PreferredMemory, "preferred_memory", preferred_memory)
+        self._trace = _require(InferenceTrace, "trace", trace)
         self._inputs, self._outputs = list(inputs), list(requested_output_names)
-        self._model, self._version = model_name, model_version
         self._parameters = parameters_json(parameters)
-        self._trace = trace or InferenceTrace()
         self._priority = 0
         self._pending: PendingRequest | None = None
         self._release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
@@ -69,7 +115,7 @@ class InferenceRequest:
     @classmethod
     def _received(cls, message: RequestMessage, pending: PendingRequest) -> InferenceRequest:
         tensors = [received_tensor(each) for each in message.inputs]
-        request = cls(message.id, message.correlation_id, tensors, message.outputs, flags=message.flags)
+        request = cls(message.id, message.correlation_id, tensors, message.outputs, "", flags=message.flags)
         request._timeout, request._priority, request._parameters = message.timeout, message.priority, message.parameters
         request._trace = InferenceTrace(message.handle, message.trace)
         request._pending = pending
@@ -94,7 +140,7 @@ class InferenceRequest:
         return self._flags
 
     def set_flags(self, flags: int) -> None:
-        self._flags = flags
+        self._flags = _integer("flags", flags)
 
     def timeout(self) -> int:
         """Microseconds, 0 for none."""
@@ -135,32 +181,16 @@ class InferenceRequest:
         return iterator if decoupled else iterator._only()
 
     def async_exec(self, decoupled: bool = False) -> Any:
-        """As `exec`, to be awaited in an `async` function."""
+        """As `exec`, to be awaited in an `async` function; the request is made at once. An iterator comes with the
+        first response."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        if decoupled:
-            future.set_result(ResponseIterator(self, True))
-            return future
-        answers: list[InferenceResponse] = []
-
-        def listen(response: InferenceResponse | None, final: bool) -> None:
-            if response is not None:
-                answers.append(response)
-            if final:
-                with suppress(RuntimeError):  # the loop is closed, and who waited is gone
-                    loop.call_soon_threadsafe(settle)
-
-        def settle() -> None:
-            if not future.done():
-                future.set_result(answers[0] if answers else InferenceResponse())
-
-        call = self._send(decoupled, listen)
-        future.add_done_callback(lambda done: server().cancel_infer(call) if done.cancelled() else None)
-        return future
+        iterator = ResponseIterator(self, decoupled)
+        return loop.create_task(iterator._begun() if decoupled else iterator._only_later())
 
     def _send(self, decoupled: bool, listen: Callable[[InferenceResponse | None, bool], None]) -> int:
         if not self._model:
             raise TritonModelException("A model_name is needed to call another model.")
+        server().require_own_process()
         fields = (self._id, self._correlation_id, self._flags, self._timeout, self._priority, self._parameters)
         message = RequestMessage(-1, *fields, self._outputs, write_tensors(self._inputs))
         version = "" if self._version == -1 else str(self._version)
@@ -171,48 +201,148 @@ class InferenceRequest:
         return server().infer(self._model, version, message, decoupled, self._trace._handle, on_answer)
 
 
-class ResponseIterator:
-    """The responses of a called model as they come. The last one may be empty: it only says that there are no more.
+class _Answers:
+    """The responses of a called model that are there and not read. Filled in the reading thread."""
 
-    The called model waits where many are unread; an iterator that is let go of cancels it.
+    def __init__(self) -> None:
+        self._answers: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
+        self._arrival: asyncio.Future[None] | None = None
+
+    def put(self, response: InferenceResponse | None, final: bool) -> None:
+        self._answers.put((response, final))
+        arrival = self._arrival
+        if arrival is not None:
+            with suppress(RuntimeError):  # the loop is closed, and who waited is gone
+                arrival.get_loop().call_soon_threadsafe(_settle, arrival)
+
+    def get(self, seconds: float | None = None) -> tuple[InferenceResponse | None, bool]:
+        """The next one, and whether it is the last. Raises `queue.Empty` where none comes in time."""
+        return self._answers.get(timeout=seconds)
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether one is there, or comes in time."""
+        self._arrival = asyncio.get_running_loop().create_future()
+        if self._answers.empty():
+            await asyncio.wait([self._arrival], timeout=seconds)
+        self._arrival = None
+        return not self._answers.empty()
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class ResponseIterator:
+    """The responses of a called model as they come, for `for` and, where coroutines run beside each other, `async for`.
+    The last one may be empty: it only says that there are no more.
+
+    The called model waits where many are unread; an iterator that is let go of cancels it. A short stream that was read
+    can be iterated over once more.
     """
 
     def __init__(self, request: InferenceRequest, decoupled: bool) -> None:
-        responses: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
-        self._responses = responses
+        self._answers = _Answers()
         self._ended = False
-        self._read = 0
+        self._read = self._unreported = 0
+        self._kept: list[InferenceResponse] = []
+        self._kept_bytes = 0
+        self._replayed: int | None = None
         # Who listens must not hold the iterator, or it would last as long as the call.
-        self._call = request._send(decoupled, lambda response, final: responses.put((response, final)))
+        try:
+            self._call = request._send(decoupled, self._answers.put)
+        except ForkedProcessError as error:
+            self._call = -1
+            self._answers.put(InferenceResponse(error=TritonError(str(error), TritonError.UNAVAILABLE)), True)
 
     def __iter__(self) -> Iterator[InferenceResponse]:
+        """Begin again, where all was read and is still known."""
+        if self._ended and self._replayed in (None, len(self._kept)) and self._read == len(self._kept):
+            self._replayed = 0
         return self
 
     def __next__(self) -> InferenceResponse:
+        if self._replayed is not None and self._replayed < len(self._kept):
+            self._replayed += 1
+            return self._kept[self._replayed - 1]
         if self._ended:
             raise StopIteration
-        response, self._ended = self._responses.get()
+        try:
+            answer = self._answers.get(_PATIENCE_SECONDS)
+        except queue.Empty:
+            if threading.get_ident() in server().execution_threads:
+                server().send(AwaitAnswer(self._call, self._read))
+            answer = self._answers.get()
+        return self._take(*answer)
+
+    def __aiter__(self) -> AsyncIterator[InferenceResponse]:
+        return self
+
+    async def __anext__(self) -> InferenceResponse:
+        if self._ended:
+            raise StopAsyncIteration
+        await self._wait()
+        return self._take(*self._answers.get())
+
+    async def _wait(self) -> None:
+        """Return when a response is there."""
+        reported = False
+        while not await self._answers.wait(_PATIENCE_SECONDS):
+            if not reported and _is_awaited(asyncio.current_task(), server().execution):
+                server().send(AwaitAnswer(self._call, self._read))
+                reported = True
+
+    def _take(self, response: InferenceResponse | None, final: bool) -> InferenceResponse:
+        self._ended = final
         self._read += 1
-        if self._read == MAX_UNREAD_ANSWERS // 2 and not self._ended:
-            server().send(ReadAnswers(self._call, self._read))
-            self._read = 0
-        return InferenceResponse() if response is None else response
+        self._unreported += 1
+        if self._unreported == MAX_UNREAD_ANSWERS // 2 and not final:
+            server().send(ReadAnswers(self._call, self._unreported))
+            self._unreported = 0
+        response = InferenceResponse() if response is None else response
+        self._kept_bytes += sum(byte_size(tensor._on_host()) for tensor in response._outputs)
+        if self._read <= _MAX_KEPT_ANSWERS and self._kept_bytes <= _MAX_KEPT_BYTES:
+            self._kept.append(response)
+        else:
+            self._kept.clear()
+        return response
 
     def _only(self) -> InferenceResponse:
-        response, final = self._responses.get()
-        while not final:
-            _, final = self._responses.get()
-        return InferenceResponse() if response is None else response
+        response = next(self)
+        while not self._ended:
+            next(self)
+        return response
+
+    async def _only_later(self) -> InferenceResponse:
+        response = await self.__anext__()
+        while not self._ended:
+            await self.__anext__()
+        return response
+
+    async def _begun(self) -> ResponseIterator:
+        await self._wait()
+        return self
 
     def cancel(self) -> None:
-        """Stop the called model; the iterator ends, and what it has not given is dropped."""
+        """Ask the called model to end, which the last response tells; responses that it made before come first. Without
+        effect when it has ended."""
         server().cancel_infer(self._call)
-        with suppress(queue.Empty):
-            while True:
-                self._responses.get_nowait()
-        self._responses.put((None, True))
 
     def __del__(self) -> None:
         if not self._ended and hasattr(self, "_call"):
             with suppress(OSError):  # the connection is closed, and this process ends
-                server().cancel_infer(self._call)
+                server().leave_infer(self._call)
+
+
+def _is_awaited(task: Any, execution: Any) -> bool:
+    """Whether an execution does nothing until a task has ended: it is the execution, which awaits the task, or a
+    `gather` of it and others."""
+    pending = [execution]
+    while pending:
+        waiting = pending.pop()
+        if waiting is task:
+            return task is not None
+        pending += [
+            each for each in (getattr(waiting, "_fut_waiter", None), *getattr(waiting, "_children", ())) if each
+        ]
+    return False

@@ -8,7 +8,7 @@ import threading
 from typing import Any, Sequence
 
 from .connection import ERROR_NAMES, TritonError, TritonModelException, server
-from .messages import ErrorMessage, ResponseMessage, SendResponse
+from .messages import ErrorMessage, ResponseMessage, SendResponse, bounded_text
 from .tensor import Tensor, received_tensor, write_tensors
 
 
@@ -21,6 +21,10 @@ class InferenceResponse:
         error: TritonError | None = None,
         parameters: dict[str, Any] | str | None = None,
     ) -> None:
+        if output_tensors is None:
+            raise TypeError("the output_tensors of an InferenceResponse must be a list, not None")
+        if not (error is None or isinstance(error, TritonError)):
+            raise TypeError(f"the error of an InferenceResponse must be a TritonError, not '{type(error).__name__}'")
         for tensor in output_tensors:
             if not isinstance(tensor, Tensor):
                 raise TritonModelException(f"An output must be a Tensor, found type '{type(tensor)}'.")
@@ -46,13 +50,15 @@ def parameters_json(parameters: dict[str, Any] | str | None) -> str:
         return "{}"
     if isinstance(parameters, str):
         return parameters
+    if not isinstance(parameters, dict):
+        raise TritonModelException(f"Expect dict, got {type(parameters)}")
     for name, value in parameters.items():
         if not isinstance(name, str):
-            raise TritonModelException(f"Expect parameters keys to have type str, found type '{type(name)}'.")
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(name)}")
         if not isinstance(value, (bool, int, str)):
             expected = "Expect parameters values to have type bool/int/str"
-            raise TritonModelException(f"{expected}, found type '{type(value)}'.")
-    return json.dumps(parameters)
+            raise TritonModelException(f"{expected}, found type {type(value)}")
+    return json.dumps(parameters, ensure_ascii=False)
 
 
 def response_from_message(message: ResponseMessage) -> InferenceResponse:
@@ -66,7 +72,7 @@ def response_from_message(message: ResponseMessage) -> InferenceResponse:
 def response_to_message(response: InferenceResponse, requested: Sequence[str]) -> ResponseMessage:
     """A response as it travels: its tensors written, those that no one asked for dropped."""
     if response._error is not None:
-        error = ErrorMessage(ERROR_NAMES[response._error.code()], response._error.message())
+        error = ErrorMessage(ERROR_NAMES[response._error.code()], bounded_text(response._error.message()))
         return ResponseMessage([], error, response._parameters)
     wanted = (tensor for tensor in response._outputs if not requested or tensor._name in requested)
     return ResponseMessage(write_tensors(wanted), None, response._parameters)
@@ -96,7 +102,7 @@ class PendingRequest:
 
     def hold(self, held: bool) -> None:
         """Let senders wait, or go on."""
-        if held and not self.cancelled:
+        if held:
             self._may_send.clear()
         else:
             self._may_send.set()

@@ -30,6 +30,8 @@ class Tensor:
     _on_gpu: dlpack.ImportedTensor | None = None
 
     def __init__(self, name: str, numpy_array: np.ndarray[Any, Any]) -> None:
+        if not isinstance(name, str) or numpy_array is None:
+            raise TypeError("a Tensor is made of a name, which is a str, and an array")
         array = np.asarray(numpy_array)
         if array.dtype.kind in "SU":
             array = array.astype(np.object_)
@@ -81,6 +83,10 @@ class Tensor:
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
         """A tensor over another library's memory, the host's or a GPU's, without a copy."""
+        if not name:
+            raise TritonModelException("Tensor name should not be empty.")
+        if tensor is None:
+            raise TritonModelException(f"Tensor '{name}' cannot be made of None.")
         try:
             imported = dlpack.from_dlpack(tensor)
         except ValueError as error:
@@ -98,12 +104,18 @@ class Tensor:
         return self._array if self._on_gpu is None else self._on_gpu.as_array()
 
 
+def byte_size(array: np.ndarray[Any, Any]) -> int:
+    """Of what an array holds; objects are `bytes`."""
+    return sum(map(len, array.ravel())) if array.dtype.hasobject else array.nbytes
+
+
 def received_tensor(message: TensorMessage) -> Tensor:
     """A tensor over the memory that the server has written."""
     return Tensor.__new__(Tensor)._set(message.name, message.datatype, server().reader.read(message))
 
 
 def write_tensors(tensors: Iterable[Tensor]) -> list[TensorMessage]:
+    server().require_own_process()
     try:
         return server().writer.write_all((each._name, each._datatype, each._on_host()) for each in tensors)
     except (MemoryError, ValueError) as error:

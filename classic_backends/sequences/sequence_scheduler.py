@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ...core.errors import Cancelled, RequestTimeout
 from ...core.metrics import Reading
+from ...core.wait_graph import QueueWaits
 from ...telemetry.model_metrics import ModelMetrics
 from ..batching.batch_execution import BatchLayout
 from ..batching.dispatcher import DeadlineTimer, Dispatcher, restarting_error, stopping_error
@@ -218,6 +219,10 @@ class SequenceScheduler:
             if each is not request:
                 self._router.on_rejected(each, cancelled)
         self._router.on_finished([request] if request in withdrawn else [])
+
+    def queue_waits(self) -> list[QueueWaits]:
+        """See `WaitingModel`. Requests of sequences without a slot wait in none of these queues."""
+        return [waits for dispatcher in self._dispatchers.values() for waits in dispatcher.queue_waits()]
 
     def close(self) -> None:
         """Reject the requests that wait, and those that come."""

@@ -13,6 +13,7 @@ from charonia.cli.frontend_servers import machine_metric_sources
 from charonia.cli.options import ServerOptions
 from charonia.core.metrics import Histogram, Measurement, Reading
 from charonia.core.model import ModelStats
+from charonia.telemetry.custom_metrics import CustomMetrics
 
 LABELS = {"model": 'm"1\\\n', "version": "1"}
 
@@ -100,6 +101,16 @@ def test_others_may_register_too() -> None:
     registry = CollectorRegistry()
     Counter("spins", "Of a wheel", registry=registry).inc()
     assert "spins_total 1.0\n" in render_exposition(registry.collect()).decode()
+
+
+def test_a_models_own_histogram_has_bounds_as_triton_writes_them() -> None:
+    custom = CustomMetrics()
+    custom.add_family("sizes", "", "histogram")
+    custom.add_metric(None, "sizes", {"e": "a"}, [0.1, 1.0, 10])
+    lines = render_exposition(build_registry([], custom=custom).collect()).decode().splitlines()
+    assert [line for line in lines if "_bucket" in line] == [
+        f'sizes_bucket{{e="a",le="{bound}"}} 0' for bound in ("0.1", "1", "10", "+Inf")
+    ]
 
 
 def test_the_load_header() -> None:

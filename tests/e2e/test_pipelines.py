@@ -42,7 +42,7 @@ import triton_python_backend_utils as pb_utils
 class TritonPythonModel:
     def initialize(self, args):
         family = pb_utils.MetricFamily("texts_marked", "Texts that were marked", pb_utils.MetricFamily.COUNTER)
-        self.marked = family.Metric(labels={"model": args["model_name"]})
+        self.family, self.marked = family, family.Metric(labels={"model": args["model_name"]})
 
     def is_ready(self):
         return not os.path.exists(os.path.join(pb_utils.get_model_dir(), "closed"))

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.python.python_backend import PythonBackend
 from charonia.core.errors import InvalidArgument, NotFound, Unavailable
 from charonia.core.gateway import ModelServices
@@ -24,7 +26,8 @@ from .python_models import config, python_model, request, values, write_model
 
 
 class OtherModels(InProcessGateway):
-    """A gateway to models that are made up: `double` answers once, `count` as often as its input says, `hang` never."""
+    """A gateway to models that are made up: `double` answers once, `count` as often as its input says, as does `slow`
+    when it may `go`, and `hang` never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,6 +35,7 @@ class OtherModels(InProcessGateway):
         self.seen: list[InferRequest] = []
         self.running = self.made = 0
         self.calls: list[Any] = []
+        self.go = asyncio.Event()
 
     def open_request(self, endpoint: str, headers: Any = ()) -> RequestContext:
         context = RequestContext(endpoint, headers)
@@ -39,7 +43,7 @@ class OtherModels(InProcessGateway):
         return context
 
     async def acquire(self, context: RequestContext, name: str, version: str = "") -> Any:
-        if name not in ("double", "count", "hang", "fail"):
+        if name not in ("double", "count", "slow", "hang", "fail"):
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         context.model, context.version = name, version
         return _Handle(self, name, context)
@@ -58,7 +62,7 @@ class OtherModels(InProcessGateway):
 
 class _Handle:
     def __init__(self, gateway: OtherModels, name: str, context: RequestContext) -> None:
-        self.config = ModelConfig(name, "1", "fake", decoupled=name == "count")
+        self.config = ModelConfig(name, "1", "fake", decoupled=name in ("count", "slow"))
         self._gateway, self._name, self._context = gateway, name, context
 
     async def infer(self, asked: InferRequest) -> AsyncIterator[InferResponse]:
@@ -69,7 +73,9 @@ class _Handle:
             match self._name:
                 case "double":
                     yield InferResponse((Tensor("Y", "INT32", data.shape, data * 2),), {"made": "by double"}, True)
-                case "count":
+                case "count" | "slow":
+                    if self._name == "slow":
+                        await self._gateway.go.wait()
                     for number in range(int(data[0])):
                         self._gateway.made += 1
                         yield InferResponse((Tensor("Y", "INT32", (1,), np.array([number], np.int32)),))
@@ -121,7 +127,8 @@ async def test_many_are_asked_at_once_by_coroutines(tmp_path: Path) -> None:
         calls = [pb_utils.InferenceRequest(model_name="double", requested_output_names=["Y"],
                  inputs=[pb_utils.Tensor("X", np.array([n], np.int32))]).async_exec() for n in range(20)]
         found = await asyncio.gather(*calls)
-        hanging = pb_utils.InferenceRequest(model_name="hang", inputs=[pb_utils.Tensor("X", np.array([1], np.int32))])
+        hanging = pb_utils.InferenceRequest(model_name="hang", requested_output_names=["Y"],
+                                            inputs=[pb_utils.Tensor("X", np.array([1], np.int32))])
         try:
             await asyncio.wait_for(hanging.async_exec(), 0.05)
         except asyncio.TimeoutError:
@@ -152,11 +159,34 @@ async def test_a_stream_is_read_as_it_comes(tmp_path: Path, way: str) -> None:
     assert values(response) == {"Y": [0, 1, 2, 3, 4]}
 
 
+async def test_a_short_stream_is_read_once_more(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        [r] = requests
+        stream = pb_utils.InferenceRequest(model_name="count", requested_output_names=["Y"],
+                                           inputs=[pb_utils.Tensor("X", x(r))]).exec(decoupled=True)
+        next(stream)
+        lengths = [len(list(stream)), len(list(stream))]
+        for part in stream:
+            break
+        return [y([*lengths, len(list(stream)), len(list(stream))])]
+    """
+    async with python_model(tmp_path, body, OtherModels()) as model:
+        for count, lengths in ((5, [5, 6, 5, 6]), (2000, [2000, 0, 0, 0])):
+            [response] = await answers(model, request(count))
+            assert values(response) == {"Y": lengths}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "code"),
     [
         ("fail", "it cannot", 3),
-        ("nobody", "Request for unknown model: 'nobody' is not found", 2),
+        (
+            "nobody",
+            "Failed for execute the inference request. Model 'nobody' is not ready. "
+            "Request for unknown model: 'nobody' is not found",
+            2,
+        ),
         ("count", "model 'count' is decoupled: call exec or async_exec with decoupled=True", 3),
     ],
 )
@@ -179,7 +209,7 @@ async def test_calls_that_fail_or_are_left_at_once_hold_no_memory(tmp_path: Path
     def execute(self, requests):
         memory = sys.modules["charonia_stub.connection"].server().writer
         for number in range(200):
-            asked = pb_utils.InferenceRequest(model_name="nobody" if number % 2 else "hang",
+            asked = pb_utils.InferenceRequest(model_name="nobody" if number % 2 else "hang", requested_output_names=[],
                                               inputs=[pb_utils.Tensor("X", np.zeros(1 << 16, np.uint8))])
             asked.exec() if number % 2 else asked.exec(decoupled=True).cancel()
         return [y(memory.size) for r in requests]
@@ -192,7 +222,7 @@ async def test_calls_that_fail_or_are_left_at_once_hold_no_memory(tmp_path: Path
 
 STREAMS = """
 def stream(r, model):
-    asked = pb_utils.InferenceRequest(model_name=model, inputs=[pb_utils.Tensor("X", x(r))])
+    asked = pb_utils.InferenceRequest(model_name=model, requested_output_names=[], inputs=[pb_utils.Tensor("X", x(r))])
     return asked.exec(decoupled=True)
 
 def wait_for(path):
@@ -231,7 +261,8 @@ def execute(self, requests):
     pb_utils.load_model("cancelled")
     TritonPythonModel.wait_for({str(tmp_path / "go")!r})
     several[0].cancel()
-    assert [part.output_tensors() for part in several[0]] == [[]]
+    [end] = several[0]
+    assert end.error().code() == pb_utils.TritonError.CANCELLED, end.error().message()
     del several[1]
     pb_utils.load_model("left")
     TritonPythonModel.wait_for({str(tmp_path / "end")!r})
@@ -280,14 +311,18 @@ async def test_metrics_of_all_kinds(tmp_path: Path) -> None:
     body = """
     def initialize(self, args):
         F = pb_utils.MetricFamily
-        self.counter = F("requests_seen", "how many", F.COUNTER).Metric(labels={"model": "m"})
-        self.gauge = F("depth", "how deep", F.GAUGE).Metric()
-        self.histogram = F("sizes", "how large", F.HISTOGRAM).Metric(buckets=[1, 10])
+        self.families = counters, gauges, histograms = [
+            F("requests_seen", "how many", F.COUNTER), F("depth", "how deep", F.GAUGE), F("sizes", "", F.HISTOGRAM)]
+        self.counter = counters.Metric(labels={"model": "m"})
+        self.gauge = gauges.Metric()
+        self.histogram = histograms.Metric(buckets=[1, 10])
         self.errors = []
         for wrong in (lambda: F("requests_seen", "", F.GAUGE), lambda: F("9", "", F.GAUGE),
                       lambda: self.counter.set(1), lambda: self.counter.increment(-1), lambda: self.histogram.value(),
-                      lambda: F("depth", "", F.GAUGE).Metric(labels={"a-b": 1}),
-                      lambda: F("sizes", "", F.HISTOGRAM).Metric(labels={"a": 1}, buckets=[3, 2])):
+                      lambda: gauges.Metric(labels={"a-b": 1}),
+                      lambda: histograms.Metric(labels={"a": 1}, buckets=[3, 2]),
+                      lambda: histograms.Metric(), lambda: histograms.Metric(buckets=(1, 2)),
+                      lambda: gauges.Metric(buckets=[1]), lambda: gauges.Metric(labels=["a"])):
             try:
                 wrong()
             except pb_utils.TritonModelException as error:
@@ -298,7 +333,9 @@ async def test_metrics_of_all_kinds(tmp_path: Path) -> None:
         self.gauge.set(9)
         self.gauge.increment(-4)
         self.histogram.observe(5)
-        assert len(self.errors) == 7, self.errors
+        assert [text.partition("metric. ")[2] for text in self.errors[7:]] == [
+            "Missing required buckets.", "Buckets must be a list.", "Unexpected buckets found.",
+            "Labels must be a dictionary."], self.errors
         return [y([self.counter.value(), self.gauge.value()])]
     """
     gateway = OtherModels()
@@ -311,7 +348,7 @@ async def test_metrics_of_all_kinds(tmp_path: Path) -> None:
         assert {name: each[:2] for name, each in found.items()} == {
             "requests_seen": ("counter", "how many"),
             "depth": ("gauge", "how deep"),
-            "sizes": ("histogram", "how large"),
+            "sizes": ("histogram", ""),
         }
         [counter] = found["requests_seen"][2]
         assert (counter.labels, counter.value) == ((("model", "m"),), 2)
@@ -321,14 +358,25 @@ async def test_metrics_of_all_kinds(tmp_path: Path) -> None:
     assert list(metrics) == []
 
 
-async def test_a_metric_that_the_model_drops_goes(tmp_path: Path) -> None:
+async def test_a_metric_that_the_model_drops_goes_and_a_family_takes_its_own_along(tmp_path: Path) -> None:
     body = """
     def execute(self, requests):
         if x(requests[0])[0]:
             F = pb_utils.MetricFamily
-            self.gauge = F("depth", "how deep", F.GAUGE).Metric()
-        else:
+            self.family = F("depth", "how deep", F.GAUGE)
+            self.gauge = self.family.Metric()
+        elif hasattr(self, "gauge"):
             del self.gauge
+            self.other = self.family.Metric(labels={"of": "the family"})
+        else:
+            del self.family
+            for operation in (lambda: self.other.set(1), lambda: self.other.increment(1), self.other.value):
+                try:
+                    operation()
+                except pb_utils.TritonModelException as error:
+                    assert "as the corresponding 'MetricFamily' has been deleted. The 'MetricF" in str(error), error
+                else:
+                    raise AssertionError(operation)
         return [y(1)]
     """
     gateway = OtherModels()
@@ -336,6 +384,186 @@ async def test_a_metric_that_the_model_drops_goes(tmp_path: Path) -> None:
     backend = PythonBackend(ModelServices(gateway, asyncio.get_running_loop()))
     async with serving(backend, config(), write_model(tmp_path, body)) as model:
         await answers(model, request(1))
-        assert len(list(metrics)) == 1
+        [family] = metrics
+        assert list(family.series) == [()]
+        await answers(model, request(0))
+        assert list(family.series) == [(("of", "the family"),)]
         await answers(model, request(0))
         assert not list(metrics)
+
+
+async def test_coroutines_ask_at_once_and_read_beside_each_other(tmp_path: Path) -> None:
+    """Each stream is asked for before any of them has an answer, and none of them holds up another coroutine."""
+    body = """
+    async def read(self, r, way):
+        asked = pb_utils.InferenceRequest(model_name="slow", requested_output_names=["Y"],
+                                          inputs=[pb_utils.Tensor("X", x(r))])
+        stream = await asked.async_exec(decoupled=True)
+        if way:
+            return [int(p.output_tensors()[0].as_numpy()[0]) async for p in stream if p.output_tensors()]
+        return [int(p.output_tensors()[0].as_numpy()[0]) for p in stream if p.output_tensors()]
+
+    async def tick(self):
+        while True:
+            self.ticks += 1
+            await asyncio.sleep(0.001)
+
+    async def execute(self, requests):
+        [r] = requests
+        self.ticks = 0
+        ticking = asyncio.create_task(self.tick())
+        parts = await asyncio.gather(*(self.read(r, way % 2) for way in range(4)))
+        ticking.cancel()
+        assert self.ticks > 1
+        return [y(sum(parts, []))]
+    """
+    gateway = OtherModels()
+    async with python_model(tmp_path, body, gateway) as model:
+        answer = asyncio.create_task(answers(model, request(3)))
+        await until(lambda: gateway.running == 4)
+        gateway.go.set()
+        assert values((await answer)[0]) == {"Y": [0, 1, 2] * 4}
+
+
+TALKING = """
+    def execute(self, requests):
+        for r in requests:
+            threading.Thread(target=self.answer, args=(r.get_response_sender(), int(x(r)[0]))).start()
+
+    def answer(self, sender, ends):
+        sender.send(y(1))
+        while not sender.is_cancelled():
+            time.sleep(0.002)
+        sender.send(y(2))
+        error = pb_utils.TritonError("it heard", pb_utils.TritonError.CANCELLED) if ends else None
+        sender.send(pb_utils.InferenceResponse([], error=error), flags=FINAL)
+"""
+CANCELS = """
+    async def execute(self, requests):
+        [r] = requests
+        asked = pb_utils.InferenceRequest(model_name="model", requested_output_names=["Y"],
+                                          inputs=[pb_utils.Tensor("X", x(r))])
+        stream = await asked.async_exec(decoupled=True)
+        heard = []
+        for part in stream:
+            heard.append(part.error().message() if part.has_error() else str(len(part.output_tensors())))
+            stream.cancel()
+        stream.cancel()
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("T", np.array(heard))])]
+"""
+
+
+@pytest.mark.parametrize(("ends", "heard"), [(1, [b"1", b"1", b"it heard"]), (0, [b"1", b"1", b"0"])])
+async def test_a_stream_that_is_cancelled_ends_as_the_called_model_ends_it(
+    tmp_path: Path, ends: int, heard: list[bytes]
+) -> None:
+    gateway = Models()
+    async with python_model(tmp_path / "talks", TALKING, gateway, decoupled=True) as talks:
+        gateway.models["model"] = talks
+        async with python_model(tmp_path / "cancels", CANCELS, gateway) as model:
+            [response] = await answers(model, request(ends))
+    assert values(response) == {"T": heard}
+
+
+async def test_a_stream_that_was_made_before_it_is_cancelled_can_be_read(tmp_path: Path) -> None:
+    makes = f"""
+    def execute(self, requests):
+        [r] = requests
+        sender = r.get_response_sender()
+        for number in range(200):
+            sender.send(y(number))
+        sender.send(flags=FINAL)
+        open({str(tmp_path / "made")!r}, "w").close()
+    """
+    reads = f"""{STREAMS}
+def execute(self, requests):
+    [r] = requests
+    parts = TritonPythonModel.stream(r, "made")
+    TritonPythonModel.wait_for({str(tmp_path / "made")!r})
+    pb_utils.load_model("made")
+    parts.cancel()
+    return [y([len([part for part in parts if part.output_tensors()])])]
+    """
+    gateway = Models()
+    async with (
+        python_model(tmp_path / "makes", makes, gateway, decoupled=True) as made,
+        python_model(tmp_path / "reads", reads, gateway) as model,
+    ):
+        gateway.models["made"] = made
+        [response] = await answers(model, request(1))
+    assert values(response) == {"Y": [200]}
+
+
+class Models(InProcessGateway):
+    """A gateway to models of the test's, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: dict[str, ClassicModel] = {}
+
+    def open_request(self, endpoint: str, headers: Any = ()) -> RequestContext:
+        return RequestContext(endpoint, headers)
+
+    async def load_model(self, name: str, config: str | None = None, files: Any = ()) -> None:
+        """Return when nothing of the model is in flight."""
+        await until(lambda: self.models[name].stats().success == 1)
+
+    async def acquire(self, context: RequestContext, name: str, version: str = "") -> Any:
+        model = self.models[name]
+
+        def infer(asked: InferRequest) -> Any:
+            return model.infer(asked, context)
+
+        return SimpleNamespace(config=model.config, infer=infer)
+
+
+ASKING = """
+    {define} execute(self, requests):
+        [r] = requests
+        left = int(x(r)[0])
+        if not left:
+            return [y(1)]
+        asked = pb_utils.InferenceRequest(model_name="{other}", requested_output_names=["Y", "T"],
+                                          inputs=[pb_utils.Tensor("X", np.array([left - 1], np.int32))])
+        {ask}
+        if answer.has_error():
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("T", np.array([answer.error().message()]))])]
+        return [pb_utils.InferenceResponse(answer.output_tensors())]
+"""
+SYNC = ("def", "answer = asked.exec()")
+STREAM = ("def", "answer = next(asked.exec(decoupled=True))")
+AWAIT = ("async def", "answer = await asked.async_exec()")
+GATHER = ("async def", "answer, _ = await asyncio.gather(asked.async_exec(), asyncio.sleep(0.01))")
+
+
+def asking(way: tuple[str, str], other: str) -> str:
+    return ASKING.format(define=way[0], ask=way[1], other=other)
+
+
+@pytest.mark.parametrize(("first", "second"), [(SYNC, AWAIT), (GATHER, STREAM)])
+async def test_models_that_ask_each_other_are_told_that_they_wait_for_ever(
+    tmp_path: Path, first: tuple[str, str], second: tuple[str, str]
+) -> None:
+    gateway = Models()
+    name = {"instance_group": [{"kind": "KIND_CPU", "name": "b"}]}
+    async with (
+        python_model(tmp_path / "a", asking(first, "b"), gateway) as a,
+        python_model(tmp_path / "b", asking(second, "a"), gateway, **name) as b,
+    ):
+        gateway.models.update(a=a, b=b)
+        assert values((await answers(a, request(1)))[0]) == {"Y": [1]}
+        [response] = await answers(a, request(2))
+        [text] = values(response)["T"]
+        assert b"models wait for each other, which would never end: " in text
+        assert b"instance 'model_0_0' waits for 'b_0'" in text
+        assert b"instance 'b_0' waits for 'model_0_0'" in text
+        assert values((await answers(a, request(1)))[0]) == {"Y": [1]}
+
+
+async def test_a_model_may_wait_for_itself_where_it_has_another_instance(tmp_path: Path) -> None:
+    gateway = Models()
+    async with python_model(tmp_path, asking(SYNC, "a"), gateway, instances=2) as a:
+        gateway.models["a"] = a
+        assert values((await answers(a, request(1)))[0]) == {"Y": [1]}
+        [response] = await answers(a, request(2))
+    assert b"waits for 'model_0_0' or 'model_0_1' (" in values(response)["T"][0]

@@ -16,7 +16,7 @@ import pytest
 from charonia.classic_backends.batching.instance_pool import RESTART_PAUSE
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.python.python_backend import PYTHON
-from charonia.core.errors import Cancelled, CharoniaError, Internal, InvalidArgument, NotFound
+from charonia.core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, NotFound
 from charonia.core.request_context import RequestContext
 
 from ...waiting import until
@@ -351,12 +351,15 @@ async def test_an_unread_stream_holds_up_its_sender_alone(tmp_path: Path) -> Non
 async def test_errors_have_their_codes(tmp_path: Path) -> None:
     body = """
     def execute(self, requests):
-        error = pb_utils.TritonError("it was cancelled", pb_utils.TritonError.CANCELLED)
+        error = pb_utils.TritonError("it failed", int(x(requests[0])[0]))
         return [pb_utils.InferenceResponse(error=error) for r in requests]
     """
+    codes = [*ErrorCode][:8]
     async with python_model(tmp_path, body) as model:
-        with pytest.raises(Cancelled, match="it was cancelled"):
-            await answers(model, request(1))
+        for number, code in enumerate(codes):
+            with pytest.raises(CharoniaError, match="it failed") as caught:
+                await answers(model, request(number))
+            assert caught.value.code is code
 
 
 @pytest.mark.parametrize(
@@ -380,6 +383,177 @@ async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, body: str,
             pass
     file = tmp_path / "model" / "1" / "model.py"
     assert str(caught.value) == "Failed to initialize model instance 'model_0_0': " + text.format(file=file)
+
+
+async def test_coroutines_go_on_when_execute_has_returned(tmp_path: Path) -> None:
+    body = """
+    ticks = 0
+
+    async def tick(self):
+        while True:
+            self.ticks += 1
+            await asyncio.sleep(0)
+
+    async def execute(self, requests):
+        if not self.ticks:
+            self.ticking = asyncio.create_task(self.tick())
+            await asyncio.sleep(0)
+        assert sys.argv == [""]
+        return [y(self.ticks) for r in requests]
+    """
+    async with python_model(tmp_path, body) as model:
+
+        async def ticks() -> int:
+            [response] = await answers(model, request(1))
+            return int(values(response)["Y"][0])
+
+        first = await ticks()
+        assert await ticks() > first + 1
+
+
+@pytest.mark.parametrize("times", [5, pytest.param(1000, marks=pytest.mark.proof)])
+async def test_a_pool_of_processes_maps_beside_threads_that_talk_to_the_server(tmp_path: Path, times: int) -> None:
+    body = """
+    def initialize(self, args):
+        threading.Thread(target=self.talk, daemon=True).start()
+
+    def talk(self):
+        family = pb_utils.MetricFamily("talks", "", pb_utils.MetricFamily.GAUGE)
+        gauge = family.Metric()
+        while True:
+            gauge.set(1)
+            pb_utils.Logger.log_verbose("x" * 5000)
+            time.sleep(0)
+
+    def execute(self, requests):
+        from multiprocessing import Pool
+        with Pool(2) as pool:
+            return [y(pool.map(abs, [-1, 2, -3])) for r in requests]
+    """
+    async with python_model(tmp_path, body) as model:
+        for _ in range(times):
+            assert values((await answers(model, request(0)))[0]) == {"Y": [1, 2, 3]}
+
+
+async def test_a_process_that_a_model_spawns_can_import_the_model(tmp_path: Path) -> None:
+    body = """
+    def execute(self, requests):
+        from multiprocessing import get_context
+        with get_context("spawn").Pool(1) as pool:
+            return [y(pool.apply(TritonPythonModel.in_child, (4,))) for r in requests]
+
+    @staticmethod
+    def in_child(number):
+        asked = pb_utils.InferenceRequest(model_name="m", inputs=[pb_utils.Tensor("X", np.arange(number))],
+                                          requested_output_names=[])
+        return [number, "was forked" in asked.exec().error().message()]
+    """
+    async with python_model(tmp_path, body) as model:
+        assert values((await answers(model, request(0)))[0]) == {"Y": [4, 1]}
+
+
+async def test_what_a_model_forks_neither_answers_nor_releases_what_is_the_models(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = """
+    def execute(self, requests):
+        kind = int(x(requests[0])[0])
+        pid = os.fork()
+        if pid == 0:
+            if kind == 1:
+                return [y(-1)]
+            if kind == 2:
+                sys.exit(7)
+            if kind == 3:
+                raise KeyError("in the copy")
+            pb_utils.Logger.log_info("from the copy")
+            answer = pb_utils.InferenceRequest(model_name="m", inputs=requests[0].inputs(),
+                                               requested_output_names=[]).exec()
+            try:
+                requests[0].get_response_sender().send(y(2))
+            except pb_utils.TritonModelException as error:
+                os._exit("was forked" in str(error) and "was forked" in answer.error().message())
+        return [y(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for r in requests]
+    """
+    caplog.set_level(logging.INFO)
+    async with python_model(tmp_path, body) as model:
+        codes = [values((await answers(model, request(kind)))[0])["Y"] for kind in (1, 2, 3, 4)]
+        await until(lambda: "from the copy" in caplog.text)
+    assert codes == [[0], [7], [1], [1]]
+
+
+async def test_a_coroutine_that_forks_leaves_its_loop_to_the_model(tmp_path: Path) -> None:
+    body = """
+    async def execute(self, requests):
+        pid = os.fork()
+        if pid:
+            status = await asyncio.get_running_loop().run_in_executor(None, os.waitpid, pid, 0)
+            for r in requests:
+                r.get_response_sender().send(y(os.waitstatus_to_exitcode(status[1])), flags=FINAL)
+    """
+    async with python_model(tmp_path, body, decoupled=True) as model:
+        assert [values(each) for each in await answers(model, request(1))] == [{"Y": [0]}]
+
+
+async def test_what_a_model_started_ends_with_its_instance(tmp_path: Path) -> None:
+    body = """
+    def initialize(self, args):
+        import subprocess
+        self.started, ended = subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"])
+        ended.terminate()
+        assert ended.wait(60) == -15
+
+    def execute(self, requests):
+        if x(requests[0])[0]:
+            os.kill(os.getpid(), 9)
+        return [y(self.started.pid) for r in requests]
+    """
+
+    def runs(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except FileNotFoundError:
+            return False
+
+    async with python_model(tmp_path, body, parameters={RESTART_PAUSE: "0.01"}) as model:
+        [first] = values((await answers(model, request(0)))[0])["Y"]
+        with pytest.raises(Internal):
+            await answers(model, request(1))
+        await until(lambda: not runs(first))
+        await until(lambda: model.stats().ready and restarts(model) == 1)
+        [second] = values((await answers(model, request(0)))[0])["Y"]
+        assert runs(second)
+    await until(lambda: not runs(second))
+
+
+async def test_an_error_text_of_any_kind_does_no_harm(tmp_path: Path) -> None:
+    body = """
+    TEXTS = {1: "half \\ud800 of one", 2: "x" * (1 << 24)}
+
+    class Unprintable(Exception):
+        __str__ = lambda self: 1
+
+    def execute(self, requests):
+        kind = int(x(requests[0])[0])
+        if kind > 2:
+            raise self.Unprintable
+        if kind > 0:
+            return [pb_utils.InferenceResponse(error=pb_utils.TritonError(self.TEXTS[kind])) for r in requests]
+        if kind < 0:
+            raise ValueError(self.TEXTS[-kind])
+        return [y(os.getpid()) for r in requests]
+    """
+    half, cut = "half ? of one", "... (cut after 65536 of "
+    expected = {1: half, 2: f"x{cut}16777216 bytes)", 3: "Unprintable: (its text cannot be made)"}
+    expected |= {-1: f"ValueError: {half}", -2: f"x{cut}16777228 bytes)"}
+    async with python_model(tmp_path, body) as model:
+        before = await answers(model, request(0))
+        for kind, text in expected.items():
+            with pytest.raises(Internal) as caught:
+                await answers(model, request(kind))
+            assert text in caught.value.message
+            assert len(caught.value.message) < 70_000
+        assert values((await answers(model, request(0)))[0]) == values(before[0])
 
 
 async def test_memory_that_is_exhausted_is_told_and_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,6 +664,8 @@ async def test_what_it_prints_and_logs_is_logged(tmp_path: Path, caplog: pytest.
         print("printed")
         print("on stderr", file=sys.stderr)
         os.write(1, b"from below\\n")
+        print("a bell \\a\\tand \\x1b[31mred\\r" + "z" * 20000)
+        pb_utils.Logger.log_info("two\\nlines \\x1b")
         pb_utils.Logger.log_warn("careful")
         pb_utils.Logger.log("ordinary")
         return [y(1) for r in requests]
@@ -501,10 +677,13 @@ async def test_what_it_prints_and_logs_is_logged(tmp_path: Path, caplog: pytest.
     async with python_model(tmp_path, body) as model:
         await answers(model, request(1))
     await until(lambda: "finalized" in caplog.text)
-    for text in ("printed", "on stderr", "from below", "finalized"):
+    cut = "a bell \\x07\tand \\x1b[31mred\\x0d" + "z" * 16362 + "... (3638 bytes more)"
+    for text in ("printed", "on stderr", "from below", "finalized", cut):
         assert f"model_0_0: {text}" in caplog.messages
     logged = [(record.levelname, record.getMessage()) for record in caplog.records if "model.py:" in record.message]
     assert [(level, text.rpartition(": ")[2]) for level, text in logged] == [
+        ("INFO", "two"),
+        ("INFO", "lines \\x1b"),
         ("WARNING", "careful"),
         ("INFO", "ordinary"),
     ]
@@ -515,9 +694,10 @@ def test_a_config_is_completed_by_the_model(tmp_path: Path, caplog: pytest.LogCa
     @staticmethod
     def auto_complete_config(config):
         pb_utils.Logger.log_warn("completing")
-        for call in (pb_utils.is_model_ready, lambda name: pb_utils.InferenceRequest(model_name=name).exec()):
+        asked = pb_utils.InferenceRequest(model_name="other", inputs=[], requested_output_names=[])
+        for call in (lambda: pb_utils.is_model_ready("other"), asked.exec):
             try:
-                call("other")
+                call()
             except pb_utils.TritonModelException as error:
                 pb_utils.Logger.log_warn(str(error))
         config.add_input({"name": "X", "data_type": "TYPE_INT32", "dims": [-1]})

@@ -20,7 +20,8 @@ backend: "%s" input { name: "X" data_type: TYPE_INT32 dims: -1 } output { name: 
 BODY = """
 def execute(self, requests):
     [r] = requests
-    asked = pb_utils.InferenceRequest(model_name="echo", trace=r.trace(), inputs=[pb_utils.Tensor("X", x(r))])
+    asked = pb_utils.InferenceRequest(model_name="echo", trace=r.trace(), requested_output_names=[],
+                                      inputs=[pb_utils.Tensor("X", x(r))])
     assert not asked.exec().has_error()
     return [pb_utils.InferenceResponse([pb_utils.Tensor("T", np.array([r.trace().get_context() or "none"]))])]
 """

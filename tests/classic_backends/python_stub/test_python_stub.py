@@ -306,7 +306,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the server reads of a tensor that a model sends."""
     file = anonymous_file("sent")
     writer, reader = BlockWriter(file), BlockReader(file)
-    monkeypatch.setattr(api, "server", lambda: SimpleNamespace(writer=writer))
+    connection = SimpleNamespace(writer=writer, require_own_process=lambda: None)
+    monkeypatch.setattr(api, "server", lambda: connection)
     yield lambda tensor: reader.read(api.write_tensors([tensor])[0])
     os.close(file)
 
