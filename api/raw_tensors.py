@@ -86,7 +86,7 @@ def decode(given: DeclaredInput, raw: RawBytes) -> Tensor:
     """
     count, datatype = element_count(given), given.datatype
     if datatype == "BYTES":
-        return given.tensor(string_array(given, _split_strings(given, raw, count), count))
+        return given.tensor(string_array(given, _split_strings(given, bytes(raw), count), count))
     if datatype not in NUMPY_TYPES:
         return given.tensor(np.frombuffer(raw, np.uint8))
     dtype = _DTYPES[datatype]
@@ -99,22 +99,22 @@ def decode(given: DeclaredInput, raw: RawBytes) -> Tensor:
     return given.tensor(data)
 
 
-def _split_strings(given: DeclaredInput, raw: RawBytes, count: int) -> list[bytes]:
+def _split_strings(given: DeclaredInput, raw: bytes, count: int) -> list[bytes]:
     """The elements of a BYTES tensor, at most one more than `count`."""
     elements: list[bytes] = []
-    offset = 0
+    offset, unpack = 0, _LENGTH.unpack_from
     while offset < len(raw) and len(elements) <= count:
-        begin = offset + _LENGTH.size
+        begin = offset + 4
         if begin > len(raw):
             raise given.error(
                 f"incomplete string length indicator for inference {given.description}, expecting {_LENGTH.size} bytes "
                 f"but only {len(raw) - offset} bytes available. Please make sure the string length indicator is in one "
                 "buffer."
             )
-        offset = begin + _LENGTH.unpack_from(raw, offset)[0]
+        offset = begin + unpack(raw, offset)[0]
         if offset > len(raw):
             raise given.error(f"incomplete string data for inference {given.description}, the last element is cut off")
-        elements.append(bytes(raw[begin:offset]))
+        elements.append(raw[begin:offset])
     return elements
 
 

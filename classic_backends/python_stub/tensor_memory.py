@@ -14,7 +14,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from .messages import TensorMessage
 
 ALIGNMENT = 64
 _LENGTH = np.dtype("<u4")
+_PIECE = 1 << 14
 
 NUMPY_TYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -65,16 +66,13 @@ class BlockWriter:
             offset = self._allocate(array.nbytes)
             np.ndarray(array.shape, array.dtype, self._memory, offset)[...] = array
             return TensorMessage(name, datatype, shape, offset, array.nbytes)
-        items = array.ravel().tolist()
-        for item in items:
-            if not isinstance(item, bytes):
-                raise TypeError(f"tensor '{name}' must hold bytes, not {type(item).__name__}")
-        lengths, contents = np.array([len(item) for item in items], _LENGTH).tobytes(), b"".join(items)
-        size = len(lengths) + len(contents)
-        offset = self._allocate(size)
-        start = offset + len(lengths)
+        parts = [_joined_bytes(name, piece) for piece in _pieces(array.ravel())]
+        size = sum(len(part) for pair in parts for part in pair)
+        offset = place = self._allocate(size)
         memory = self._memory
-        memory[offset:start], memory[start : offset + size] = lengths, contents
+        for part in (*(lengths for lengths, _ in parts), *(contents for _, contents in parts)):
+            memory[place : place + len(part)] = part
+            place += len(part)
         return TensorMessage(name, datatype, shape, offset, size)
 
     def write_all(self, tensors: Iterable[tuple[str, str, np.ndarray[Any, Any]]]) -> list[TensorMessage]:
@@ -237,9 +235,25 @@ class BlockReader:
         self._on_release()
 
 
+def _pieces(flat: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """Views of some elements at a time: the interpreter's lock is kept for as long as each takes."""
+    return (flat[begin : begin + _PIECE] for begin in range(0, flat.size, _PIECE))
+
+
+def _joined_bytes(name: str, piece: np.ndarray[Any, Any]) -> tuple[bytes, bytes]:
+    """The lengths of some elements, and their contents."""
+    items = piece.tolist()
+    for item in items:
+        if not isinstance(item, bytes):
+            raise TypeError(f"tensor '{name}' must hold bytes, not {type(item).__name__}")
+    return np.array([len(item) for item in items], _LENGTH).tobytes(), b"".join(items)
+
+
 def _split_bytes(whole: bytes, shape: list[int]) -> np.ndarray[Any, Any]:
     objects = np.empty(tuple(shape), np.object_)
     start = objects.size * _LENGTH.itemsize
-    ends = (start + np.cumsum(np.frombuffer(whole, _LENGTH, objects.size), dtype=np.int64)).tolist()
-    objects.ravel()[:] = [whole[begin:end] for begin, end in zip([start, *ends], ends)]
+    for piece, lengths in zip(_pieces(objects.ravel()), _pieces(np.frombuffer(whole, _LENGTH, objects.size))):
+        ends = (start + np.cumsum(lengths, dtype=np.int64)).tolist()
+        piece[:] = [whole[begin:end] for begin, end in zip([start, *ends], ends)]
+        start = ends[-1]
     return objects

@@ -118,3 +118,20 @@ def test_what_is_beside_tensors_is_bounded() -> None:
         deserialize_infer(shape)
     with pytest.raises(DecodeError, match="longer than the 100 there may be"):
         check_message_size(bytes(101), 100)
+
+
+@pytest.mark.parametrize("last", [b"c", bytes(127), bytes(128), bytes(1 << 17)])
+def test_many_strings_come_as_protobuf_has_them(last: bytes) -> None:
+    contents, read = (
+        pb.InferTensorContents(bytes_contents=[b"ab", b""] * 40_000 + [last, b"d"]),
+        pb.InferTensorContents(),
+    )
+    data = contents.SerializeToString()
+    pieces = list(iter_contents(memoryview(data)))
+    for piece in pieces:
+        read.MergeFrom(piece)
+    assert read == contents
+    assert max(len(piece.bytes_contents) for piece in pieces) < 40_000
+    for cut in (1, 2, 3, len(data) - 2, len(data) - 1):
+        with pytest.raises(DecodeError):
+            list(iter_contents(memoryview(data)[:cut]))
