@@ -1,10 +1,12 @@
-"""The decoders that are hardest on a cache, token for token: `python -m charonia.bench.proofs.families`.
+"""The decoders that are hardest on a cache, token for token, and every architecture that was ever right, built: `python
+-m charonia.bench.proofs.families`.
 
 Attention sinks, and keys and values of unequal size or number. A tiny model of each family with random weights
 generates greedily, by transformers and by the engine with a cache that is too small: cut prompts, prefix hits,
 preemption, a step ahead.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -16,7 +18,11 @@ import numpy as np
 import torch
 from cyclopts import App
 
+from ...engine.checkpoint.build_context import BuildContext
+from ...engine.checkpoint.hf_checkpoint import open_checkpoint
+from ...engine.checkpoint.model_spec import CheckpointError
 from ...engine.config import CacheConfig, EngineConfig
+from ...engine.models.registry import checkpoint_builder
 from ...engine.worker.inline_executor import InlineExecutor
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
@@ -81,6 +87,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "youtu": _LATENT,
 }
 """transformers' model types, with what is theirs alone."""
+_SIZES: dict[str, Any] = {
+    name: size
+    for size, names in {
+        1: "bos_token_id cls_token_id first_k_dense_replace n_group topk_group",
+        2: "eos_token_id sep_token_id num_hidden_layers num_layers n_layer n_layers decoder_layers num_experts_per_tok "
+        "moe_topk",
+        3: "pad_token_id",
+        4: "num_attention_heads num_heads n_head n_heads decoder_attention_heads num_experts num_local_experts "
+        "n_routed_experts",
+        16: "head_dim global_head_dim rotary_dim qk_nope_head_dim qk_rope_head_dim v_head_dim "
+        "hidden_size_per_layer_input",
+        19: "sliding_window",
+        24: "q_lora_rank",
+        32: "kv_lora_rank",
+        48: "moe_intermediate_size shared_expert_intermediate_size",
+        64: "hidden_size n_embd d_model word_embed_proj_dim embedding_size",
+        96: "intermediate_size n_inner ffn_dim decoder_ffn_dim ffn_hidden_size",
+        256: "max_position_embeddings n_positions n_ctx",
+        384: "vocab_size vocab_size_per_layer_input",
+    }.items()
+    for name in names.split()
+} | {"num_key_value_heads": 2, "num_kv_shared_layers": 0, "tie_word_embeddings": False}
+"""By the names that configurations have for them."""
+_UNUSUAL = "q_lora_rank", "sliding_window"
+"""What a model is another kind of by having it."""
+ARCHITECTURES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("architectures.json").read_bytes())
+"""The other model types that were right at any time, with what their configurations need beside sizes."""
 
 app = App(name="python -m charonia.bench.proofs.families", help=__doc__)
 
@@ -92,9 +125,38 @@ def is_known(family: str) -> bool:
     return family in CONFIG_MAPPING
 
 
+def tiny_config(model_type: str) -> dict[str, Any]:
+    """The configuration of a tiny model: of the usual sizes those that its own has, and two layers of its kinds."""
+    if model_type in FAMILIES:
+        return _TINY | FAMILIES[model_type] | {"model_type": model_type}
+    from transformers import CONFIG_MAPPING
+
+    usual = CONFIG_MAPPING[model_type]()
+    known = usual.to_dict()
+    fields = {
+        name: size
+        for name, size in _SIZES.items()
+        if hasattr(usual, name) and not (name in _UNUSUAL and known.get(name) is None)
+    }
+    if kinds := [*dict.fromkeys(getattr(usual, "layer_types", None) or ())]:
+        fields["layer_types"] = (2 * kinds)[:2]
+    return fields | ARCHITECTURES[model_type] | {"model_type": model_type, "dtype": "float32"}
+
+
+def refusal(model_type: str, directory: Path) -> str:
+    """Why a tiny model of an architecture, made in `directory`, is not served; "" if it is: then its logits are
+    transformers' own."""
+    write_random(directory, tiny_config(model_type))
+    try:
+        checkpoint_builder(open_checkpoint(directory)).build(BuildContext(torch.float32, torch.device("cpu"), 128))
+    except CheckpointError as error:
+        return error.message
+    return ""
+
+
 def faults(family: str, directory: Path, device: str = "cpu") -> Iterator[str]:
     """The differences of one family, whose checkpoint is made in `directory`."""
-    write_random(directory, _TINY | FAMILIES[family] | {"model_type": family})
+    write_random(directory, tiny_config(family))
     prompts = _prompts()
     outcome, plans = _served(directory, device, prompts)
     for number, (prompt, right) in enumerate(zip(prompts, _generated(directory, device, prompts), strict=True)):
@@ -149,7 +211,7 @@ def _generated(directory: Path, device: str, prompts: list[list[int]]) -> Iterat
 
 @app.default
 def main(device: str = "cpu") -> None:
-    """Compare all families on `device`; the exit code is 0 if all are equal."""
+    """Compare all families on `device`, and build every architecture; the exit code is 0 if all are right."""
     broken = 0
     for family in FAMILIES:
         if not is_known(family):
@@ -159,6 +221,14 @@ def main(device: str = "cpu") -> None:
             found = list(faults(family, Path(scratch), device))
         broken += bool(found)
         print(f"{family}: {'; '.join(found) or 'the same tokens'}")
+    for model_type in ARCHITECTURES:
+        if not is_known(model_type):
+            print(f"{model_type}: left out, transformers {version('transformers')} has no such model type")
+            continue
+        with TemporaryDirectory() as scratch:
+            told = refusal(model_type, Path(scratch))
+        broken += bool(told)
+        print(f"{model_type}: {told or 'served'}")
     sys.exit(broken > 0)
 
 

@@ -11,7 +11,7 @@ transformers, so it is imported for such checkpoints alone.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -117,7 +117,9 @@ class AttentionProbe:
             raise CheckpointError("its attention takes a mask of its own")
         causal = others.get("is_causal")
         if not (getattr(call.module, "is_causal", True) if causal is None else causal):
-            raise CheckpointError("its attention is not causal")
+            raise CheckpointError(
+                "its attention is not causal: it sees later tokens (of some, is_decoder in config.json decides)"
+            )
         if k.shape[:2] != v.shape[:2]:
             raise CheckpointError(f"layer {layer} has {k.shape[1]} heads of keys and {v.shape[1]} of values")
         self.layers[layer] = ProbedLayer(call.attention, q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
@@ -133,7 +135,7 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     """
     probe = AttentionProbe()
     tokens = torch.arange(1, 4, device=model.device).unsqueeze(0)
-    with _failures_refused("another attention"):
+    with _failures_refused("with another attention in place of its own"):
         model(input_ids=tokens, position_ids=tokens - 1, use_cache=False, attend=probe)
     count = int(model.config.num_hidden_layers)
     if (found := sorted(probe.layers)) != list(range(count)):
@@ -152,12 +154,19 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
 
 
 @contextmanager
-def _failures_refused(new: str) -> Iterator[None]:
-    """Turn an exception of transformers' modules into a CheckpointError that names what is `new` to them."""
+def _failures_refused(what: str) -> Iterator[None]:
+    """Turn an exception of transformers' modules into a CheckpointError that says at `what` they fail."""
     try:
         yield
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise CheckpointError(f"its modules fail over {new} ({error})") from error
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+        told = f"{type(error).__name__}: {_cut(str(error))}"
+        raise CheckpointError(f"transformers' own code for it fails {what} ({told})") from error
+
+
+def _cut(text: str) -> str:
+    """The first line, as far as a person reads it."""
+    line = text.partition("\n")[0]
+    return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 @torch.inference_mode()
@@ -171,12 +180,13 @@ def verify_decoder(model: Any, decoder: Decoder, layers: list[ProbedLayer], dtyp
     high = min(int(model.config.vocab_size), 1000)
     first = torch.arange(7, 7 + 11 * (_FIRST_STEP[0] + _SECOND_STEP[0]), 11, device=model.device) % high
     second = torch.arange(5, 5 + 17 * _FIRST_STEP[1], 17, device=model.device) % high
-    right = _logits_of_transformers(model, first), _logits_of_transformers(model, second)
+    with _failures_refused("by itself, so its config.json may contradict itself"):
+        right = _logits_of_transformers(model, first), _logits_of_transformers(model, second)
     heads, attention = layers[0][1:], tuple(each.attention for each in layers)
     cache = ReferenceAttention(CacheSpec(attention, *heads, _BLOCK_SIZE, dtype, model.device))
     cache.allocate(4)
     packed = torch.cat((first[: _FIRST_STEP[0]], second))
-    with _failures_refused("our cache"):
+    with _failures_refused("over a cache that holds several sequences in blocks"):
         parts = [
             *torch.split(_logits_over_cache(decoder, cache, packed, (0, 0), _FIRST_STEP), list(_FIRST_STEP)),
             _logits_over_cache(decoder, cache, first[_FIRST_STEP[0] :], (_FIRST_STEP[0],), _SECOND_STEP),
@@ -229,6 +239,9 @@ class TransformersDecoder:
 
     def __init__(self, model: Any, kv_heads: int, head_dim: int) -> None:
         self._model, self._kv_heads, self._head_dim = model, kv_heads, head_dim
+        # "decoder" is the name of the layers in some classes, and of the LM head in others.
+        layers = model.get_decoder()
+        self._layers = model.base_model if layers is model.get_output_embeddings() else layers
 
     def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator:
         def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -238,7 +251,7 @@ class TransformersDecoder:
 
         batch, layers_output = context.batch, []
         first, *others = selections or (batch.positions[:0],)
-        with self._model.get_decoder().register_forward_hook(lambda layers, args, out: layers_output.append(out)):
+        with self._layers.register_forward_hook(lambda layers, args, out: layers_output.append(out)):
             logits = self._logits(batch.tokens, batch.positions, attend, first)
         return chain((logits,), (self._logits_again(context, layers_output[0], places) for places in others))
 
@@ -257,20 +270,29 @@ class TransformersDecoder:
     def _logits_again(self, context: StepContext, layers_output: Any, places: Tensor) -> Tensor:
         """Logits of other places of a step that was computed. Each class does things of its own between its layers and
         its logits, so the model is called again, for one token, and a hook puts the step's `layers_output` in place of
-        that token's."""
+        that token's: of the places alone, for some classes take what is longer than their input for cut already."""
 
         def attend_nowhere(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return q.new_zeros(len(q), q.shape[1] * v.shape[2])
 
-        one = slice(0, 1)
-        with self._model.get_decoder().register_forward_hook(lambda layers, args, out: layers_output):
-            return self._logits(context.batch.tokens[one], context.batch.positions[one], attend_nowhere, places)
+        one, every = slice(0, 1), torch.arange(len(places), device=places.device)
+        output = _output_at(layers_output, places)
+        with self._layers.register_forward_hook(lambda layers, args, out: output):
+            return self._logits(context.batch.tokens[one], context.batch.positions[one], attend_nowhere, every)
 
     def _padded(self, x: Tensor, heads: int) -> Tensor:
         """x [N, heads of x, size of x] as [N, heads, head_dim]."""
         if x.shape[1] < heads:
             x = x.repeat_interleave(heads // x.shape[1], 1)
         return x if x.shape[2] == self._head_dim else pad(x, (0, self._head_dim - x.shape[2]))
+
+
+def _output_at(output: Any, places: Tensor) -> Any:
+    """The output of a model's layers, whose first member are states [1, N, size], of these places."""
+    states = output[0][:, places]
+    if isinstance(output, tuple):
+        return (states, *output[1:])
+    return replace(output, **{fields(output)[0].name: states})
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,13 +395,15 @@ def _check_config(config: Any, architecture: str) -> None:
     if found.__name__ != architecture:
         raise CheckpointError(f"the causal language model of type {config.model_type} is {found.__name__}")
     if not found._supports_attention_backend:
-        raise CheckpointError("it does not support transformers' attention interface")
+        message = "its class has not got transformers' attention interface, by which ours takes the place of its own"
+        raise CheckpointError(message)
     if getattr(config, "quantization_config", None):
         method = config.to_dict()["quantization_config"].get("quant_method", "unknown method")
         raise CheckpointError(f"its weights are quantised ({method}); supported dtypes: {', '.join(DTYPES)}")
     strange = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if strange:
-        raise CheckpointError(f"it has layers of type {', '.join(sorted(strange))}")
+        served = ", ".join(sorted(LAYER_TYPES))
+        raise CheckpointError(f"it has layers of type {', '.join(sorted(strange))}; served are {served}")
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in ropes.values() if isinstance(each, dict)] or [ropes]
     longest = _BATCH_DEPENDENT_ROPE & {each.get("rope_type") for each in nested}

@@ -60,6 +60,7 @@ def build(directory: Path, dtype: torch.dtype = torch.float32) -> BuiltDecoder:
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "dynamic",
         ),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", {}, "served are full_attention, sliding_attention"),
         ("gpt_oss", "GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "are quantised (mxfp4)"),
     ],
 )
@@ -158,7 +159,7 @@ def test_a_head_that_computes_what_nobody_asked_for_is_found_out(
         return honest(self, *args, **others)
 
     monkeypatch.setattr(GraniteForCausalLM, "forward", all_tokens)
-    refused(checkpoint("granite"), "GraniteForCausalLM", "its modules fail over our cache")
+    refused(checkpoint("granite"), "GraniteForCausalLM", "over a cache that holds several sequences in blocks")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -231,3 +232,11 @@ def test_the_head_computes_one_piece_at_a_time(checkpoint: Callable[..., Path]) 
         found = list(TransformersDecoder(model, 2, 16).compute_logits(context, pieces))
     assert (layers, heads) == ([7, 1, 1], [1, 3, 2])
     torch.testing.assert_close(torch.cat(found), right[torch.cat(pieces)])
+
+
+def test_a_config_that_contradicts_itself_is_refused_by_what_fails(making: Any, tmp_path: Path) -> None:
+    """Heads of keys that its latent attention does not have: transformers' own code fails, and the server does not."""
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    making.write_random(tmp_path, {"model_type": "minicpm3", "dtype": "float32", **SIZES, **latent, "head_dim": 16})
+    refused(tmp_path, "MiniCPM3ForCausalLM", "transformers' own code for it fails by itself")
+    refused(tmp_path, "MiniCPM3ForCausalLM", "(RuntimeError: The size of tensor a (4) must match")

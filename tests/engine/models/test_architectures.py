@@ -1,0 +1,41 @@
+"""Every architecture that was ever right, from its configuration alone; `make proof` builds all of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+from charonia.bench.proofs.families import ARCHITECTURES, FAMILIES, is_known, refusal, tiny_config
+from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
+from charonia.engine.models.registry import checkpoint_builder
+
+KNOWN = [model_type for model_type in sorted(ARCHITECTURES | FAMILIES) if is_known(model_type)]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("model_type", KNOWN)
+def test_no_configuration_is_refused(model_type: str, tmp_path: Path) -> None:
+    """Whatever transformers has made of it since."""
+    config = CONFIG_MAPPING[model_type](**tiny_config(model_type))
+    told = config.to_dict() | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]}
+    (tmp_path / "config.json").write_text(json.dumps(told | {"dtype": "float32"}))
+    assert checkpoint_builder(open_checkpoint(tmp_path)).max_position == 256
+
+
+def test_the_table_is_of_what_transformers_has() -> None:
+    """But for single ones that it may drop."""
+    assert len(KNOWN) > 80
+
+
+@pytest.mark.one_in(20)
+@pytest.mark.parametrize("model_type", KNOWN)
+def test_it_is_served_still(model_type: str, tmp_path: Path) -> None:
+    assert refusal(model_type, tmp_path) == ""
+
+
+@pytest.mark.parametrize("model_type", ["modernbert-decoder", "gemma4_text"])
+def test_logits_are_computed_a_piece_at_a_time(model_type: str, tmp_path: Path) -> None:
+    """Of two that were refused since they are: one calls its LM head "decoder", which was taken for the layers; the
+    other takes states that are more than its input for those of the piece."""
+    assert refusal(model_type, tmp_path) == ""
