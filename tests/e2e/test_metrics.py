@@ -78,7 +78,7 @@ def test_counts_after_known_traffic(serve: Any, tokenizer_only: Path) -> None:
         assert generate(server, 10, prompt=40, max_tokens=7).status_code == 200
         assert generate(server, 100, prompt=3, max_tokens=9, stop_token_ids=[105]).status_code == 200
         assert generate(server, 380, prompt=9, max_tokens=1).status_code == 400
-        assert generate(server, 1, prompt=1, max_tokens=1, bogus=1).status_code == 400
+        assert generate(server, 1, prompt=1, max_tokens=1, beam_width=2).status_code == 400
         leave(server, {"input_ids": [200], "max_tokens": 150})
         seen = scrape_when(server, lambda seen: requests(seen, outcome="cancelled") == 1)
         assert_requests(seen)
