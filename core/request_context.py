@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from .errors import Cancelled, CharoniaError, ErrorCode, QueueFull, RequestTimeout, shutdown_error
+from .native_calls import CONTROL_FLOW
 from .request import FinishReason, SamplingParams, Usage
 
 Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
@@ -253,7 +254,8 @@ class RequestContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failure = error if isinstance(error, Exception) else shutdown_error(error)
+        is_fault = error is not None and not isinstance(error, CONTROL_FLOW)
+        failure = error if is_fault else shutdown_error(error)
         if failure is not None:
             self.fail(failure)
         self.close()
@@ -263,7 +265,7 @@ class RequestContext:
         self.answered_at = time.monotonic()
         self._set_worse_end(DONE)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Record that the request could not be answered, or not completely."""
         self._set_worse_end(end_for_error(error, any(each.submitted is not None for each in self.sequences)))
 
@@ -321,7 +323,7 @@ def _fold_known(fold: Callable[[list[_Number]], _Number], values: list[_Number |
     return fold(known) if known else None
 
 
-def end_for_error(error: Exception, submitted: bool) -> RequestEnd:
+def end_for_error(error: BaseException, submitted: bool) -> RequestEnd:
     """The end of a request that raised `error`; `submitted`: an engine has the request."""
     if isinstance(error, QueueFull):
         return QUEUE_FULL_ENDS[error.limit]

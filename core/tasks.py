@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from .gateway import ResponseStream
+from .native_calls import CONTROL_FLOW
 
 
 async def wait_for_first(*waits: Awaitable[Any], timeout: float | None = None) -> None:
@@ -57,15 +58,17 @@ async def merge_streams(streams: Sequence[ResponseStream[T]]) -> AsyncGenerator[
     The first error of a stream is raised here and ends all of them. Closing the generator cancels the tasks that read
     the streams, which closes these.
     """
-    queue: asyncio.Queue[tuple[int, T | None, Exception | None]] = asyncio.Queue(len(streams))
+    queue: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue(len(streams))
 
     async def forward(index: int, stream: ResponseStream[T]) -> None:
-        end = None
+        end: BaseException | None = None
         try:
             async with aclosing(stream):
                 async for item in stream:
                     await queue.put((index, item, None))
-        except Exception as error:
+        except CONTROL_FLOW:
+            raise
+        except BaseException as error:
             end = error
         await queue.put((index, None, end))
 

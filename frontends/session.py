@@ -22,6 +22,7 @@ from ..api.http.error_responses import INTERNAL_SERVER_ERROR
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ResponseStream
 from ..core.metrics import Labels, Reading
+from ..core.native_calls import CONTROL_FLOW
 from ..core.request import GenerateRequest, InferRequest, InferResponse
 from ..core.request_context import CANCELLED, DONE, RequestContext, RequestEnd
 from ..engine.frontend.admission import QueueTicket
@@ -317,7 +318,9 @@ class FrontendSession:
             response = loaded.inline.compute_inline(request)
         except CharoniaError as error:
             self.link.send(CallFailed(call.key, SentError.of(error)))
-        except Exception:
+        except CONTROL_FLOW:
+            raise
+        except BaseException:
             log.exception("%s: a request failed", self._name)
             self.link.send(CallFailed(call.key, SentError.of(INTERNAL_SERVER_ERROR)))
         else:
@@ -352,7 +355,9 @@ class FrontendSession:
             yield
         except CharoniaError as error:
             self.link.send(CallFailed(key, SentError.of(error), opened.notes()))
-        except Exception:
+        except CONTROL_FLOW:
+            raise
+        except BaseException:
             log.exception("%s: a request failed", self._name)
             self.link.send(CallFailed(key, SentError.of(INTERNAL_SERVER_ERROR)))
         finally:
@@ -421,7 +426,9 @@ class FrontendSession:
         except CharoniaError as error:
             self.link.send(CallFailed(call.key, SentError.of(error)))
             return
-        except Exception:
+        except CONTROL_FLOW:
+            raise
+        except BaseException:
             log.exception("%s: a model could not be looked up", self._name)
             self.link.send(CallFailed(call.key, SentError.of(INTERNAL_SERVER_ERROR)))
             return
@@ -553,6 +560,8 @@ class FrontendSession:
             self.link.send(GrpcAnswer(call.key, fields))
         except CharoniaError as error:
             self.link.send(CallFailed(call.key, SentError.of(error)))
-        except Exception:
+        except CONTROL_FLOW:
+            raise
+        except BaseException:
             log.exception("%s failed", call.rpc)
             self.link.send(CallFailed(call.key, SentError.of(INTERNAL_SERVER_ERROR)))

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "processes": {"core"},
     "telemetry": {"core", "processes"},
     "kvcache": {"core"},
-    "tokenization": {"core"},
+    "tokenization": {"core", "processes"},
     "scheduler": {"core", "kvcache"},
     "engine": {"core", "telemetry", "processes", "kvcache", "scheduler", "tokenization"},
     "classic_backends": {"core", "telemetry", "processes", "tokenization"},

@@ -67,6 +67,11 @@ _RULES: Mapping[str, WordRule] = {
 """tokenizer.ggml.pre -> the rule that checkpoints with this name have in their tokenizer.json."""
 
 
+def published_patterns() -> frozenset[str]:
+    """The regular expressions of these rules."""
+    return frozenset(pattern for rule in _RULES.values() for pattern in rule.patterns)
+
+
 class _Vocabulary(NamedTuple):
     """The tokens by their ids, and the kind of each."""
 

@@ -16,11 +16,14 @@ import tokenizers
 from tokenizers import decoders
 
 from ..core.errors import ContextLengthExceeded, InvalidArgument, Unavailable
+from ..core.native_calls import NativeCall
 from ..core.request import Conversation, Prompt
+from .bounded_encoder import BoundedEncoder
 from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template
 from .tokenizer_json import read_tokenizer
 
 _HALF = "\ufffd"
+_FAILED = "the tokenizer failed"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
@@ -37,12 +40,13 @@ class TokenPiece(NamedTuple):
 
 def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
     """The piece of one token; an unknown one has no text."""
-    once = backend.decode([token], skip_special_tokens=False)
-    if _HALF in once:
-        return TokenPiece(once, _raw(backend.id_to_token(token) or once))
-    # Some decoders take the space from the first token of a text: the second one shows it.
-    text = backend.decode([token, token], skip_special_tokens=False)[len(once) :]
-    return TokenPiece(text, text.encode())
+    with NativeCall(_FAILED):
+        once = backend.decode([token], skip_special_tokens=False)
+        if _HALF in once:
+            return TokenPiece(once, _raw(backend.id_to_token(token) or once))
+        # Some decoders take the space from the first token of a text: the second one shows it.
+        text = backend.decode([token, token], skip_special_tokens=False)[len(once) :]
+        return TokenPiece(text, text.encode())
 
 
 class TokenBytes(dict[int, bytes]):
@@ -54,7 +58,8 @@ class TokenBytes(dict[int, bytes]):
         self._backend = backend
 
     def __missing__(self, token: int) -> bytes:
-        name = self._backend.id_to_token(token)
+        with NativeCall(_FAILED):
+            name = self._backend.id_to_token(token)
         data = self[token] = b"" if name is None else _letters(name)
         return data
 
@@ -74,8 +79,6 @@ def _letters(name: str) -> bytes:
         return name.encode()
 
 
-_BRIEF = 1024
-"""Characters up to which encoding takes less time than letting other threads run."""
 _PROBE = 16
 """Characters of a very long text that are encoded first, for each token of the longest prompt."""
 _TEMPLATES = 16
@@ -106,8 +109,10 @@ class Tokenizer:
         named: dict[str, str],
         templates: Mapping[str, ChatTemplate],
         shown: frozenset[str] = frozenset(),
+        encoder: BoundedEncoder | None = None,
     ) -> None:
         self._backend = backend
+        self._encoder = encoder or BoundedEncoder(backend, "tokenizer.json")
         self._named = named
         self._templates = templates
         self._shown = shown
@@ -125,13 +130,21 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
-        """Read a checkpoint directory; raises as `read_tokenizer`. `chat_template`: a file or a template to use
-        instead of its own."""
+        """Read a checkpoint directory, and try its tokenizer out; raises as `read_tokenizer` and
+        `BoundedEncoder.try_out`. `chat_template`: a file or a template to use instead of its own."""
         backend, named = read_tokenizer(directory)
         backend.no_truncation()
         backend.no_padding()
         sources = {DEFAULT: read_template(chat_template)} if chat_template else find_templates(directory)
-        return cls(backend, named, {name: ChatTemplate(source, named) for name, source in sources.items()})
+        templates = {name: ChatTemplate(source, named) for name, source in sources.items()}
+        encoder = BoundedEncoder(backend, str(directory if directory.is_file() else directory / "tokenizer.json"))
+        encoder.try_out(sources.get(DEFAULT, ""))
+        return cls(backend, named, templates, encoder=encoder)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether encoding a short text takes little time: see `BoundedEncoder`."""
+        return self._encoder.bounded
 
     def prompt_ids(
         self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
@@ -150,14 +163,13 @@ class Tokenizer:
         return self.text_ids(text, special, limit, field) if kept is None else self._last(text, special, kept)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` adds what the model wants around a prompt (such as bos).
+        """Token ids of `text`; `special` adds what the model wants around a prompt (such as bos). Raises as
+        `BoundedEncoder.encode`, but `InvalidArgument` for what is not Unicode.
 
         Other threads run meanwhile if the text is long: of the library's ways in, only those for batches let them.
         """
         try:
-            if len(text) <= _BRIEF:
-                return self._backend.encode(text, add_special_tokens=special).ids
-            return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            return [*self._encoder.ids(text, special)]
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
 
@@ -188,7 +200,8 @@ class Tokenizer:
         if self._shown and not special:
             ids, special = [token for token in ids if token not in self._hidden], True
         try:
-            return self._backend.decode(ids, skip_special_tokens=not special)
+            with NativeCall(_FAILED):
+                return self._backend.decode(ids, skip_special_tokens=not special)
         except OverflowError as error:
             raise InvalidArgument("token ids must be between 0 and 2**32 - 1", field="tokens") from error
 
@@ -196,7 +209,7 @@ class Tokenizer:
         """This tokenizer, but with those of the `texts` that are special tokens in any text."""
         added = self._backend.get_added_tokens_decoder().values()
         shown = frozenset(each.content for each in added if each.special) & frozenset(texts)
-        return Tokenizer(self._backend, self._named, self._templates, shown) if shown else self
+        return Tokenizer(self._backend, self._named, self._templates, shown, self._encoder) if shown else self
 
     def template_source(self, prompt: Prompt) -> str:
         """The source of the chat template that renders a prompt; empty if none does."""
@@ -218,7 +231,8 @@ class Tokenizer:
 
     def added_tokens(self, size: int) -> dict[str, int]:
         """The ids below `size` of the tokens that are no part of other text, special ones among them."""
-        added = self._backend.get_added_tokens_decoder().items()
+        with NativeCall(_FAILED):
+            added = self._backend.get_added_tokens_decoder().items()
         return {each.content: token for token, each in added if token < size}
 
     @property
@@ -236,7 +250,8 @@ class Tokenizer:
     def token_id(self, name: str) -> int | None:
         """The id of a named special token, such as `eos_token`."""
         text = self._named.get(name)
-        return None if text is None else self._backend.token_to_id(text)
+        with NativeCall(_FAILED):
+            return None if text is None else self._backend.token_to_id(text)
 
     def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Token ids of each word as it would begin a text, and as it would follow a space, unless it is one itself."""
@@ -274,6 +289,7 @@ class AsyncTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(_THREADS, "tokenizer")
+        self._short = _SHORT if tokenizer.bounded else -1
 
     async def prompt_ids(
         self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
@@ -287,6 +303,10 @@ class AsyncTokenizer:
 
     async def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         return await self._run(sum(map(len, words)), self._tokenizer.word_ids, words)
+
+    async def call(self, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """Run what encodes a few words of ours: here, where that takes little time."""
+        return await self._run(0, work, *given, **named)
 
     async def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         return await self._run(0 if isinstance(prompt, str) else len(ids), self._tokenizer.prompt_text, prompt, ids)
@@ -302,7 +322,7 @@ class AsyncTokenizer:
         self._threads.shutdown(wait=False)
 
     async def _run(self, size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        if size <= _SHORT:
+        if size <= self._short:
             return work(*given, **named)
         try:
             future = self._threads.submit(work, *given, **named)

@@ -16,6 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
 from ...core.gateway import ModelHandle
+from ...core.native_calls import CONTROL_FLOW
 from ...core.request import InferResponse
 from ...core.request_context import RequestContext
 from ...core.tasks import RequestTaskGroup
@@ -163,7 +164,9 @@ class StreamInferCall:
             if self._strict:
                 raise
             await self._send(write_stream_error(message, error), before)
-        except Exception:
+        except CONTROL_FLOW:
+            raise
+        except BaseException:
             log.exception("a request of a stream failed")
             await self._send(write_stream_error(message, INTERNAL_SERVER_ERROR), before)
 

@@ -17,6 +17,7 @@ from google.protobuf.message_factory import GetMessageClass  # type: ignore[impo
 from tritonclient.grpc import service_pb2
 
 from ...core.errors import CharoniaError, ServerExiting, Unavailable, shutdown_error
+from ...core.native_calls import CONTROL_FLOW
 from ...processes import gc_tuning
 from ...telemetry.shared_state import ServerGateway
 from ..http.error_responses import unexpected_error
@@ -155,7 +156,9 @@ class GrpcServer:
                 if exiting is None:
                     raise
                 refusal = exiting
-            except Exception as error:
+            except CONTROL_FLOW:
+                raise
+            except BaseException as error:
                 log.exception("%s failed", name)
                 refusal = unexpected_error(error)
             finally:

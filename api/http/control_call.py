@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message
 
+from ...core.native_calls import CONTROL_FLOW
 from ..api_keys import Tenant
 from .error_responses import INTERNAL_SERVER_ERROR, error_response
 from .request_context import control_scope
@@ -47,7 +48,9 @@ async def ask_app(app: ASGIApp, request: ControlRequest, tenant: str, weight: fl
 
     try:
         await app(scope, receive, send)
-    except Exception:
+    except CONTROL_FLOW:
+        raise
+    except BaseException:
         log.exception("%s %s failed", request.method, request.path)
         sent.clear()
         await error_response(INTERNAL_SERVER_ERROR, request.path)(scope, receive, send)

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message
 
 from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
+from ...core.native_calls import CONTROL_FLOW
 from ..api_keys import Tenant
 from .error_responses import INTERNAL_SERVER_ERROR, error_response
 from .request_context import LONGEST_WARNING, endpoint_name, internal_scope
@@ -65,7 +66,9 @@ async def ask_endpoint(
             await response(scope, receive, send)
         except CharoniaError as error:
             failure = error
-        except Exception:
+        except CONTROL_FLOW:
+            raise
+        except BaseException:
             log.exception("a request of a batch to %s failed", path)
             failure = INTERNAL_SERVER_ERROR
         if failure is not None:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import CharoniaError
 from ...core.gateway import Gateway
+from ...core.native_calls import CONTROL_FLOW
 from ...core.request_context import Headers, RequestContext
 from ..api_keys import ANONYMOUS, Tenant
 from .error_responses import error_response, is_anthropic_path, is_openai_path, unexpected_error
@@ -82,7 +83,9 @@ class RequestContextMiddleware:
                 context.client = scope["client"][0] if scope.get("client") else ""
                 scope[_CONTEXT] = context
                 await self._app(scope, receive, send)
-        except Exception as error:
+        except CONTROL_FLOW:
+            raise
+        except BaseException as error:
             # Streams answer for themselves once they have begun (`EventStreamResponse`), so nothing was sent yet.
             log.exception("%s %s failed", scope["method"], path)
             await error_response(unexpected_error(error), path)(scope, receive, send)

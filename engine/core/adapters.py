@@ -10,6 +10,7 @@ from functools import partial
 
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, ErrorCode
+from ...core.native_calls import CONTROL_FLOW
 from ..worker.executor import Executor
 from .messages import AdapterLoaded, AdapterRefused, AdapterReply, LoadAdapter
 
@@ -65,5 +66,7 @@ class CoreAdapters:
             return  # the core is being stopped
         except CharoniaError as error:
             self._reply(AdapterRefused(number, error.message, error.code, error.field or ""))
-        except Exception as error:
+        except CONTROL_FLOW:
+            raise
+        except BaseException as error:
             self._reply(AdapterRefused(number, f"{type(error).__name__}: {error}", ErrorCode.INTERNAL))

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ...core.errors import InvalidArgument
+from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.sequence import SequenceRequest
 from ..grammars.backend import CompiledGrammar
@@ -122,7 +123,9 @@ class Inbox:
             self._queue.put(RequestRejected(message.key, error.message, error.field or ""))
         except CancelledError:
             return  # the core is being stopped
-        except Exception as error:
+        except CONTROL_FLOW:
+            raise
+        except BaseException as error:
             self._queue.put(error)
 
     def fail(self, error: BaseException) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from ...core.errors import CharoniaError, ErrorCode, InvalidArgument
+from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
 from ...processes import gc_tuning
 from ...processes.child_process import on_parent_death, print_traceback
@@ -55,7 +56,9 @@ def main(config: EngineConfig, directory: str) -> None:
     LogForwarder(sockets.send, zmq.ZMQError).install(logging.WARNING)
     try:
         _serve(config, sockets)
-    except Exception as error:
+    except CONTROL_FLOW:
+        raise
+    except BaseException as error:
         if isinstance(error, CharoniaError):
             sockets.send(CoreFailed(error.message, error.code, error.field or ""))
         else:

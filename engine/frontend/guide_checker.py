@@ -5,32 +5,22 @@ Knows nothing of grammars.
 """
 
 import asyncio
-import os
-import resource
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, QueueFull, Unavailable
 from ...core.request import GuidedDecoding
-from ...processes.child_process import describe_exit, python_child
+from ...processes.limited_process import Answer, CallLimits, CallLost, LimitedProcess, TimeLimitExceeded
 from ..grammars.backend import LIMITS
 from ..grammars.guide_check import CheckedGuide, check_guide, checking_backend
-
-_START_SECONDS = 60.0
-_NICE = 15
-"""How far the process stands back behind what computes tokens."""
-
 
 class CheckLimits(NamedTuple):
     """What checking one constraint may cost: `seconds`, and `memory` in bytes beside the process's own. `total`:
@@ -55,15 +45,14 @@ class GuideProcess:
 
     def __init__(self, special: Mapping[str, int], limits: CheckLimits) -> None:
         self._limits = limits
-        self._connection, theirs = Pipe()
         try:
-            with theirs:  # the process alone has it then: it closes when that ends
-                self._process = python_child("charonia-guides", _main, dict(special), limits.memory, theirs)
-        except OSError as error:
-            self._connection.close()
+            self._process = LimitedProcess("charonia-guides", _make_answer, dict(special))
+        except CallLost as error:
             raise Unavailable(f"constraints cannot be checked: {error}") from error
-        self.alive, self._ready = True, False
-        self._started = time.monotonic()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
 
     def check(self, guide: GuidedDecoding, deadline: float) -> CheckedGuide:
         """The verdict on a constraint. Unless `alive` afterwards, it cost the process its life.
@@ -72,39 +61,21 @@ class GuideProcess:
             QueueFull: there was too little time until the `deadline` by `time.monotonic`.
             Unavailable: the process did not start.
         """
-        self._wait_until_ready(deadline)
+        try:
+            if not self._process.wait_until_ready(deadline - time.monotonic()):
+                raise too_late(self._limits)
+        except CallLost as error:
+            raise Unavailable(f"the process that checks constraints did not start: {error}") from error
         seconds = min(self._limits.seconds, deadline - time.monotonic())
         try:
-            self._connection.send_bytes(msgspec.msgpack.encode(guide))
-            answer = self._receive(seconds)
-        except OSError:
-            answer = b""
-        if answer:
-            return msgspec.msgpack.decode(answer, type=CheckedGuide)
-        ended = describe_exit(self.close(0.0 if answer is None else 1.0))
-        if answer is None and seconds < self._limits.seconds:
-            raise too_late(self._limits)
-        if answer is None:
-            return CheckedGuide(error=f"compiling it takes more than {self._limits.seconds:g} s")
-        return CheckedGuide(error=f"compiling it takes too much memory, or breaks the library ({ended})")
-
-    def _wait_until_ready(self, deadline: float) -> None:
-        """Return when it has started, within the time that checking leaves. One that takes longer goes on starting."""
-        if self._ready:
-            return
-        started = self._receive(min(deadline - time.monotonic(), self._started + _START_SECONDS - time.monotonic()))
-        if started is None and time.monotonic() < self._started + _START_SECONDS:
-            raise too_late(self._limits)
-        if not started:
-            raise Unavailable(f"the process that checks constraints did not start: {describe_exit(self.close())}")
-        self._ready = True
-
-    def _receive(self, seconds: float) -> bytes | None:
-        """The next message; None if there was none in time, empty if the process has ended."""
-        try:
-            return self._connection.recv_bytes() if self._connection.poll(max(seconds, 0.0)) else None
-        except EOFError:
-            return b""
+            answer = self._process.call(msgspec.msgpack.encode(guide), CallLimits(seconds, self._limits.memory))
+        except TimeLimitExceeded as error:
+            if seconds < self._limits.seconds:
+                raise too_late(self._limits) from None
+            return CheckedGuide(error=f"compiling it takes {error}")
+        except CallLost as error:
+            return CheckedGuide(error=f"compiling it takes too much memory, or breaks the library ({error})")
+        return msgspec.msgpack.decode(answer, type=CheckedGuide)
 
     def kill(self) -> None:
         """End the process; whoever waits for it finds that it has ended."""
@@ -112,8 +83,6 @@ class GuideProcess:
 
     def close(self, timeout: float = 0.0) -> int:
         """End the process, after `timeout` seconds by force; its exit code."""
-        self.alive = False
-        self._connection.close()
         return self._process.close(timeout)
 
 
@@ -123,25 +92,14 @@ def too_late(limits: CheckLimits) -> QueueFull:
     return QueueFull(message, retry_after=limits.seconds)
 
 
-def _main(special: Mapping[str, int], memory: int, connection: Connection) -> None:
+def _make_answer(special: Mapping[str, int]) -> Answer:
     backend = checking_backend(special)
-    os.nice(_NICE)
-    _limit_memory(memory)
-    connection.send_bytes(b"ready")
-    with open(os.devnull, "w") as nothing:  # the library tells of its crashes, as often as a client likes
-        os.dup2(nothing.fileno(), 2)
-    with suppress(EOFError):
-        while True:
-            guide = msgspec.msgpack.decode(connection.recv_bytes(), type=GuidedDecoding)
-            connection.send_bytes(msgspec.msgpack.encode(check_guide(guide, backend)))
 
+    def answer(message: bytes) -> bytes:
+        guide = msgspec.msgpack.decode(message, type=GuidedDecoding)
+        return msgspec.msgpack.encode(check_guide(guide, backend))
 
-def _limit_memory(more: int) -> None:
-    """Let this process take so many bytes more than it has."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    statm = Path("/proc/self/statm")
-    has = int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0
-    resource.setrlimit(resource.RLIMIT_AS, (has + more, has + more))
+    return answer
 
 
 _PROCESSES = 2

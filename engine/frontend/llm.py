@@ -325,7 +325,7 @@ class LlmModel:
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
                 echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
-                plan = plan_answer(request, prompt, bundle.tokenizer, self._spec.parsers)
+                plan = await tokenizer.call(plan_answer, request, prompt, bundle.tokenizer, self._spec.parsers)
                 if plan.warning:
                     context.warn(plan.warning)
                 self._spec.check_guide(plan.guide)
@@ -337,7 +337,7 @@ class LlmModel:
                 add = build_add_request(request, context, plan.prompt, defaults, info, banned, adapter, predicted)
                 if plan.guide is not None:  # the dearest check is the last
                     plan = replace(plan, guide=await self._enforce(plan.guide, context))
-                add = plan.complete(add)
+                add = await tokenizer.call(plan.complete, add)
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
                 builder = plan.builder(sampling, TextEnds(bundle.defaults.eos, request.stop_word_ids), echo, prompt_ids)
                 with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import tokenizers
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from ...core.errors import Internal
+from ...core.native_calls import NativeCall
+from ...tokenization.bounded_encoder import BoundedEncoder
 from ...tokenization.checkpoint_files import locate_checkpoint
 from ...tokenization.generation_defaults import read_generation_defaults
 from ...tokenization.tokenizer import Tokenizer, read_token_piece
@@ -62,20 +65,20 @@ class _Tokens:
         self.tokens = token_bytes(backend, size)
         for text, token in special.items():
             self.tokens[token] = text.encode()
-        self._plain = _without_added(backend)
+        self._plain = BoundedEncoder(_without_added(backend), "tokenizer.json")
 
     def __call__(self, text: str) -> list[int]:
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        return ids
+        return [*self._plain.ids(text, special=False)]
 
 
 def token_bytes(backend: tokenizers.Tokenizer, size: int) -> list[bytes]:
     """The bytes that each token adds to a text; none for those beyond the tokenizer's."""
     known = min(size, backend.get_vocab_size())
     try:
-        decode = LLTokenizer(backend.to_str(), slices=[]).decode_bytes
-        tokens = [decode([token]) for token in range(known)]
-    except (ValueError, RuntimeError):  # a kind of tokenizer that the library does not know
+        with NativeCall("the library of grammars failed"):
+            decode = LLTokenizer(backend.to_str(), slices=[]).decode_bytes
+            tokens = [decode([token]) for token in range(known)]
+    except (ValueError, RuntimeError, Internal):  # a kind of tokenizer that the library does not know
         tokens = [read_token_piece(backend, token).data for token in range(known)]
     return tokens + [b""] * (size - known)
 

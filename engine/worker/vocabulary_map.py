@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...core.errors import InvalidArgument
 from ...scheduler.plan import IntArray, MaskArray
+from ...tokenization.bounded_encoder import BoundedEncoder
 from ...tokenization.tokenizer_json import read_tokenizer
 from ..grammars.vocabulary import token_bytes
 
@@ -77,4 +78,5 @@ def _last_pieces(backend: tokenizers.Tokenizer, texts: Sequence[bytes | str]) ->
     backend.no_truncation()
     backend.no_padding()
     written = [text if isinstance(text, str) else text.decode(errors="replace") for text in texts]
-    return [each.ids[-1] if each.ids else 0 for each in backend.encode_batch(written, add_special_tokens=False)]
+    encoded = BoundedEncoder(backend, "tokenizer.json").encode(written, special=False)
+    return [each.ids[-1] if each.ids else 0 for each in encoded]

@@ -20,6 +20,8 @@ IDS = [65] * 300
 class Place:
     """Answers everything with the thread that it was asked in, once it may."""
 
+    bounded = True
+
     def __init__(self) -> None:
         self.go = threading.Event()
         self.go.set()

@@ -1,0 +1,134 @@
+"""A process that answers calls into a library, each within a time and a memory: what takes more costs it its life, and
+nothing else anything.
+
+Knows nothing of what it is asked.
+"""
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from .child_process import describe_exit, python_child
+
+_START_SECONDS = 60.0
+_NICE = 15
+"""How far the process stands back behind what computes tokens."""
+_LAST_WORDS = 1.0
+"""Seconds that a process has to end by itself once it has hung up."""
+
+Answer: TypeAlias = Callable[[bytes], bytes]
+"""The answer to one call, computed in the process."""
+
+
+class CallLimits(NamedTuple):
+    """What one call may cost: `seconds`, and `memory` in bytes beside what the process had when it started."""
+
+    seconds: float = 5.0
+    memory: int = 512 << 20
+
+
+class TimeLimitExceeded(Exception):
+    """A call took longer than it may; the process is no more."""
+
+
+class CallLost(Exception):
+    """The process did not start, or ended during a call: it had no memory left, or the library broke. The message says
+    how it ended."""
+
+
+class LimitedProcess:
+    """A process that answers calls, one at a time, by what `make(*arguments)` returns there; `ps` shows it as `name`.
+    For one thread at a time, but for `kill`. It is there at once, and ready when it has started.
+
+    Raises:
+        CallLost: it cannot be started.
+    """
+
+    def __init__(self, name: str, make: Callable[..., Answer], *arguments: Any) -> None:
+        self._connection, theirs = Pipe()
+        try:
+            with theirs:  # the process alone has it then: it closes when that ends
+                self._process = python_child(name, _serve, make, arguments, theirs)
+        except OSError as error:
+            self._connection.close()
+            raise CallLost(str(error)) from error
+        self.alive, self._ready = True, False
+        self._deadline = time.monotonic() + _START_SECONDS
+
+    def wait_until_ready(self, seconds: float) -> bool:
+        """Whether it has started within so many seconds; it goes on starting, for a minute at most. Raises `CallLost` if
+        it has not started then, or ended instead."""
+        if self._ready:
+            return True
+        ready = self._receive(min(seconds, self._deadline - time.monotonic()))
+        if ready is None and time.monotonic() < self._deadline:
+            return False
+        if not ready:
+            raise CallLost(f"it did not start: {describe_exit(self.close(0.0 if ready is None else _LAST_WORDS))}")
+        self._ready = True
+        return True
+
+    def call(self, message: bytes, limits: CallLimits) -> bytes:
+        """The answer to a message, once the process has started. It is not `alive` after an error.
+
+        Raises:
+            TimeLimitExceeded: there was none in time.
+            CallLost: it ended instead.
+        """
+        self.wait_until_ready(_START_SECONDS)
+        try:
+            self._connection.send_bytes(limits.memory.to_bytes(8, "little") + message)
+            answer = self._receive(limits.seconds)
+        except OSError:
+            answer = b""
+        if answer:
+            return answer
+        ended = describe_exit(self.close(0.0 if answer is None else _LAST_WORDS))
+        if answer is None:
+            raise TimeLimitExceeded(f"more than {limits.seconds:g} s")
+        raise CallLost(ended)
+
+    def _receive(self, seconds: float) -> bytes | None:
+        """The next message; None if there was none in time, empty if the process has ended."""
+        try:
+            return self._connection.recv_bytes() if self._connection.poll(max(seconds, 0.0)) else None
+        except EOFError:
+            return b""
+
+    def kill(self) -> None:
+        """End the process; whoever waits for it finds that it has ended."""
+        self._process.kill()
+
+    def close(self, timeout: float = 0.0) -> int:
+        """End the process, after `timeout` seconds by force; its exit code."""
+        self.alive = False
+        self._connection.close()
+        return self._process.close(timeout)
+
+
+def _serve(make: Callable[..., Answer], arguments: tuple[Any, ...], connection: Connection) -> None:
+    answer = make(*arguments)
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    own = _address_space()
+    connection.send_bytes(b"ready")
+    with open(os.devnull, "w") as nothing:  # libraries tell of their crashes, as often as a client likes
+        os.dup2(nothing.fileno(), 2)
+    with suppress(EOFError):
+        while True:
+            message = connection.recv_bytes()
+            most = own + int.from_bytes(message[:8], "little")
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+            connection.send_bytes(answer(message[8:]))
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped; 0 where the system does not tell."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0

@@ -1,0 +1,172 @@
+"""Encodes texts by a tokenizer that came from the internet: none costs more than a stated time and memory.
+
+A tokenizer whose work is bounded beforehand (`encoding_bounds.py`) computes here, any other in a process of its own,
+which may be killed; so does a bounded one where a long text may grow. Thread-safe.
+"""
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import tokenizers
+
+from ..core.errors import Internal, InvalidArgument
+from ..core.native_calls import CONTROL_FLOW, NativeCall, describe_panic
+from ..processes.limited_process import Answer, CallLimits, CallLost, LimitedProcess, TimeLimitExceeded
+from .encoding_bounds import read_bounds
+
+log = logging.getLogger(__name__)
+
+BYTES_OF_CHARACTER = 4096
+"""The memory that encoding may take in a process of its own, for each character of the text."""
+_LEAST_MEMORY, _MOST_MEMORY = 64 << 20, 1 << 30
+_SECONDS = 5.0
+_MOST_GROWN = 1 << 24
+"""Characters that a text may become here, in the server's own memory."""
+_PLAIN_GROWTH = 4
+"""A tokenizer with no more growth than this is given texts of any length here."""
+_BRIEF = 1024
+"""Characters up to which encoding takes less time than letting other threads run."""
+_SAMPLE = "The 1st text: d\u00e9j\u00e0 vu,\n\u65e5\u672c\u8a9e \U0001f98a  end"
+
+EncoderInput: TypeAlias = str | tuple[str, str]
+"""A text, or a pair of them."""
+
+
+class EncodedText(NamedTuple):
+    """The tokens of one text or pair; `segments` tells the two of a pair apart, as BERT's models want it."""
+
+    ids: Sequence[int]
+    segments: Sequence[int]
+
+
+class BoundedEncoder:
+    """Encodes by `backend`, which stays as it is. `where`: its file, for messages.
+
+    Raises `InvalidArgument` if it cannot decode within bounds, see `read_bounds`.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, where: str) -> None:
+        self._backend, self._where = backend, where
+        try:
+            with NativeCall(f"{where}: the tokenizer failed"):
+                self._growth, self.unbounded = read_bounds(backend)
+        except (InvalidArgument, Internal) as error:
+            raise InvalidArgument(f"{where}: {error.message}") from error
+        self._apart: _EncodingProcess | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def bounded(self) -> bool:
+        """Whether short texts take little time."""
+        return not self.unbounded
+
+    def try_out(self, example: str) -> None:
+        """Encode an example of the checkpoint's own, such as its chat template. Raises `InvalidArgument` if that fails
+        or takes too much: then no request would fare better."""
+        if self.unbounded:
+            message = "%s: texts are encoded in a process of their own, for %s is not known to be harmless"
+            log.warning(message, self._where, ", ".join(self.unbounded))
+        for text in (_SAMPLE, example):
+            try:
+                [encoded] = self.encode([text])
+                with NativeCall("the tokenizer failed"):
+                    self._backend.decode(list(encoded.ids)[:256], skip_special_tokens=False)
+            except (InvalidArgument, Internal) as error:
+                raise InvalidArgument(
+                    f"{self._where}: an example of {len(text)} characters: {error.message}"
+                ) from error
+
+    def ids(self, text: str, special: bool) -> Sequence[int]:
+        """The tokens of one text; see `encode`."""
+        if self._runs_apart(len(text)):
+            return self._encode_apart([text], special)[0].ids
+        with NativeCall("the tokenizer failed"):
+            if len(text) <= _BRIEF:
+                return self._backend.encode(text, add_special_tokens=special).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+    def encode(self, given: Sequence[EncoderInput], special: bool = True) -> list[EncodedText]:
+        """The tokens of each; `special` adds what the model wants around a text. Other threads run meanwhile.
+
+        Raises:
+            InvalidArgument: encoding them takes too much time or memory.
+            Internal: the library failed.
+            TypeError, UnicodeEncodeError: one is not Unicode.
+        """
+        if self._runs_apart(sum(len(each) if isinstance(each, str) else sum(map(len, each)) for each in given)):
+            return self._encode_apart(given, special)
+        with NativeCall("the tokenizer failed"):
+            made = self._backend.encode_batch([*given], add_special_tokens=special)
+        return [EncodedText(each.ids, each.type_ids) for each in made]
+
+    def _runs_apart(self, characters: int) -> bool:
+        return bool(self.unbounded) or (self._growth > _PLAIN_GROWTH and characters * self._growth > _MOST_GROWN)
+
+    def _encode_apart(self, given: Sequence[EncoderInput], special: bool) -> list[EncodedText]:
+        message = msgspec.msgpack.encode((given, special))
+        memory = min(_LEAST_MEMORY + BYTES_OF_CHARACTER * len(message), _MOST_MEMORY)
+        with self._lock:
+            if self._apart is None:
+                with NativeCall("the tokenizer failed"):
+                    self._apart = _EncodingProcess(self._backend.to_str())
+            answer = self._apart.call(message, CallLimits(_SECONDS, memory))
+        if answer.error:
+            raise Internal(f"the tokenizer failed: {answer.error}")
+        return [EncodedText(*each) for each in answer.encoded]
+
+
+class _EncodingAnswer(msgspec.Struct, array_like=True):
+    encoded: list[tuple[list[int], list[int]]]
+    error: str = ""
+
+
+class _EncodingProcess:
+    """The process of one tokenizer, started again after a text that cost it its life. It ends with this object."""
+
+    def __init__(self, tokenizer: str) -> None:
+        self._tokenizer = tokenizer
+        self._process: LimitedProcess | None = None
+
+    def call(self, message: bytes, limits: CallLimits) -> _EncodingAnswer:
+        """The answer to a request of `_make_answer`. Raises `InvalidArgument` where that takes too much."""
+        try:
+            if self._process is None or not self._process.alive:
+                self._process = LimitedProcess("charonia-tokens", _make_answer, self._tokenizer)
+                weakref.finalize(self, _end, self._process)
+            return msgspec.msgpack.decode(self._process.call(message, limits), type=_EncodingAnswer)
+        except TimeLimitExceeded as error:
+            raise InvalidArgument(f"encoding the text takes {error}") from None
+        except CallLost as error:
+            most = f"{limits.memory >> 20} MiB"
+            raise InvalidArgument(
+                f"encoding the text takes more than {most}, or breaks the library ({error})"
+            ) from None
+
+
+def _end(process: LimitedProcess) -> None:
+    if process.alive:
+        process.close()
+
+
+def _make_answer(tokenizer: str) -> Answer:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would take address space, which is limited
+    return partial(_answer, tokenizers.Tokenizer.from_str(tokenizer))
+
+
+def _answer(backend: tokenizers.Tokenizer, message: bytes) -> bytes:
+    given, special = msgspec.msgpack.decode(message)
+    try:
+        inputs = [each if isinstance(each, str) else tuple(each) for each in given]
+        made = backend.encode_batch(inputs, add_special_tokens=special)
+        answer = _EncodingAnswer([(each.ids, each.type_ids) for each in made])
+    except CONTROL_FLOW:
+        raise
+    except BaseException as error:
+        answer = _EncodingAnswer([], describe_panic(error))
+    return msgspec.msgpack.encode(answer)
