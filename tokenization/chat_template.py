@@ -15,17 +15,26 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from ..core.errors import InvalidArgument
+from ..core.regular_files import read_text
 from ..core.request import ChatMessage, Conversation, Tool, ToolCall
 from .checkpoint_files import read_json
 from .gguf_file import GgufFile, read_gguf
 from .template_sandbox import MAX_PYTHON, TemplateSandbox, metered
-from .template_work import MAX_WORK, TemplateLimitExceeded, WorkMeter
+from .template_work import MAX_WORK, TIME_FUNCTION, TemplateLimitExceeded, WorkMeter
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 _FILES = {DEFAULT: "chat_template.jinja", TOOL_USE: "additional_chat_templates/tool_use.jinja"}
 _RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
 """Names that mean something else to transformers or jinja2, besides those that a template is given."""
-_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+ENVIRONMENT_FAULTS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
 """The errors of a template with messages that it was not made for."""
 _EACH = 4
 """How often a template may read or write each character of the messages, on top of its fixed allowance."""
@@ -47,7 +56,7 @@ class ChatTemplate:
         self._name = f"{whose} chat template"
         self._field = field or "messages"
         try:
-            self._template = _environment().compiled(source, inf if field is None else MAX_PYTHON)
+            self._template = template_environment().compiled(source, inf if field is None else MAX_PYTHON)
         except Exception as error:  # of jinja, and of Python, which has limits of its own for what jinja makes of it
             raise InvalidArgument(f"{self._name} does not compile: {error}", field=field) from error
 
@@ -72,7 +81,7 @@ class ChatTemplate:
             text = self._render_turns(conversation, {**conversation.variables, **given})
         except TemplateLimitExceeded as error:
             raise InvalidArgument(f"{self._name} does more than it may: {error}", field=self._field) from error
-        except _FAULTS as error:
+        except ENVIRONMENT_FAULTS as error:
             raise InvalidArgument(f"messages do not fit {self._name}: {error}", field="messages") from error
         return self._unfinished(text, conversation.messages[-1]) if conversation.continue_final_message else text
 
@@ -159,8 +168,8 @@ def read_template(given: str) -> str:
     if set("{}\n") & set(given):
         return given
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        return read_text(Path(given).expanduser())
+    except (OSError, ValueError, InvalidArgument) as error:
         field = "chat_template"
         message = f"{field}: {given!r} is neither a template nor a file that can be read: {error}"
         raise InvalidArgument(message, field=field) from None
@@ -189,7 +198,7 @@ def find_templates(directory: Path) -> dict[str, str]:
     for name, file in _FILES.items():
         if (directory / file).is_file():
             try:
-                found[name] = (directory / file).read_text(encoding="utf-8")
+                found[name] = read_text(directory / file)
             except (OSError, ValueError) as error:
                 raise InvalidArgument(f"{directory / file} cannot be read: {error}") from error
     return {name: found[name] for name in _FILES if name in found}
@@ -211,11 +220,11 @@ class _Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _environment() -> TemplateSandbox:
+def template_environment() -> TemplateSandbox:
     environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals[TIME_FUNCTION] = strftime_now
     return environment
 
 
@@ -234,5 +243,5 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
+def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)

@@ -27,6 +27,7 @@ from .template_work import (
     TemplateLimitExceeded,
     WorkMeter,
     spend_filter,
+    spend_function,
     spend_method,
     spend_operator,
 )
@@ -112,6 +113,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             spend_method(meter, of, method.__name__, given)
         else:
             meter.weigh(given)
+            spend_function(meter, __obj, given)
         return _kept(meter, super().call(__context, __obj, *args, **kwargs))
 
     def getitem(self, obj: Any, argument: Any) -> Any:

@@ -31,7 +31,7 @@ COPIED = (str, list, tuple)
 """The types that operators concatenate or repeat."""
 DROPPED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 
-_METHODS: Mapping[type, frozenset[str]] = {
+OFFERED_METHODS: Mapping[type, frozenset[str]] = {
     str: frozenset(name for name in dir(str) if name[0] != "_") - {"encode", "maketrans", "translate"},
     list: frozenset({"copy", "count", "index"}),
     tuple: frozenset({"count", "index"}),
@@ -47,9 +47,13 @@ _WRITING = frozenset({"capitalize", "center", "e", "escape", "forceescape", "ind
 }
 """Filters that convert their value to text."""
 _LISTING = ("list", "title", "wordcount")
-"""Filters that split a text: each of its pieces costs as much as eight characters and more."""
+"""Filters that split a text: each of its pieces costs as much as sixteen characters and more."""
 _FREE_NUMBERS = ("default", "d", "int", "float", "sum")
 """Filters whose number arguments do not make their result longer."""
+
+
+TIME_FUNCTION = "strftime_now"
+_LONGEST_TIME_FORMAT = 1024
 
 
 class TemplateLimitExceeded(TemplateError):
@@ -161,6 +165,8 @@ def spend_filter(meter: WorkMeter, name: str, value: Any, given: Sequence[Any]) 
             lines = len(value.splitlines()) + 1 if isinstance(value, str) else 1
             meter.spend(lines * (numbers + texts))
         case "join":
+            if isinstance(value, str):  # a call of C's for each character, and no other thread runs
+                meter.spend(ELEMENT_WORK * size)
             meter.spend(meter.weigh(value) + size * texts)
         case "replace":
             _spend_replacing(meter, value if isinstance(value, str) else "?" * meter.weigh(value), given)
@@ -178,14 +184,24 @@ def spend_filter(meter: WorkMeter, name: str, value: Any, given: Sequence[Any]) 
         case _ if name not in _FREE_NUMBERS:
             meter.spend(numbers)
     if name in _LISTING and isinstance(value, str):
-        meter.spend(8 * size)
+        meter.spend(16 * size)
     elif name in _WRITING and not isinstance(value, str):
         meter.weigh(value)
 
 
+def spend_function(meter: WorkMeter, function: object, given: Sequence[Any]) -> None:
+    """Spend the work of a function that the environment offers: the system's `strftime` makes up to 256 characters of
+    each, by fields as wide as the number in them, and no other thread runs meanwhile."""
+    if getattr(function, "__name__", "") == TIME_FUNCTION:
+        size = max((len(each) for each in given if isinstance(each, str)), default=0)
+        if size > _LONGEST_TIME_FORMAT:
+            raise TemplateLimitExceeded(f"it has a format for the time of more than {_LONGEST_TIME_FORMAT} characters")
+        meter.spend(256 * size)
+
+
 def spend_method(meter: WorkMeter, of: Any, name: str, given: Sequence[Any]) -> None:
     """Spend the work of a method of the value `of`; raises `TemplateLimitExceeded` for one that is not offered."""
-    allowed = next((names for kind, names in _METHODS.items() if isinstance(of, kind)), frozenset[str]())
+    allowed = next((names for kind, names in OFFERED_METHODS.items() if isinstance(of, kind)), frozenset[str]())
     if name not in allowed:
         raise TemplateLimitExceeded(f"the method '{name}' of {type(of).__name__} is not offered to templates")
     weight = meter.weigh(given)
@@ -203,6 +219,8 @@ def spend_method(meter: WorkMeter, of: Any, name: str, given: Sequence[Any]) -> 
     elif name in ("strip", "lstrip", "rstrip"):
         meter.spend(len(of) * weight // 64)
     elif name == "join":
+        if given and isinstance(given[0], str):
+            meter.spend(ELEMENT_WORK * len(given[0]))
         meter.spend(weight * (1 + len(of)))
     elif name == "replace":
         _spend_replacing(meter, of, given)
@@ -219,6 +237,7 @@ def _spend_replacing(meter: WorkMeter, text: str, given: Sequence[Any]) -> None:
 
 def _spend_printf(meter: WorkMeter, form: str, values: Any) -> None:
     """Spend the work of `form % values`: a field is as wide as the number in it."""
+    meter.spend(8 * len(form))
     if re.search(r"%[-+ #0-9.]*\*", form):
         raise TemplateLimitExceeded("it computes the width of a field")
     meter.spend(len(form) + _numbers_in(form) + (form.count("%") + 1) * meter.weigh(values))

@@ -1,0 +1,49 @@
+"""Whatever the sandbox offers, asked for 10^7 of something, ends within the memory and the time of a small request."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from charonia.processes.limited_process import CallLimits, LimitedProcess
+
+from .template_trials import make_renderer, trials
+
+LIMITS = CallLimits(seconds=10.0, memory=256 << 20)
+
+
+class Renderer:
+    """A process that renders, started again after a template that ended it."""
+
+    process: LimitedProcess | None = None
+
+    def render(self, source: str) -> str:
+        if self.process is None or not self.process.alive:
+            self.process = LimitedProcess("charonia-trials", make_renderer)
+        return self.process.call(source.encode(), LIMITS).decode()
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    renderer = Renderer()
+    yield renderer
+    if renderer.process is not None and renderer.process.alive:
+        renderer.process.close()
+
+
+def check(renderer: Renderer, sources: Sequence[str]) -> None:
+    ends = {source: renderer.render(source).partition(":")[0] for source in sources}
+    assert {source: end for source, end in ends.items() if end not in ("rendered", "refused")} == {}
+
+
+def test_some_of_what_is_offered_ends_within_bounds(renderer: Renderer) -> None:
+    check(renderer, [*trials()][::397])
+
+
+@pytest.mark.proof
+def test_all_that_is_offered_ends_within_bounds(renderer: Renderer) -> None:
+    check(renderer, [*trials()])
+
+
+@pytest.mark.parametrize("given", ["'%c' * 10000000", "'%9999999Y' * 1000", "'%c' * 2000"])
+def test_the_time_is_no_way_around_the_meter(renderer: Renderer, given: str) -> None:
+    assert renderer.render(f"{{{{ strftime_now({given}) }}}}") == "refused: TemplateLimitExceeded"
