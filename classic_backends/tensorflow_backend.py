@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument, NotFound, Unsupported
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
+from ..core.regular_files import read_regular
 from .backend_config import (
     FoundModel,
     FoundTensor,
@@ -45,6 +46,7 @@ _TAG, _SIGNATURE = "TF_GRAPH_TAG", "TF_SIGNATURE_DEF"
 _OF_SESSIONS = ("TF_USE_PER_SESSION_THREADS", "MAX_SESSION_SHARE_COUNT")
 _OF_THE_BACKEND = ("default-max-batch-size", "version", "allow-soft-placement", "gpu-memory-fraction")
 _KNOWN_PARAMETERS = {_INTRA, _INTER, _TAG, _SIGNATURE, *_OF_SESSIONS, *_OF_THE_BACKEND}
+_MOST_GRAPH_BYTES = 1 << 31
 _USUAL_TAG, _USUAL_SIGNATURE = "serve", "serving_default"
 _INIT_SIGNATURE = "__saved_model_init_op"
 
@@ -103,7 +105,7 @@ def read_signature(directory: Path, parameters: Parameters) -> Signature:
 
     model = SavedModel()
     try:
-        model.ParseFromString(file.read_bytes())
+        model.ParseFromString(read_regular(file, _MOST_GRAPH_BYTES))
     except DecodeError as error:
         raise InvalidArgument(f"TensorFlow cannot load {directory}: {error}") from error
     tag = parameters.get(_TAG, _USUAL_TAG)

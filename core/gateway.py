@@ -253,7 +253,7 @@ class Gateway(Protocol):
     def loads_on_request(self) -> bool:
         """Whether requests may load and unload models of the repositories."""
 
-    def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
+    async def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         """Every version that the repositories hold, or that was loaded."""
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 from ..core.errors import InvalidArgument
 from ..core.model import ModelConfig
+from ..core.regular_files import MAX_TEXT_BYTES, read_regular
 from ..telemetry.loop_lag import HOLDER
 from .lookup import Lookup
 from .named_tensors import NamedTensors
@@ -42,7 +43,7 @@ _serial = itertools.count(1)
 def _check_syntax(file: Path) -> None:
     """Raises `InvalidArgument`, naming file and line, if the file is no Python, or has no `run` that is async."""
     try:
-        tree = ast.parse(file.read_bytes(), str(file))
+        tree = ast.parse(read_regular(file, MAX_TEXT_BYTES), str(file))
     except OSError:
         raise InvalidArgument(f"there is no file '{file}'") from None
     except (SyntaxError, ValueError) as error:

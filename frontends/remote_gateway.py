@@ -477,7 +477,7 @@ class RemoteGateway:
     def loads_on_request(self) -> bool:
         raise Unsupported(_ASKED_AS_A_WHOLE)
 
-    def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
+    async def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         raise Unsupported(_ASKED_AS_A_WHOLE)
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ModelServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples
+from ..core.regular_files import refuse_special_files
 from ..core.tensor import TensorSpec
 from ..processes.rate_limiter import RateLimiter
 from ..telemetry.host_metrics import usable_gpus
@@ -99,7 +100,7 @@ class ModelBuilder:
         be built; the message says where its config is wrong.
         """
         try:
-            backend = self._find_backend(source)
+            backend = self._find_backend(source, version)
             if source.backend in COMPOSITIONS:
                 return self._prepare_composite_model(source, version, services)
             if backend is None:
@@ -112,7 +113,7 @@ class ModelBuilder:
         """The config that a version will have when it is loaded, from its files; blocks for as long as reading them
         takes. Raises as `prepare`, but for want of memory."""
         try:
-            backend = self._find_backend(source)
+            backend = self._find_backend(source, version)
             if backend is not None:
                 written = _to_model_config(source.config, version.number, {})
                 parameters = {**self.backends.get(source.backend, {}), **source.parameters}
@@ -125,7 +126,9 @@ class ModelBuilder:
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
 
-    def _find_backend(self, source: ModelSource) -> TextBackend | None:
+    def _find_backend(self, source: ModelSource, version: VersionSource) -> TextBackend | None:
+        if not (source.backend in COMPOSITIONS or is_written_in_python(source.backend)):  # code opens what it likes
+            refuse_special_files(Path(version.path))
         check_backend(source.name, source.backend, self.backend_directory)
         refuse_unsupported_fields(source.config)
         validate_written_config(source.config)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
 from ..core.gguf_files import GGUF_SUFFIX
+from ..core.regular_files import read_text
 from .config_io import ConfigMessage
 from .native_models import BLS, NATIVE_BACKENDS, native_backend
 
@@ -89,9 +90,9 @@ def detect_checkpoint_backend(directory: Path) -> str:
     if (directory / "modules.json").is_file():
         return ENCODER_BACKEND
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_text(directory / "config.json"))
         architectures = [str(each) for each in config.get("architectures") or ()]
-    except (ValueError, AttributeError, TypeError, OSError):
+    except (ValueError, AttributeError, TypeError, OSError, RecursionError, InvalidArgument):
         return LANGUAGE_MODEL_BACKEND  # its load reports the problem
     encodes = any(_ENCODER_CLASS.fullmatch(each) for each in architectures)
     return ENCODER_BACKEND if encodes else LANGUAGE_MODEL_BACKEND

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..core.errors import InvalidArgument
+from ..core.regular_files import read_text
 
 CONFIG_FILE_NAMES = ("config.pbtxt", "config.yaml", "config.yml", "config.json")
 """File names of a model's config; a model has one of them."""
@@ -47,7 +48,7 @@ def parse_config_file(file: Path) -> ConfigMessage:
 
     failed = f"failed to read {_FORMATS[file.suffix]} from {file}"
     try:
-        text = file.read_text()
+        text = read_text(file)
         if file.suffix == ".pbtxt":
             return text_format.Parse(text, new_config())
         raw = json.loads(text) if file.suffix == ".json" else parse_yaml(text, failed)

@@ -390,9 +390,9 @@ class InProcessGateway:
     def loads_on_request(self) -> bool:
         return self.model_control is not None
 
-    def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
+    async def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
+        loadable = [] if self.model_control is None else await self.model_control.loadable_models()
         known = [shown for entry in self.registry.entries.values() for shown in entry.index()]
-        loadable = [] if self.model_control is None else self.model_control.loadable_models()
         known += [RepositoryIndexEntry(name) for name in loadable if name not in self.registry.entries]
         return [entry for entry in known if not ready_only or entry.state is ModelState.READY]
 

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Self, TypeVar
 
-from ..core.errors import CharoniaError, ServerExiting
+from ..core.errors import CharoniaError, Internal, ServerExiting
 from ..core.gateway import Gateway, ModelServices, ModelState
 from ..core.model import Model, RawConfig
+from ..core.native_calls import CONTROL_FLOW, describe_panic
 from ..core.tasks import wait_for_first
 from ..processes import gc_tuning
 from ..processes.host import release_free_memory, usable_cores
@@ -34,6 +36,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PATIENCE = 10.0
+"""Seconds for which blocking work keeps other work waiting: files may lie where nothing answers any more."""
+
+_STALL_SECONDS = 60.0
+"""Seconds without progress after which a load keeps no other from beginning."""
+
+_MOST_THREADS = 64
 _MAX_CONCURRENT_LOADS = 4
 """Each further model that loads at once leaves the others less memory."""
 
@@ -67,6 +76,45 @@ def return_freed_memory() -> None:
     release_free_memory()
 
 
+class Turn:
+    """A block in which a lock, or a place of a semaphore, is held; who takes longer than `patience` seconds, without a
+    word of progress, goes on without it, and others go on beside. `on_expired` is called then."""
+
+    def __init__(
+        self, lock: asyncio.Lock | asyncio.Semaphore, patience: float, on_expired: Callable[[], None] = lambda: None
+    ) -> None:
+        self._lock, self._patience, self._on_expired = lock, patience, on_expired
+        self._timer: asyncio.TimerHandle | None = None
+        self._renewed = 0.0
+
+    def renew(self) -> None:
+        """There is progress; from any thread."""
+        self._renewed = time.monotonic()
+
+    async def __aenter__(self) -> Self:
+        await self._lock.acquire()
+        self.renew()
+        self._timer = asyncio.get_running_loop().call_later(self._patience, self._look)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    def _look(self) -> None:
+        left = self._renewed + self._patience - time.monotonic()
+        if left > 0:
+            self._timer = asyncio.get_running_loop().call_later(left, self._look)
+        else:
+            self._end()
+            self._on_expired()
+
+    def _end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._lock.release()
+
+
 class LoadFailure(Exception):
     """One version of a model did not load, because of `cause`."""
 
@@ -93,12 +141,14 @@ class ModelLifecycle:
         self._unloads: set[asyncio.Task[None]] = set()
         self._drain_stopped = asyncio.Event()
         self.make_room: Callable[[InsufficientMemory, str], bool] = lambda missing, name: False
-        # One thread for all blocking work: each thread that ever ran keeps some of its memory.
-        self._thread = ThreadPoolExecutor(1, "loading")
+        # One thread at a time for all blocking work, as long as none hangs: each thread that ever ran keeps some of its
+        # memory.
+        self._threads, self._blocking = ThreadPoolExecutor(_MOST_THREADS, "loading"), asyncio.Lock()
 
     async def run_blocking(self, work: Callable[..., T], *arguments: object) -> T:
-        """Run a blocking function outside the event loop, one at a time."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        """Run a blocking function outside the event loop, one at a time; others do not wait for one that hangs."""
+        async with Turn(self._blocking, _PATIENCE):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def refresh(self, catalog: RepositoryCatalog) -> bool:
         """Whether every repository can be read at this moment."""
@@ -131,14 +181,18 @@ class ModelLifecycle:
         """Load or unload for a client: to the end, even if the client leaves meanwhile. Raises `ServerExiting` after
         `cancel_client_changes`."""
         task = asyncio.create_task(change)
-        self._client_changes.add(task)
-        task.add_done_callback(self._client_changes.discard)
+        self.cancel_at_exit(task)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
                 raise ServerExiting from None
             raise
+
+    def cancel_at_exit(self, change: asyncio.Task[Any]) -> None:
+        """A change that nobody may wait for any more ends with `cancel_client_changes`."""
+        self._client_changes.add(change)
+        change.add_done_callback(self._client_changes.discard)
 
     def cancel_client_changes(self) -> None:
         """Cancel the loads and unloads that clients wait for: the server exits."""
@@ -154,11 +208,16 @@ class ModelLifecycle:
             self._slots.release()
 
     async def load(
-        self, source: ModelSource, on_progress: OnProgress = ignore_progress, release: Callable[[], None] = lambda: None
+        self,
+        source: ModelSource,
+        on_progress: OnProgress = ignore_progress,
+        release: Callable[[], None] = lambda: None,
+        on_stall: Callable[[], None] = lambda: None,
     ) -> float:
         """Serve the versions of `source`, and no others of its model; those that are served unchanged stay.
 
-        `release` is called once, when all that was loaded has been unloaded or if nothing was loaded. Returns the
+        `release` is called once, when all that was loaded has been unloaded or if nothing was loaded, and `on_stall`
+        when there was no progress for long: the load goes on, and others begin beside it. Returns the
         seconds of the load, without the wait for its turn. Raises `LoadFailure` if a version did not load; everything
         is as before.
         """
@@ -169,9 +228,14 @@ class ModelLifecycle:
         try:
             async with entry.change_lock:
                 await asyncio.sleep(0)  # models whose loads begin together divide the memory
-                async with self._slots:
+                async with Turn(self._slots, _STALL_SECONDS, partial(_note_stall, source.name, on_stall)) as turn:
+
+                    def renew(phase: str, fraction: float, seconds: float, detail: str) -> None:
+                        turn.renew()
+                        on_progress(phase, fraction, seconds, detail)
+
                     started = time.monotonic()
-                    await self._load(entry, source, on_progress, shared)
+                    await self._load(entry, source, renew, shared)
                     return time.monotonic() - started
         finally:
             self._awaiting_grant.discard(source.name)
@@ -196,7 +260,8 @@ class ModelLifecycle:
         entry.routed = source.routed
         for old in entry.publish(new):
             self._retire(entry, old)
-        _log_ignored_fields(source, self._builder, [each.config.raw for each in new.values()])
+        raw = [each.config.raw for each in new.values()]
+        await self.run_blocking(_log_ignored_fields, source, self._builder, raw)
 
     async def _load_version(
         self, entry: ModelEntry, source: ModelSource, version: VersionSource, on_progress: OnProgress
@@ -208,10 +273,12 @@ class ModelLifecycle:
         try:
             factory = await self._prepare_when_memory_allows(source, version)
             model = await self._build_and_load(factory, on_progress)
-        except Exception as error:
-            cause = error
+        except CONTROL_FLOW:
+            raise
+        except BaseException as error:
+            cause = error if isinstance(error, Exception) else Internal(describe_panic(error))
             if isinstance(error, CharoniaError):
-                cause = with_config_position(error, source.config_file)
+                cause = await self.run_blocking(with_config_position, error, source.config_file)
             else:
                 log.exception("model '%s' failed to load", entry.name)
             entry.record_load_failure(str(cause), [version.number])
@@ -225,7 +292,7 @@ class ModelLifecycle:
         """Prepare a version once its memory is free: those that are unloaded will give theirs back, and those that load
         what they were granted and do not need."""
         while True:
-            async with self._grant_lock:
+            async with Turn(self._grant_lock, _PATIENCE):
                 others = {*self._unloads, *self._loads_in_progress}
                 sharers = max(1, min(len(self._awaiting_grant), self._max_concurrent - len(self._loads_in_progress)))
                 try:
@@ -317,7 +384,6 @@ class ModelLifecycle:
         await _unload(old)
         if version.state == ModelState.UNLOADING:
             version.state = ModelState.UNAVAILABLE
-        # The thread may be busy with a load that hangs.
         await wait_for_first(self.run_blocking(return_freed_memory), self._drain_stopped.wait())
 
     async def close(self) -> None:
@@ -330,7 +396,12 @@ class ModelLifecycle:
                 self._retire(entry, old)
         while self._unloads:
             await asyncio.gather(*self._unloads)
-        self._thread.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
+
+
+def _note_stall(name: str, on_stall: Callable[[], None]) -> None:
+    log.warning("model '%s': no progress in loading it for %g s; others load beside it", name, _STALL_SECONDS)
+    on_stall()
 
 
 async def _unload(loaded: LoadedModel) -> None:

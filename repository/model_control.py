@@ -59,9 +59,9 @@ class ModelControl:
         # Models that were loaded because ensembles ask them, with the ensembles.
         self._loaded_for: dict[str, set[str]] = {}
 
-    def loadable_models(self) -> list[str]:
+    async def loadable_models(self) -> list[str]:
         """Names of models that a request could load."""
-        return self._catalog.model_names()
+        return await self._lifecycle.run_blocking(self._catalog.model_names)
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load a model, and before it those that it asks, if it is an ensemble."""
@@ -142,7 +142,7 @@ class ModelControl:
         if source.name in asked_by:
             circle = " -> ".join((*asked_by, source.name))
             raise CircularEnsembles(f"circular dependency between ensembles: {circle}", field="ensemble_scheduling")
-        for step in sorted(self._catalog.steps_there(source)):
+        for step in sorted(await self._lifecycle.run_blocking(self._catalog.steps_there, source)):
             entry = self._registry.entries.get(step)
             loaded = entry is not None and bool(entry.served_versions)
             if loaded and step not in self._loaded_for:

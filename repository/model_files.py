@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument, request_id_prefix
 from ..core.model import ModelConfig, WarmupRequest
+from ..core.regular_files import read_regular, read_text
 from ..core.request import InferRequest
 from ..core.tensor import MAX_CONFIG_TENSOR_BYTES, NUMPY_TYPES, Tensor, is_config_tensor_size_allowed, zero_array
 from .config_io import ConfigMessage, v2_datatype
@@ -29,7 +30,7 @@ def read_label_files(config: ConfigMessage, directory: Path) -> dict[str, tuple[
         if output.label_filename:
             file = path_within(directory, output.label_filename)
             try:
-                labels[output.name] = tuple(file.read_text().splitlines())
+                labels[output.name] = tuple(read_text(file).splitlines())
             except (OSError, UnicodeDecodeError) as error:
                 message = f"cannot read the labels of output '{output.name}' from {file}: {error}"
                 raise InvalidArgument(message, field=f"output.{output.name}.label_filename") from None
@@ -145,7 +146,7 @@ def _file_data(datatype: str, batch: tuple[int, ...], dims: tuple[int, ...], fil
     """The file's raw elements in the machine's byte order; strings each after its length in 4 bytes. As in Triton a
     file holds one item, which all of the batch are; one that holds the whole batch is taken, too."""
     try:
-        content = file.read_bytes()
+        content = read_regular(file, MAX_CONFIG_TENSOR_BYTES)
     except OSError as error:
         raise InvalidArgument(f"{of}: cannot read {file}: {error.strerror}") from None
     if datatype != "BYTES":

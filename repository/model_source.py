@@ -13,6 +13,7 @@ from pathlib import Path
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gguf_files import GGUF_SUFFIX, gguf_model_name
 from ..core.model import DeclaredModels
+from ..core.regular_files import read_text
 from .config_defaults import (
     LANGUAGE_MODEL_BACKEND,
     PIPELINE_BACKEND,
@@ -86,7 +87,7 @@ def config_position(file: Path | None, field: str) -> str:
     """The prefix "file:line: " of a message about a field, as far as there is a file and the field is found in it."""
     if file is None or not file.is_file():
         return ""
-    line = line_of(file.read_text(), field)
+    line = line_of(read_text(file), field)
     return f"{file}:{line}: " if line else f"{file}: "
 
 

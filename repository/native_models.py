@@ -6,6 +6,7 @@ their code is not in the folder.
 
 from pathlib import Path
 
+from ..core.regular_files import MAX_TEXT_BYTES, read_regular
 from .config_io import ConfigMessage
 
 PREPROCESSING, POSTPROCESSING = "charonia_preprocessing", "charonia_postprocessing"
@@ -37,4 +38,6 @@ def native_backend(config: ConfigMessage, directory: Path) -> str | None:
 def _is_llmapi(inputs: set[str], file: Path) -> bool:
     if not file.is_file():
         return False
-    return any(name.startswith(_LLMAPI_INPUTS) for name in inputs) or b"triton_config" in file.read_bytes()
+    return any(name.startswith(_LLMAPI_INPUTS) for name in inputs) or b"triton_config" in read_regular(
+        file, MAX_TEXT_BYTES
+    )

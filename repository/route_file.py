@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import InvalidArgument
+from ..core.regular_files import read_text
 from ..routing.route import Route
 from .config_io import parse_yaml
 
@@ -23,10 +24,10 @@ def read_route_file(file: Path, place: str) -> dict[str, Route]:
     """The routes of a file by their names; none if there is no file. `place`: what messages call it. Raises
     `InvalidArgument`, with that and where in it."""
     try:
-        text = file.read_text()
+        text = read_text(file)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, InvalidArgument) as error:
         raise InvalidArgument(f"cannot read {place}: {error}") from None
     try:
         routes = msgspec.convert(parse_yaml(text, place), _RouteFile).routes

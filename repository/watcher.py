@@ -6,9 +6,10 @@ All sources are read first; then models load side by side, as `lifecycle.py` des
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
-from ..core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument
+from ..core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, Unavailable
 from ..routing.route import Route
 from .backend_registry import OnProgress
 from .catalog import RepositoryCatalog
@@ -19,6 +20,9 @@ from .on_demand import OnDemandLoader
 from .route_control import RouteControl
 
 log = logging.getLogger(__name__)
+
+_READ_SECONDS = 30.0
+"""How long the files of one model may keep the others waiting."""
 
 
 class LoadListener(Protocol):
@@ -58,7 +62,8 @@ class ReadSource(NamedTuple):
 
 class RepositoryWatcher:
     """Keeps the registry in step with the catalog. Remembers the source of each model's last attempt to load. With
-    `on_demand` it loads those alone that are in memory or pinned; requests load the others."""
+    `on_demand` it loads those alone that are in memory or pinned; requests load the others. It waits for no model whose
+    files hang, or whose load does, and looks at it again when that has ended."""
 
     def __init__(
         self,
@@ -72,6 +77,8 @@ class RepositoryWatcher:
         self._registry = registry
         self._lifecycle = lifecycle
         self._last_tried: dict[str, Hashable] = {}
+        self._stalled: dict[str, asyncio.Task[float]] = {}
+        self._unread: dict[str, asyncio.Task[ReadSource]] = {}
         self._routes, self._on_demand = routes, on_demand
         self._route_error = ""
 
@@ -111,12 +118,13 @@ class RepositoryWatcher:
 
     async def _load(self, names: Iterable[str], listener: LoadListener, in_memory: Collection[str] = ()) -> bool:
         """Returns whether all of them loaded, or were tried before as they are."""
-        sources, readable, wanted = dict[str, ReadSource](), True, list(names)
+        sources, readable = dict[str, ReadSource](), True
+        wanted = [name for name in names if name not in self._stalled and name not in self._unread]
         reading = {name: asyncio.create_task(self._read(name, listener)) for name in wanted}
         try:
             for name in wanted:
                 try:
-                    read = await (reading.get(name) or self._read(name, listener))
+                    read = await self._read_in_time(name, reading.pop(name, None), listener)
                 except CharoniaError as error:
                     if self._is_changed(name, error.message):
                         readable = False
@@ -124,7 +132,8 @@ class RepositoryWatcher:
                         listener.on_failed(name, error.message)
                 else:
                     source = read.source
-                    wanted += sorted(self._catalog.steps_there(source).difference(wanted, self._registry.entries))
+                    steps = await self._lifecycle.run_blocking(self._catalog.steps_there, source)
+                    wanted += sorted(steps.difference(wanted, self._registry.entries))
                     if self._is_changed(name, source.versions):
                         sources[name] = read
                     else:
@@ -139,6 +148,29 @@ class RepositoryWatcher:
                 load = self._describe_one if self._waits(source, in_memory) else self._load_one
                 loads[source.name] = group.create_task(load(sources[source.name], needed, listener))
         return readable and all(load.result() for load in loads.values())
+
+    async def _read_in_time(
+        self, name: str, reading: "asyncio.Task[ReadSource] | None", listener: LoadListener
+    ) -> ReadSource:
+        """The source of a model. Raises `Unavailable` where reading it takes long, as a directory of a network may; it
+        goes on, and until it has ended the model is not looked at."""
+        reading = reading or asyncio.create_task(self._read(name, listener))
+        try:
+            await asyncio.wait({reading}, timeout=None if self._catalog.has_buckets else _READ_SECONDS)
+        except asyncio.CancelledError:
+            reading.cancel()
+            raise
+        if reading.done():
+            return reading.result()
+        self._unread[name] = reading
+        reading.add_done_callback(partial(self._end_reading, name))
+        raise Unavailable(f"model '{name}': its files cannot be read: nothing came of them for {_READ_SECONDS:g} s")
+
+    def _end_reading(self, name: str, reading: "asyncio.Task[ReadSource]") -> None:
+        del self._unread[name]
+        self._last_tried.pop(name, None)
+        if not reading.cancelled() and reading.exception() is None:
+            reading.result().release()
 
     async def _read_routes(self) -> dict[str, Route] | None:
         """What the files of routes say; None if one cannot be read, or nobody asks."""
@@ -179,7 +211,16 @@ class RepositoryWatcher:
         if needed:
             await asyncio.wait(needed)
         try:
-            seconds = await self._lifecycle.load(source, listener.on_loading(source.name), read.release)
+            stalled = asyncio.Event()
+            progress = listener.on_loading(source.name)
+            load = asyncio.create_task(self._lifecycle.load(source, progress, read.release, stalled.set))
+            await _wait_until_done_or(stalled, load)
+            if not load.done():
+                self._stalled[source.name] = load
+                self._lifecycle.cancel_at_exit(load)
+                load.add_done_callback(partial(self._end_stalled, source.name, listener))
+                return False
+            seconds = load.result()
         except LoadFailure as failure:
             error = failure.cause
             reason = error.message if isinstance(error, CharoniaError) else f"{type(error).__name__}: {error}"
@@ -187,6 +228,15 @@ class RepositoryWatcher:
             return False
         listener.on_loaded(source.name, seconds)
         return True
+
+    def _end_stalled(self, name: str, listener: LoadListener, load: "asyncio.Task[float]") -> None:
+        del self._stalled[name]
+        if load.cancelled():
+            return
+        if error := load.exception():
+            listener.on_failed(name, str(error))
+        else:
+            listener.on_loaded(name, load.result())
 
     def _waits(self, source: ModelSource, in_memory: Collection[str]) -> bool:
         """Whether the model is to be loaded by a request."""
@@ -209,3 +259,16 @@ class RepositoryWatcher:
     def _is_changed(self, name: str, mark: Hashable) -> bool:
         last, self._last_tried[name] = self._last_tried.get(name), mark
         return last != mark
+
+
+async def _wait_until_done_or(event: asyncio.Event, task: "asyncio.Task[float]") -> None:
+    """Return when the task has ended, or the event is set; the task is cancelled if this is."""
+    happens = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, happens}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+    finally:
+        happens.cancel()

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..core.errors import InvalidArgument, NotFound
 from ..core.gguf_files import shard_paths
+from ..core.regular_files import open_regular
 from .checkpoint_files import refuse_lfs_pointer
 
 _MAGIC = b"GGUF"
@@ -182,7 +183,7 @@ def _read_one(path: Path) -> GgufFile:
         refuse_lfs_pointer(path)
         if not path.stat().st_size:
             raise InvalidArgument(f"{path}: no GGUF file: it is empty")
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return GgufFile(path, (path,), *_Header(path, content).read())
     except FileNotFoundError:
         raise NotFound(f"{path}: the file is missing") from None

@@ -58,7 +58,7 @@ async def model_statistics(gateway: ServerGateway, request: ProtoMessage) -> Jso
 
 async def repository_index(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
     _refuse_repository(request)
-    found = gateway.repository_index(request.ready)
+    found = await gateway.repository_index(request.ready)
     return {"models": [{**entry._asdict(), "state": entry.state or ""} for entry in found]}
 
 

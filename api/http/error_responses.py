@@ -51,7 +51,7 @@ _ANTHROPIC_TYPE = {
 INTERNAL_SERVER_ERROR = Internal("Internal Server Error")
 
 
-def unexpected_error(error: Exception) -> CharoniaError:
+def unexpected_error(error: BaseException) -> CharoniaError:
     """The error that a client gets for one that nobody expected, whose traceback is in the log."""
     return DiskFull("the server's disk is full") if is_disk_full(error) else INTERNAL_SERVER_ERROR
 

@@ -142,7 +142,7 @@ class ControlEndpoints:
                 field="ready",
             )
         control = {_CONTROL: "explicit" if self._gateway.loads_on_request else "none"}
-        return json_response([_entry(each) for each in self._gateway.repository_index(ready)], headers=control)
+        return json_response([_entry(each) for each in await self._gateway.repository_index(ready)], headers=control)
 
     async def load(self, request: Request) -> Response:
         _refuse_repository(request)

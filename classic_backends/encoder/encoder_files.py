@@ -14,7 +14,9 @@ from typing import Any
 import orjson
 
 from ...core.errors import InvalidArgument, NotFound, Unsupported
+from ...core.regular_files import MAX_TEXT_BYTES, file_within, read_regular, refuse_special_files
 from ...tokenization.checkpoint_files import read_json
+from ...tokenization.weight_files import check_weight_files
 
 _POOLING_MODES = {
     "pooling_mode_cls_token": "cls",
@@ -88,6 +90,8 @@ class CrossEncoderFiles:
 def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
     """The encoder in a directory. Raises `NotFound` if there is none, `InvalidArgument` if a file cannot be read, and
     `Unsupported` if it has an unknown step."""
+    refuse_special_files(directory)
+    check_weight_files(directory)
     if (directory / "modules.json").is_file():
         return _read_embedder(directory)
     config = read_json(directory / "config.json")
@@ -107,10 +111,12 @@ def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
 
 def _read_embedder(directory: Path) -> EmbedderFiles:
     try:
-        modules = sorted(orjson.loads((directory / "modules.json").read_bytes()), key=lambda each: int(each["idx"]))
+        modules = sorted(
+            orjson.loads(read_regular(directory / "modules.json", MAX_TEXT_BYTES)), key=lambda each: int(each["idx"])
+        )
     except (ValueError, LookupError, TypeError) as error:
         raise InvalidArgument(f"{directory / 'modules.json'} is no list of modules: {error}") from error
-    steps = [(str(each["type"]).rpartition(".")[2], directory / each["path"]) for each in modules]
+    steps = [(str(each["type"]).rpartition(".")[2], file_within(directory, each["path"])) for each in modules]
     kinds = [kind for kind, _ in steps]
     dense = tuple(_read_dense(path) for kind, path in steps if kind == "Dense")
     if kinds not in (["Transformer", "Pooling", *["Dense"] * len(dense), *tail] for tail in ([], ["Normalize"])):

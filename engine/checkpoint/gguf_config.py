@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core.regular_files import open_regular
 from ...tokenization.gguf_file import GgufFile
 from .model_spec import CheckpointError
 
@@ -161,7 +162,7 @@ def _numbers(file: GgufFile, name: str) -> list[float]:
     tensor = file.tensors.get(name)
     if tensor is None or tensor.type.name != "F32" or tensor.bytes > 4 * _LARGEST_ROPE:
         raise CheckpointError(f"{file.path}: {name} must be there, with at most {_LARGEST_ROPE} numbers in F32")
-    with tensor.file.open("rb") as opened:
+    with open_regular(tensor.file) as opened:
         opened.seek(tensor.offset)
         found = np.frombuffer(opened.read(tensor.bytes), "<f4")
     if not (found > 0).all():

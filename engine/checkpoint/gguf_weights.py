@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.regular_files import open_regular
 from ...tokenization.gguf_file import GgufFile, GgufTensor
 from ..cpu import library
 from ..cpu.matmul import GroupedRows
@@ -319,5 +320,5 @@ class GgufWeights:
 
 def _mapped(path: Path) -> Tensor:
     # A private map: torch wants memory that could be written to.
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import __version__
+from ...core.regular_files import open_regular
 from ...processes.private_directory import make_private_directory
 
 log = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ def packing_key(files: Iterable[Path], facts: Mapping[str, Any]) -> str:
 
 
 def _identity(path: Path) -> tuple[str, int, int, int, int, str]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         found, begin = os.fstat(file.fileno()), file.read(8)
         # The header of a safetensors file; of others, as much as may be one.
         length = int.from_bytes(begin, "little") if path.suffix == ".safetensors" else 1 << 16

@@ -13,6 +13,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from ...core.errors import InvalidArgument
+from ...core.regular_files import read_text
 from ...tokenization.answers.answer_formats import AUTO, AnswerParsers
 from ..options import AtLeastOne, Bytes, Fraction, Seconds
 
@@ -205,7 +206,7 @@ def read_model_yaml(path: str) -> dict[str, Any]:
         return {}
     file = Path(os.environ.get("LLM_CONFIG_PATH") or file)
     try:
-        content = yaml.safe_load(file.read_text())
+        content = yaml.safe_load(read_text(file))
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{file} cannot be read: {error}") from None
     if not isinstance(content, dict):

@@ -192,7 +192,7 @@ class FakeGateway:
 
     loads_on_request = True
 
-    def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
+    async def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         return [entry for entry in self.indexed if not ready_only or entry.state is ModelState.READY]
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:

@@ -168,7 +168,8 @@ class World:
         return int(response.outputs[0].scalar)
 
     def states(self) -> dict[tuple[str, str], str]:
-        return {(each.name, each.version): str(each.state) for each in self.gateway.repository_index()}
+        known = [each for entry in self.gateway.registry.entries.values() for each in entry.index()]
+        return {(each.name, each.version): str(each.state) for each in known}
 
     def on_demand(self, budget: int, now: Callable[[], float] = time.monotonic, **limits: Any) -> OnDemandLoader:
         """Models load when they are asked for, into so many bytes; `limits`: of `OnDemandLimits`, without pauses."""

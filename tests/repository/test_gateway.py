@@ -458,11 +458,11 @@ async def test_what_is_known_of_models() -> None:
         == [ModelStatistics("echo", "2", VersionStatistics(inference_count=3))]
     )
     ready = RepositoryIndexEntry("echo", "2", ModelState.READY)
-    assert gateway.repository_index() == [
+    assert (await gateway.repository_index()) == [
         ready,
         RepositoryIndexEntry("broken", "2", ModelState.UNAVAILABLE, "no weights"),
     ]
-    assert gateway.repository_index(ready_only=True) == [ready]
+    assert (await gateway.repository_index(ready_only=True)) == [ready]
     for control in (gateway.load_model("echo"), gateway.unload_model("echo")):
         with pytest.raises(Unavailable, match="explicit model load / unload is not allowed"):
             await control

@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-import os
 import shutil
 import tempfile
 import threading
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +242,7 @@ async def test_unloading(world: World, toys: list[Toy]) -> None:
     assert await running == 10
     await settled()
     assert toys[0].unloaded
-    [entry] = world.gateway.repository_index()
+    [entry] = await world.gateway.repository_index()
     assert (entry.state, entry.reason) == ("UNAVAILABLE", "unloaded")
     assert world.gateway.ready()
     await world.gateway.unload_model("m")
@@ -338,28 +337,28 @@ async def test_a_load_goes_on_though_its_client_leaves_until_the_end(world: Worl
     assert [toy.unloaded for toy in toys] == [True]
 
 
-async def test_a_load_that_hangs_does_not_hold_up_the_end(world: World) -> None:
+async def test_a_load_that_hangs_does_not_hold_up_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.explicit()
     world.write("m", {"1": 1})
     await world.gateway.load_model("m")
-    labels = world.write("hangs", {"1": 1}, LABELLED) / "no"
-    os.mkfifo(labels)
+    world.write("hangs", {"1": 1}, LABELLED)
+    read, come = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> dict[str, tuple[str, ...]]:
+        read.set()
+        come.wait()
+        return {}
+
+    monkeypatch.setattr("charonia.repository.builder.read_label_files", hang)
     load = asyncio.create_task(world.gateway.load_model("hangs"))
-    writer: list[int] = []
-
-    def is_being_read() -> bool:
-        with suppress(OSError):
-            writer.append(os.open(labels, os.O_WRONLY | os.O_NONBLOCK))
-        return bool(writer)
-
-    await until(is_being_read)
+    await until(read.is_set)
     try:
         world.gateway.begin_exit()
         await asyncio.wait_for(world.gateway.lifecycle.close(), 60)
         with pytest.raises(ServerExiting):
             await load
     finally:
-        os.close(writer[0])
+        come.set()
 
 
 async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
@@ -430,7 +429,7 @@ async def test_what_cannot_be_loaded(
         await world.gateway.load_model(*arguments)
     assert caught.value.message.startswith(text)
     assert [record.exc_info for record in caplog.records] == [None] * (kind is Internal)
-    assert [entry.name for entry in world.gateway.repository_index()] == ["m"]
+    assert [entry.name for entry in (await world.gateway.repository_index())] == ["m"]
     assert world.gateway.ready()
     assert not list(scratch.iterdir())
 
@@ -440,8 +439,9 @@ async def test_what_could_be_loaded_is_in_the_index(world: World) -> None:
     world.write("m", {"1": 10})
     world.write("n", {"1": 10})
     await world.gateway.load_model("n")
-    assert world.states() == {("m", ""): "None", ("n", "1"): "READY"}
-    assert [each.name for each in world.gateway.repository_index(ready_only=True)] == ["n"]
+    index = await world.gateway.repository_index()
+    assert {(each.name, each.version): str(each.state) for each in index} == {("m", ""): "None", ("n", "1"): "READY"}
+    assert [each.name for each in (await world.gateway.repository_index(ready_only=True))] == ["n"]
     assert world.gateway.ready()
 
 
@@ -577,7 +577,10 @@ async def test_a_name_in_two_repositories_is_refused_until_one_is_gone(world: Wo
     for _ in range(2):
         await world.watcher.poll_once(world)
         assert not world.gateway.is_model_ready("m")
-        assert ([both in entry.reason for entry in world.gateway.repository_index()], world.gateway.ready()) == (
+        assert (
+            [both in entry.reason for entry in (await world.gateway.repository_index())],
+            world.gateway.ready(),
+        ) == (
             [True],
             True,
         )

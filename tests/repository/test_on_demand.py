@@ -56,9 +56,9 @@ async def test_a_model_is_known_before_anybody_asks_for_it_and_loaded_then(world
     assert gateway.served_versions("a") == ("1",)
     assert [each.name for each in gateway.model_configs()] == ["a", "b", "c"]
     assert gateway.model_statistics("a") == []
-    (shown, *_) = gateway.repository_index()
+    (shown, *_) = await gateway.repository_index()
     assert (shown.name, shown.version, shown.state, shown.reason) == ("a", "1", ModelState.UNAVAILABLE, ON_DEMAND)
-    assert gateway.repository_index(ready_only=True) == []
+    assert (await gateway.repository_index(ready_only=True)) == []
     assert await world.ask("b") == 1
     assert resident(world) == {"b"}
     assert world.states()["b", "1"] == "READY"
@@ -159,7 +159,7 @@ async def test_a_model_that_fails_is_tried_again_later_and_after_a_change(world:
         await world.ask("a")
     assert caught.value.retry_after == 1
     assert not world.gateway.is_model_ready("a")
-    assert world.gateway.repository_index()[0].reason == "no good"
+    assert (await world.gateway.repository_index())[0].reason == "no good"
     with pytest.raises(Unavailable, match=r"failed to load, and is tried again in 1 s: no good"):
         await world.ask("a")
     later[0] += 1
