@@ -30,6 +30,20 @@ _EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]+)`(?P<limits>.*?)(, got `(?P<g
 _NAMED = re.compile(r"Object (?P<problem>missing required|contains unknown) field `(?P<name>[^`]*)`")
 
 
+LONGEST_MESSAGE = 4096
+"""Characters of a message for a client."""
+
+LONGEST_REPORT = 1 << 16
+"""Characters of what the code of a model says of itself."""
+
+_LONGEST_FIELD = 256
+
+
+def shorten(text: str, longest: int = _MAX_NAME_LENGTH) -> str:
+    """A text as a message quotes it: of a long one the beginning, and how long it is."""
+    return text if len(text) <= longest else f"{text[: longest - 32]}... ({len(text)} characters)"
+
+
 class ErrorCode(StrEnum):
     """Triton's internal status codes, RESOURCE_EXHAUSTED for an LLM's full queue and a full disk, UNAUTHENTICATED for a
     missing key, ABORTED for a change of what somebody else has changed meanwhile."""
@@ -50,17 +64,19 @@ class ErrorCode(StrEnum):
 class CharoniaError(Exception):
     """An error meant for the client: `message` is shown verbatim.
 
-    `field` names the offending request field (OpenAI's `param`), if there is one. `retry_after`: seconds after which
+    `field` names the offending request field (OpenAI's `param`), if there is one. What is longer than `longest`
+    characters is cut: messages quote what clients and checkpoints say. `retry_after`: seconds after which
     another try may succeed, here or at another server; 0: time changes nothing.
     """
 
     code: ErrorCode = ErrorCode.UNKNOWN
     retry_after: float = 0.0
 
-    def __init__(self, message: str, *, field: str | None = None) -> None:
+    def __init__(self, message: str, *, field: str | None = None, longest: int = LONGEST_MESSAGE) -> None:
+        message = shorten(message, longest)
         super().__init__(message)
         self.message = message
-        self.field = field
+        self.field = None if field is None else shorten(field, _LONGEST_FIELD)
 
 
 class InvalidArgument(CharoniaError):
@@ -184,7 +200,7 @@ _BY_CODE: dict[ErrorCode, type[CharoniaError]] = {
 
 def error_from_code(code: str, message: str, field: str | None = None) -> CharoniaError:
     """The error that another process raised, from its code; `Internal` for an unknown code."""
-    return _BY_CODE.get(ErrorCode(code), Internal)(message, field=field)
+    return _BY_CODE.get(ErrorCode(code), Internal)(message, field=field, longest=LONGEST_REPORT)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

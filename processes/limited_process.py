@@ -62,8 +62,8 @@ class LimitedProcess:
         self._deadline = time.monotonic() + _START_SECONDS
 
     def wait_until_ready(self, seconds: float) -> bool:
-        """Whether it has started within so many seconds; it goes on starting, for a minute at most. Raises `CallLost` if
-        it has not started then, or ended instead."""
+        """Whether it has started within so many seconds; it goes on starting, for a minute at most. Raises `CallLost`
+        if it has not started then, or ended instead."""
         if self._ready:
             return True
         ready = self._receive(min(seconds, self._deadline - time.monotonic()))

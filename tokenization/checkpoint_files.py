@@ -9,6 +9,11 @@ from typing import Any
 
 from ..core.errors import InvalidArgument, NotFound
 from ..core.gguf_files import GGUF_SUFFIX, shard_paths
+from ..core.regular_files import MAX_TEXT_BYTES, count_bytes, open_regular, read_regular, refuse_special_files
+
+_MOST_MEMBERS, _MOST_ELEMENTS = 100_000, 400_000
+"""Of a JSON file that describes a model: the library holds Python's lock while it reads them. The largest
+tokenizer_config.json that is published has 51,000 members."""
 
 SMALL_FILES = ("*.json", "*.jinja")
 
@@ -25,7 +30,8 @@ def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
     fetched first. With :Q4_K_M, or the like, behind it, a hub id is of the file in GGUF that has this in its name.
 
     Raises `NotFound` for neither a directory nor a file nor a model of the hub, `InvalidArgument` for an adapter
-    without a model, and where it is not clear which file is meant.
+    without a model, for a directory with something in it that is no regular file, and where it is not clear which file
+    is meant.
     """
     path = Path(model).expanduser()
     if path.is_file():
@@ -41,6 +47,7 @@ def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
         path = _fetch(model, files)
         if (path / "config.json").is_file():
             return path  # its weights may be still to come
+    refuse_special_files(path)
     if not (path / "config.json").is_file():
         refuse_adapter(path)
     return find_gguf(path) or path
@@ -88,7 +95,7 @@ def refuse_adapter(directory: Path) -> None:
 
 def refuse_lfs_pointer(path: Path) -> None:
     """Raises `InvalidArgument` for a file that is only a Git LFS pointer. The file exists."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise InvalidArgument(f"{path} is a Git LFS pointer, not the file itself: run git lfs pull there")
 
@@ -134,15 +141,21 @@ def checkpoint_fingerprint(directory: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when there is no such file.
 
-    Raises `InvalidArgument` if the file does not hold one.
+    Raises `InvalidArgument` if the file does not hold one, or is larger than any that describes a model.
     """
     if not path.is_file():
         return {}
     refuse_lfs_pointer(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = read_regular(path, MAX_TEXT_BYTES)
+        for mark, most, things in ((b":", _MOST_MEMBERS, "members"), (b",", _MOST_ELEMENTS, "elements")):
+            if count_bytes(text, mark) > most:
+                raise InvalidArgument(f"{path} has more than {most} {things}")
+        content = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} is not JSON: {error}") from error
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
     if not isinstance(content, dict):
         raise InvalidArgument(f"{path} holds no JSON object")
     return content

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, shorten
 from ..core.request import SamplingParams
 from .checkpoint_files import read_json
 from .gguf_file import read_gguf
@@ -62,6 +62,8 @@ def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> Generatio
     except (TypeError, ValueError, OverflowError) as error:
         where = f"{file}, or the eos_token_id of config.json"
         raise InvalidArgument(f"{where}: a field has a value of the wrong kind: {error}") from error
+    if wrong := [token for token in ids if not 0 <= token < 1 << 31]:
+        raise InvalidArgument(f"{file}, or config.json: eos_token_id {shorten(repr(wrong[0]))} is no token's number")
     if generation.get("do_sample") is False:
         given["temperature"] = 0.0
     try:

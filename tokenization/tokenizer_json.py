@@ -2,15 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Tokenizer
 
-from ..core.errors import InvalidArgument, NotFound
+from ..core.errors import Internal, InvalidArgument, NotFound, shorten
+from ..core.native_calls import NativeCall
+from ..core.regular_files import count_bytes, read_regular
+from .bounded_encoder import BoundedEncoder, EncodedText, EncoderInput
 from .checkpoint_files import read_json, refuse_lfs_pointer
 from .gguf_file import read_gguf
 from .gguf_tokenizer import read_gguf_tokenizer
+
+_LARGEST_FILE, _MOST_ENTRIES, _MOST_ADDED = 1 << 26, 700_000, 1 << 14
+"""Bytes of a tokenizer.json, tokens of its vocabulary or merges, and added tokens: the largest that is published has
+33 MB, 262,144 tokens and 515,000 merges, and 6,400 added ones."""
+_ADDED_TOKEN = b'"single_word"'
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -30,74 +38,107 @@ def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
         raise NotFound(f"{directory} has no tokenizer.json, the only tokenizer format supported")
     refuse_lfs_pointer(path)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        _check_size(path)
+        with NativeCall("the library failed"):
+            tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise InvalidArgument(f"{path} cannot be read: {error}") from error
     config = read_json(directory / "tokenizer_config.json")
-    files = read_json(directory / "special_tokens_map.json"), config
-    named = {name: _text(file[name]) for file in files for name in ROLES if file.get(name) is not None}
-    _add_declared_tokens(tokenizer, config, named)
+    named: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = read_json(directory / name)
+        named |= {
+            role: _text(file[role], f"{directory / name}: {role}") for role in ROLES if file.get(role) is not None
+        }
+    where = directory / "tokenizer_config.json"
+    try:
+        with NativeCall("the library failed"):
+            _add_declared_tokens(tokenizer, config, named, f"{where}: ")
+    except (TypeError, ValueError, OverflowError, Internal) as error:
+        raise InvalidArgument(f"{where}: its added tokens cannot be read: {error}") from error
     return tokenizer, named
 
 
-def _add_declared_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+def _check_size(path: Path) -> None:
+    """Raises `InvalidArgument` for a file that would take the library long to read, which holds Python's lock
+    meanwhile."""
+    content = read_regular(path, _LARGEST_FILE)
+    if count_bytes(content, _ADDED_TOKEN) > _MOST_ADDED:
+        raise InvalidArgument(f"it has more than {_MOST_ADDED} added tokens")
+    # Each token of the vocabulary has a colon; a merge has a comma, or two and a bracket of its own.
+    commas, colons, brackets = (count_bytes(content, mark) for mark in (b",", b":", b"["))
+    merges = (commas - colons) // (2 if brackets > (commas - colons) // 4 else 1)
+    for name, count in (("tokens", colons), ("merges", merges)):
+        if count > _MOST_ENTRIES:
+            raise InvalidArgument(f"it has about {count} {name}, and may have {_MOST_ENTRIES}")
+
+
+def _add_declared_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping[str, str], where: str) -> None:
     # `add_bos_token` and its like go unread: beside a tokenizer.json, whose post-processor decides, transformers too
     # ignores them.
     by_id = config.get("added_tokens_decoder") or {}
-    declared = [by_id[token_id] for token_id in sorted(by_id, key=int)]
-    tokenizer.add_tokens([_added(token) for token in declared if tokenizer.token_to_id(_text(token)) is None])
+    if not isinstance(by_id, dict) or not all(number.isdecimal() and int(number) < 1 << 32 for number in by_id):
+        raise InvalidArgument(f"{where}added_tokens_decoder must be an object of tokens by their ids")
+    if len(by_id) > _MOST_ADDED:
+        raise InvalidArgument(f"{where}added_tokens_decoder has {len(by_id)} tokens, and may have {_MOST_ADDED}")
+    declared = [(by_id[number], f"{where}added_tokens_decoder.{number}") for number in sorted(by_id, key=int)]
+    new = [_added(token, place) for token, place in declared if tokenizer.token_to_id(_text(token, place)) is None]
+    tokenizer.add_tokens(new)
     special = [*named.values()]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         tokens = config.get(key) or []
-        special += [_text(token) for token in (tokens.values() if isinstance(tokens, dict) else tokens)]
+        if not isinstance(tokens, dict | list) or len(tokens) > _MOST_ADDED:
+            raise InvalidArgument(f"{where}{key} must be a list of at most {_MOST_ADDED} tokens")
+        listed = tokens.values() if isinstance(tokens, dict) else tokens
+        special += [_text(token, f"{where}{key}") for token in listed]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
 
 
-def _added(token: Any) -> AddedToken:
+def _added(token: Any, where: str) -> AddedToken:
     if isinstance(token, str):
         return AddedToken(token, special=True)
     flags = {flag: bool(token[flag]) for flag in ("lstrip", "rstrip", "single_word", "normalized") if flag in token}
-    return AddedToken(token["content"], special=bool(token.get("special", False)), **flags)
+    return AddedToken(_text(token, where), special=bool(token.get("special", False)), **flags)
 
 
-def _text(token: Any) -> str:
-    return token if isinstance(token, str) else str(token["content"])
-
-
-class EncodedText(NamedTuple):
-    """The tokens of one text or pair; `segments` tells the two of a pair apart, as BERT's models want it."""
-
-    ids: Sequence[int]
-    segments: Sequence[int]
+def _text(token: Any, where: str) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{where} must be a text, or an object with its content, got {shorten(repr(token))}")
+    return text
 
 
 class EncoderTokenizer:
     """A checkpoint's tokenizer.json, cutting what is longer than `length` tokens, special ones included. Of a pair, the
     longer one is cut first. Thread-safe."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, length: int, lowercase: bool = False) -> None:
-        self._backend = backend
+    def __init__(
+        self, backend: tokenizers.Tokenizer, length: int, lowercase: bool = False, where: str = "tokenizer.json"
+    ) -> None:
         self._lowercase = lowercase
         backend.no_padding()
         backend.enable_truncation(length, strategy="longest_first")
+        self._encoder = BoundedEncoder(backend, where)
 
     @classmethod
     def load(cls, directory: Path, length: int, lowercase: bool = False) -> "EncoderTokenizer":
-        """Read a checkpoint directory; raises as `read_tokenizer_json` does."""
+        """Read a checkpoint directory, and try its tokenizer out; raises as `read_tokenizer_json` and
+        `BoundedEncoder.try_out` do."""
         backend, _ = read_tokenizer_json(directory)
-        return cls(backend, length, lowercase)
+        tokenizer = cls(backend, length, lowercase, str(directory / "tokenizer.json"))
+        tokenizer._encoder.try_out("")
+        return tokenizer
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[EncodedText]:
         """The tokens of each text, or of each text and the one in the same place of `pairs`.
 
-        Raises `InvalidArgument` if one is not Unicode.
+        Raises `InvalidArgument` if one is not Unicode, or takes too much: see `BoundedEncoder.encode`.
         """
         if self._lowercase:
             texts = [text.lower() for text in texts]
             pairs = pairs and [text.lower() for text in pairs]
-        given = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
+        given: list[EncoderInput] = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
         try:
-            made = self._backend.encode_batch(given)
+            return self._encoder.encode(given)
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("a text is not valid Unicode", field="input") from error
-        return [EncodedText(each.ids, each.type_ids) for each in made]

@@ -108,7 +108,8 @@ def gap_watcher(place: ServerAddress) -> Iterator[Connection]:
         process.join()
 
 
-def _gap(watch: Connection) -> float:
+def longest_gap(watch: Connection) -> float:
+    """The longest since it was asked for last, in seconds."""
     watch.send(True)
     gap: float = watch.recv()
     return gap
@@ -144,14 +145,14 @@ def run_attack(place: ServerAddress, watch: Connection, attack: Attack) -> Attac
     """Send one attack, and measure its effect on the health answers."""
     body = attack.body()
     before = read_server_stats(place).frontend.rss
-    _gap(watch)
+    longest_gap(watch)
     begun = time.monotonic()
     status = _sent(place, attack, body)
     seconds = time.monotonic() - begun
     deadline = time.monotonic() + _SETTLE_SECONDS
     while (kept := read_server_stats(place).frontend.rss - before) > KEPT_BYTES and time.monotonic() < deadline:
         time.sleep(0.1)
-    return AttackResult(attack.name, status, seconds, _gap(watch), kept, attack.internal)
+    return AttackResult(attack.name, status, seconds, longest_gap(watch), kept, attack.internal)
 
 
 def run_attacks(

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
-from ...core.errors import Internal, InvalidArgument
+from ...core.errors import LONGEST_REPORT, Internal, InvalidArgument
 from ...core.request_context import RequestContext
 from ...core.wait_graph import AwaitedCall
 from ...telemetry.trace_settings import TraceControl
@@ -153,7 +153,7 @@ class PythonRuntime(Runtime):
             if (answers[-1] is not None and handle not in self._waiting) or executed.error is not None:
                 self._forget(handle)
         if executed.error is not None:
-            raise Internal(executed.error)
+            raise Internal(executed.error, longest=LONGEST_REPORT)
         return answers
 
     def cancel_request(self, request: RuntimeRequest) -> None:

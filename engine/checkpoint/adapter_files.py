@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from ...core.errors import InvalidArgument, NotFound
+from ...core.errors import InvalidArgument, NotFound, shorten
+from ...core.regular_files import open_regular, read_regular
 from ...tokenization.checkpoint_files import read_json, refuse_lfs_pointer
 from ..config import LoraConfig
 
@@ -26,6 +27,8 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 """The supported dtypes of matrices, by safetensors' names: bytes of a number."""
 
 _MOST_CONFIG_BYTES, _MOST_HEADER_BYTES = 1 << 20, 1 << 24
+
+_MOST_REAL = 1e30
 
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
@@ -136,7 +139,7 @@ def _read(directory: Path, limits: LoraConfig) -> AdapterFiles:
         raise _refusal(f"{directory}: there is no {WEIGHTS_FILE}{why}")
     refuse_lfs_pointer(file)
     content = _read_bounded(file, 2 * limits.max_bytes + _MOST_HEADER_BYTES, "that max_lora_bytes allows")
-    digest = sha256((directory / CONFIG_FILE).read_bytes())
+    digest = sha256(read_regular(directory / CONFIG_FILE, _MOST_CONFIG_BYTES))
     digest.update(content)
     modules = _modules(file, config, dict(_read_tensors(file, content)))
     return AdapterFiles(directory, digest.hexdigest(), modules)
@@ -171,8 +174,8 @@ def read_adapter_config(directory: Path, max_rank: int) -> AdapterConfig:
         if type(rank) is not int or not 1 <= rank <= max_rank:
             raise _refusal(f"{file}: {name} must be a whole number from 1 to max_lora_rank {max_rank}, got {rank!r}")
     alpha = fields.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise _refusal(f"{file}: lora_alpha must be a number, got {alpha!r}")
+    if not _is_number(alpha):
+        raise _refusal(f"{file}: lora_alpha must be a number, got {shorten(repr(alpha))}")
     alphas, stabilized = _numbers(fields, "alpha_pattern", file), bool(fields.get("use_rslora"))
     return AdapterConfig(fields["r"], float(alpha), stabilized, {key: int(rank) for key, rank in ranks.items()}, alphas)
 
@@ -183,8 +186,8 @@ def _numbers(fields: Mapping[str, Any], name: str, file: Path) -> dict[str, floa
     if not isinstance(found, dict) or len(found) > _MOST_PATTERNS:
         raise _refusal(f"{file}: {name} must be an object of at most {_MOST_PATTERNS} numbers")
     for pattern, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _refusal(f"{file}: {name} {pattern!r} must be a number, got {value!r}")
+        if not _is_number(value):
+            raise _refusal(f"{file}: {name} {pattern!r} must be a number, got {shorten(repr(value))}")
         repeats = pattern.count("*") + pattern.count("+")
         if len(pattern) > _MOST_PATTERN_LETTERS or repeats > _MOST_REPEATS or not _PATTERN.fullmatch(pattern):
             raise _refusal(f"{file}: {name} {pattern!r} is not a pattern that is supported: names, and parts of them")
@@ -195,6 +198,11 @@ def _numbers(fields: Mapping[str, Any], name: str, file: Path) -> dict[str, floa
     return found
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number that a float32 can be."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST_REAL
+
+
 def _ends_as(module: str, pattern: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
@@ -202,7 +210,7 @@ def _ends_as(module: str, pattern: str) -> bool:
 def _read_bounded(file: Path, most: int, limit: str) -> memoryview:
     """The file's bytes. It is read and not mapped: whoever writes to it meanwhile changes nothing that was checked. Nor
     is the memory zeroed before, for which a step would wait that needs Python's lock."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         if size > most:
             raise _refusal(f"{file}: {size} bytes, more than the {most} {limit}")

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from ...core.errors import CharoniaError
+from ...core.errors import CharoniaError, InvalidArgument
+from ...core.native_calls import NativeCall
 from ...tokenization.checkpoint_files import SMALL_FILES, locate_checkpoint, read_json, refuse_adapter
 from ...tokenization.gguf_file import GgufFile, read_gguf
+from ...tokenization.weight_files import read_weight_index, refuse_long_header
 from .gguf_config import read_gguf_config
 from .hf_config import read_spec
 from .model_spec import CheckpointError, ModelSpec
@@ -120,7 +122,7 @@ def with_stored_dtype(config: Mapping[str, Any], directory: Path) -> Mapping[str
     with suppress(CharoniaError, OSError, SafetensorError):  # which reading the weights will tell
         first = find_weights(directory).files[0]
         if first.suffix == ".safetensors":
-            with safe_open(first, framework="np") as opened:
+            with open_safetensors(first, "np") as opened:
                 found = (_STORED_DTYPES.get(opened.get_slice(name).get_dtype()) for name in sorted(opened.keys()))
                 return {**config, "dtype": next(filter(None, found), "float32")}
     return config
@@ -150,6 +152,18 @@ def text_tensor_name(stored: str) -> str:
     return stored
 
 
+def open_safetensors(path: Path, framework: str) -> Any:
+    """What `safe_open` has of a file. The library holds Python's lock while it opens one and reads its header.
+
+    Raises:
+        InvalidArgument: it is no regular file, or its header is longer than any.
+        SafetensorError, OSError: it cannot be read.
+    """
+    refuse_long_header(path)
+    with NativeCall(f"{path}: the library failed"):
+        return safe_open(path, framework=framework)
+
+
 class WeightFiles(NamedTuple):
     """All files, each once. `by_tensor`: the file that holds a tensor, by an index; None where there is one file."""
 
@@ -161,16 +175,16 @@ def find_weights(directory: Path) -> WeightFiles:
     """The files of a checkpoint's weights, whether they are there or not.
 
     Raises:
-        CheckpointError: the directory has neither such a file nor an index.
+        CheckpointError: the directory has neither such a file nor an index, or one that `read_weight_index` refuses.
         InvalidArgument: it is an adapter's.
     """
     for name in _WHOLE_MODELS:
         single, index = directory / name, directory / f"{name}.index.json"
         if index.exists():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-                raise CheckpointError(f"{index}: not an index of weights: it has no weight_map of file names")
-            by_tensor = {tensor: directory / file for tensor, file in weight_map.items()}
+            try:
+                by_tensor = read_weight_index(index)
+            except InvalidArgument as error:
+                raise CheckpointError(error.message) from None
             return WeightFiles(tuple(sorted(set(by_tensor.values()))), by_tensor)
         if single.exists() or single.is_symlink():
             return WeightFiles((single,))

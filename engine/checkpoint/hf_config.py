@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from ...core.errors import shorten
 from .model_spec import (
     ACTIVATIONS,
     DTYPES,
@@ -77,6 +78,9 @@ def _spec(architecture: str, fields: "_Fields") -> ModelSpec:
 _MOST_PARTS = 1 << 16
 """Layers, experts of a layer, and numbers of a head: beyond, a slip of the pen would take all memory."""
 
+_MOST_REAL = 1e30
+"""Beyond, squares and quotients of a field are no numbers any more."""
+
 SlidingRule: TypeAlias = Callable[[Mapping[str, Any], int], bool]
 """(config, layer) -> whether the layer has the sliding window, if the config has one."""
 
@@ -110,9 +114,9 @@ class _Fields(NamedTuple):
         value = self.config.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
-            raise self.error(f"{name} must be a positive whole number, got {value!r}")
+            raise self.error(f"{name} must be a positive whole number, got {shorten(repr(value))}")
         if value > most:
-            raise self.error(f"{name} {value} is more than {most}, and no model's")
+            raise self.error(f"{name} {shorten(repr(value))} is more than {most}, and no model's")
         return value
 
     @property
@@ -124,8 +128,11 @@ class _Fields(NamedTuple):
         value = self.config.get(name)
         if value is None:
             return None
-        if type(value) not in (int, float) or not value > 0:
-            raise self.error(f"{name} must be a positive number, got {value!r}")
+        return self.positive(name, value)
+
+    def positive(self, name: str, value: Any) -> float:
+        if type(value) not in (int, float) or not 0 < value < _MOST_REAL:
+            raise self.error(f"{name} must be a positive number, got {shorten(repr(value))}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -171,9 +178,8 @@ class _Fields(NamedTuple):
         elif layer_type == "sliding_attention" and "rope_local_base_freq" in self.config:
             values, theta = {}, self.config["rope_local_base_freq"]
         theta = theta if values.get("rope_theta") is None else values["rope_theta"]
-        rope = self._rope(values, 10000.0 if theta is None else float(theta), head_dim)
-        if not (rope.theta > 0 and rope.factor > 0):
-            raise self.error(f"rope_theta and factor must be positive numbers, got {rope.theta:g} and {rope.factor:g}")
+        rope = self._rope(values, 10000.0 if theta is None else self.positive("rope_theta", theta), head_dim)
+        self.positive("attention_factor", rope.attention_factor)
         pairs, odd = divmod(rope.rotary_dim(head_dim), 2)
         if odd:
             raise self.error(f"heads of {head_dim} numbers, of which {2 * pairs + 1} are to be turned in pairs")
@@ -188,18 +194,21 @@ class _Fields(NamedTuple):
         if kind not in ROPE_TYPES:
             raise self.unknown(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         part = values.get("partial_rotary_factor", self.config.get("partial_rotary_factor"))
-        part = 1.0 if part is None else float(part)
+        part = 1.0 if part is None else self.positive("partial_rotary_factor", part)
         rotated = int(head_dim * part)
         if part != 1.0 and not (self.defaults.partial_rotary and 0 < rotated <= head_dim and rotated % 2 == 0):
             raise self.unknown(f"partial_rotary_factor {part} of heads of {head_dim} is not supported here")
         longest = self.config.get("max_position_embeddings")
         original = self.config.get("original_max_position_embeddings")
-        original = int(original or values.get("original_max_position_embeddings") or longest or 8192)
+        original = original or values.get("original_max_position_embeddings") or longest or 8192
+        original = int(self.positive("original_max_position_embeddings", original))
         scaled_by_length = kind in ("yarn", "longrope")
         usual = int(longest or original) / original if scaled_by_length else 1.0
-        factor = usual if values.get("factor") is None else float(values["factor"])
-        given: dict[str, Any] = {name: float(values[name]) for name in _ROPE_NUMBERS if values.get(name)}
-        given |= {name: tuple(map(float, values[name])) for name in _ROPE_LISTS if values.get(name)}
+        factor = self.positive("factor", usual if values.get("factor") is None else values["factor"])
+        given: dict[str, Any] = {name: self.positive(name, values[name]) for name in _ROPE_NUMBERS if values.get(name)}
+        for name in _ROPE_LISTS:
+            if values.get(name):
+                given[name] = tuple(self.positive(name, value) for value in values[name][:_MOST_PARTS])
         return RopeSpec(
             kind,
             theta,

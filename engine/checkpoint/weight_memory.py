@@ -6,14 +6,14 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ...core.errors import CharoniaError
 from ...tokenization.checkpoint_files import locate_checkpoint, read_json
 from ...tokenization.gguf_file import GgufFile, read_gguf
 from ..kernel_choice import keeps_codes
 from .gguf_config import read_gguf_config
-from .hf_checkpoint import find_weights, text_config, text_tensor_name, with_stored_dtype
+from .hf_checkpoint import find_weights, open_safetensors, text_config, text_tensor_name, with_stored_dtype
 from .quantization_config import CompressedTensors, ScaledFp8, StoredQuantization, read_quantization, stored_bits
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,7 +78,7 @@ def count_weight_bytes(directory: Path, use: WeightUse) -> int:
 
 def _headers(files: Sequence[Path]) -> Iterator[_StoredTensor]:
     for file in files:
-        with safe_open(file, framework="np") as opened:
+        with open_safetensors(file, "np") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
                 found = opened.get_slice(name)
                 yield _StoredTensor(name, str(found.get_dtype()), found.get_shape())

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from zipfile import is_zipfile
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ...tokenization.checkpoint_files import refuse_lfs_pointer
@@ -21,7 +21,7 @@ from ..cpu.matmul import GroupedRows
 from ..cpu.memory import HugePageArena
 from .build_context import BuildContext, TensorGroup
 from .code_forms import CodeForm, CodeRange, StoredForm, common_form, turn_codes
-from .hf_checkpoint import find_weights
+from .hf_checkpoint import find_weights, open_safetensors
 from .model_spec import CheckpointError
 from .packing_cache import Packing
 from .served_forms import ServedForm, ServedForms
@@ -214,7 +214,7 @@ def _open(path: Path) -> Any:
     """The tensors of a file by their names: what `safe_open` returns, or a dict."""
     try:
         refuse_lfs_pointer(path)
-        return _load_torch_file(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
+        return _load_torch_file(path) if path.suffix == ".bin" else open_safetensors(path, "pt")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: the file is missing") from error
     except (SafetensorError, OSError) as error:

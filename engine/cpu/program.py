@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -174,15 +174,30 @@ class ThreadPool:
         """Ends the threads when everything begun is computed. Called at the latest when the pool is collected."""
 
 
+class RotaryTable(Protocol):
+    """The cosines and sines of a rotary embedding, float32 [positions, 2, rotary_dim / 2]: those below `covered` are
+    there. Steps that are being computed read no others."""
+
+    cos_sin: Tensor
+    covered: int
+
+    def cover(self, positions: int) -> None:
+        """Compute them up to so many positions."""
+
+
 class DecoderProgram:
     """A trace with planned memory, which `threads` compute."""
 
     def __init__(
-        self, trace: OpTrace, io: TraceIO, cos_sin: Sequence[Tensor], threads: ThreadPool, head: Head | None = None
+        self,
+        trace: OpTrace,
+        io: TraceIO,
+        rotaries: Sequence[RotaryTable],
+        threads: ThreadPool,
+        head: Head | None = None,
     ) -> None:
-        """`cos_sin`: by number of a rotary embedding its table, float32 [positions, 2, rotary_dim / 2]. `head`: for
-        `StepRun.more_logits`."""
-        self.io, self.head, self._cos_sin, self.offsets = io, head, cos_sin, plan_buffers(trace, io)
+        """`rotaries`: by their numbers. `head`: for `StepRun.more_logits`."""
+        self.io, self.head, self._rotaries, self.offsets = io, head, rotaries, plan_buffers(trace, io)
         for to, x, delta, out in trace.ops:
             to.x, to.delta, to.out = (_NO_TENSOR if each is None else self.offsets[each] for each in (x, delta, out))
             to.dtype, to.selected = library.DTYPE_CODES[(x or out).dtype], out.selected
@@ -191,7 +206,7 @@ class DecoderProgram:
         for product, following in pairwise(products):
             product.next = following.what  # its weights are fetched while the product ends
         self._operations = (OpStruct * len(operations))(*operations)
-        self._tables = np.array([each.data_ptr() for each in cos_sin], np.int64)
+        self._tables = np.array([each.cos_sin.data_ptr() for each in rotaries], np.int64)
         self.token_bytes, selected_bytes = (buffer_bytes(self.offsets, selected) for selected in (False, True))
         sizes = self.token_bytes, selected_bytes
         self._program = _ProgramStruct(ctypes.addressof(self._operations), *sizes, self._tables.ctypes.data)
@@ -204,6 +219,9 @@ class DecoderProgram:
 
     def begin(self, inputs: ProgramInputs) -> StepRun:
         """Have a step computed after those begun before it, beside the caller."""
+        for rotary in self._rotaries:
+            if rotary.covered < len(rotary.cos_sin) and inputs.batch.size:
+                rotary.cover(int(inputs.batch.positions.max()) + 1)
         workspace = self._free_workspaces.pop() if self._free_workspaces else _StepWorkspace()
         arguments, token_ids = workspace.arguments, inputs.batch.token_ids
         arguments.step = StepStruct(*inputs.batch.c_fields)

@@ -22,6 +22,7 @@ from ...processes.limited_process import Answer, CallLimits, CallLost, LimitedPr
 from ..grammars.backend import LIMITS
 from ..grammars.guide_check import CheckedGuide, check_guide, checking_backend
 
+
 class CheckLimits(NamedTuple):
     """What checking one constraint may cost: `seconds`, and `memory` in bytes beside the process's own. `total`:
     seconds from its arrival to the answer, whatever it waited for: its tenant's pause, its turn, the start of a

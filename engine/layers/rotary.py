@@ -11,6 +11,9 @@ from ..checkpoint.model_spec import RopeSpec
 from ..cpu import library
 from ..cpu.elementwise import apply_rope
 
+_PIECE, _COVERED_FIRST = 1 << 13, 1 << 15
+"""Positions of a table that are computed at a time, and before the first step."""
+
 
 class TorchAngles(NamedTuple):
     """cos and sin [N, 1, rotary_dim] of each token's position; the first half of sin is negated."""
@@ -31,9 +34,13 @@ class TorchRotary:
     untraceable: str | None = "its heads are rotated by torch"
 
     def __init__(self, rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        cos, sin = _cos_sin(rope, head_dim, positions)
-        self._cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device, dtype)
-        self._sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device, dtype)
+        frequencies = _frequencies(rope, head_dim, positions)
+        shape = positions, 1, 2 * len(frequencies)
+        self._cos, self._sin = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        for first in range(0, positions, _PIECE):
+            cos, sin = _cos_sin(frequencies, rope.attention_factor, first, min(first + _PIECE, positions))
+            self._cos[first : first + _PIECE, 0] = torch.cat((cos, cos), -1).to(device)
+            self._sin[first : first + _PIECE, 0] = torch.cat((-sin, sin), -1).to(device)
 
     def __call__(self, positions: Tensor) -> TorchAngles:
         return TorchAngles(self._cos[positions], self._sin[positions])
@@ -53,15 +60,28 @@ class FusedAngles(NamedTuple):
 
 
 class FusedRotary:
-    """A table of cos and sin side by side for the C kernels, in float32."""
+    """A table of cos and sin side by side for the C kernels, in float32. It has its place in memory for every position,
+    and takes what is `covered` by the longest sequence that was served."""
 
     untraceable: str | None = None
 
     def __init__(self, rope: RopeSpec, head_dim: int, positions: int) -> None:
-        self.cos_sin = torch.stack(_cos_sin(rope, head_dim, positions), 1)
+        self._frequencies, self._factor = _frequencies(rope, head_dim, positions), rope.attention_factor
+        self.cos_sin = torch.empty(positions, 2, len(self._frequencies))
         """Float32 [positions, 2, rotary_dim / 2]."""
+        self.covered = 0
+        self.cover(_COVERED_FIRST)
+
+    def cover(self, positions: int) -> None:
+        """Compute the table up to so many positions, or all there are."""
+        while self.covered < min(positions, len(self.cos_sin)):
+            first, end = self.covered, min(self.covered + _PIECE, len(self.cos_sin))
+            torch.stack(_cos_sin(self._frequencies, self._factor, first, end), 1, out=self.cos_sin[first:end])
+            self.covered = end
 
     def __call__(self, positions: Tensor) -> FusedAngles:
+        if self.covered < len(self.cos_sin) and len(positions):
+            self.cover(int(positions.max()) + 1)
         return FusedAngles(self.cos_sin, positions)
 
 
@@ -79,10 +99,10 @@ def build_rotary(rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dty
     return TorchRotary(rope, head_dim, positions, dtype, device)
 
 
-def _cos_sin(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [positions, rotary_dim / 2]."""
-    radians = torch.outer(torch.arange(positions, dtype=torch.float32), _frequencies(rope, head_dim, positions))
-    return radians.cos() * rope.attention_factor, radians.sin() * rope.attention_factor
+def _cos_sin(frequencies: Tensor, factor: float, first: int, end: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions from `first` up to `end`, each [positions, rotary_dim / 2]."""
+    radians = torch.outer(torch.arange(first, end, dtype=torch.float32), frequencies)
+    return radians.cos() * factor, radians.sin() * factor
 
 
 def _frequencies(rope: RopeSpec, head_dim: int, positions: int) -> Tensor:

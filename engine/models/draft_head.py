@@ -108,4 +108,4 @@ class DraftHead(ABC):
         trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width, what=self.target_ids.data_ptr()), logits)
         kept = normed if self.carries_norm else own
         io = TraceIO(residual, delta, layer_ops, False, logits, (kept,))
-        return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], threads)
+        return DecoderProgram(trace, io, context.rotaries, threads)

@@ -1,5 +1,6 @@
 """The interfaces between architectures and the worker: a decoder, and the builder that makes one from a checkpoint."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ..config import ParallelConfig
 from ..cpu.program import StepRun
 from ..layers.step_context import StepContext
 from ..step_batch import SampledTokens
+
+log = logging.getLogger(__name__)
 
 LogitsIterator: TypeAlias = Iterator[Tensor]
 """Logits [S, vocabulary] of each selection of places, computed when the iterator comes to it, good until it goes on."""
@@ -52,6 +55,18 @@ class BuiltDecoder(NamedTuple):
     shape: DecoderShape
     adapters: AdapterTargets | None = None
     served: ServedForms | None = None
+
+
+_LONGEST_BY_DEFAULT = 1 << 20
+"""Tokens of a sequence where the configuration names no number: tables for each position of each row take memory."""
+
+
+def default_length(longest: int) -> int:
+    """The length that is served of a checkpoint that claims texts of `longest` tokens."""
+    if longest > _LONGEST_BY_DEFAULT:
+        message = "texts of %d tokens are served, of the %d that config.json claims; max_model_len serves longer ones"
+        log.warning(message, _LONGEST_BY_DEFAULT, longest)
+    return min(longest, _LONGEST_BY_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ class NativeDecoder:
         io = TraceIO(x, delta, layer_ops, source.untraceable is None, logits, states)
         beside = None if self._beside is None else self._beside.program
         threads = ThreadPool() if beside is None else beside.threads
-        return DecoderProgram(trace, io, [rotary.cos_sin for rotary in context.rotaries], threads, last)
+        return DecoderProgram(trace, io, context.rotaries, threads, last)
 
 
 def _kept_by(run: StepRun, layers: Sequence[int], after_last: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from ..cpu.memory import HugePageArena
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .calibration import calibrate
 from .gemma import build_gemma2, build_gemma3
-from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder
+from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, default_length
 from .llama import build_llama, build_mistral, build_mixtral, build_phi3, build_qwen2, build_qwen3, build_qwen3_moe
 from .mtp import MTP_PREFIX
 
@@ -168,4 +168,4 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
     longest, rope = spec.max_position, spec.rope
     # Longrope's factors for longer texts make short ones worse.
     usual = min(rope.original_max_position, longest) if rope.kind == "longrope" else longest
-    return NativeBuilder(spec.dtype, longest, usual, checkpoint, spec)
+    return NativeBuilder(spec.dtype, longest, default_length(usual), checkpoint, spec)

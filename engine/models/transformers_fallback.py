@@ -29,7 +29,7 @@ from ..checkpoint.weights import CheckpointWeights
 from ..config import ParallelConfig
 from ..layers.step_context import StepContext
 from ..step_batch import SampledTokens, StepBatch
-from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, LogitsIterator
+from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, LogitsIterator, default_length
 
 ATTENTION_NAME = "charonia"
 """The name that the function is registered by; transformers makes no masks for a name without a mask function."""
@@ -351,7 +351,7 @@ def transformers_builder(checkpoint: Checkpoint) -> TransformersBuilder:
         raise _refusal(checkpoint.where, architecture, error.message) from error
     dtype = str(config.dtype or checkpoint.config.get("dtype") or "float32").removeprefix("torch.")
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
-    return TransformersBuilder(dtype, longest, longest, checkpoint.directory, architecture, config)
+    return TransformersBuilder(dtype, longest, default_length(longest), checkpoint.directory, architecture, config)
 
 
 def _refusal(where: str, architecture: str, reason: str) -> CheckpointError:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from charonia.core.errors import describe_validation_error, did_you_mean
+from charonia.core.errors import InvalidArgument, describe_validation_error, did_you_mean, error_from_code
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,3 +68,13 @@ KNOWN = ("max_tokens", "temperature", "top_k", "top_p", "stop", "n")
 )
 def test_a_similar_name_is_suggested(name: str, meant: str) -> None:
     assert did_you_mean(name, KNOWN) == (f"; did you mean '{meant}'?" if meant else "")
+
+
+def test_a_message_is_cut_and_what_a_model_says_later() -> None:
+    error = InvalidArgument("x" * 100_000, field="y" * 1000)
+    assert len(error.message) <= 4096
+    assert error.message.endswith("... (100000 characters)")
+    assert str(error) == error.message
+    assert len(error.field or "") <= 256
+    assert InvalidArgument("x" * 4096).message == "x" * 4096
+    assert len(error_from_code("INTERNAL", "x" * 100_000).message) == 65_536 - 32 + len("... (100000 characters)")

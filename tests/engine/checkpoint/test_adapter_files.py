@@ -1,6 +1,7 @@
 """Adapters as PEFT saves them: what is read, and what is refused by name."""
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -134,10 +135,10 @@ def test_what_is_missing_is_named(write: Write, tmp_path: Path) -> None:
 def test_a_file_that_the_system_does_not_give_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write()
 
-    def denied(self: Path, *_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
+    def denied(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr("charonia.core.regular_files.os.open", denied)
     with pytest.raises(InvalidArgument, match=r"cannot be read: .*Permission denied"):
         read_adapter(str(directory), LIMITS)
 
@@ -161,4 +162,13 @@ def test_damaged_files_are_refused_whatever_is_wrong_with_them(write: Write) -> 
             damaged[random.randrange(min(len(damaged), length))] = random.choice(b'\0\xff[]{}09:,"-e')
         (directory / WEIGHTS_FILE).write_bytes(damaged)
         with suppress(CharoniaError):
+            read_adapter(str(directory), LIMITS)
+
+
+def test_a_number_that_no_float_can_be_is_refused(write: Write) -> None:
+    directory = write()
+    config = json.loads((directory / "adapter_config.json").read_text())
+    for alpha in (10**400, 1e300, math.inf):
+        (directory / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": alpha}))
+        with pytest.raises(InvalidArgument, match="lora_alpha must be a number, got "):
             read_adapter(str(directory), LIMITS)

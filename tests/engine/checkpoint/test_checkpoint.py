@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,12 @@ from charonia.core.errors import InvalidArgument, NotFound
 from charonia.core.model import MemoryNeed
 from charonia.engine.build import memory_needed
 from charonia.engine.checkpoint.build_context import BuildContext
-from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint, text_config
+from charonia.engine.checkpoint.hf_checkpoint import find_weights, open_checkpoint, open_safetensors, text_config
 from charonia.engine.checkpoint.hf_config import read_spec
 from charonia.engine.checkpoint.model_spec import CheckpointError, LayerAttention, RopeSpec
+from charonia.engine.checkpoint.weight_memory import WeightUse, count_weight_bytes
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
+from charonia.engine.frontend.llm import TokenizerBundle
 from charonia.engine.models.registry import checkpoint_builder
 
 WEIGHTS, BIN = "model.safetensors", "pytorch_model.bin"
@@ -205,12 +208,23 @@ def test_which_layers_look_through_a_window(
         ({"intermediate_size": 10**30}, ["intermediate_size", "more than 2147483647"]),
         ({"head_dim": 15}, ["heads of 15", "in pairs"]),
         ({"tie_word_embeddings": "false"}, ["tie_word_embeddings must be true or false, got 'false'"]),
-        ({"rope_parameters": {"rope_theta": -1.0}}, ["rope_theta", "must be positive", "-1"]),
-        ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta", "must be positive", "0"]),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, ["factor must be positive", "and 0"]),
+        ({"rope_parameters": {"rope_theta": -1.0}}, ["rope_theta must be a positive number", "-1.0"]),
+        ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta must be a positive number", "got 0"]),
+        ({"rope_parameters": {"rope_theta": math.inf}}, ["rope_theta must be a positive number", "got inf"]),
+        (
+            {"rope_parameters": None, "rope_theta": 10**400},
+            ["rope_theta must be a positive number", "(401 characters)"],
+        ),
+        ({"rms_norm_eps": 1e300}, ["rms_norm_eps must be a positive number"]),
+        ({"hidden_size": 10**400}, ["hidden_size 1000", "is more than"]),
+        ({"vocab_size": -(10**30)}, ["vocab_size must be a positive whole number", "-1000"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, ["factor must be a positive number", "0.0"]),
         ({"rope_parameters": ["llama3"]}, ["config.json", "wrong kind", "'list'"]),
-        ({"rope_parameters": {"factor": "twice"}}, ["config.json", "wrong kind", "'twice'"]),
-        ({"rope_parameters": {"original_max_position_embeddings": 1e400}}, ["config.json", "wrong kind", "infinity"]),
+        ({"rope_parameters": {"factor": "twice"}}, ["config.json", "factor must be a positive number", "'twice'"]),
+        (
+            {"rope_parameters": {"original_max_position_embeddings": 1e400}},
+            ["original_max_position_embeddings must be", "inf"],
+        ),
         ({"quantization_config": "fp8"}, ["config.json", "must be an object", "'fp8'"]),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}}, ["short_factor", "8"]),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["'dynamic'", "llama3", "depends on the other"]),
@@ -422,3 +436,19 @@ def test_reading_a_config_imports_no_torch(root: Path) -> None:
 
     code = "import charonia.engine.checkpoint.hf_checkpoint, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_index_may_not_name_files_elsewhere(copy: Path) -> None:
+    for name in ("../model.safetensors", "/etc/passwd"):
+        (copy / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+        with pytest.raises(CheckpointError, match=rf"'{name}' is not the name of a file in it"):
+            find_weights(copy)
+
+
+def test_a_pipe_among_the_files_is_refused_by_all_that_would_open_it(copy: Path) -> None:
+    (copy / WEIGHTS).unlink()
+    os.mkfifo(copy / WEIGHTS)
+    for attempt in (open_checkpoint, lambda path: open_safetensors(path / WEIGHTS, "np"), TokenizerBundle.load):
+        with pytest.raises(InvalidArgument, match=r"model\.safetensors is a named pipe, and no regular file"):
+            attempt(copy)
+    assert count_weight_bytes(copy, WeightUse()) == 0
