@@ -481,7 +481,8 @@ def series(world: World, family: str) -> dict[tuple[str, str], float]:
 
 def reasons(world: World) -> dict[str, tuple[str, str]]:
     """State and reason in the index, by version."""
-    return {entry.version: (str(entry.state), entry.reason) for entry in world.gateway.repository_index()}
+    known = (shown for entry in world.gateway.registry.entries.values() for shown in entry.index())
+    return {shown.version: (str(shown.state), shown.reason) for shown in known}
 
 
 async def test_a_load_that_fails_while_the_model_serves_is_told_and_takes_no_readiness(world: World) -> None:

@@ -27,12 +27,13 @@ async def test_blocking_work_that_hangs_keeps_no_other_waiting(world: World, mon
 
 async def test_a_turn_that_is_renewed_is_kept() -> None:
     lock, expired = asyncio.Lock(), list[int]()
-    async with lifecycle.Turn(lock, 0.03, lambda: expired.append(1)) as turn:
-        for _ in range(5):
-            await asyncio.sleep(0.01)
-            turn.renew()
+    async with lifecycle.Turn(lock, 60.0, lambda: expired.append(1)) as turn:
+        turn.renew()
+        turn._look()
         assert lock.locked()
-        await until(lambda: expired)
+        turn._renewed -= 61.0
+        turn._look()
+        assert expired == [1]
         assert not lock.locked()
     assert not lock.locked()
 
@@ -40,7 +41,7 @@ async def test_a_turn_that_is_renewed_is_kept() -> None:
 async def test_a_load_that_hangs_gives_its_place_up_and_polling_goes_on(
     world: World, toys: list[Toy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "_STALL_SECONDS", 0.05)
+    monkeypatch.setattr(lifecycle, "_STALL_SECONDS", 0.5)
     world.gateway.lifecycle.load_sequentially()
     hangs = world.write("a", {"1": 1}) / "1" / "hangs"
     hangs.touch()
@@ -60,7 +61,7 @@ async def test_a_directory_that_hangs_keeps_no_other_model_waiting(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "_PATIENCE", 0.02)
-    monkeypatch.setattr(watcher, "_READ_SECONDS", 0.05)
+    monkeypatch.setattr(watcher, "_READ_SECONDS", 0.5)
     come, read = threading.Event(), world.catalog.read
 
     def read_or_hang(name: str, *arguments: Any) -> Any:
