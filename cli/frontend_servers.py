@@ -1,12 +1,13 @@
 """The servers of one process, over one gateway: HTTP, gRPC and the clouds' for requests, another one for metrics."""
 
 import asyncio
+import logging
 import os
 import shlex
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from .. import __version__
@@ -27,6 +28,8 @@ from .ports import ReservedPorts
 
 if TYPE_CHECKING:
     from ..frontends.supervisor import FrontendPool
+
+log = logging.getLogger(__name__)
 
 _NO_GPUS = "TRITON_SERVER_CPU_ONLY"
 """The environment variable that, set to anything, turns the gauges of GPUs off, as in tritonserver."""
@@ -102,6 +105,7 @@ class FrontendServers:
             await server.start()
         if self._ports.http is not None:
             say(f"Listening on {bound_url(self._ports.http, self._plan.endpoints.tls is not None)}")
+        self._write_url()
 
     async def ended(self) -> None:
         """Return, or raise, when one of the servers for requests ends."""
@@ -122,8 +126,26 @@ class FrontendServers:
         if self._batches is not None:
             await self._batches.pause()
 
+    def _write_url(self) -> None:
+        """Write where a client on this machine reaches the server; a file that cannot be written costs a warning."""
+        path, ports = self._plan.options.server.url_file, self._ports
+        if path is None:
+            return
+        url = ""
+        if ports.http is not None:
+            url = self._url(ports.http)
+        elif ports.grpc is not None:
+            url = f"grpc://{reachable_address(self._plan.endpoints.grpc.address, ports.grpc.getsockname()[1])}"
+        try:
+            path.write_text(f"{url}\n")
+        except OSError as error:
+            log.warning("--url-file %s cannot be written: %s", path, error.strerror)
+
     async def stop(self, force: bool) -> None:
         """Accept no more requests; with `force`, cancel those that still run."""
+        if self._plan.options.server.url_file is not None:
+            with suppress(OSError):
+                self._plan.options.server.url_file.unlink(missing_ok=True)
         await asyncio.gather(*(server.stop(force) for server in self._servers))
 
     def print_addresses(self) -> None:

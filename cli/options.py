@@ -163,6 +163,8 @@ class ServerOptions:
     """Certificate to encrypt HTTP with, PEM."""
     http_server_key: Path | None = None
     """The certificate's private key, PEM."""
+    url_file: Path | None = None
+    """File to write the server's URL to while it listens, for scripts and health checks."""
     allow_metrics: BooleanFlag = "true"
     """Serve metrics."""
     metrics_address: str = ""

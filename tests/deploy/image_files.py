@@ -67,7 +67,8 @@ def run_build(file: ImageFile, source: Path, environment: Path, given: Mapping[s
     """Run the build stage in `source`, its environment at `environment`. With `linked` that sees our dependencies,
     which pip then neither looks up nor installs; `given` are build arguments, and variables of the shell."""
     # By 0 pip understands that there is no isolation.
-    offline = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"} if linked else {}
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "CONSTRAINTS": os.devnull}
+    offline = offline if linked else {}
     variables = {**os.environ, **settings(file, 0), **offline, **given, "VENV": str(environment)}
     variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for each in file.of(0, "RUN"):

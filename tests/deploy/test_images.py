@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tomllib
@@ -12,13 +11,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from charonia.cli import health
 from charonia.cli.app import app
 
 IMAGES = ("cpu", "cuda")
 USER = "10001:10001"
-OF_OTHERS = ("PIP_", "PATH", "VENV")
-"""Environment variables that pip and the shell read."""
+OF_OTHERS = ("PIP_", "PATH", "VENV", "CHARONIA_")
+"""Environment variables that pip, the shell and the server read."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def test_an_image_asks_for_its_base_and_index(name: str, image: Callable[[str], 
     assert [each.word for each in file.arguments] == ["ARG"]
     assert all(stage[0].rest.startswith("${PYTHON_IMAGE}") for stage in file.stages)
     named = {each.rest.partition("=")[0] for each in file.of(0, "ARG")}
-    assert named == {"PIP_INDEX_URL", "TORCH_INDEX_URL", "TORCH", "EXTRAS", "PACKAGES"}
+    assert named == {"PIP_INDEX_URL", "TORCH_INDEX_URL", "TORCH", "EXTRAS", "PACKAGES", "CONSTRAINTS"}
     used = set(re.findall(r"\$\{?(\w+)", " ".join(each.rest for each in file.of(0, "RUN"))))
     assert used == (named | {"VENV"}) - {"PIP_INDEX_URL"}, "pip itself reads the index's variable"
     assert all(
@@ -80,17 +82,54 @@ def test_an_image_runs_as_nobody_and_hears_signals(name: str, image: Callable[[s
     assert [each.rest for each in file.of(1, "EXPOSE")] == ["8000 8001 8002"]
 
 
+def test_its_health_is_the_servers(
+    image: Callable[[str], Any], images: ModuleType, served: Any, tmp_path: Path
+) -> None:
+    """Wherever it serves: the server writes where that is, and the check reads it."""
+    for name in IMAGES:
+        [check] = image(name).of(1, "HEALTHCHECK")
+        assert check.vector == ["python", "-m", health.__name__]
+        assert health.VARIABLE in images.settings(image(name), 1)
+    file, variables = tmp_path / "url", os.environ | {health.VARIABLE: str(tmp_path / "url")}
+
+    def ends() -> int:
+        command = [sys.executable, *check.vector[1:]]
+        return subprocess.run(command, stderr=subprocess.DEVNULL, env=variables).returncode
+
+    assert ends() == 1
+    file.write_text(served.url + "\n")
+    assert ends() == 0
+
+
+def test_versions_of_images_are_held(root: Path) -> None:
+    """Every package that the package needs itself is held to a version that it may have."""
+    lines = (root / "deploy" / "images" / "constraints.txt").read_text().splitlines()
+    held = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [
+        *project["dependencies"],
+        *(each for name in ("onnx", "s3", "otel", "gpu", "ray") for each in extras[name]),
+    ]
+    for text in wanted:
+        requirement = Requirement(text)
+        version = held[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), text
+
+
 @pytest.mark.parametrize("name", IMAGES)
-def test_its_health_is_the_servers(name: str, image: Callable[[str], Any], served: Any) -> None:
-    [check] = image(name).of(1, "HEALTHCHECK")
-    python, *rest = check.vector
-    assert python == "python"
-    port = int(re.findall(r":(\d+)", served.url)[-1])
-    with socket.socket() as unheard:
-        unheard.bind(("127.0.0.1", 0))
-        asked = [[word.replace(":8000/", f":{at}/") for word in rest] for at in (port, unheard.getsockname()[1])]
-        ends = [subprocess.run([sys.executable, *words], stderr=subprocess.DEVNULL).returncode for words in asked]
-    assert ends == [0, 1]
+def test_an_image_says_what_it_is_and_has_a_layer_for_what_it_needs(name: str, image: Callable[[str], Any]) -> None:
+    build, final = image(name).stages
+    labels = " ".join(each.rest for each in final if each.word == "LABEL")
+    for label in ("title", "description", "licenses", "revision"):
+        assert f"org.opencontainers.image.{label}=" in labels
+    words = [f"{each.word} {each.rest}" for each in build]
+    [needs] = [at for at, text in enumerate(words) if "--requirement" in text]
+    [source] = [at for at, text in enumerate(words) if text == "COPY . /source"]
+    assert needs < source
+    assert [text for text in words[source:] if text.startswith("RUN ")] == [
+        'RUN pip --python "$VENV/bin/python" install --no-deps .'
+    ]
 
 
 @pytest.mark.proof
@@ -102,7 +141,8 @@ def test_an_image_is_built_from_nothing(
     packaging = sibling("test_packaging.py")
     names = images.build_context(root, packaging.files_that_ship(root))
     source = packaging.copied(root, names, tmp_path / "source")
-    given = {"TORCH_INDEX_URL": "", "TORCH": "torch==2.13.0"}
+    held = root / "deploy" / "images" / "constraints.txt"
+    given = {"TORCH_INDEX_URL": "", "TORCH": "torch==2.13.0", "CONSTRAINTS": str(held)}
     file = image("cpu")
     images.run_build(file, source, tmp_path / "venv", given, linked=False)
     environment = {**os.environ, "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}"}

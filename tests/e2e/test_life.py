@@ -324,11 +324,13 @@ def test_a_command_line_of_tritonserver_without_http(
     (tmp_path / "r" / "fine.identity" / "1").mkdir(parents=True)
     flags = ["--allow-http=False", "--log-file", str(tmp_path / "log"), "--http-thread-count=8", "--log-verbose=true"]
     flags += ["--allow-vertex-ai=true", "--vertex-ai-port=0", "--log-requests=all"]
+    flags += ["--url-file", str(tmp_path / "url")]
     monkeypatch.setenv("AIP_HEALTH_ROUTE", "/h")
     monkeypatch.setenv("AIP_PREDICT_ROUTE", "/p")
     with serve("--model-store", str(tmp_path / "r"), "--strict-model-config=false", *flags) as server:
         server.until(lambda: "Serving without HTTP" in server.said)
         [address] = re.findall(r"gRPC on (\S+)", server.said)
+        assert (tmp_path / "url").read_text() == f"grpc://{address}\n"
         with triton.InferenceServerClient(address) as client:
             assert client.get_model_metadata("fine.identity").name == "fine.identity"
             assert client.get_log_settings(as_json=True)["settings"]["log_file"]["string_param"] == flags[2]
@@ -342,6 +344,7 @@ def test_a_command_line_of_tritonserver_without_http(
         assert metadata.json()["name"] == "fine.identity"
         assert server.stop() == 0
         assert "charonia." not in server.said
+    assert not (tmp_path / "url").exists()
     log = (tmp_path / "log").read_text()
     assert "flags of tritonserver that have no effect here: --http-thread-count\n" in log
     assert "client=127.0.0.1 door=ModelInfer model=fine.identity" in log
