@@ -4,8 +4,9 @@
 """
 
 import shlex
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from http.client import HTTPException
 from pathlib import Path
@@ -32,14 +33,14 @@ from ..planning.search_goal import (
     parse_goal,
 )
 from ..planning.search_space import Knob, SearchSpace
-from ..processes.host import usable_cores
+from ..processes.host import processor_name, usable_cores
 from ..repository.config_io import ConfigMessage, config_from_json
 from .conclusion import Conclusion, conclude, conclude_levels, describe_settings, describe_trial, describe_value
 from .knobs import ClosedLoop, configured, default_knobs, equivalence, parse_sweeps
 from .load_levels import LoadLevel, LoadSubject, check_levels, level_figures, plan_levels, plan_load
 from .measured_server import MeasuredServer, ask_server
 from .options import LevelOptions, SearchOptions
-from .report import write_report
+from .report import ReportOrigin, write_report
 from .results_file import AnalysisSubject, ResultsFile
 from .tuned_models import TunedModels, is_composed, is_language_model, open_models, streams_text
 
@@ -173,7 +174,7 @@ def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, c
         console.print(_beginning(models, space, plan, results), soft_wrap=True)
         progress = AnalysisProgress(console, budget, meter, goal)
         try:
-            effort = SearchEffort(seconds, budget=budget)
+            effort = SearchEffort(seconds, budget=budget, asked=bool(search_for.sweep))
             found = search(search_for.search, space, goal, meter.meter(space, results), effort)
             ended = _run_search(found, space, progress)
         except (KeyboardInterrupt, SystemExit):
@@ -206,9 +207,23 @@ def _check_report(report: Path) -> None:
 
 def _tell(conclusion: Conclusion, plan: LoadPlan, report: Path, console: Console) -> int:
     conclusion.print_to(console)
-    write_report(report, conclusion, [str(level) for level in plan.levels])
+    origin = ReportOrigin(shown_command(sys.argv[1:]), time.strftime("%Y-%m-%d %H:%M %z"), _machine())
+    write_report(report, conclusion, [str(level) for level in plan.levels], origin)
     console.print(f"report: {report}", soft_wrap=True)
     return 0 if conclusion.best is not None and conclusion.best.feasible else 1
+
+
+def shown_command(arguments: Sequence[str]) -> str:
+    """The command line of these arguments, without the key that one of them may be."""
+    words = [
+        "--api-key=..." if word.startswith("--api-key=") else "..." if before == "--api-key" else word
+        for before, word in zip(("", *arguments), arguments, strict=False)
+    ]
+    return shlex.join(["charonia", *words])
+
+
+def _machine() -> str:
+    return f"{processor_name() or 'a processor that tells no name'}, {usable_cores()}"
 
 
 def _load_subject(model: str, config: ConfigMessage) -> LoadSubject:

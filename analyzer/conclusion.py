@@ -183,7 +183,10 @@ def _verdict(space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfig
         factor = best.value / start.value if goal.maximises else start.value / best.value
         other = describe_settings(space.settings(start.configuration))
         misses = "" if start.feasible else "; that one misses the constraints"
-        yield f"{factor:.2f} times as good as {other}, which holds now or was tried nearest to that{misses}"
+        fewer = len(start.scores) < len(best.scores) or longest(start) < longest(best)
+        times = "once" if len(start.scores) == 1 else f"{len(start.scores)} times"
+        often = f" (measured {times}, for {longest(start):.3g} s)" if fewer else ""
+        yield f"{factor:.2f} times as good as {other}{often}, which holds now or was tried nearest to that{misses}"
     finalists = [each for each in known[1:] if each.feasible and min(len(each.scores), len(best.scores)) > 1]
     for each in finalists[:3]:
         other = describe_settings(space.settings(each.configuration))
@@ -192,6 +195,11 @@ def _verdict(space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfig
         else:
             why = "the ranges of turns overlap, or there were fewer than three"
             yield f"not told apart from {other}, with {describe_spread(goal, each)}: {why}"
+
+
+def longest(ranked: RankedConfiguration) -> float:
+    """Seconds of load of the measurements that count of a configuration."""
+    return max(trial.seconds for trial in ranked.trials if trial.levels)
 
 
 def _cautions(

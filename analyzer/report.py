@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
 from ..planning.search import RankedConfiguration
@@ -17,7 +18,11 @@ table{border-collapse:collapse;font-size:13px}.wide{overflow-x:auto}
 th,td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #ddd}td:last-child{text-align:left;color:#666}
 tr.best{background:#e8f4ea}tr.missed{color:#999}
 .plots{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0;flex:1 1 24rem;max-width:34rem}
-figcaption{font-size:13px;color:#555}
+.origin,.legend{font-size:13px;color:#555}.legend span{margin-right:1.2rem}
+.legend span::before{content:"";display:inline-block;width:.7em;height:.7em;border-radius:50%;margin-right:.4em}
+.legend .best::before{background:#1a8a3a}.legend .plain::before{background:#4a6fa5}
+.legend .missed::before{background:#bbb}
+svg .title{font-weight:600;font-size:12px}
 svg text{font:11px system-ui,sans-serif;fill:#333}svg .axis{fill:none;stroke:#555}svg .grid{stroke:#e4e4e8}
 svg circle{fill:#4a6fa5;fill-opacity:.75}svg .missed{fill:#bbb}svg .best{fill:#1a8a3a;fill-opacity:1}
 svg .line{fill:none;stroke:#4a6fa5;stroke-opacity:.6}svg .line.best{stroke:#1a8a3a}
@@ -27,16 +32,30 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _CURVES = 5
 
 
-def write_report(path: Path, conclusion: Conclusion, levels: Sequence[str]) -> None:
+_LEGEND = (
+    '<p class="legend"><span class="best">the best</span><span class="plain">keeps the constraints</span>'
+    '<span class="missed">misses one, or has no figures</span></p>'
+)
+
+
+class ReportOrigin(NamedTuple):
+    """What a report is of. `command`: without its secrets; `ended`: when the last measurement had."""
+
+    command: str
+    ended: str
+    machine: str
+
+
+def write_report(path: Path, conclusion: Conclusion, levels: Sequence[str], origin: ReportOrigin) -> None:
     """Raises `InvalidArgument` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render_report(conclusion, levels), encoding="utf-8")
+        path.write_text(render_report(conclusion, levels, origin), encoding="utf-8")
     except OSError as error:
         raise InvalidArgument(f"cannot write the report to {path}: {error.strerror}") from None
 
 
-def render_report(conclusion: Conclusion, levels: Sequence[str]) -> str:
+def render_report(conclusion: Conclusion, levels: Sequence[str], origin: ReportOrigin) -> str:
     title = f"{conclusion.title}: {conclusion.goal.objective} under {', '.join(levels)}"
     parts = [
         "<!DOCTYPE html>",
@@ -44,9 +63,11 @@ def render_report(conclusion: Conclusion, levels: Sequence[str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
+        f'<p class="origin">{escape(origin.ended)}, on {escape(origin.machine)}:',
+        f"<code>{escape(origin.command)}</code></p>",
         _list("ul", conclusion.sentences),
         *(f"<h2>{escape(each.title)}</h2><pre>{escape(each.text)}</pre>" for each in conclusion.texts),
-        '<h2>Plots</h2><div class="plots">',
+        f'<h2>Plots</h2>{_LEGEND}<div class="plots">',
         *_plots(conclusion),
         '</div><h2>What was measured</h2><div class="wide">',
         _table(conclusion),
@@ -87,14 +108,13 @@ def _plots(conclusion: Conclusion) -> Iterator[str]:
         points = [each for each in (_against(conclusion, ranked, metric) for ranked in drawn) if each is not None]
         if points and metric in ("memory", "e2e_p99", "ttft_p99", "itl_p99", "throughput"):
             yield _figure(
-                f"{objective} against {metric}, a point for each configuration",
-                draw_points(points, _axis(metric), _axis(objective)),
+                f"{objective} against {metric}, a point for each configuration", points, _axis(metric), _axis(objective)
             )
     for index, knob in enumerate(conclusion.space.knobs):
         axis = PlotAxis(knob.name, tuple(map(str, knob.values)))
         places = {value: place + 0.5 for place, value in enumerate(knob.values)}
         points = [_point(conclusion, each, places[each.configuration[index]]) for each in drawn]
-        yield _figure(f"{objective} by {knob.name}", draw_points(points, axis, _axis(objective)))
+        yield _figure(f"{objective} by {knob.name}", points, axis, _axis(objective))
     yield from _level_curves(conclusion, known[:_CURVES])
     turns = [each for each in known if len(each.scores) > 1]
     if turns:
@@ -104,9 +124,7 @@ def _plots(conclusion: Conclusion) -> Iterator[str]:
             for place, each in enumerate(turns)
             for score in each.scores
         ]
-        yield _figure(
-            "the turns of the finalists, in the order of the table", draw_points(points, axis, _axis(objective))
-        )
+        yield _figure("the turns of the finalists, in the order of the table", points, axis, _axis(objective))
 
 
 def _level_curves(conclusion: Conclusion, known: Sequence[RankedConfiguration]) -> Iterator[str]:
@@ -118,8 +136,9 @@ def _level_curves(conclusion: Conclusion, known: Sequence[RankedConfiguration]) 
         curves.append([each for each in found if each is not None])
     if any(len(curve) > 1 for curve in curves):
         points = [point for curve in curves for point in curve]
-        drawn = draw_points(points, _axis("throughput"), _axis("e2e_p99"), [curve for curve in curves if curve])
-        yield _figure(f"the best {len(curves)} from level to level", drawn)
+        lines = [curve for curve in curves if curve]
+        title = f"the best {len(curves)} from level to level"
+        yield _figure(title, points, _axis("throughput"), _axis("e2e_p99"), lines)
 
 
 def _level_point(conclusion: Conclusion, ranked: RankedConfiguration, level: LevelFigures) -> PlotPoint | None:
@@ -156,5 +175,7 @@ def _scaled(metric: str, value: float) -> float:
     return value if metric == "throughput" else value / 2**20 if metric == "memory" else value * 1e3
 
 
-def _figure(caption: str, drawing: str) -> str:
-    return f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
+def _figure(
+    title: str, points: Sequence[PlotPoint], across: PlotAxis, up: PlotAxis, lines: Sequence[Sequence[PlotPoint]] = ()
+) -> str:
+    return f"<figure>{draw_points(title, points, across, up, lines)}</figure>"

@@ -6,7 +6,7 @@ from html import escape
 from typing import NamedTuple
 
 _WIDTH, _HEIGHT = 460.0, 280.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 12.0, 44.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 30.0, 44.0
 
 
 class PlotPoint(NamedTuple):
@@ -42,9 +42,13 @@ def _round_step(least: float) -> float:
 
 
 def draw_points(
-    points: Sequence[PlotPoint], x_axis: PlotAxis, y_axis: PlotAxis, lines: Sequence[Sequence[PlotPoint]] = ()
+    title: str,
+    points: Sequence[PlotPoint],
+    x_axis: PlotAxis,
+    y_axis: PlotAxis,
+    lines: Sequence[Sequence[PlotPoint]] = (),
 ) -> str:
-    """Points, and lines through others. What has no place on paper is left out."""
+    """Points, and lines through others, under a title. What has no place on paper is left out."""
     drawn = [each for each in [*points, *(point for line in lines for point in line)] if _is_finite(each)]
     x_top, y_top = x_axis.top([each.x for each in drawn]), y_axis.top([each.y for each in drawn])
 
@@ -52,7 +56,8 @@ def draw_points(
         across = _LEFT + x / x_top * (_WIDTH - _LEFT - _RIGHT)
         return across, _HEIGHT - _BOTTOM - y / y_top * (_HEIGHT - _TOP - _BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img">']
+    parts = [f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(title)}">']
+    parts.append(f'<text class="title" x="{_WIDTH / 2:g}" y="14" text-anchor="middle">{escape(title)}</text>')
     (left, bottom), (right, top) = place(0, 0), place(x_top, y_top)
     parts.append(f'<path class="axis" d="M{left:.1f} {top:.1f}V{bottom:.1f}H{right:.1f}"/>')
     for value, text in x_axis.ticks(x_top):

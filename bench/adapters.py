@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 import torch
 from cyclopts import App
-from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -35,7 +34,7 @@ from ..planning.requests import uniform_jobs
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
-from .command import Count, exit_on_error
+from .command import Count, exit_on_error, report_console
 from .inline_loop import BLOCK, PRECISIONS, run_to_end
 from .load.driver import OK, LoopMode, RequestOptions
 from .load.figures import inter_token_times
@@ -227,7 +226,7 @@ def serve(
     turns
         How often each is measured, one after the other.
     """
-    console, ratios = Console(), []
+    console, ratios = report_console(), []
     with exit_on_error(), prepare_checkpoint(checkpoint, "qwen2.5-0.5b", scratch, console.print) as (model, folder):
         used, another = prepare_adapters(model, folder, rank, 2)
         kept = [f"--{name}={value}" for name, value in PRECISIONS[precision].items()]
@@ -275,7 +274,7 @@ def main(
     turns
         How often each is measured, one after the other.
     """
-    console = Console()
+    console = report_console()
     with prepare_checkpoint(checkpoint, "qwen2.5-0.5b", scratch, console.print) as (model, folder):
         paths = prepare_adapters(model, folder, rank, adapters + 1)
         plain = EngineConfig(model=str(model), device="cpu", cache=CacheConfig(block_size=BLOCK), lora=LoraConfig())

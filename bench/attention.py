@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from cyclopts import App
-from rich.console import Console
 
 from ..engine.attention.backend import CacheSpec
 from ..engine.attention.selector import create_backend
@@ -18,7 +17,7 @@ from ..engine.checkpoint.model_spec import LayerAttention, RopeSpec
 from ..engine.cpu import library
 from ..engine.layers.rotary import build_rotary
 from ..engine.step_batch import StepBatch
-from .command import seconds_of, table_of
+from .command import report_console, seconds_of, table_of
 from .machine_peaks import PeakMeter
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK = 14, 2, 64, 24, 16
@@ -112,7 +111,7 @@ def main(*, turns: int = 10) -> None:
     turns
         Tries of each contender.
     """
-    console = Console()
+    console = report_console()
     title = f"attention, {LAYERS} layers; kernels: {library.level()}, {torch.get_num_threads()} threads"
     columns = ("bf16 ms", "GFLOP/s", "GB/s", "int8 ms", "GB/s", "torch ms", "memory GB/s")
     table = table_of(("sequences x tokens",), columns, title)

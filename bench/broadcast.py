@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 from cyclopts import App
-from rich.console import Console
 from rich.table import Table
 
 from ..engine.parallel.rank_messages import ComputeStep, SampledBatch, decode_command, encode_message
 from ..processes.child_process import python_child
 from ..scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan
+from .command import report_console
 
 BLOCK = 16
 _NOTHING: IntArray = np.zeros(0, np.int32)
@@ -161,7 +161,7 @@ def main(rows: int = 256, ranks: int = 2, steps: int = 1000) -> None:
         own = cost.encode + cost.send + cost.decode
         figures = (cost.encode, cost.send, cost.decode, own, cost.confirmed)
         table.add_row(kind.name, str(cost.size), *(f"{figure:.0f}" for figure in figures))
-    Console().print(f"{rows} rows, {ranks} ranks", table)
+    report_console().print(f"{rows} rows, {ranks} ranks", table)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from .command import Count, Log, exit_on_error, log_to
+from .command import Count, Log, exit_on_error, log_to, report_console
 from .load.bare_infer import NAME
 from .load.bare_server import bare_server
 from .load.infer_generators import Driver, Generator, describe_generators, find_generator, run_load
@@ -176,7 +176,7 @@ def classic(*, trial: Annotated[InferTrial, Parameter("*")] = InferTrial(), json
     json
         Write the turns to this file.
     """
-    console = Console()
+    console = report_console()
     with exit_on_error():
         comparison = compare(trial, log_to(console))
     show(console, comparison)

@@ -29,7 +29,7 @@ from rich.table import Table
 from ..core.errors import Unsupported
 from ..processes.host import usable_cores
 from .classic import IDENTITY
-from .command import Count, Log, exit_on_error, log_to
+from .command import Count, Log, exit_on_error, log_to, report_console
 from .load.bare_infer import NAME
 from .load.infer_generators import Driver, Generator, describe_generators, find_generator, run_load
 from .load.infer_load import InferLoad
@@ -189,7 +189,7 @@ def models(*, trial: Annotated[BatchingTrial, Parameter("*")] = BatchingTrial(),
     json
         Write the turns to this file.
     """
-    console = Console()
+    console = report_console()
     with exit_on_error():
         rates = measure(trial, log_to(console))
     show(console, rates)

@@ -22,6 +22,15 @@ Count = Annotated[int, Positive]
 Counts = Annotated[tuple[int, ...], Parameter(consume_multiple=True, validator=Number(gt=0))]
 
 
+_FILE_WIDTH = 160
+"""Of what is written to a file, in characters."""
+
+
+def report_console() -> Console:
+    """As wide as the terminal, and wide enough for any table where there is none."""
+    return Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+
+
 def log_to(console: Console) -> Log:
     """A `Log` that prints lines as they are."""
     return lambda line: console.print(line, highlight=False, soft_wrap=True)

@@ -22,12 +22,11 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
-from rich.console import Console
 
 from ..core.errors import Unavailable
 from ..planning.requests import uniform_jobs
 from .checkpoint import ShapeName
-from .command import Count, Log, exit_on_error, log_to, run_command
+from .command import Count, Log, exit_on_error, log_to, report_console, run_command
 from .load import fake_model
 from .load.driver import OK, LoopMode, RequestOptions
 from .load.infer_generators import Generator, find_generator, run_load
@@ -238,7 +237,7 @@ def ensemble(
     json
         Write all turns and the verdicts to this file.
     """
-    console, load = Console(), load.sized()
+    console, load = report_console(), load.sized()
 
     log = log_to(console)
     turns: list[GraphTurn] = []

@@ -27,7 +27,7 @@ from rich.console import Console
 from ..core.errors import Unavailable
 from ..planning.requests import uniform_jobs
 from .classic import IDENTITY
-from .command import Count, Log, exit_on_error, log_to, run_command, table_of
+from .command import Count, Log, exit_on_error, log_to, report_console, run_command, table_of
 from .load import bare_infer, fake_model
 from .load.driver import LoopMode, RequestOptions
 from .load.figures import compute_figures
@@ -269,7 +269,7 @@ def main(
     json
         Write the turns to this file.
     """
-    console = Console()
+    console = report_console()
     with exit_on_error():
         legs = compare(trial, before, log_to(console))
     verdicts = judge(legs)

@@ -24,7 +24,6 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 from cyclopts import App, Parameter
-from rich.console import Console
 from rich.table import Table
 
 from ..core.request import GuidedDecoding
@@ -40,7 +39,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import SamplerParams
 from ..scheduler.scheduler import Scheduler
 from .checkpoint import ShapeName
-from .command import Count, exit_on_error, log_to, run_command
+from .command import Count, exit_on_error, log_to, report_console, run_command
 from .offline import prepare_checkpoint
 
 Arm: TypeAlias = Literal["free", "half", "half, one by one", "all", "all, one by one"]
@@ -237,7 +236,7 @@ def main(
     json
         Write every turn to this file.
     """
-    console = Console()
+    console = report_console()
     if quick:
         work = GrammarWork(streams=8, prompt=8, new=24, repeats=2, precision=work.precision)
 

@@ -21,7 +21,7 @@ from ..engine.cpu.matmul import GroupedFormat, GroupedMatmul, GroupedRows, Matmu
 from ..engine.cpu.memory import HugePageArena
 from ..engine.layers.int4 import BYTES, GROUP_SIZE, TorchInt4Matmul, quantize_int4
 from ..engine.layers.linear import TorchInt8Matmul, quantize_rows, torch_matmul
-from .command import seconds_of, table_of
+from .command import report_console, seconds_of, table_of
 from .machine_peaks import PeakMeter
 from .roofline import MachinePeaks, Precision
 
@@ -210,7 +210,7 @@ def main(
     threads
         0: as torch has them.
     """
-    console = Console()
+    console = report_console()
     if threads:
         torch.set_num_threads(threads)
     console.print(f"kernels: {library.level()}, {torch.get_num_threads()} threads")

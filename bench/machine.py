@@ -22,7 +22,6 @@ import msgspec
 import torch
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
-from rich.console import Console
 
 from .. import __version__
 from ..core.errors import CharoniaError
@@ -31,7 +30,7 @@ from ..engine.cpu import library
 from ..planning.figures import Spread
 from ..processes.host import processor_name, usable_cores
 from .checkpoint import ShapeName
-from .command import Count, Log, Positive, exit_on_error, log_to, run_command
+from .command import Count, Log, Positive, exit_on_error, log_to, report_console, run_command
 from .kernels import row_seconds
 from .load.figures import Slo, compute_figures
 from .load.service_trials import TrialSizes, TrialVerdict
@@ -336,7 +335,7 @@ def main(
     shape
         Whose shape random weights have.
     """
-    console = Console()
+    console = report_console()
 
     log = log_to(console)
     scratch.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.checkpoint.model_spec import ModelSpec
 from ..processes.host import usable_cores
 from .checkpoint import ShapeName, write_shape
-from .command import Count, Log, exit_on_error, log_to, run_command, table_of
+from .command import Count, Log, exit_on_error, log_to, report_console, run_command, table_of
 from .load.figures import require_matplotlib
 from .machine_peaks import PeakMeter
 from .peer_process import OURS, GenerationTime, PeerProcess, parse_peer_specs
@@ -400,7 +400,7 @@ def main(
     plot
         Draw speeds and limits into this PNG.
     """
-    console = Console()
+    console = report_console()
 
     log = log_to(console)
     with exit_on_error():

@@ -16,11 +16,11 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 from cyclopts import App, Parameter
-from rich.console import Console
 from rich.table import Table
 
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..planning.requests import uniform_jobs
+from .command import report_console
 from .load.service_trials import TrialSizes, TrialTarget, speed, steady_gaps
 from .server_process import CpuMeter, CpuSeconds, ServerAddress, fetch, first_model, own_server
 
@@ -106,7 +106,7 @@ def main(
                 taken = ("", "") if found.cores is None else tuple(f"{cores:.2f}" for cores in found.cores)
                 figures = f"{found.tokens:.1f}", f"{found.itl * 1e3:.1f}", f"{found.slow * 1e3:.1f}"
                 table.add_row(str(count), str(level), *figures, *taken)
-    Console().print(table)
+    report_console().print(table)
 
 
 if __name__ == "__main__":

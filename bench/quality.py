@@ -14,7 +14,6 @@ from typing import Annotated, NamedTuple
 import torch
 import torch.nn.functional as F
 from cyclopts import App, Parameter
-from rich.console import Console
 from torch import Tensor
 
 from ..engine.attention.backend import AttentionBackend, CacheSpec
@@ -27,7 +26,7 @@ from ..engine.layers.step_context import StepContext
 from ..engine.models.interfaces import Decoder
 from ..engine.models.registry import checkpoint_builder
 from ..engine.step_batch import StepBatch
-from .command import table_of
+from .command import report_console, table_of
 
 BLOCK, WINDOW = 16, 512
 SEED, SHARE = 20261120, 0.04
@@ -142,7 +141,7 @@ def main(
     for each in (plain, *quantized):
         ratio = each.perplexity / plain.perplexity
         table.add_row(each.name, f"{each.perplexity:.3f}", f"{each.nats:.4f}", f"{ratio:.4f}")
-    Console().print(table)
+    report_console().print(table)
 
 
 if __name__ == "__main__":

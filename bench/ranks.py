@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 from cyclopts import App
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -31,6 +30,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
 from .checkpoint import write_shape
+from .command import report_console
 from .inline_loop import run_to_end
 
 SPLITS = (ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(tensor=2, pipeline=2))
@@ -132,7 +132,7 @@ def main(checkpoint: str | None = None, /, *, tokens: int = 1024, sequences: int
             checkpoint = stack.enter_context(tempfile.TemporaryDirectory(prefix="charonia-bench-"))
             write_shape(Path(checkpoint))
         empty = anonymous(stack.enter_context(empty_process()))
-        console = Console()
+        console = report_console()
         console.print(f"above an empty torch process of {empty / 2**20:.0f} MiB; {tokens} tokens of cache")
         table = Table("ranks", "load s", "anonymous MiB of a rank", "of one rank's", "ms a step")
         whole = 0

@@ -16,7 +16,6 @@ from statistics import median
 from typing import NamedTuple
 
 from cyclopts import App
-from rich.console import Console
 from rich.table import Table
 
 from ..engine.config import CacheConfig, EngineConfig, FakeConfig
@@ -24,7 +23,7 @@ from ..engine.core.messages import AddRequest
 from ..engine.frontend.client import EngineClient
 from ..engine.frontend.routing import PrefixIndex, prompt_prefixes
 from ..scheduler.config import SchedulerConfig
-from .command import seconds_of
+from .command import report_console, seconds_of
 
 BLOCK_SIZE = 16
 STEP_SECONDS, TOKEN_SECONDS = 4e-3, 20e-6
@@ -141,8 +140,10 @@ def main(replicas: int = 2, *, workload: Workload = Workload()) -> None:
         name = "with affinity" if affinity else "least busy"
         table.add_row(name, *shares, f"{found.ttft * 1e3:.0f}", f"{found.ttft_p95 * 1e3:.0f}", f"{found.whole:.1f}")
     costs = {length: microseconds(length) for length in (16, 256, 4096, 65_536)}
-    Console().print(table)
-    Console().print("us a prompt token to find a replica: " + ", ".join(f"{c:.3f} of {n}" for n, c in costs.items()))
+    report_console().print(table)
+    report_console().print(
+        "us a prompt token to find a replica: " + ", ".join(f"{c:.3f} of {n}" for n, c in costs.items())
+    )
     raise SystemExit(int(any(cost > HASH_BAR for length, cost in costs.items() if length >= 256)))
 
 

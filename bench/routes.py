@@ -12,7 +12,6 @@ from time import process_time_ns
 from typing import Any
 
 from cyclopts import App
-from rich.console import Console
 from rich.table import Table
 
 from ..core.model import ModelConfig
@@ -23,7 +22,7 @@ from ..repository.gateway import InProcessGateway
 from ..repository.model_registry import LoadedModel
 from ..routing.rollout import RolloutPlan, RolloutWatch
 from ..routing.route import Route, RouteArm, RouteRule, RouteShadow, RouteTarget, StickyKey
-from .command import Count, run_command
+from .command import Count, report_console, run_command
 
 _TENSORS = (TensorSpec("A", "FP32", (-1,)),)
 _INPUTS = {"A": Tensor.from_values("A", "FP32", [1.0])}
@@ -104,7 +103,7 @@ def main(requests: Count = 20_000, turns: Count = 9) -> None:
         over = [time - model for time, model in zip(times, found[_PLAIN, body], strict=True)]
         told = "" if name == _PLAIN else f"{median(over):.2f}"
         table.add_row(names[name], "a parsed body" if body else "v2", f"{median(times):.2f}", told)
-    Console().print(table)
+    report_console().print(table)
 
 
 if __name__ == "__main__":

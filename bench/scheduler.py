@@ -13,7 +13,6 @@ from itertools import count
 
 import numpy as np
 from cyclopts import App
-from rich.console import Console
 from rich.table import Table
 
 from ..kvcache.manager import KVCacheManager
@@ -21,6 +20,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import IntArray, StepPlan, StepResult
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
+from .command import report_console
 
 BARS = {256: 1.0, 1024: 4.0}
 """Milliseconds that the median of schedule + apply may take, by running sequences."""
@@ -157,7 +157,7 @@ def _prefix_once(cache: KVCacheManager, prompt: IntArray) -> tuple[float, float]
 @app.default
 def main(steps: int = 1000, ahead: tuple[int, ...] = (0, 1)) -> None:
     """Print a table; exit with 1 if a median is over its bar."""
-    console = Console()
+    console = report_console()
     table = Table("sequences", "load", "ahead", "median ms", "p99 ms", "bar ms", title=platform.processor() or None)
     missed = False
     for sequences in (32, 256, 1024):

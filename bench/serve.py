@@ -24,7 +24,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
 from ..planning.requests import PlannedRequest, due_within, poisson, read_trace, uniform_jobs
-from .command import Count, Positive, exit_on_error, log_to, run_command
+from .command import Count, Positive, exit_on_error, log_to, report_console, run_command
 from .load import frontend_cost
 from .load.driver import EndpointName, LoopMode, RequestOptions
 from .load.figures import Cpu, LoadResult, Slo, compute_figures, require_matplotlib, show, write_json, write_plot
@@ -188,7 +188,7 @@ def load(
     url
         http://host:port of a server that runs; otherwise give --model-repository or --checkpoint.
     """
-    console = Console()
+    console = report_console()
     with exit_on_error():
         if output.plot:
             require_matplotlib()
@@ -215,7 +215,7 @@ def frontend(
     json
         Write the turns to this file.
     """
-    console = Console()
+    console = report_console()
     with exit_on_error():
         comparison = frontend_cost.compare(trial, log_to(console))
         frontend_cost.show(console, comparison)

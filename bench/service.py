@@ -14,12 +14,11 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from cyclopts import App, Parameter
-from rich.console import Console
 
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..processes.host import usable_cores
 from .checkpoint import ShapeName
-from .command import Log, exit_on_error, log_to, run_command
+from .command import Log, exit_on_error, log_to, report_console, run_command
 from .inline_loop import PRECISIONS
 from .load.service_trials import (
     TrialSizes,
@@ -123,7 +122,7 @@ def main(
     json
         Write the verdicts to this file.
     """
-    console = Console()
+    console = report_console()
 
     log = log_to(console)
     with exit_on_error(), prepare_checkpoint(checkpoint, shape, scratch, log) as (found, _):

@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
-from rich.console import Console
 
 from ..core.errors import InvalidArgument
 from ..engine.config import SpeculationConfig
@@ -32,7 +31,7 @@ from ..engine.drafters.laboratory import Record
 from ..engine.options import read_speculation_config
 from ..scheduler.speculation import DraftRequest
 from .checkpoint import ShapeName
-from .command import Count, Log, exit_on_error, log_to, run_command
+from .command import Count, Log, exit_on_error, log_to, report_console, run_command
 from .load.figures import require_matplotlib
 from .offline import prepare_checkpoint
 from .roofline import Precision
@@ -266,7 +265,7 @@ def main(
     plot
         Draw the ratios here; needs matplotlib.
     """
-    console = Console()
+    console = report_console()
     own = None if checkpoint is None else checkpoint / "tokenizer.json"
     texts = read_texts(work.kinds, tokenizer or own)
     with exit_on_error(), ExitStack() as stack:

@@ -12,7 +12,6 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 from cyclopts import App, Parameter
-from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import InvalidArgument
@@ -21,7 +20,7 @@ from ..engine.cpu.op_trace import ATTENTION, GATE, NORM, PRODUCT
 from ..engine.cpu.program import ProgramTimings
 from ..engine.models.native_decoder import NativeDecoder
 from ..processes.host import usable_cores
-from .command import Count, table_of
+from .command import Count, report_console, table_of
 from .inline_loop import Peer
 from .machine_peaks import PeakMeter
 from .peer_runner import PeerSetup
@@ -99,7 +98,7 @@ def main(
         setup = PeerSetup(str(checkpoint), precision, count, prompt + new, 512, threads, "cpu", "")
         step = _decode(Peer(setup), OfflineJob(count, prompt, new), tries)
         _row(table, step, _least(demand, OfflineJob(count, prompt, new), machine))
-    Console().print(table)
+    report_console().print(table)
 
 
 def _decode(peer: Peer, job: OfflineJob, tries: int) -> StepTimes:

@@ -31,8 +31,8 @@ from ..planning.requests import FleetLoad, make_requests
 from ..planning.simulation import EngineShape, SimulatedRequest, SimulatedResult, Simulation
 from .tables import table_console
 
-_PLOTTED = 4.0
-"""Times of what is allowed: what fleets that are far too small come to would leave no room for the others."""
+_MUCH, _LITTLE = 100.0, 0.01
+"""Shares of what is allowed: of anything where nothing is, and the least that is drawn."""
 
 _HOUR_MS = 3_600_000
 
@@ -175,7 +175,7 @@ def simulate_fleets(machine: Path, load: FleetLoad, engine: SimulatedEngineOptio
     else:
         _print_report(table_console(), report, found or tried[-1], wall)
     if fleet.plot is not None:
-        _write_plot(fleet.plot, report, found or tried[-1])
+        _write_plot(fleet.plot, report, found or tried[-1], wall)
     return 0 if found is not None else 1
 
 
@@ -309,14 +309,13 @@ def _traffic_rows(traffic: SimulatedTraffic) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{tokens}; {traffic.output_tokens_per_s:,.1f} new ones a second"
 
 
-def _write_plot(path: Path, report: SimulationReport, shown: SimulatedFleet) -> None:
+def _write_plot(path: Path, report: SimulationReport, shown: SimulatedFleet, wall: float) -> None:
+    """The picture, with the figures of the terminal below it."""
     chart = _slo_chart(report) if report.slo else _latency_chart(shown.results)
-    if path.suffix == ".svg":
-        content = draw_chart(chart)
-    else:
-        console = Console(width=110, record=True, file=StringIO(), markup=False, highlight=False)
-        _print_report(console, report, shown, shown.wall)
-        content = write_page(chart, console.export_text())
+    console = Console(width=110, record=True, file=StringIO(), markup=False, highlight=False)
+    _print_report(console, report, shown, wall)
+    text = console.export_text()
+    content = draw_chart(chart, text) if path.suffix == ".svg" else write_page(chart, text)
     try:
         path.write_text(content)
     except OSError as error:
@@ -324,17 +323,18 @@ def _write_plot(path: Path, report: SimulationReport, shown: SimulatedFleet) -> 
 
 
 def _slo_chart(report: SimulationReport) -> LineChart:
-    """What each fleet comes to, over what is allowed, up to `_PLOTTED`; where nothing is, anything is that much."""
+    """What each fleet comes to, over what is allowed, on a logarithmic axis: one that is overloaded comes to hundreds
+    of times that. Where nothing is allowed, anything is `_MUCH`."""
 
     def points(objective: Objective) -> list[tuple[float, float]]:
         found = (objective.found_in(figures) for figures in report.fleets)
-        shares = (each / objective.limit if objective.limit else _PLOTTED * (each > 0) for each in found)
-        return [(replicas, min(share, _PLOTTED)) for (replicas, _), share in zip(bound, shares, strict=True)]
+        shares = (each / objective.limit if objective.limit else _MUCH * (each > 0) for each in found)
+        return [(replicas, max(share, _LITTLE)) for (replicas, _), share in zip(bound, shares, strict=True)]
 
     bound = [(figures.replicas, 1.0) for figures in report.fleets]
     lines = [ChartLine(each.name, points(each), dots=True) for each in report.slo]
-    label = f"over what is allowed, up to {_PLOTTED:g}"
-    return LineChart(_slo_text(report.slo), "replicas", label, [*lines, ChartLine("allowed", bound, dashed=True)])
+    lines.append(ChartLine("allowed", bound, dashed=True))
+    return LineChart(_slo_text(report.slo), "replicas", "times what is allowed", lines, log_y=True)
 
 
 def _latency_chart(results: Sequence[SimulatedResult]) -> LineChart:

@@ -9,6 +9,7 @@ _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 200, 40, 50
 _COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#5f3dc4", "#0b7285", "#495057")
 _TICKS = 6
+_TEXT_LINE, _TEXT_LEFT = 13, 24
 _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <title>{title}</title>
@@ -28,26 +29,29 @@ class ChartLine(NamedTuple):
 
 
 class LineChart(NamedTuple):
-    """`log_x`: the horizontal axis is logarithmic, and all its values are above 0."""
+    """`log_x`, `log_y`: the axis is logarithmic, and all its values are above 0."""
 
     title: str
     x_label: str
     y_label: str
     lines: Sequence[ChartLine]
     log_x: bool = False
+    log_y: bool = False
 
 
-def draw_chart(chart: LineChart) -> str:
-    """The picture as SVG."""
+def draw_chart(chart: LineChart, text: str = "") -> str:
+    """The picture as SVG, with the lines of `text` below it."""
     xs = [x for line in chart.lines for x, _ in line.points]
     ys = [y for line in chart.lines for _, y in line.points]
     across = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, chart.log_x)
-    up = _Axis(min(0.0, *ys), max(ys), _HEIGHT - _BOTTOM, _TOP, False)
+    up = _Axis(min(ys) if chart.log_y else min(0.0, *ys), max(ys), _HEIGHT - _BOTTOM, _TOP, chart.log_y)
+    height = _HEIGHT + _TEXT_LINE * (len(text.splitlines()) + 1 if text else 0)
     middle, centre = (_LEFT + _WIDTH - _RIGHT) / 2, (_TOP + _HEIGHT - _BOTTOM) / 2
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}"'
         f' font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f"<title>{escape(chart.title)}</title>",
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         _text(middle, 22, chart.title, "middle", 'font-size="15"'),
         _text(middle, _HEIGHT - 10, chart.x_label, "middle"),
         _text(18, centre, chart.y_label, "middle", f'transform="rotate(-90 18 {centre:g})"'),
@@ -55,6 +59,9 @@ def draw_chart(chart: LineChart) -> str:
     ]
     for number, line in enumerate(chart.lines):
         parts += _line(line, across, up, _COLOURS[number % len(_COLOURS)], _TOP + 18 * number + 8)
+    font = 'font-family="monospace" font-size="10" xml:space="preserve"'
+    for number, row in enumerate(text.splitlines(), 1):
+        parts.append(_text(_TEXT_LEFT, _HEIGHT + _TEXT_LINE * number, row, "start", font))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

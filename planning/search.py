@@ -4,6 +4,7 @@ Pure logic over a function that measures. Every search yields its trials as they
 can be told at any time; the same trials lead to the same search, which is how one that was broken off goes on.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from statistics import median
@@ -44,12 +45,14 @@ class SearchEffort(NamedTuple):
     """`seconds`: of load in a full measurement. A quick search takes a `share` of an exhaustive one's time: a fifth,
     less what an estimate of that may be wrong by. It measures a quarter as long until it has finalists, then half as
     long, in turns of which each has `rounds`. `budget`: seconds of all of it together, at which an exhaustive search
-    does not look."""
+    does not look. `asked`: somebody named the values, so of a small space all configurations are measured while the
+    budget lasts."""
 
     seconds: float = 8.0
     share: float = 0.18
     rounds: int = 2
     budget: float = float("inf")
+    asked: bool = False
 
     @property
     def short(self) -> float:
@@ -160,9 +163,16 @@ class SearchRun:
         return expected_wall(self.trials, seconds)
 
     @property
+    def measures_all(self) -> bool:
+        """Whether somebody named the values, and so few that all of them are measured."""
+        return self.effort.asked and self.space.size < _SMALL
+
+    @property
     def limit(self) -> float:
         """Seconds that a quick search may take: a share of the exhaustive sweep's, and no more than the budget. A small
         space gets what a larger one would: a share of it would be nothing."""
+        if self.measures_all:
+            return self.effort.budget
         sweep = max(self.space.size, _SMALL) * self.cost(self.effort.seconds)
         return min(self.effort.share * sweep, self.effort.budget)
 
@@ -213,7 +223,17 @@ def search(
     """
     run = SearchRun(space, goal, measure, effort)
     yield from _EXPLORERS[strategy](run)
+    if run.measures_all:
+        yield from _measure_the_rest(run)
     yield from _play_finals(run, is_quick=strategy != "exhaustive")
+
+
+def _measure_the_rest(run: SearchRun) -> Iterator[ConfigurationTrial]:
+    """A short measurement of each configuration that the exploration left out, but for those that cannot work."""
+    for configuration in run.space.configurations:
+        is_left = configuration not in run.measured
+        if is_left and run.may_explore() and not any(run.space.asks_as_much(configuration, it) for it in run.broken):
+            yield run.measure(configuration, run.short)
 
 
 def _play_finals(run: SearchRun, is_quick: bool) -> Iterator[ConfigurationTrial]:
@@ -233,6 +253,18 @@ def _play_finals(run: SearchRun, is_quick: bool) -> Iterator[ConfigurationTrial]
     for number in range(2 * run.effort.rounds):
         if number < run.effort.rounds or (is_quick and not _are_ranked(run, finalists[:_FINALISTS])):
             yield from take_turns(finalists[:_FINALISTS])
+    if is_quick:  # another search had a full measurement of it
+        yield from take_turns(_turns_of_start(run, seconds))
+
+
+def _turns_of_start(run: SearchRun, seconds: float) -> list[Configuration]:
+    """As many turns of what holds now as the best had: it is what the best is compared with."""
+    ranked = rank(run.trials, run.goal)
+    best, start = ranked[0] if ranked else None, run.space.start
+    if best is None or not best.scores or start in run.broken:
+        return []
+    turns = Counter(trial.configuration for trial in run.trials if trial.seconds == seconds and not trial.failure)
+    return [start] * max(0, turns[best.configuration] - turns[start])
 
 
 def _are_ranked(run: SearchRun, finalists: Sequence[Configuration]) -> bool:

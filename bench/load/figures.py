@@ -222,6 +222,9 @@ def write_plot(path: Path, result: LoadResult) -> None:
     """Distributions of TTFT and ITL, and output over time, side by side."""
     pyplot = require_matplotlib()
     figure, (first, between, output) = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
+    figure.suptitle(f"{len(result.records)} requests to {result.asked.get('model') or 'the first model'}")
+    for axes, title in ((first, "Time to first token"), (between, "Time between tokens"), (output, "Output")):
+        axes.set_title(title)
     well = [record for record in result.records if record.times]
     _distribution(first, [ttft(record) for record in well], "time to first token, ms")
     _distribution(between, [gap for record in well for gap in inter_token_times(record)], "time between tokens, ms")

@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from charonia.analyzer.analysis import shown_command
 from charonia.analyzer.conclusion import Conclusion, conclude, conclude_levels
 from charonia.analyzer.knobs import ClosedLoop, equivalence, parse_sweeps
-from charonia.analyzer.report import render_report, write_report
+from charonia.analyzer.report import ReportOrigin, render_report, write_report
 from charonia.analyzer.svg_plots import PlotAxis, PlotPoint, draw_points
 from charonia.analyzer.tuned_models import TunedModels
 from charonia.core.errors import InvalidArgument
@@ -47,6 +48,9 @@ def said(conclusion: Conclusion, width: int = 160) -> str:
     return captured.get()
 
 
+ORIGIN = ReportOrigin("charonia analyze ./models --sweep 'instances=1,2'", "2026-01-02 03:04 +0000", "a machine")
+
+
 FINAL = [
     trial((1, 0), (90.0, 0.1)),
     trial((2, 0), (200.0, 0.1)),
@@ -60,7 +64,8 @@ FINAL = [
 def test_the_best_is_told_with_what_it_is_not_told_apart_from(opened: Opened) -> None:
     text = said(concluded(opened, FINAL))
     assert "best: instances=2 execution_mode=0: throughput 200/s (190/s to 210/s) under concurrency 1" in text
-    assert "2.22 times as good as instances=1 execution_mode=0, which holds now or was tried nearest to that" in text
+    base = "2.22 times as good as instances=1 execution_mode=0 (measured once, for 1 s), which holds now or was tried"
+    assert base in text
     assert "not told apart from instances=4 execution_mode=0, with 185/s (180/s to 195/s)" in text
     assert "told apart from instances=4 execution_mode=1, with 110/s (100/s to 120/s)" in text
     assert "1 of the configurations failed, the first with: no <room> for it" in text
@@ -115,12 +120,14 @@ def test_models_that_load_in_no_configuration_are_told(opened: Opened) -> None:
     text = said(conclusion)
     assert "no configuration could be measured" in text
     assert "2 of the configurations failed, the first with: no <room> for it" in text
-    assert "no &lt;room&gt; for it" in render_report(conclusion, ["concurrency 1"])
+    assert "no &lt;room&gt; for it" in render_report(conclusion, ["concurrency 1"], ORIGIN)
 
 
 def test_a_report_needs_no_network_and_no_script(opened: Opened, tmp_path: Path) -> None:
     trials = [trial((1, 0), (90.0, 0.1), (150.0, 0.2)), trial((2, 0), (80.0, 0.1), (170.0, 0.3)), *FINAL]
-    write_report(tmp_path / "deep" / "report.html", concluded(opened, trials), ["concurrency 1", "concurrency 2"])
+    write_report(
+        tmp_path / "deep" / "report.html", concluded(opened, trials), ["concurrency 1", "concurrency 2"], ORIGIN
+    )
     text = (tmp_path / "deep" / "report.html").read_text()
     assert "default-src 'none'" in text
     assert not re.findall(r"<script|https?://|url\(|@import|<link|<img|\bon\w+=", text)
@@ -130,14 +137,29 @@ def test_a_report_needs_no_network_and_no_script(opened: Opened, tmp_path: Path)
     for drawing in drawings:
         assert drawing.findall("circle")
         assert all(circle.find("title").text for circle in drawing.findall("circle"))  # type: ignore[union-attr]
+        assert drawing.find("text[@class='title']").text == drawing.get("aria-label")  # type: ignore[union-attr]
+    for told in (ORIGIN.ended, ORIGIN.machine, "charonia analyze ./models --sweep &#x27;instances=1,2&#x27;"):
+        assert told in text
+    legend = re.findall(r'<span class="(\w+)">', text)
+    assert legend == ["best", "plain", "missed"]
+    assert all(f"svg .{kind}" in text or kind == "plain" for kind in legend)
     assert text.count('<tr class="best">') == 1
     assert "instance_group {\n  count: 2\n}" in text
+
+
+@pytest.mark.parametrize("key", [["--api-key", "secret"], ["--api-key=secret"]])
+def test_the_command_of_a_report_has_no_key(key: list[str]) -> None:
+    told = shown_command(["analyze", "--url", "http://a b", *key])
+    assert told.startswith("charonia analyze --url 'http://a b' --api-key")
+    assert "secret" not in told
 
 
 def test_names_are_escaped() -> None:
     goal = SearchGoal()
     space = SearchSpace([Knob(name="<b>", values=("<i>&",))])
-    text = render_report(conclude_levels("<u>", space, goal, trial(("<i>&",), (5.0, 0.1))), ["<s>"])
+    text = render_report(
+        conclude_levels("<u>", space, goal, trial(("<i>&",), (5.0, 0.1))), ["<s>"], ReportOrigin("<u>", "", "")
+    )
     assert not re.findall("<[bius]>", text)
     assert "&lt;i&gt;&amp;" in text
 
@@ -156,15 +178,15 @@ def test_levels_of_a_server_in_use_are_told_one_by_one() -> None:
 def test_a_report_that_cannot_be_written_is_an_error(opened: Opened, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidArgument, match="cannot write the report to"):
-        write_report(tmp_path / "file" / "report.html", concluded(opened, FINAL), [])
+        write_report(tmp_path / "file" / "report.html", concluded(opened, FINAL), [], ORIGIN)
 
 
 def test_points_lie_within_the_axes_and_what_is_endless_is_left_out() -> None:
     points = [PlotPoint(0.0, 0.0, "none"), PlotPoint(90.0, 4e6, "most"), PlotPoint(1.0, float("inf"), "endless")]
-    drawing = ElementTree.fromstring(draw_points(points, PlotAxis("x"), PlotAxis("y"), [points[:2]]))
+    drawing = ElementTree.fromstring(draw_points("p", points, PlotAxis("x"), PlotAxis("y"), [points[:2]]))
     circles = [(float(each.get("cx", "")), float(each.get("cy", ""))) for each in drawing.findall("circle")]
     assert len(circles) == 4, "both points, and those of the line"
     assert all(60 < x < 450 and 10 < y < 240 for x, y in circles)
     assert circles[0][0] < circles[1][0]
     assert circles[0][1] > circles[1][1]
-    assert ElementTree.fromstring(draw_points([], PlotAxis("x"), PlotAxis("y"))).findall("circle") == []
+    assert ElementTree.fromstring(draw_points("p", [], PlotAxis("x"), PlotAxis("y"))).findall("circle") == []

@@ -1,5 +1,6 @@
 """The load generator against a real server that counts instead of computing."""
 
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from charonia.bench import serve
+from charonia.bench.command import report_console
 from charonia.bench.gpu_served import StepRates, StreamLoads, served_figures
 from charonia.bench.load import frontend_cost
 from charonia.bench.load.bare_server import bare_server
@@ -54,6 +56,12 @@ def load(place: ServerAddress, door: EndpointName, **fields: Any) -> LoadRun:
     target = LoadTarget(host=place.host, port=port, door=door, manner=RequestOptions(first_model(place)))
     asked = {"jobs": uniform_jobs([0.0] * 12, 8, 10), "prompts": Prompts(form=form), "pace": LoopMode(concurrency=3)}
     return LoadRun(target=target, **(asked | fields))
+
+
+def test_a_table_in_a_file_is_wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    with io.StringIO() as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert report_console().width == 160
 
 
 @pytest.mark.parametrize("door", ["completions", "chat", "generate", "grpc"])

@@ -63,6 +63,11 @@ def test_the_fewest_replicas_that_keep_an_objective_are_the_answer(
     assert fewer.all.ttft is not None
     assert alone.all.ttft.p95 <= 0.06 < fewer.all.ttft.p95
     picture = ElementTree.fromstring((tmp_path / "slo.svg").read_text())
+    texts = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert any("cache in use" in text for text in texts), "the terminal's figures are below it"
+    lines = list(picture.iter("{http://www.w3.org/2000/svg}polyline"))
+    ends = [line.attrib["points"].split()[-1].split(",")[0] for line in lines[:2]]
+    assert len({*ends}) == 1, "curves go on to the last fleet"
     assert len(list(picture.iter("{http://www.w3.org/2000/svg}polyline"))) == 3
 
 

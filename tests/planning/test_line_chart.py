@@ -31,6 +31,25 @@ def test_a_logarithmic_axis_gives_each_decade_as_much_room() -> None:
     assert {"1", "10", "100"} <= {each.text for each in parts(chart, "text")}
 
 
+def test_a_logarithmic_height_shows_what_is_small_beside_what_is_large() -> None:
+    lines = [ChartLine("a", [(1, 400.0), (2, 0.5)]), ChartLine("b", [(1, 2.0), (2, 0.01)])]
+    chart = LineChart("t", "x", "y", lines, log_y=True)
+    heights = [
+        [float(each.split(",")[1]) for each in line.attrib["points"].split()] for line in parts(chart, "polyline")
+    ]
+    assert heights[0][0] < heights[1][0] < heights[0][1] < heights[1][1]
+
+
+def test_lines_of_text_stand_below_the_picture() -> None:
+    chart = LineChart("t", "x", "y", [ChartLine("a", [(1, 1.0)])])
+    drawn = ElementTree.fromstring(draw_chart(chart, "one  1\n<two>\n"))
+    bottom = float(ElementTree.fromstring(draw_chart(chart)).attrib["viewBox"].split()[3])
+    written = [each for each in drawn.iter(SVG + "text") if float(each.attrib["y"]) > bottom]
+    assert [each.text for each in written] == ["one  1", "<two>"]
+    assert float(drawn.attrib["viewBox"].split()[3]) > max(float(each.attrib["y"]) for each in written)
+    assert drawn.find(SVG + "title").text == "t"  # type: ignore[union-attr]
+
+
 def test_text_is_text() -> None:
     chart = LineChart("<b> & 'c'", "x", "y", [ChartLine("</svg>", [(1, 1.0)])])
     assert {"<b> & 'c'", "</svg>"} <= {each.text for each in parts(chart, "text")}

@@ -115,6 +115,28 @@ def test_an_exhaustive_search_measures_everything_and_repeats_the_best() -> None
     assert one != two
 
 
+def test_what_holds_now_has_as_many_turns_as_the_best_while_there_is_time() -> None:
+    """It is what the best is compared with."""
+    truth = surface(3, (4, 3))
+    bench, space = Bench(lambda places: truth[places], noise=0.01, setup=0.1), space_of(4, 3)
+    trials = list(search("quick", space, GOAL, bench, EFFORT._replace(share=1.0)))
+    ranked = {each.configuration: len(each.scores) for each in rank(trials, GOAL)}
+    best = rank(trials, GOAL)[0].configuration
+    assert best != space.start
+    assert ranked[space.start] == ranked[best] > 1
+
+
+@pytest.mark.parametrize(("budget", "all_of_them"), [(600.0, True), (30.0, False)])
+def test_all_that_was_asked_for_is_measured_while_the_budget_lasts(budget: float, all_of_them: bool) -> None:
+    bench, space = Bench(lambda places: 100.0 - sum(places), setup=0.5), space_of(5, 4)
+    list(search("quick", space, GOAL, bench, EFFORT._replace(budget=budget, asked=True)))
+    assert (len(set(bench.asked)) == space.size) == all_of_them
+    assert bench.spent <= budget
+    guessed = Bench(lambda places: 100.0 - sum(places), setup=0.5)
+    list(search("quick", space, GOAL, guessed, EFFORT._replace(budget=budget)))
+    assert len(set(guessed.asked)) < space.size
+
+
 def test_finalists_take_turns_and_are_told_apart_or_not() -> None:
     def final(difference: float) -> bool:
         bench = Bench(lambda places: 100 * (1 + difference * places[0]), noise=0.02)
