@@ -157,7 +157,7 @@ BAD = [
     (ids(10**6), {}),
     (ids(-1), {}),
     (text("x"), {"max_tokens": -1}),
-    (text("x"), {"wondrous": "y" * 100_000}),
+    (text("x"), {"mirostat": "y" * 100_000}),
     (text("x"), {"temperature": float("nan")}),
     (text("x " * 3000), {}),
 ]
@@ -173,6 +173,16 @@ def test_bad_requests_are_refused(client: Any, inputs: Any, parameters: Any) -> 
         assert error is not None
         client.async_stream_infer("fake", ids(1), parameters={"max_tokens": 1})
         assert final(answers.next()[0])
+
+
+def test_what_nobody_knows_is_ignored_and_named(client: Any) -> None:
+    asked = {"wondrous": "y", "max_tokens": 1}
+    whole = client.infer("fake", ids(1), parameters=asked).get_response()
+    with stream(client) as answers:
+        client.async_stream_infer("fake", ids(1), parameters=asked)
+        streamed = answers.next()[0].get_response()
+    for response in (whole, streamed):
+        assert response.parameters["charonia_warning"].string_param == "ignored: wondrous"
 
 
 def test_a_full_queue_is_refused_and_those_who_leave_make_room(server: Any, client: Any) -> None:
