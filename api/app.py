@@ -109,8 +109,7 @@ def build_app(
     if forward is not None:
         routes = [_forwarded(each, forward) for each in routes]
     app = routed_app(routes)
-    if keys or rules.required_headers:
-        app = AccessMiddleware(app, keys or Keyring(), rules.required_headers)
+    app = AccessMiddleware(app, keys or Keyring(), rules.required_headers, rules.web_pages)
     app = RequestContextMiddleware(app, gateway)
     if not rules.allowed_origins:
         return app
@@ -168,7 +167,11 @@ def all_routes(
         *ScoringRoutes(gateway, info.max_input_size).routes(),
         *AdapterRoutes(gateway, rules.lora_root, info.max_input_size).routes(),
         *BatchRoutes(gateway, batches).routes(),
-        *(ConsoleRoutes(rules.console_hosts).routes() if rules.console_hosts is not None else ()),
+        *(
+            ConsoleRoutes({*rules.console_hosts, *rules.allowed_hosts}).routes()
+            if rules.console_hosts is not None
+            else ()
+        ),
         *ExplainEndpoint(gateway, metrics.whole).routes(),
         *_server_routes(gateway, info, metrics.shown),
     ]

@@ -245,8 +245,13 @@ class HttpOptions:
     """Silence within a request's body after which it is given up, with 408."""
     http_header_forward_pattern: str = ""
     """Regular expression; headers whose name has a part that matches become parameters of `infer`."""
-    allowed_origins: _Texts = ()
+    allowed_origins: Annotated[
+        tuple[str, ...], Parameter(name=("--allowed-origins", "--cors-origins"), negative=())
+    ] = ()
     """Origin of web pages that may ask, or * for all; may be given several times, or as a JSON list."""
+    allowed_hosts: _Texts = ()
+    """Name under which requests without keys may change this server, or * for any, beside localhost, addresses and
+    names within a network; may be given several times."""
     console: Annotated[bool, Parameter(negative=())] = False
     """Serve the console, a page for browsers, on /console."""
     console_host: _Texts = ()

@@ -13,6 +13,7 @@ from ..api.console.routes import parse_console_hosts
 from ..api.grpc.settings import GrpcCallPolicy, GrpcSettings, build_call_policy
 from ..api.header_rules import HeaderForwarding, read_restrictions
 from ..api.http.access import HttpRules, parse_allowed_origins
+from ..api.http.web_pages import parse_allowed_hosts
 from ..api.tls import KeyPair, load_tls_files, parse_key_pair
 from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_endpoint
 from ..core.errors import InvalidArgument
@@ -110,8 +111,8 @@ def parse_http_rules(options: HttpOptions) -> HttpRules:
     """Raises `InvalidArgument` for a flag that means nothing."""
     required = read_restrictions(options.http_restricted_api, "--http-restricted-api")
     forwarding = HeaderForwarding(options.http_header_forward_pattern)
-    origins = parse_allowed_origins(options.allowed_origins)
-    return HttpRules(forwarding, required, origins, options.http_body_timeout_secs)
+    origins, hosts = parse_allowed_origins(options.allowed_origins), parse_allowed_hosts(options.allowed_hosts)
+    return HttpRules(forwarding, required, origins, options.http_body_timeout_secs, allowed_hosts=hosts)
 
 
 def parse_lora_root(options: AdapterOptions) -> Path | None:

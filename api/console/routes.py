@@ -4,9 +4,7 @@ The page tells nothing of the server: what it shows it asks of the other endpoin
 its user types. Knows neither models nor keys.
 """
 
-import re
 from collections.abc import Collection, Iterable
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -15,8 +13,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from ...core.errors import InvalidArgument, NotFound
+from ...core.errors import NotFound
 from ..http.error_responses import ApiError
+from ..http.web_pages import ANY, HostPort, is_loopback, parse_host_names, plain_name
 
 _FOLDER = Path(__file__).parent / "page"
 _INDEX = "index.html"
@@ -27,22 +26,17 @@ _MEDIA_TYPES = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    "content-security-policy": "default-src 'self'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^:\[\]]*)(:[0-9]+)?")
-_HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def parse_console_hosts(given: Iterable[str], http_address: str) -> frozenset[str]:
     """The names that the console is served under, beside those of the loopback: the address that the server listens on,
-    and those of --console-host. Raises `InvalidArgument` for a text that no browser sends as a host's name."""
-    for text in given:
-        if not (_HOST_NAME.fullmatch(text) or _address(text)):
-            raise InvalidArgument(f"--console-host: '{text}' is no host's name; one is as in console.example, no port")
-    return frozenset(_plain(name) for name in (*given, http_address))
+    and those of --console-host. Raises as `parse_host_names`."""
+    return parse_host_names(given, "--console-host") | {plain_name(http_address)}
 
 
 class ConsoleRoutes:
@@ -80,28 +74,8 @@ class ConsoleRoutes:
 
     def _check_host(self, scope: Scope) -> None:
         shown = Headers(scope=scope).getlist("host")
-        found = _HOST.fullmatch(shown[0]) if len(shown) == 1 else None
-        name = "" if found is None else _plain(found["name"])
-        local = _plain((scope.get("server") or ("",))[0])  # the end of this connection: one that is listened on
-        if not name or not (name in self._hosts or name == local or _is_loopback(name)):
+        name = HostPort.of_header(shown[0].encode("latin-1")).name if len(shown) == 1 else ""
+        local = plain_name((scope.get("server") or ("",))[0])  # the end of this connection: one that is listened on
+        if not name or not (name in self._hosts or ANY in self._hosts or name == local or is_loopback(name)):
             message = f"the console is not served under the host name '{name}'; --console-host NAME adds one"
             raise ApiError(message, 403)
-
-
-def _plain(name: str) -> str:
-    """A host's name, or an address, as it is compared."""
-    name = name.strip("[]").rstrip(".").lower()
-    address = _address(name)
-    return name if address is None else str(getattr(address, "ipv4_mapped", None) or address)
-
-
-def _is_loopback(name: str) -> bool:
-    address = _address(name)
-    return address.is_loopback if address is not None else name == "localhost" or name.endswith(".localhost")
-
-
-def _address(text: str) -> IPv4Address | IPv6Address | None:
-    try:
-        return ip_address(text)
-    except ValueError:
-        return None

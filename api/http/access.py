@@ -14,6 +14,7 @@ from ..header_rules import HeaderForwarding, RequiredHeader, restricted_api_of
 from ..size_limits import BODY_TIMEOUT
 from .error_responses import anthropic_error_body, error_response, is_anthropic_path, json_response, v2_error_body
 from .request_context import record_error, record_tenant
+from .web_pages import WebPageRules
 
 _OPEN = re.compile(
     r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready|/console(/.*)?", re.DOTALL
@@ -26,7 +27,7 @@ class HttpRules:
     """`forwarding`: headers that models get; `required_headers`: of restricted APIs, by API; `allowed_origins`: of web
     pages that may ask; `body_timeout`: seconds to wait for the next piece of a body; `lora_root`: the directory that
     requests may load adapters from, None where they may not; `console_hosts`: names that the console is served under,
-    None where it is not."""
+    None where it is not; `allowed_hosts`: names of this server, `*` for any."""
 
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
@@ -34,6 +35,11 @@ class HttpRules:
     body_timeout: float = BODY_TIMEOUT
     lora_root: Path | None = None
     console_hosts: Collection[str] | None = None
+    allowed_hosts: Collection[str] = ()
+
+    @property
+    def web_pages(self) -> WebPageRules:
+        return WebPageRules((*self.allowed_hosts, *(self.console_hosts or ())), self.allowed_origins)
 
 
 def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
@@ -58,24 +64,30 @@ class AccessMiddleware:
     API requires (`required`, by the name of the API).
 
     The key's tenant is noted in the request's context. Health needs no key, nor do the console's files, which tell
-    nothing.
+    nothing. Where no key has to be shown, nor a header that no web page knows, `pages` says what pages may do.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keyring, required: Mapping[str, RequiredHeader]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keyring, required: Mapping[str, RequiredHeader], pages: WebPageRules
+    ) -> None:
         self._app = app
         self._keys = keys
         self._required = required
+        self._pages = pages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
+        required = self._required.get(restricted_api_of(scope["path"]) or "") if self._required else None
         try:
-            if self._keys and not _OPEN.fullmatch(scope["path"]):
+            if not self._keys:
+                if required is None:
+                    self._pages.check(scope)
+            elif not _OPEN.fullmatch(scope["path"]):
                 record_tenant(scope, self._keys.authenticate(_shown_key(scope)))
         except CharoniaError as error:
             record_error(scope, error)
             app = error_response(error, scope["path"])
         else:
-            required = self._required.get(restricted_api_of(scope["path"]) or "") if self._required else None
             shown = [] if required is None else _values(scope, required.key.lower().encode())
             if required is not None and not required.matches(shown[0] if shown else None):
                 refusal = Unauthenticated(f"This API is restricted, expecting header '{required.key}'")

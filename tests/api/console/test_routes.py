@@ -74,7 +74,9 @@ async def test_every_file_that_is_named_is_there(client: httpx.AsyncClient) -> N
 @pytest.mark.parametrize("path", ["/console", "/console/main.js"])
 async def test_headers(client: httpx.AsyncClient, path: str) -> None:
     shown = (await client.get(path)).headers
-    assert shown["content-security-policy"] == "default-src 'self'; frame-ancestors 'none'"
+    assert shown["content-security-policy"] == (
+        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    )
     assert (shown["x-content-type-options"], shown["referrer-policy"]) == ("nosniff", "no-referrer")
     assert "access-control-allow-origin" not in shown
 
