@@ -223,11 +223,10 @@ class GrpcChannels:
     async def _listen(self, call: Any, asked: ClientPlan) -> None:
         import grpc
 
-        if asked.moment is LeaveMoment.END:
-            await call.done_writing()
         if asked.moment in (LeaveMoment.STREAMING, LeaveMoment.END):
+            await call.done_writing()  # else the stream stays open behind an answer that is shorter than that
             left = asked.events if asked.moment is LeaveMoment.STREAMING else _NEW
-            while left and (message := await call.read()) is not grpc.aio.EOF:
-                left = 0 if message.error_message else left - 1
+            while left and await call.read() is not grpc.aio.EOF:
+                left -= 1
         elif asked.moment is not LeaveMoment.SENT:
             await asyncio.sleep(asked.wait)
