@@ -222,7 +222,8 @@ class Tokenizer:
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's entry of each token, as it is spelt there; empty for ids without one."""
-        return [self._backend.id_to_token(token) or "" for token in ids]
+        with NativeCall(_FAILED):
+            return [self._backend.id_to_token(token) or "" for token in ids]
 
     @property
     def own_template(self) -> str:

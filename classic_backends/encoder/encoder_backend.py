@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from ...core.errors import InvalidArgument
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...processes.host import torch_has_cuda
+from ...tokenization.bounded_encoder import EncodedText
 from ...tokenization.checkpoint_files import read_json
-from ...tokenization.tokenizer_json import EncodedText, EncoderTokenizer
+from ...tokenization.tokenizer_json import EncoderTokenizer
 from ..backend_config import (
     FoundModel,
     FoundTensor,

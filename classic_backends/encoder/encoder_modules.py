@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...core.errors import InvalidArgument
 from ...processes.host import map_large_blocks_separately
-from ...tokenization.tokenizer_json import EncodedText
+from ...tokenization.bounded_encoder import EncodedText
 from .encoder_files import Activation, CrossEncoderFiles, DenseFiles, EmbedderFiles, Pooling
 
 _ACTIVATIONS: dict[Activation, nn.Module] = {

@@ -19,6 +19,7 @@ from ...core.adapter import Adapter
 from ...core.errors import Cancelled, InvalidArgument, Unavailable
 from ...core.metrics import Reading, VersionStatistics
 from ...core.model import MemoryHolder, ModelConfig, ModelStats, ReservedMemory
+from ...core.regular_files import MAX_TEXT_BYTES, read_regular
 from ...core.request import (
     GenerateChunk,
     GenerateRequest,
@@ -86,9 +87,9 @@ class TokenizerBundle:
         """The tokenizer_config.json, read anew; a file of another kind, GGUF, has none."""
         known = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": self.tokenizer.own_template or None}
         try:
-            data = (Path(self.tokenizer_of or self.checkpoint) / "tokenizer_config.json").read_bytes()
+            data = read_regular(Path(self.tokenizer_of or self.checkpoint) / "tokenizer_config.json", MAX_TEXT_BYTES)
             config = msgspec.json.decode(data, type=dict[str, Any])
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, InvalidArgument):
             return known
         return known | {name: value for name, value in config.items() if value is not None}
 

@@ -226,7 +226,7 @@ async def test_a_budget_is_refused_where_nothing_is_reasoned(model: LlmModel) ->
 async def test_an_echoed_prompt_is_not_read(model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     engine.answer = tokenizer.encode(f"{CALL}<|im_end|>").ids
     whole = join_chunks(await answer(model, ask(content=f"Write {CALL}", echo=True)))
-    assert f"Write {CALL}".replace("<tool_call>", "").replace("</tool_call>", "") in whole.text
+    assert f"Write {CALL}" in whole.text
     assert len(whole.tool_calls) == 1
 
 
