@@ -225,6 +225,7 @@ def spend_method(meter: WorkMeter, of: Any, name: str, given: Sequence[Any]) -> 
     elif name == "replace":
         _spend_replacing(meter, of, given)
     elif name in ("format", "format_map"):
+        meter.spend(8 * len(of))
         if any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(of)):
             raise TemplateLimitExceeded("it computes the width of a field")
         meter.spend(len(of) + _numbers_in(of) + (of.count("{") + 1) * weight)
