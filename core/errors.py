@@ -33,8 +33,8 @@ _NAMED = re.compile(r"Object (?P<problem>missing required|contains unknown) fiel
 LONGEST_MESSAGE = 4096
 """Characters of a message for a client."""
 
-LONGEST_REPORT = 1 << 16
-"""Characters of what the code of a model says of itself."""
+LONGEST_REPORT = (1 << 16) + 1024
+"""Characters of what the code of a model says of itself: 64 KiB, and how much was cut off."""
 
 _LONGEST_FIELD = 256
 

@@ -24,6 +24,7 @@ from charonia.core.model import ModelConfig
 from charonia.core.tensor import TensorSpec
 from charonia.ensembles.ensemble_plan import plan_ensemble
 from charonia.repository.builder import ModelBuilder
+from charonia.repository.gateway import InProcessGateway
 from charonia.repository.lifecycle import ignore_progress
 from charonia.repository.model_source import read_model
 
@@ -46,7 +47,7 @@ def test_the_graphs_fit_their_models(tmp_path: Path, name: str, stages: int) -> 
         if model == LLM:
             return COUNTING
         source = read_model(tmp_path / model)
-        services = ModelServices(cast(Any, None), cast(Any, None))
+        services = ModelServices(InProcessGateway(), cast(Any, None))
         factory = ModelBuilder(auto_complete=False).prepare(source, source.versions[0], services)
         return factory.build(ignore_progress).config
 

@@ -140,7 +140,8 @@ def test_a_model_that_asks_another_streams(asked: Any) -> None:
 
 
 def test_the_steps_of_an_ensemble_are_found_beside_it(asked: Any) -> None:
-    assert asked("twice", "A=[[5]]") == [{"outputs": {"B": [[5]]}}]
+    sequence = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+    assert asked("twice", "A=[[5]]") == [{"outputs": {"B": [[5]]}, "parameters": sequence}]
 
 
 def test_a_pipeline_runs_and_its_models_are_found_beside_it(asked: Any) -> None:

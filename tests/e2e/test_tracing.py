@@ -72,7 +72,8 @@ def attributes(span: Span) -> dict[str, Any]:
 
 def records(said: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    return [line for line in lines if line["logger"] == "charonia.requests"]
+    records = [line for line in lines if line["logger"] == "charonia.requests"]
+    return sorted(records, key=lambda record: record["time"])  # those of several frontends come as they come
 
 
 def ask_for_everything(server: Any) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.classic_backends.isolated.isolated_runtime import CallLost, InstanceProcess
+from charonia.classic_backends.isolated.isolated_runtime import InstanceProcess, ProcessLost
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.frontend.core_supervisor import CoreProcess
 from charonia.engine.parallel.local_ranks import LocalRanks, RankLayout
@@ -158,7 +158,7 @@ def hang_up(connection: Connection, descriptors: tuple[int, int]) -> None:
 
 def end_instance() -> None:
     link = InstanceProcess(hang_up)
-    with pytest.raises(CallLost, match="exited with 0"):
+    with pytest.raises(ProcessLost, match="exited with 0"):
         link.receive()
     link.close()
 

@@ -10,7 +10,7 @@ from charonia.api.app import build_app
 from charonia.api.http.access import HttpRules
 from charonia.api.metadata import ServerInfo
 from charonia.core.adapter import Adapter
-from charonia.core.errors import InvalidArgument
+from charonia.core.errors import LONGEST_MESSAGE, InvalidArgument, shorten
 from charonia.core.gateway import ServedAdapter
 
 from ..conftest import LLM, FakeGateway
@@ -89,7 +89,7 @@ async def test_no_other_directory_is_and_nothing_is_told_of_it(
     response = await changing.post(LOAD, json={"lora_name": "a", "lora_path": path})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "lora_path")
-    assert error["message"] == f"lora_path '{path}' is no directory inside --lora-root"
+    assert error["message"] == shorten(f"lora_path '{path}' is no directory inside --lora-root", LONGEST_MESSAGE)
     assert gateway.loads == []
 
 

@@ -13,7 +13,7 @@ from charonia.engine.checkpoint.quantised_weights import open_weights
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.config import EngineConfig
 from charonia.engine.cpu import library
-from charonia.engine.layers.linear import Matmul, build_matmul
+from charonia.engine.layers.linear import Matmul, build_matmul, torch_matmul
 from charonia.engine.worker.loaded_rank import load_rank
 from tests.quantised_files import STYLES, write_quantised
 
@@ -60,7 +60,7 @@ def test_quantised_products_are_near(
         ("fp8 blocks", "TritonScaledMatmul"),
         ("w8a8 fp8", "TritonScaledMatmul"),
         ("w8a8 fp8 tensor", "TritonScaledMatmul"),
-        ("fp8 channel", "partial"),
+        ("fp8 channel", "floats"),
     ],
 )
 def test_the_codes_of_checkpoints_are_multiplied_with(
@@ -69,7 +69,8 @@ def test_the_codes_of_checkpoints_are_multiplied_with(
     directory, _ = write_quantised(checkpoint("llama"), tmp_path, STYLES[style]())
     source, context = open_weights(open_checkpoint(str(directory))), BuildContext(torch.float16, CPU, 64)
     found = build_matmul(WeightLoader(source, context), PIECES)
-    assert type(found).__name__ == kind
+    floats = type(torch_matmul(torch.zeros(4, 4, dtype=torch.float16), None)).__name__  # which depends on the processor
+    assert type(found).__name__ == {"floats": floats}.get(kind, kind)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).half()
     right = x.double() @ torch.cat([source.read(piece) for piece in PIECES]).double().t()
     bound = 0.05 if "fp8" in style else 0.02 if style == "w8a8" else 0.002
