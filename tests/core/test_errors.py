@@ -5,7 +5,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from charonia.core.errors import InvalidArgument, describe_validation_error, did_you_mean, error_from_code
+from charonia.core.errors import (
+    LONGEST_REPORT,
+    InvalidArgument,
+    describe_validation_error,
+    did_you_mean,
+    error_from_code,
+)
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,4 +83,6 @@ def test_a_message_is_cut_and_what_a_model_says_later() -> None:
     assert str(error) == error.message
     assert len(error.field or "") <= 256
     assert InvalidArgument("x" * 4096).message == "x" * 4096
-    assert len(error_from_code("INTERNAL", "x" * 100_000).message) == 65_536 - 32 + len("... (100000 characters)")
+    assert len(error_from_code("INTERNAL", "x" * 100_000).message) == LONGEST_REPORT - 32 + len(
+        "... (100000 characters)"
+    )
