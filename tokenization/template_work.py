@@ -159,6 +159,8 @@ def spend_filter(meter: WorkMeter, name: str, value: Any, given: Sequence[Any]) 
     else:
         meter.spend(size * (1 + texts // 8))
     match name:
+        case "batch" | "slice":
+            meter.spend(8 * numbers)
         case "format":
             _spend_printf(meter, value if isinstance(value, str) else "%" * meter.weigh(value), given)
         case "indent":

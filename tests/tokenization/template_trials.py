@@ -1,5 +1,6 @@
 """Templates that ask everything that the sandbox offers for 10^7 of something, and what renders them."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,7 @@ def make_renderer() -> Answer:
     variables |= {"pair": ("a", words), "items": {"a": words, "b": 1}}
 
     def render(source: bytes) -> bytes:
+        gc.collect()  # jinja's contexts are cycles: the memory that counts is one template's
         try:
             with metered(WorkMeter()):
                 made = environment.compiled(source.decode()).render(variables)

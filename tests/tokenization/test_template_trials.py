@@ -1,10 +1,14 @@
 """Whatever the sandbox offers, asked for 10^7 of something, ends within the memory and the time of a small request."""
 
+import tracemalloc
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from charonia.processes.limited_process import CallLimits, LimitedProcess
+from charonia.tokenization.chat_template import template_environment
+from charonia.tokenization.template_sandbox import metered
+from charonia.tokenization.template_work import TemplateLimitExceeded, WorkMeter
 
 from .template_trials import make_renderer, trials
 
@@ -42,6 +46,17 @@ def test_some_of_what_is_offered_ends_within_bounds(renderer: Renderer) -> None:
 @pytest.mark.proof
 def test_all_that_is_offered_ends_within_bounds(renderer: Renderer) -> None:
     check(renderer, [*trials()])
+
+
+@pytest.mark.parametrize("name", ["batch", "slice"])
+def test_lists_are_paid_for_before_they_are_filled(name: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateLimitExceeded), metered(WorkMeter()):
+            template_environment().compiled(f"{{{{ 'x' | {name}(10000000, 'y') | list }}}}").render()
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("given", ["'%c' * 10000000", "'%9999999Y' * 1000", "'%c' * 2000"])
