@@ -33,7 +33,7 @@ ENVIRONMENT_FAULTS = (
     LookupError,
     ArithmeticError,
     AttributeError,
-    RecursionError,
+    RuntimeError,  # of `cycler()`, and recursion
 )
 """The errors of a template with messages that it was not made for."""
 _EACH = 4

@@ -85,6 +85,7 @@ def test_variables_that_a_template_cannot_use_are_the_requests_fault(source: str
         "{{ messages[0].content + 1 }}",
         "{{ 1 / 0 }}",
         "{{ nothing.at.all }}",
+        "{{ cycler() }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
