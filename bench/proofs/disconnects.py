@@ -44,8 +44,8 @@ from .process_stats import ServerStats, counted_since, read_server_stats, scrape
 AT_ONCE = 64
 _WARM_UP = 1 / 4
 """Before the first census, this share of visits is paid beside the others: pools and arenas fill."""
-_LEAVE_SECONDS = 15.0
-"""A server with nothing to do leaves within this time on a busy machine, too; one that waits for a request takes 30."""
+_LEAVE_SECONDS = 5.0
+"""A server with nothing to do leaves within this time."""
 _GROWTH = 0.05
 """Memory may be this share larger: what 2,000 requests of 10 KiB would leave is more."""
 
