@@ -18,10 +18,10 @@ from typing import NamedTuple
 from cyclopts import App
 from rich.table import Table
 
+from ..engine.client.client import EngineClient
+from ..engine.client.routing import PrefixIndex, prompt_prefixes
 from ..engine.config import CacheConfig, EngineConfig, FakeConfig
 from ..engine.core.messages import AddRequest
-from ..engine.frontend.client import EngineClient
-from ..engine.frontend.routing import PrefixIndex, prompt_prefixes
 from ..scheduler.config import SchedulerConfig
 from .command import report_console, seconds_of
 

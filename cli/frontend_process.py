@@ -19,9 +19,9 @@ from ..api.prometheus import MetricRegistries
 from ..api.triton.clouds import CloudMiddleware
 from ..core.errors import CharoniaError
 from ..core.tasks import wait_for_first
-from ..frontends.forwarding import HttpForwarder, forwarded_rpcs
-from ..frontends.messages import FrontendListening, LogText
-from ..frontends.remote_gateway import RemoteGateway
+from ..http_workers.forwarding import HttpForwarder, forwarded_rpcs
+from ..http_workers.messages import FrontendListening, LogText
+from ..http_workers.remote_gateway import RemoteGateway
 from ..processes import gc_tuning
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..processes.host import map_large_blocks_separately, raise_open_file_limit

@@ -27,7 +27,7 @@ from .plan import ServePlan
 from .ports import ReservedPorts
 
 if TYPE_CHECKING:
-    from ..frontends.supervisor import FrontendPool
+    from ..http_workers.supervisor import FrontendPool
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from ..api.app import all_routes, routed_app
 from ..api.batches.runner import BatchRunner
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricRegistries
-from ..frontends.forwarding import answer_rpc
-from ..frontends.hub import FrontendHub
-from ..frontends.supervisor import FrontendPool
+from ..http_workers.forwarding import answer_rpc
+from ..http_workers.hub import FrontendHub
+from ..http_workers.supervisor import FrontendPool
 from ..repository.gateway import InProcessGateway
 from .frontend_process import FrontendSetup, main
 from .options import is_true

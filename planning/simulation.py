@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from ..core.errors import InvalidArgument, QueueFull
+from ..engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
+from ..engine.client.routing import TOKENS_PER_REQUEST, PrefixIndex, route_prompt
 from ..engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
-from ..engine.frontend.admission import AdmissionControl, QueueLimits, QueueTicket
-from ..engine.frontend.routing import TOKENS_PER_REQUEST, PrefixIndex, route_prompt
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import IntArray, StepPlan, StepResult, StepUpdates

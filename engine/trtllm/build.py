@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from ...telemetry.llm_metrics import LlmMetrics
+from ..client.engine import EngineSpec
 from ..core.messages import CoreLoading
-from ..frontend.engine import EngineSpec
 from .client import TrtllmClient
 from .options import TrtllmOptions
 from .runtime import TrtllmRuntimeLoader

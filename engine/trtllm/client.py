@@ -19,10 +19,10 @@ import msgspec
 from ...core.errors import CharoniaError, Internal, Unavailable
 from ...core.request import FinishReason, GenerateRequest
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
+from ..client.admission import AdmissionControl, QueueLimits, QueueTicket
+from ..client.engine import count_by_priority
+from ..client.token_stream import SequenceStats, TokenStream
 from ..core.messages import AddRequest, CoreLoading, CoreReady
-from ..frontend.admission import AdmissionControl, QueueLimits, QueueTicket
-from ..frontend.engine import count_by_priority
-from ..frontend.token_stream import SequenceStats, TokenStream
 from .options import TrtllmOptions
 from .request import TrtllmRequest
 from .runtime import TrtllmRuntime, TrtllmRuntimeLoader

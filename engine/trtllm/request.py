@@ -16,8 +16,8 @@ from ...core.errors import CharoniaError, Internal, Unavailable
 from ...core.logprobs import Logprobs
 from ...core.request import FinishReason
 from ...scheduler.sequence import Sequence as QueuedSequence
+from ..client.token_stream import TokenStream
 from ..core.messages import AddRequest
-from ..frontend.token_stream import TokenStream
 
 if TYPE_CHECKING:
     from tensorrt_llm import SamplingParams

@@ -8,9 +8,9 @@ from dataclasses import replace
 from ...core.errors import InvalidArgument
 from ...core.model import MemoryNeed, Model, ModelConfig
 from .. import build
-from ..frontend.engine import EngineSpec
-from ..frontend.infer import OWN_LAYOUT, InferLayout
-from ..frontend.llm import LlmModel, own_engine_spec
+from ..client.engine import EngineSpec
+from ..client.infer import OWN_LAYOUT, InferLayout
+from ..client.llm import LlmModel, own_engine_spec
 from ..options import parse_settings
 from ..trtllm.build import trtllm_engine_spec
 from ..trtllm.options import TrtllmOptions, is_set, read_model_source, read_model_yaml

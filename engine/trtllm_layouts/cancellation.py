@@ -2,7 +2,7 @@
 
 from ...core.errors import InvalidArgument
 from ...core.request import InferRequest, InferResponse
-from ..frontend.infer import GeneratingModel
+from ..client.infer import GeneratingModel
 
 
 def request_id(request: InferRequest) -> str:

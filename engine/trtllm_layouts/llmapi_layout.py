@@ -10,7 +10,7 @@ from ...core.errors import InvalidArgument
 from ...core.request import InferRequest, InferResponse
 from ...core.request_context import RequestContext
 from ...core.tensor import TensorSpec
-from ..frontend.infer import OUTPUT_VALUES, GeneratingModel, OutputTensor, TensorLayout
+from ..client.infer import OUTPUT_VALUES, GeneratingModel, OutputTensor, TensorLayout
 from .cancellation import cancel_request, wants_cancellation
 from .token_layout import NOT_DECOUPLED
 

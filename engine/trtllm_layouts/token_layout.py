@@ -16,7 +16,7 @@ from ...core.request_context import RequestContext, SequenceRecord
 from ...core.tasks import merge_streams
 from ...core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from ...tokenization.tokenizer import TokenLimit
-from ..frontend.infer import GeneratingModel, collect_answers
+from ..client.infer import GeneratingModel, collect_answers
 from .cancellation import cancel_request, wants_cancellation
 from .token_fields import FIELDS, OUTPUTS, FieldUse, find_field
 from .token_request import TokenQuestion, parse_token_request

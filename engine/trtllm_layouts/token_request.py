@@ -16,7 +16,7 @@ from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, InferRequest, SamplingParams
 from ...core.tensor import Tensor
 from ...tokenization.tokenizer import TokenLimit
-from ..frontend.request_parameters import one_element, parse_request_parameters, text_of
+from ..client.request_parameters import one_element, parse_request_parameters, text_of
 from .cancellation import request_id
 from .token_fields import FieldUse, find_field
 

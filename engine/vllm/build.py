@@ -10,8 +10,8 @@ from ...core.model import MemoryNeed, Model, ModelConfig
 from ...core.request import GenerateChunk
 from ...core.tensor import TensorSpec
 from .. import build
-from ..frontend.infer import OUTPUT_VALUES, OutputTensor, TensorLayout
-from ..frontend.llm import LlmModel, own_engine_spec
+from ..client.infer import OUTPUT_VALUES, OutputTensor, TensorLayout
+from ..client.llm import LlmModel, own_engine_spec
 from .model_json import read_model_json
 
 _RETURNED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")

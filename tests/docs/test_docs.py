@@ -26,8 +26,8 @@ from charonia.cli.options import BooleanFlag
 from charonia.core.foreign_parameters import FOREIGN_PARAMETERS
 from charonia.core.request import SamplingParams
 from charonia.engine.attention.selector import BACKENDS
+from charonia.engine.client import infer, request_parameters
 from charonia.engine.cpu import library
-from charonia.engine.frontend import infer, request_parameters
 from charonia.engine.options import EngineOptions, engine_config, parse_settings
 from charonia.engine.trtllm.options import TrtllmOptions
 

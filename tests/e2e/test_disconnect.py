@@ -14,9 +14,9 @@ from charonia.api.app import build_app
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
 from charonia.cli.ports import bind_port
+from charonia.engine.client.llm import LlmModel
 from charonia.engine.config import EngineConfig, FakeConfig
 from charonia.engine.core.messages import EngineLoad, RequestUpdates
-from charonia.engine.frontend.llm import LlmModel
 from charonia.repository.gateway import InProcessGateway
 from charonia.scheduler.config import SchedulerConfig
 

@@ -12,7 +12,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument, NotFound, Unsupported
 from charonia.core.request_context import DONE, RequestContext
-from charonia.frontends.messages import SentSequence
+from charonia.http_workers.messages import SentSequence
 from charonia.telemetry.logging_setup import LogSettings, configured_logging
 from charonia.telemetry.request_log import LoggedRequests, log_request
 

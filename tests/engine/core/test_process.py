@@ -17,7 +17,7 @@ from charonia.scheduler.config import SchedulerConfig
 CAPACITY = Capacity(vocab_size=100, max_model_len=1024, block_bytes=1000, free_bytes=100_000)
 FRONTEND = """
 import asyncio, signal, sys, tempfile
-from charonia.engine.frontend.client import EngineClient
+from charonia.engine.client.client import EngineClient
 from charonia.engine.config import EngineConfig
 from charonia.engine.core.messages import AddRequest
 

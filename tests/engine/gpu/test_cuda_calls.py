@@ -17,7 +17,7 @@ from charonia.engine.worker.loaded_rank import resolve_device
 from tests.cuda_stand_in import DEVICE_CALLS, StandInCuda
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("analyzer", "api", "bench", "classic_backends", "cli", "engine", "frontends", "planning", "processes")
+FOLDERS = ("analyzer", "api", "bench", "classic_backends", "cli", "engine", "http_workers", "planning", "processes")
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import transformers
 
 from charonia.core.request import GenerateRequest, SamplingParams
 from charonia.core.request_context import RequestContext
+from charonia.engine.client.llm import LlmModel
 from charonia.engine.config import EngineConfig
-from charonia.engine.frontend.llm import LlmModel
 
 PROMPT = "The quick brown fox"
 NEW = 24

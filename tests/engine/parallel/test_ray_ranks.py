@@ -28,9 +28,9 @@ from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from charonia.core.errors import CharoniaError, InvalidArgument, NotReady, Unavailable
+from charonia.engine.client.client import EngineClient
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.core.messages import AddRequest
-from charonia.engine.frontend.client import EngineClient
 from charonia.engine.parallel.local_ranks import RankLayout
 from charonia.engine.parallel.rank_connections import ConnectToken, RankListener
 from charonia.engine.parallel.ranks_executor import RanksExecutor

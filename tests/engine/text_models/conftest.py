@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from charonia.core.request_context import RequestContext
+from charonia.engine.client.llm import LlmModel
 from charonia.engine.config import EngineConfig, FakeConfig
-from charonia.engine.frontend.llm import LlmModel
 from charonia.engine.trtllm.build import trtllm_engine_spec
 from charonia.engine.trtllm.options import TrtllmOptions
 from charonia.scheduler.config import SchedulerConfig

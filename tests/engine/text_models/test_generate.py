@@ -26,7 +26,7 @@ from charonia.core.request import (
     join_chunks,
 )
 from charonia.core.request_context import RequestContext
-from charonia.engine.frontend.llm import LlmModel
+from charonia.engine.client.llm import LlmModel
 from charonia.tokenization.tokenizer import Tokenizer
 
 from ...waiting import until
@@ -86,7 +86,7 @@ async def test_every_kind_of_prompt(load: Load) -> None:
 
 
 async def test_what_is_long_is_counted_up_to_a_bound(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("charonia.engine.frontend.llm._MIN_COUNTED", 300)
+    monkeypatch.setattr("charonia.engine.client.llm._MIN_COUNTED", 300)
     model = await load()
     assert await model.tokenize(TokenizeRequest(prompt="w5 " * 300)) == [5] * 300
     assert await model.detokenize([5] * 300) == " ".join(["w5"] * 300)

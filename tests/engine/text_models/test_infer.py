@@ -8,7 +8,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor
-from charonia.engine.frontend.llm import LlmModel
+from charonia.engine.client.llm import LlmModel
 
 from .conftest import Load, counted
 

@@ -23,7 +23,7 @@ from charonia.core.request import (
     join_chunks,
 )
 from charonia.core.request_context import RequestContext
-from charonia.engine.frontend.llm import LlmModel
+from charonia.engine.client.llm import LlmModel
 from charonia.engine.trtllm.build import trtllm_engine_spec
 from charonia.engine.trtllm.client import IterationStats
 from charonia.engine.trtllm.options import TrtllmOptions

@@ -10,7 +10,7 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import TensorSpec
-from charonia.engine.frontend.llm import ignore_progress
+from charonia.engine.client.llm import ignore_progress
 from charonia.engine.trtllm_layouts.build import memory_needed, tensorrt_llm_model
 from charonia.engine.trtllm_layouts.own_engine import computes_here, read_own_settings
 

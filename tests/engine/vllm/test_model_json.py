@@ -10,7 +10,7 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.engine import build
-from charonia.engine.frontend.llm import ignore_progress
+from charonia.engine.client.llm import ignore_progress
 from charonia.engine.options import EngineOptions, parse_settings
 from charonia.engine.vllm import model_json
 from charonia.engine.vllm.arguments import OWN_NAMES

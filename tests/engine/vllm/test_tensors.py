@@ -9,7 +9,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import TokenLogprob
 from charonia.core.request import FinishReason, GenerateChunk, InferRequest, SamplingParams, Usage
 from charonia.core.tensor import Tensor
-from charonia.engine.frontend.infer import ParsedInferRequest, StreamedResponses, parse_infer_request
+from charonia.engine.client.infer import ParsedInferRequest, StreamedResponses, parse_infer_request
 from charonia.engine.vllm.build import VLLM_LAYOUT
 
 DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}

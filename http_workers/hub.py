@@ -1,0 +1,120 @@
+"""The hub: what all frontends of a gateway share, and what they are told of it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from ..engine.client.llm import LlmModel
+from ..repository.gateway import InProcessGateway
+from .messages import BEAT_SECONDS, CancelRequests, HubSnapshot, LogLevels
+from .snapshot import ModelCensus
+
+if TYPE_CHECKING:
+    from .session import FrontendSession
+
+log = logging.getLogger(__name__)
+
+ControlAnswer: TypeAlias = Callable[[str, bytes], Awaitable[dict[str, Any]]]
+"""Answers a control RPC, by its name and its encoded message, with the fields of the response."""
+
+_LOOK_SECONDS = 0.2
+"""Between two looks at what is served; calls that change something look by themselves."""
+
+_LOOKS_PER_BEAT = round(BEAT_SECONDS / _LOOK_SECONDS)
+
+_SETTLE_SECONDS = 30.0
+"""For which a change waits, at most, until every frontend knows of it."""
+
+
+class FrontendHub:
+    """What the frontends of one gateway share. `app` and `control` answer what is not inference."""
+
+    def __init__(self, gateway: InProcessGateway, app: Any, control: ControlAnswer) -> None:
+        self.gateway, self.app, self.control = gateway, app, control
+        self.census = ModelCensus(gateway)
+        self.sessions: set[FrontendSession] = set()
+        self._snapshot: HubSnapshot | None = None
+        self._told: frozenset[int] = frozenset()
+        self._models: tuple[object, ...] = ()
+        self._looking: asyncio.Task[None] | None = None
+        self._progress = asyncio.Event()
+
+    def start(self) -> None:
+        """Look at what is served from now on."""
+        self._looking = asyncio.create_task(self._look())
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait({self._looking})
+
+    @property
+    def told(self) -> frozenset[int]:
+        """The numbers of the loaded models that frontends were told of."""
+        return self._told
+
+    def push(self) -> HubSnapshot:
+        """Tell all frontends what changed since they were told."""
+        gateway, before = self.gateway, self._snapshot
+        served = self.census.take()
+        # Configs are compared by identity: they are never changed, and may be large.
+        mark = *((model.number, model.latest, model.names) for model in served.models), *map(id, served.listed)
+        models = served.pickled() if before is None or mark != self._models else before.models
+        self._models, self._told = mark, frozenset(model.number for model in served.models)
+        snapshot = HubSnapshot(
+            0 if before is None else before.number,
+            gateway.ready(),
+            gateway.exiting(),
+            bool(gateway.routes.served),
+            gateway.shared_state.traces.wants_children,
+            models,
+            LogLevels.of(gateway.shared_state.logs.settings),
+            gateway.shared_state.shared_memory.registered(),
+            gateway.shared_state.shared_memory.registered_cuda(),
+        )
+        if before is None or snapshot != before:
+            self._snapshot = before = msgspec.structs.replace(snapshot, number=snapshot.number + 1)
+            for session in self.sessions:
+                session.link.send(before)
+        return before
+
+    async def settle(self) -> None:
+        """Return when every frontend answers by what holds now, or does not answer."""
+        number, deadline = self.push().number, time.monotonic() + _SETTLE_SECONDS
+        while any(session.taken < number for session in self.sessions):
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._progress.wait()
+            except TimeoutError:
+                log.warning("a frontend does not take what has changed")
+                return
+
+    def on_progress(self) -> None:
+        """A frontend took a snapshot, or is gone."""
+        waited, self._progress = self._progress, asyncio.Event()
+        waited.set()
+
+    def cancel_elsewhere(self, model: int, request_id: str, asker: "FrontendSession") -> None:
+        """End a model's generations of requests with this id, but for those of `asker`."""
+        for session in self.sessions - {asker}:
+            session.link.send(CancelRequests(model, request_id))
+        loaded = self.census.model(model)
+        if loaded is not None and isinstance(loaded.model, LlmModel):
+            loaded.model.cancel_here(request_id)
+
+    async def _look(self) -> None:
+        looks = 0
+        while True:
+            try:
+                self.push()
+            except Exception:
+                log.exception("frontends could not be told what is served")
+            looks += 1
+            if looks % _LOOKS_PER_BEAT == 0:
+                for session in self.sessions:
+                    session.beat()
+            await asyncio.sleep(_LOOK_SECONDS)

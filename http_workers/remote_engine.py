@@ -1,0 +1,171 @@
+"""The engine of a language model as a frontend has it: the hub's, over the link. Token ids in, token ids out."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import CharoniaError
+from ..core.request import FinishReason, GenerateRequest
+from ..core.tensor import NUMPY_TYPES, Tensor
+from ..engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
+from ..engine.client.token_stream import SequenceStats, TokenStream
+from ..engine.core.messages import AddRequest, CoreReady
+from ..telemetry.llm_metrics import EngineState
+from .messages import (
+    AbortSequence,
+    CancelRequests,
+    FromFrontend,
+    LoraTaskMessage,
+    SentError,
+    SequenceSteps,
+    SubmitSequence,
+)
+from .tensors import SentTensor
+
+_NOBODY_WAITS = AdmissionControl(QueueLimits(sys.maxsize, sys.maxsize))
+
+
+class HubConnection(Protocol):
+    """The frontend's way to the hub."""
+
+    def send(self, message: FromFrontend) -> None: ...
+
+    def next_key(self) -> int:
+        """A number that no request or sequence of this frontend had."""
+
+
+@dataclass(slots=True, eq=False)
+class RemoteTicket(QueueTicket):
+    """A sequence that the hub is to admit, with the request that it is for."""
+
+    asked: GenerateRequest | None = None
+
+    def release(self, started: bool = False) -> None:
+        """The hub counts who waits."""
+        self.held = False
+
+
+class RemoteStreams:
+    """The sequences of this frontend that the hub's engines have, by their keys."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, TokenStream] = {}
+
+    def add(self, key: int, stream: TokenStream) -> None:
+        self._streams[key] = stream
+
+    def remove(self, key: int) -> None:
+        self._streams.pop(key).close()
+
+    def fail(self, key: int, error: CharoniaError) -> None:
+        """End one with an error, if it is read."""
+        if key in self._streams:
+            self._streams[key].fail(error)
+
+    def on_steps(self, steps: SequenceSteps) -> None:
+        """Write what the hub tells of into the streams."""
+        streams, at = self._streams, steps.at
+        for key, cached, begun in steps.started:
+            if key in streams:
+                streams[key].start(cached, begun)
+        for key, scores in steps.prompt_logprobs:
+            if key in streams:
+                for each in scores:
+                    streams[key].push_prompt_scores(each)
+        for key, drafts in steps.drafts:
+            if key in streams:
+                streams[key].stats.drafts += drafts
+        logprobs = dict(steps.logprobs)
+        tokens, begin = steps.tokens, 0
+        for key, count in zip(steps.keys, steps.counts, strict=True):
+            stream, end = streams.get(key), begin + count
+            if stream is not None and count:
+                stream.push(tokens[begin:end], at, logprobs.get(key, ()))
+            begin = end
+        for key, reason in steps.finished:
+            if key in streams:
+                streams[key].finish(FinishReason(reason))
+        for key, error in steps.failed:
+            self.fail(key, error.error())
+
+
+class RemoteEngine:
+    """An `Engine`, and a `SharedEngine`: that of the hub's loaded model `model`, for the sequences of one request,
+    whose key is `request`; `refusal`: why none of them may begin."""
+
+    def __init__(
+        self,
+        hub: HubConnection,
+        streams: RemoteStreams,
+        model: int,
+        info: CoreReady,
+        request: int = 0,
+        refusal: SentError | None = None,
+    ) -> None:
+        self._hub, self._streams, self._model, self._info = hub, streams, model, info
+        self._request, self._refusal = request, refusal
+
+    def for_request(self, key: int, refusal: SentError | None) -> "RemoteEngine":
+        return RemoteEngine(self._hub, self._streams, self._model, self._info, key, refusal)
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        return 0, 0
+
+    def state(self) -> EngineState:
+        return EngineState()
+
+    async def start(self) -> CoreReady:
+        return self._info
+
+    async def close(self) -> None:
+        """The engine is the hub's."""
+
+    def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
+        """The hub has admitted or refused a request's sequences when the model was acquired. Those that it did not know
+        of it may refuse when they are submitted: `TokenStream.read` raises what it says."""
+        if self._refusal is not None:
+            raise self._refusal.error()
+        return RemoteTicket(_NOBODY_WAITS, tenant, request.choice_count, asked=request)
+
+    @contextmanager
+    def open_stream(
+        self, add: AddRequest, stats: SequenceStats | None = None, ticket: QueueTicket | None = None
+    ) -> Iterator[TokenStream]:
+        assert isinstance(ticket, RemoteTicket)
+        assert ticket.asked is not None
+        assert stats is not None
+        asked, key = ticket.asked, self._hub.next_key()
+        stats.time_left(add.timeout)
+        stats.record_submission(len(add.prompt))
+        stream = TokenStream(stats, ticket, add.priority)
+        self._streams.add(key, stream)
+        wanted, task = asked.sampling.max_tokens != 0, asked.lora_task
+        counts = asked.choice, asked.choice_count, asked.prompt_count
+        lora = None if task is None else LoraTaskMessage(task.number, _array(task.weights), _array(task.config))
+        self._hub.send(SubmitSequence(key, self._request, add, stats.opened, wanted, *counts, lora))
+        try:
+            yield stream
+        finally:
+            self._streams.remove(key)
+            if not stream.ended:
+                self._hub.send(AbortSequence(key))
+
+    def cancel_elsewhere(self, request_id: str) -> None:
+        self._hub.send(CancelRequests(self._model, request_id))
+
+
+def _array(data: NDArray[Any] | None) -> SentTensor | None:
+    if data is None:
+        return None
+    datatype = next(name for name, dtype in NUMPY_TYPES.items() if np.dtype(dtype) == data.dtype)
+    return SentTensor.of(Tensor("", datatype, data.shape, data))

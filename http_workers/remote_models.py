@@ -1,0 +1,310 @@
+"""The models of the hub as a frontend's endpoints have them: handles for requests, the responses to their calls, and
+language models whose text is read and written here."""
+
+import asyncio
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
+
+from msgspec import Raw
+
+from ..core.errors import CharoniaError, InvalidArgument, Unavailable
+from ..core.gateway import ResponseStream
+from ..core.model import ModelConfig, ModelStats
+from ..core.request import (
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+    TokenizeRequest,
+)
+from ..core.request_context import ExecutionTimes, RequestContext
+from ..engine.client.llm import LlmModel
+from ..repository.request_validation import validate_request
+from .messages import (
+    CancelCall,
+    ModelCall,
+    ReaderDelays,
+    ResponseNotes,
+    ResponsesRead,
+    SentSequence,
+    TextCall,
+    encode_origin,
+)
+from .remote_engine import RemoteEngine
+from .snapshot import ServedModel
+
+if TYPE_CHECKING:
+    from .remote_gateway import RemoteGateway
+
+_READY = ModelStats(True)
+_HALF_WINDOW = 8
+"""Responses of a stream that are read between two words to the hub that more may come."""
+
+
+_Item = TypeVar("_Item", InferResponse, GenerateChunk)
+
+
+class RemoteResponses(Generic[_Item]):
+    """The responses to a call that the hub answers: a `ResponseStream`."""
+
+    __slots__ = ("_context", "_ended", "_error", "_gateway", "_handle", "_key", "_reader", "_ready", "_taken", "_text")
+
+    def __init__(self, gateway: "RemoteGateway", handle: "RemoteModelHandle", key: int) -> None:
+        self._gateway: RemoteGateway = gateway
+        self._handle: RemoteModelHandle = handle
+        self._key: int = key
+        self._context = handle.context
+        self._ready: deque[_Item] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self._error: CharoniaError | None = None
+        self._ended = False
+        self._taken = 0
+        self._text: SentSequence | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> _Item:
+        if not self._ready and not self._ended:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if self._ready:
+            response = self._ready.popleft()
+            self._taken += 1
+            if self._taken == _HALF_WINDOW and not self._ended:
+                self._taken = 0
+                self._gateway.send(ResponsesRead(self._key, _HALF_WINDOW))
+            if isinstance(response, InferResponse) and response.final:
+                self._context.finish()
+            return response
+        if self._error is not None:
+            raise self._error
+        self._context.finish()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._gateway.calls.pop(self._key, None)
+            self._gateway.send(CancelCall(self._key))
+
+    def on_item(self, item: _Item, last: bool, notes: ResponseNotes | None) -> None:
+        if notes is not None:
+            self._note(notes)
+        self._ready.append(item)
+        if last:
+            self.on_end()
+        else:
+            self._wake()
+
+    def on_end(self, error: CharoniaError | None = None, notes: ResponseNotes | None = None) -> None:
+        if notes is not None:
+            self._note(notes)
+        self._ended, self._error = True, error
+        self._gateway.calls.pop(self._key, None)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _note(self, notes: ResponseNotes) -> None:
+        context, text = self._context, notes.text
+        for warning in notes.warnings:
+            context.warn(warning)
+        if notes.model and (context.model, context.version) != (notes.model, notes.version):
+            context.model, context.version = notes.model, notes.version
+            self._handle.on_other_arm(notes.model, notes.version)
+        if text is not None:
+            if self._text is None:
+                self._text = SentSequence()
+                context.all_sequences.append(self._text)
+            self._text.prompt, self._text.generated, self._text.cached = text.prompt, text.generated, text.cached
+            self._text.finish_reason = FinishReason(text.finish_reason) if text.finish_reason else None
+
+
+class RemoteModelHandle:
+    """A model of tensors, for the request of `context`. `version`: as the request asks for it; `number`: that of
+    a loaded one which the hub answers in its event loop, else 0."""
+
+    def __init__(
+        self,
+        gateway: "RemoteGateway",
+        config: ModelConfig,
+        context: RequestContext,
+        version: str,
+        number: int = 0,
+        stats: ModelStats = _READY,
+    ) -> None:
+        self.config, self.context = config, context
+        self._gateway, self._version, self._number, self._stats = gateway, version, number, stats
+
+    @property
+    def name(self) -> str:
+        return self.context.adapter or self.config.name
+
+    def for_request(self, context: RequestContext) -> "RemoteModelHandle":
+        """The same version for another request, which the hub finds by its own name."""
+        mine = self.context
+        context.model, context.version, context.model_found = mine.model, mine.version, True
+        context.adapter, context.route = mine.adapter, mine.route
+        return RemoteModelHandle(self._gateway, self.config, context, mine.version, self._number)
+
+    def check_room(self) -> None:
+        """The hub refuses."""
+
+    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        return None
+
+    def stats(self) -> ModelStats:
+        return self._stats
+
+    def validate(self, request: InferRequest) -> None:
+        validate_request(self.config, request)
+
+    def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
+        context = self.context
+        if request.id:
+            context.id = request.id
+        gateway, key = self._gateway, self._gateway.next_key()
+        responses = gateway.calls[key] = RemoteResponses[InferResponse](gateway, self, key)
+        call = ModelCall(
+            key,
+            gateway.key_of(context),
+            Raw(encode_origin(gateway.origin_of(context))),
+            context.model,
+            self._version,
+            request.id,
+            [gateway.exchange.message(each) for each in request.inputs.values()],
+            request.outputs,
+            dict(request.parameters),
+            self._number if self._number and self._fits(request) else 0,
+        )
+        gateway.link.gather(call)
+        return responses
+
+    def _fits(self, request: InferRequest) -> bool:
+        """Whether it fits the config that is known here; checked for the hub, which has less time."""
+        try:
+            self.validate(request)
+        except InvalidArgument:
+            return False
+        return True
+
+    def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        raise self._no_text()
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        raise self._no_text()
+
+    async def detokenize(self, ids: list[int]) -> str:
+        raise self._no_text()
+
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        raise self._no_text()
+
+    def on_other_arm(self, model: str, version: str) -> None:
+        """The request's sequence began at another arm of its route, which answers."""
+        found = self._gateway.find(model, version)
+        if found is not None:
+            self.config = replace(found.config, name=self.config.name, aliases=())
+
+    def _no_text(self) -> InvalidArgument:
+        return InvalidArgument(f"model '{self.config.name}' does not generate text", field="model")
+
+
+class TextHandle(RemoteModelHandle):
+    """A language model of the hub whose text becomes tokens here, by `model`."""
+
+    def __init__(
+        self, gateway: "RemoteGateway", config: ModelConfig, context: RequestContext, model: LlmModel, stats: ModelStats
+    ) -> None:
+        super().__init__(gateway, config, context, context.version, stats=stats)
+        self._model = model
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        tokens = await self._model.tokenize(request)
+        self.context.finish()
+        return tokens
+
+    async def detokenize(self, ids: list[int]) -> str:
+        text = await self._model.detokenize(ids)
+        self.context.finish()
+        return text
+
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        return await self._model.token_strings(ids)
+
+
+class RemoteTextHandle(TextHandle):
+    """A language model of the hub, whose text is read and written here by `model`."""
+
+    def check_room(self) -> None:
+        self._model.check_room(self.context.tenant)
+
+    def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
+        if request.id:
+            self.context.id = request.id
+        validate_request(self.config, request)
+        return cast("ResponseStream[InferResponse]", self._model.infer(request, self.context))
+
+    def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        self.context.id = request.id
+        return cast("ResponseStream[GenerateChunk]", self._model.generate(request, self.context))
+
+
+class FollowedTextHandle(TextHandle):
+    """A language model whose requests and answers the hub needs as a whole: those of a route that copies them for a
+    shadow, or goes by what is read last. What no engine answers is read here, by `model`."""
+
+    def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        self.context.id = request.id
+        gateway, key = self._gateway, self._gateway.next_key()
+        responses = gateway.calls[key] = RemoteResponses[GenerateChunk](gateway, self, key)
+        gateway.send(TextCall(key, gateway.key_of(self.context), request))
+        return responses
+
+
+class TextModelHere:
+    """A language model of the hub while its text is read here: `model`, once it is built. `users`: requests that have
+    it; `engine` of none of them."""
+
+    def __init__(self, served: ServedModel, engine: RemoteEngine) -> None:
+        assert served.parts is not None
+        self.engine, self.users, self.dropped = engine, 0, False
+        self._served = served
+        self._told = 0, 0.0
+        spec = replace(served.parts.spec, connect=lambda on_progress, metrics: engine)
+        self.model = LlmModel(served.config.name, served.config.version, spec, layout=served.parts.layout)
+        self.building = asyncio.create_task(self._build())
+
+    async def _build(self) -> None:
+        """Raises `CharoniaError` if its files are not what they were for the hub."""
+        config = self._served.config
+        await self.model.load()
+        if self.model.config.fingerprint != config.fingerprint:
+            message = f"the files of model '{config.name}' have changed since it was loaded: load it again"
+            raise Unavailable(message)
+
+    def reader_delays(self) -> ReaderDelays:
+        """What its clients left unread since the last call."""
+        (tokens, seconds), metrics = self._told, self.model.metrics
+        self._told = metrics.merged_tokens, metrics.unread.seconds
+        return ReaderDelays(self._served.number, self._told[0] - tokens, self._told[1] - seconds)
+
+    def release(self, _: object = None) -> None:
+        """A request that had it has ended."""
+        self.users -= 1
+        self._unload_unused()
+
+    def drop(self) -> None:
+        """It is served no longer; the requests that have it end with it."""
+        self.dropped = True
+        self._unload_unused()
+
+    def _unload_unused(self) -> None:
+        if self.dropped and not self.users:
+            self.building.cancel()
+            self._unloading = asyncio.create_task(self.model.unload())

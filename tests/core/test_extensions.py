@@ -1,0 +1,49 @@
+"""Entry points are found by group and name, and one without its module is left out."""
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from charonia.core import extensions
+from charonia.core.extensions import installed_extensions
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
+    entries: list[EntryPoint] = []
+
+    def entry_points(group: str) -> Any:
+        return [entry for entry in entries if entry.group == group]
+
+    monkeypatch.setattr(extensions, "entry_points", entry_points)
+    installed_extensions.cache_clear()
+    yield entries
+    installed_extensions.cache_clear()
+
+
+def test_extensions_are_those_of_a_group_by_name(declared: list[EntryPoint]) -> None:
+    group = "charonia.commands"
+    declared += [
+        EntryPoint("two", "json:loads", group),
+        EntryPoint("one", "json:dumps", group),
+        EntryPoint("other", "json:dump", "charonia.routes"),
+    ]
+    assert list(installed_extensions(group)) == ["one", "two"]
+    assert installed_extensions(group)["two"].load()("1") == 1
+
+
+def test_an_extension_without_its_module_is_left_out(declared: list[EntryPoint]) -> None:
+    group = "charonia.commands"
+    declared += [
+        EntryPoint(f"absent{module.count('.')}", f"{module}:x", group) for module in ("nowhere", "json.nowhere")
+    ]
+    assert installed_extensions(group) == {}
+
+
+def test_what_is_declared_and_there_is_never_left_out(declared: list[EntryPoint]) -> None:
+    """find_spec imports the packages above a module, and an error of theirs is told."""
+    declared.append(EntryPoint("broken", "json.decoder:nothing", "charonia.backends"))
+    with pytest.raises(AttributeError):
+        installed_extensions("charonia.backends")["broken"].load()

@@ -1,0 +1,126 @@
+"""What an engine is asked: defaults resolved, numbers it can hold, nothing where nothing is wanted."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from charonia.core.errors import ContextLengthExceeded, InvalidArgument
+from charonia.core.request import ChatMessage, Conversation, GenerateRequest, Prompt, SamplingParams
+from charonia.core.request_context import RequestContext
+from charonia.engine.client.add_request import build_add_request, prompt_tokens_to_keep
+from charonia.engine.core.messages import AddRequest, CoreReady
+from charonia.scheduler.plan import LogitsParams
+from charonia.tokenization.generation_defaults import GenerationDefaults
+
+READY = CoreReady(vocab_size=100, max_model_len=64, block_size=4, blocks=32)
+MODEL = GenerationDefaults((7,))
+
+
+def add(model: GenerationDefaults = MODEL, bad_words: tuple[tuple[int, ...], ...] = (), **asked: object) -> AddRequest:
+    request = GenerateRequest(id="", prompt="", sampling=SamplingParams(**asked), choice=3)
+    return build_add_request(request, RequestContext("test"), [1], model, READY, bad_words)
+
+
+def test_a_request_that_asks_for_nothing_has_no_logits_params() -> None:
+    assert add().sampling.logits is None
+    assert add(min_tokens=3, ignore_eos=True).sampling.logits is None
+    assert add(repetition_penalty=1.0, presence_penalty=0.0, stop=("x",)).sampling.logits is None
+    assert add().sampling.choice == 3
+    assert (add().sampling.logprobs, add(logprobs=0).sampling.logprobs) == (None, 0)
+
+
+def test_logits_params_cross_the_wire_as_they_are() -> None:
+    wishes = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {3: -100.0}, "min_tokens": 2}
+    asked = add(bad_words=((1, 2), (5, 100), (4,)), min_p=0.1, repetition_penalty=1e-300, **wishes)
+    expected = LogitsParams(1e-4, 0.5, -0.5, ((3, -100.0),), ((1, 2), (4,)), 2, (7,))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=AddRequest) == asked
+    assert asked.sampling.logits == expected
+    assert asked.sampling.min_p == 0.1
+
+
+def test_the_models_own_penalty_counts() -> None:
+    model = MODEL._replace(min_p=0.2, repetition_penalty=1.1)
+    sampling = add(model).sampling
+    assert (sampling.min_p, sampling.logits) == (0.2, LogitsParams(repetition_penalty=1.1))
+    assert add(model, repetition_penalty=1.0, min_p=0.0).sampling.logits is None
+
+
+def test_a_bias_for_a_token_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="100") as refusal:
+        add(logit_bias={100: 1.0})
+    assert refusal.value.field == "logit_bias"
+
+
+def test_allowed_tokens_are_the_models_each_once() -> None:
+    assert add(allowed_token_ids=(5, 3, 5)).sampling.logits == LogitsParams(allowed_token_ids=(3, 5))
+    assert add(allowed_token_ids=(7,), min_tokens=2, ignore_eos=True).sampling.logits == LogitsParams(
+        allowed_token_ids=(7,)
+    )
+    nothing_left: list[dict[str, Any]] = [
+        {"allowed_token_ids": (100,)},
+        {"allowed_token_ids": (7,) * 101},
+        {"allowed_token_ids": (7,), "min_tokens": 2},
+        {"allowed_token_ids": (7, 5), "min_tokens": 2, "bad_words": ((5,),)},
+    ]
+    for asked in nothing_left:
+        with pytest.raises(InvalidArgument, match="allowed_token_ids") as refusal:
+            add(**asked)
+        assert refusal.value.field == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_tokens", "kept"),
+    [(None, 16, None), (5, 16, 5), (64, 16, 64), (-1, 16, 48), (-1, None, 63), (-1, 0, 64), (-1, 500, 1)],
+)
+def test_how_much_of_a_prompt_is_kept(asked: int | None, max_tokens: int | None, kept: int | None) -> None:
+    assert prompt_tokens_to_keep(SamplingParams(truncate_prompt_tokens=asked, max_tokens=max_tokens), 64) == kept
+
+
+def test_no_more_than_the_models_length_is_kept() -> None:
+    with pytest.raises(InvalidArgument, match="at most the model's length of 64 tokens, got 65") as refusal:
+        prompt_tokens_to_keep(SamplingParams(truncate_prompt_tokens=65), 64)
+    assert refusal.value.field == "truncate_prompt_tokens"
+
+
+def test_a_minimum_beyond_the_models_length_is_its_length() -> None:
+    logits = add(min_tokens=2**70, max_tokens=None).sampling.logits
+    assert logits is not None
+    assert logits.min_tokens == 64
+
+
+CHAT = Conversation((ChatMessage("user", "x"),))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "max_tokens", "field"),
+    [("x", 64, 1, "prompt"), (CHAT, 64, None, "messages"), (CHAT, 63, 2, "max_tokens"), ("x", 1, 2**70, "max_tokens")],
+)
+def test_what_is_too_long_is_told_by_its_field(prompt: Prompt, tokens: int, max_tokens: int | None, field: str) -> None:
+    asked = GenerateRequest(id="", prompt=prompt, sampling=SamplingParams(max_tokens=max_tokens))
+    said = f"with max_tokens {max_tokens} exceeds it" if field == "max_tokens" else "leaves no room for an answer"
+    with pytest.raises(
+        ContextLengthExceeded, match=f"maximum context length is 64 tokens: a prompt of {tokens} {said}"
+    ) as refusal:
+        build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY)
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(("tokens", "max_tokens", "expected"), [(63, 1, 1), (63, None, 1), (1, None, 63), (64, 0, 0)])
+def test_what_just_fits_is_taken(tokens: int, max_tokens: int | None, expected: int) -> None:
+    asked = GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=max_tokens), echo=True)
+    assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).max_tokens == expected
+
+
+@pytest.mark.parametrize(("tokens", "max_tokens", "expected"), [(60, 100, 4), (60, 3, 3), (63, 2**70, 1)])
+def test_lenient_limits_are_cut_to_what_fits(tokens: int, max_tokens: int, expected: int) -> None:
+    asked = GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=max_tokens), lenient_limits=True)
+    assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).max_tokens == expected
+    with pytest.raises(ContextLengthExceeded):
+        build_add_request(asked, RequestContext("test"), [1] * 64, MODEL, READY)
+
+
+def test_stop_tokens_join_eos_unless_it_is_ignored() -> None:
+    model = GenerationDefaults((1, 2))
+    assert add(model, stop_token_ids=(9, 2, 100)).stop_token_ids == [1, 2, 9]
+    assert add(model, stop_token_ids=(9,), ignore_eos=True).stop_token_ids == [9]

@@ -1,0 +1,76 @@
+"""What a frontend's gateway and engine do where nothing of a real hub is needed."""
+
+import time
+
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.metrics import TimeInState
+from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.engine.client.token_stream import SequenceStats
+from charonia.engine.core.messages import AddRequest, CoreReady
+from charonia.http_workers.messages import (
+    EndedRequests,
+    FromFrontend,
+    HubSnapshot,
+    LogLevels,
+    SentSequence,
+    SubmitSequence,
+)
+from charonia.http_workers.remote_engine import RemoteEngine
+from charonia.http_workers.remote_gateway import RemoteGateway
+from charonia.processes.shared_arena import new_arena_file
+from charonia.telemetry.llm_metrics import LlmMetrics
+from charonia.telemetry.logging_setup import LogSettings
+from charonia.telemetry.loop_lag import LoopLag
+from charonia.telemetry.shared_state import SharedState
+
+
+def make_gateway() -> tuple[RemoteGateway, list[FromFrontend]]:
+    """A gateway, and what it sends."""
+    files = new_arena_file(1 << 20), new_arena_file(1 << 20)
+    gateway = RemoteGateway(SharedState(), files, 1.0, LoopLag(1.0))
+    sent: list[FromFrontend] = []
+    gateway.send = sent.append
+    return gateway, sent
+
+
+async def test_an_end_is_told_even_if_what_was_asked_cannot_be() -> None:
+    """A client's text may be none that msgpack has: the request's place is free anyhow."""
+    gateway, sent = make_gateway()
+    sampling = SamplingParams(stop=("\ud800",))
+    asked = SentSequence(0, sampling, 0.0, None, None, None, None, None, None, 0, None, None)
+    gateway._on_unsendable(EndedRequests([7], [], [(7, [asked])]), UnicodeError())
+    assert sent == [EndedRequests([7], [])]
+
+
+async def test_health_allows_for_the_time_between_two_words_of_the_hub() -> None:
+    gateway, _ = make_gateway()
+    levels = LogLevels.of(LogSettings())
+    gateway._snapshot = HubSnapshot(1, True, False, False, False, b"", levels, [], [])
+    for silence, live, ready in ((0.0, True, True), (1.5, True, True), (2.5, True, False), (60.0, True, False)):
+        gateway._heard = time.monotonic() - silence  # of a second that it may be overdue
+        assert (gateway.alive(), gateway.ready()) == (live, ready)
+    gateway._heard = time.monotonic() - 61.5
+    assert not gateway.alive()
+
+
+async def test_a_sequence_that_cannot_be_told_ends_and_nobody_waits_for_its_reader() -> None:
+    gateway, sent = make_gateway()
+    metrics = LlmMetrics()
+    metrics.unread = TimeInState(iter(range(100)).__next__)  # another second at each look
+    engine = RemoteEngine(gateway, gateway._streams, 1, CoreReady(0, 0, 0, 0), request=7)
+    add, ticket = AddRequest(key=0, prompt=[1, 2], max_tokens=9), engine.admit(GenerateRequest(id="", prompt=""))
+    with engine.open_stream(add, SequenceStats(metrics), ticket) as stream:
+        for token in (3, 4):
+            stream.push([token], 1.0)
+        assert metrics.unread.seconds < metrics.unread.seconds
+        [submitted] = sent
+        assert isinstance(submitted, SubmitSequence)
+        gateway._on_unsendable(submitted, UnicodeError())
+        with pytest.raises(InvalidArgument, match="cannot be understood"):
+            await stream.read()
+        stream.push([5], 1.0)
+        stream.push([6], 1.0)
+    assert sent == [submitted]  # which has ended
+    assert metrics.unread.seconds == metrics.unread.seconds
