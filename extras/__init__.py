@@ -1,0 +1,1 @@
+"""What extends the server as anybody's package may: each folder by entry points, over the contracts in core."""
