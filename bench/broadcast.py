@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ..engine.parallel.rank_messages import ComputeStep, SampledBatch, decode_command, encode_message
 from ..processes.child_process import python_child
-from ..scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan
+from ..scheduler.plan import IntArray, NewSequence, ResolvedSampling, StepPlan
 from .command import report_console
 
 BLOCK = 16
@@ -83,7 +83,7 @@ def sample_steps(kind: StepKind, rows: int, steps: int) -> Iterator[ComputeStep]
 
 
 def _new_sequence(row: int, random: np.random.Generator) -> NewSequence:
-    return NewSequence(row, random.integers(0, _VOCAB, _PROMPT).astype(np.int32), 0, SamplerParams(), _PROMPT)
+    return NewSequence(row, random.integers(0, _VOCAB, _PROMPT).astype(np.int32), 0, ResolvedSampling(), _PROMPT)
 
 
 def measure(kind: StepKind, rows: int, ranks: int, steps: int) -> BroadcastCost:

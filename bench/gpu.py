@@ -44,7 +44,7 @@ from ..engine.worker.inline_executor import InlineExecutor
 from ..engine.worker.loaded_rank import load_rank
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import IntArray, NewSequence, SamplerParams, StepPlan
+from ..scheduler.plan import IntArray, NewSequence, ResolvedSampling, StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceRequest
 from .checkpoint import LLAMA_ONE_BILLION
@@ -303,7 +303,7 @@ class GpuBench:
         tokens, executor = self.work.prompt, self.executor
         blocks = -(-tokens // BLOCK)
         self.allocate(blocks)
-        sequence = NewSequence(0, np.ones(tokens, np.int32), 0, SamplerParams())
+        sequence = NewSequence(0, np.ones(tokens, np.int32), 0, ResolvedSampling())
         appended = np.stack([np.zeros(blocks), np.arange(blocks)], 1).astype(np.int32)
         whole = _plan(0, 0, tokens, np.zeros(1, np.int32), (sequence,), appended)
         seconds = self.seconds(lambda: executor.rank.runner.run_step(whole), 3)
@@ -512,7 +512,7 @@ def _decode_plans(rows: int, context: int, steps: int, blocks: int) -> Iterator[
     """Steps of `rows` sequences that have `context` tokens, each with `blocks` blocks of its own."""
     every = np.arange(rows, dtype=np.int32)
     known = np.ones(context, np.int32)
-    new = tuple(NewSequence(row, known, context - 1, SamplerParams()) for row in range(rows))
+    new = tuple(NewSequence(row, known, context - 1, ResolvedSampling()) for row in range(rows))
     appended = np.stack([every.repeat(blocks), np.arange(rows * blocks, dtype=np.int32)], 1)
     for step in range(steps):
         yield _plan(step, context - 1 + step, 1, every, new if not step else (), appended if not step else appended[:0])
@@ -529,8 +529,8 @@ def _mixed_plans(rows: int, context: int, steps: int, blocks: int, chunk: int) -
     """The same beside a sequence of which each step computes `chunk` tokens of its prompt."""
     every, is_decoding = np.arange(rows + 1, dtype=np.int32), np.arange(rows + 1) < rows
     known, prompt = np.ones(context, np.int32), np.ones(chunk * (steps + 1), np.int32)
-    new = [NewSequence(row, known, context - 1, SamplerParams()) for row in range(rows)]
-    new.append(NewSequence(rows, prompt, 0, SamplerParams()))
+    new = [NewSequence(row, known, context - 1, ResolvedSampling()) for row in range(rows)]
+    new.append(NewSequence(rows, prompt, 0, ResolvedSampling()))
     appended = np.stack([every.repeat(blocks), np.arange((rows + 1) * blocks, dtype=np.int32)], 1)
     for step in range(steps):
         starts = np.where(is_decoding, context - 1 + step, chunk * step).astype(np.int32)

@@ -36,7 +36,7 @@ from ..engine.grammars.vocabulary import read_vocabulary
 from ..engine.worker.inline_executor import InlineExecutor
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import SamplerParams
+from ..scheduler.plan import ResolvedSampling
 from ..scheduler.scheduler import Scheduler
 from .checkpoint import ShapeName
 from .command import Count, exit_on_error, log_to, report_console, run_command
@@ -170,7 +170,7 @@ class GrammarBench:
         drawn = np.random.default_rng(seed).integers(0, self._vocab_size, (work.streams, work.prompt)).tolist()
         for key, prompt in enumerate(drawn):
             guided = _is_guided(arm, key)
-            sampling = SamplerParams(temperature=work.temperature, seed=seed, choice=key)
+            sampling = ResolvedSampling(temperature=work.temperature, seed=seed, choice=key)
             guide = self.guide if guided else None
             yield AddRequest(key=key, prompt=prompt, max_tokens=work.new, sampling=sampling, guide=guide)
 

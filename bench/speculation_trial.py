@@ -25,7 +25,7 @@ from ..engine.worker.model_runner import verify_samples
 from ..kvcache.manager import KVCacheManager
 from ..processes import gc_tuning
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import IntArray, MaskSource, SamplerParams, StepPlan, StepResult
+from ..scheduler.plan import IntArray, MaskSource, ResolvedSampling, StepPlan, StepResult
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import GREEDY
 from ..scheduler.speculation import Drafter, DraftRequest, Speculation
@@ -285,7 +285,7 @@ class Laboratory:
         streams: int,
         *,
         recorded: bool,
-        sampling: SamplerParams = GREEDY,
+        sampling: ResolvedSampling = GREEDY,
         computing: SpeculationConfig | None = None,
     ) -> None:
         longest = max(len(each.prompt_tokens) + len(each.output_tokens) for each in records)
@@ -405,7 +405,7 @@ class Contender(NamedTuple):
         speculation = self.scheduler.speculation
         return None if speculation is None else speculation.expected_seconds(tokens)
 
-    def answer(self, records: Sequence[Record], new: int, tenant: str, sampling: SamplerParams) -> list[Arrivals]:
+    def answer(self, records: Sequence[Record], new: int, tenant: str, sampling: ResolvedSampling) -> list[Arrivals]:
         """Raises Unavailable: the engine refused one."""
         core = EngineCore(self.scheduler, self.cache, self.executor)
         arrivals, running = [Arrivals() for _ in records], len(records)

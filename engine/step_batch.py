@@ -9,19 +9,19 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ..scheduler.plan import IntArray, LongArray, SamplerParams
+from ..scheduler.plan import IntArray, LongArray, ResolvedSampling
 
 SAMPLING_COLUMNS: dict[str, type] = {
     name: {float: np.float32, int: np.int64}[kind]
-    for name, kind in get_type_hints(SamplerParams).items()
+    for name, kind in get_type_hints(ResolvedSampling).items()
     if kind in (float, int)
 }
-"""The numbers of `SamplerParams` that a sampler reads, in their order: its fields that are a plain float or int."""
+"""The numbers of `ResolvedSampling` that a sampler reads, in their order: its fields that are a plain float or int."""
 
 SAMPLING_DTYPE = np.dtype([*SAMPLING_COLUMNS.items(), ("position", np.int64)], align=True)
-"""One row's `SamplerParams`, the seed as a signed number, and the position of the token to be chosen. C reads the same
-as `struct choice` of sample.h, which is compared when the library is opened. Aligned, because torch takes no column
-whose stride is not a multiple of its elements."""
+"""One row's `ResolvedSampling`, the seed as a signed number, and the position of the token to be chosen. C reads the
+same as `struct choice` of sample.h, which is compared when the library is opened. Aligned, because torch takes no
+column whose stride is not a multiple of its elements."""
 
 SamplingArray: TypeAlias = NDArray[np.void]
 """How S rows choose their next token: an array [S] of SAMPLING_DTYPE, on the host."""

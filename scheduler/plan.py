@@ -33,7 +33,7 @@ class LogitsParams(NamedTuple):
     allowed_token_ids: tuple[int, ...] = ()
 
 
-class SamplerParams(NamedTuple):
+class ResolvedSampling(NamedTuple):
     """How one row's tokens are chosen, every default resolved. Its plain floats and ints are the table that the
     sampler's array and C structure are made from, see `engine/step_batch.py`.
 
@@ -71,7 +71,7 @@ class NewSequence(NamedTuple):
     row: int
     tokens: IntArray
     computed: int
-    sampling: SamplerParams
+    sampling: ResolvedSampling
     prompt: int = 0
     adapter: str = ""
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
 from ..kvcache.manager import KVCacheManager
-from .plan import IntArray, SamplerParams
+from .plan import IntArray, ResolvedSampling
 
-GREEDY = SamplerParams()
+GREEDY = ResolvedSampling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class SequenceRequest:
     prompt: IntArray
     max_tokens: int
     hashes: tuple[bytes, ...] | list[bytes] = ()
-    sampling: SamplerParams = GREEDY
+    sampling: ResolvedSampling = GREEDY
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     tenant: str = ""

@@ -16,7 +16,7 @@ from ...engine.worker.executor import Capacity
 from ...engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.plan import Continuation, SamplerParams, StepPlan, StepResult, StepUpdates
+from ...scheduler.plan import Continuation, ResolvedSampling, StepPlan, StepResult, StepUpdates
 from ...scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceRequest
@@ -215,7 +215,7 @@ class SchedulerTrial:
                 prompt=tokens,
                 max_tokens=new,
                 hashes=hashes,
-                sampling=SamplerParams(prompt_logprobs=1 if scored else None),
+                sampling=ResolvedSampling(prompt_logprobs=1 if scored else None),
                 stop_token_ids=stops,
                 priority=priority,
                 tenant=f"tenant {tenant}",

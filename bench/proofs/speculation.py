@@ -27,7 +27,7 @@ from ...engine.worker.model_runner import verify_samples
 from ...kvcache.manager import KVCacheManager
 from ...planning.simulated_machine import SimulatedMachine, StepLoad, StepSpread
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.plan import IntArray, SamplerParams, StepPlan, StepResult
+from ...scheduler.plan import IntArray, ResolvedSampling, StepPlan, StepResult
 from ...scheduler.prefill_budget import StepWork
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceRequest
@@ -53,7 +53,7 @@ LEAST_SPEED, MOST_TPOT = 0.98, 1.05
 
 STREAMS = (1, 4, 16, 64)
 DEMO = Path(__file__).parents[2] / "examples" / "model_repository" / "demo" / "1"
-SAMPLINGS = {"greedy": SamplerParams(), "drawn": SamplerParams(0.9, 40, 0.95, seed=7)}
+SAMPLINGS = {"greedy": ResolvedSampling(), "drawn": ResolvedSampling(0.9, 40, 0.95, seed=7)}
 _PROMPT, _K, _TOKENS, _BLOCK_SIZE = 64, 4, 1000, 16
 
 app = App(name="python -m charonia.bench.proofs.speculation", help=__doc__)

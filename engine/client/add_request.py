@@ -23,7 +23,7 @@ from ...core.request import (
     join_chunks,
 )
 from ...core.request_context import RequestContext
-from ...scheduler.plan import LogitsParams, SamplerParams
+from ...scheduler.plan import LogitsParams, ResolvedSampling
 from ...tokenization.answers.answer_formats import HERMES, AnswerParsers, choose_format
 from ...tokenization.answers.answer_reader import AnswerReader
 from ...tokenization.answers.marked_answer import ReasoningFormat
@@ -216,7 +216,7 @@ def build_add_request(
         key=0,
         prompt=prompt,
         max_tokens=_max_tokens(request, len(prompt), engine.max_model_len),
-        sampling=SamplerParams(
+        sampling=ResolvedSampling(
             temperature=min(defaults.resolve(asked, "temperature"), _FLAT),
             top_k=min(max(0, defaults.resolve(asked, "top_k")), engine.vocab_size),
             top_p=max(defaults.resolve(asked, "top_p"), _ONE_TOKEN),

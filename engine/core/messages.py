@@ -11,7 +11,7 @@ from ...core.adapter import Adapter
 from ...core.metrics import DrafterTotals
 from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
-from ...scheduler.plan import SamplerParams, StepUpdates
+from ...scheduler.plan import ResolvedSampling, StepUpdates
 from ...scheduler.sequence import GREEDY
 
 
@@ -29,7 +29,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, froze
     key: int
     prompt: list[int]
     max_tokens: int
-    sampling: SamplerParams = GREEDY
+    sampling: ResolvedSampling = GREEDY
     stop_token_ids: list[int] = []
     priority: int = 0
     tenant: str = ""

@@ -16,7 +16,7 @@ from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs
 from ...core.metrics import DrafterTotals
 from ...kvcache.manager import KVCacheManager
-from ...scheduler.plan import SamplerParams, StepPlan, StepUpdates
+from ...scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceRequest
 from ..worker.executor import Executor, StepFuture
@@ -103,14 +103,14 @@ class EngineCore:
         Raises:
             InvalidArgument: the model's log-probabilities are not finite.
         """
-        if not all(math.isfinite(each.chosen) for each in self._run_alone(1, 1, SamplerParams(logprobs=0))):
+        if not all(math.isfinite(each.chosen) for each in self._run_alone(1, 1, ResolvedSampling(logprobs=0))):
             raise InvalidArgument("the model computes no numbers: its weights are damaged, or overflow in this dtype")
         self._scheduler.reset_step_times()
         if self._scheduler.config.max_model_len >= WARM_UP_PROMPT_TOKENS + WARM_UP_NEW_TOKENS:
             self._run_alone(WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS)
         self._scheduler.reset_totals()
 
-    def _run_alone(self, prompt: int, new: int, sampling: SamplerParams = GREEDY) -> list[Logprobs]:
+    def _run_alone(self, prompt: int, new: int, sampling: ResolvedSampling = GREEDY) -> list[Logprobs]:
         """The logprobs of the new tokens, if `sampling` wants any."""
         tokens = np.zeros(prompt, np.int32)
         with suppress(InvalidArgument):  # a cache too small for the trial needs none

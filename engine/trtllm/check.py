@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import CharoniaError
-from ...scheduler.plan import SamplerParams
+from ...scheduler.plan import ResolvedSampling
 from ..core.messages import AddRequest
 from .options import TrtllmOptions
 from .package import SUPPORTED, differences, import_tensorrt_llm, read_stubs
@@ -104,7 +104,7 @@ async def try_out(model: str) -> list[str]:
 
 
 async def _generate(runtime: TrtllmRuntime, found: CompatReport) -> None:
-    add = AddRequest(key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, sampling=SamplerParams(logprobs=1))
+    add = AddRequest(key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, sampling=ResolvedSampling(logprobs=1))
     submitted, reader, tokens, items = runtime.submit(runtime.translate(add)), ResultReader(add), 0, 0
     async for result in submitted:
         items += 1

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import InvalidArgument
 from ...core.request import GuidedDecoding
-from ...scheduler.plan import LogitsParams, SamplerParams
+from ...scheduler.plan import LogitsParams, ResolvedSampling
 
 if TYPE_CHECKING:
     from tensorrt_llm import SamplingParams
@@ -47,7 +47,7 @@ _TRANSLATED = {*_IGNORED, "logit_bias", "min_tokens", "stop_token_ids", "tempera
 _TRANSLATED |= {"choice", "logprobs", "logits"}
 """Parameters of a row that `translate` passes on; any other, also one that is new, is refused by its name."""
 
-_DEFAULTS = {**SamplerParams._field_defaults, **LogitsParams._field_defaults}
+_DEFAULTS = {**ResolvedSampling._field_defaults, **LogitsParams._field_defaults}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class SamplingTranslator:
             detokenize=False,
         )
 
-    def _check(self, sampling: SamplerParams, logits: LogitsParams) -> None:
+    def _check(self, sampling: ResolvedSampling, logits: LogitsParams) -> None:
         values = sampling._asdict() | logits._asdict()
         asked = [name for name, value in values.items() if value != _DEFAULTS[name]]
         for name in asked:

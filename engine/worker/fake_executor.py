@@ -23,7 +23,7 @@ from ...scheduler.plan import (
     MaskArray,
     MaskSource,
     Proposals,
-    SamplerParams,
+    ResolvedSampling,
     StepPlan,
     StepResult,
     proposals_of,
@@ -58,7 +58,7 @@ class FakeRow:
     tokens: list[int]
     computed: int
     prompt: int
-    sampling: SamplerParams
+    sampling: ResolvedSampling
     blocks: list[int] = field(default_factory=list)
     adapter: str = ""
 

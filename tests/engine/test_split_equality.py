@@ -17,7 +17,7 @@ from charonia.engine.cpu import library
 from charonia.engine.worker.executor import Executor, StepFuture
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import LogitsParams, SamplerParams, StepPlan
+from charonia.scheduler.plan import LogitsParams, ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"layer_types": SLIDING},
 }
 """Four layers each, and, all but the biased one, fewer key/value heads than four ranks."""
-SHAPED = SamplerParams(
+SHAPED = ResolvedSampling(
     0.9, 40, 0.95, 3, logits=LogitsParams(1.3, 0.5, 0.2, logit_bias=((7, 2.0),), bad_words=((5, 9), (11,))), logprobs=2
 )
 
@@ -62,7 +62,7 @@ class Asked(NamedTuple):
     chunk: int = 19
     prefix: bool = True
     blocks: int = BLOCKS
-    sampling: SamplerParams = SamplerParams()
+    sampling: ResolvedSampling = ResolvedSampling()
     adapters: tuple[str, ...] = ("",)
     drafter: Drafter | None = None
 
@@ -153,9 +153,9 @@ def config(checkpoint: Callable[..., Path]) -> Callable[..., EngineConfig]:
 @pytest.fixture(scope="module")
 def one_rank(threads: ModuleType, config: Callable[..., EngineConfig]) -> Callable[..., LoopResult]:
     """What each model says, undisturbed."""
-    known: dict[tuple[str, SamplerParams], LoopResult] = {}
+    known: dict[tuple[str, ResolvedSampling], LoopResult] = {}
 
-    def ask(name: str, sampling: SamplerParams = ALONE.sampling) -> LoopResult:
+    def ask(name: str, sampling: ResolvedSampling = ALONE.sampling) -> LoopResult:
         if (name, sampling) not in known:
             with threads.ranks(config(name), threads.Layout()) as executor:
                 known[name, sampling] = serve(executor, ALONE._replace(sampling=sampling), 1, {}).outcome
@@ -314,7 +314,7 @@ def test_int8_on_two_ranks_is_as_near_as_on_one(threads: ModuleType, config: Cal
     comes out is not the same, and about as good."""
 
     def first_logprobs(layout: Any, quantization: str) -> np.ndarray:
-        asked = ALONE._replace(sampling=SamplerParams(logprobs=VOCAB))
+        asked = ALONE._replace(sampling=ResolvedSampling(logprobs=VOCAB))
         with threads.ranks(config("llama", quantization=quantization), layout) as executor:
             outcome = serve(executor, asked, 1, {}).outcome
         firsts = [outcome.logprobs[key][0] for key in range(len(LENGTHS))]

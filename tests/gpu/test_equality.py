@@ -21,14 +21,14 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.sampler import choose_sampler, counter_uniform, sample
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
 NEW = 16
 BLOCKS, BLOCK = 48, 8
 LENGTHS = (1, 7, 16, 33, 60, 90)
-GREEDY = SamplerParams()
+GREEDY = ResolvedSampling()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -43,7 +43,9 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 384, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def engine_tokens(checkpoint: Path, device: str, sampling: SamplerParams = GREEDY, chunk: int = 40) -> list[list[int]]:
+def engine_tokens(
+    checkpoint: Path, device: str, sampling: ResolvedSampling = GREEDY, chunk: int = 40
+) -> list[list[int]]:
     """Chunked prefill, prefix cache, preemption and `ahead` 1 in one run."""
     cache = KVCacheManager(BLOCKS, BLOCK)
     executor = InlineExecutor(
@@ -104,7 +106,7 @@ def test_sinks_and_unequal_heads_are_transformers(family: str, tmp_path: Path) -
 
 
 def test_seeded_tokens_do_not_depend_on_chunks(checkpoint: Callable[..., Path], device: str) -> None:
-    sampling = SamplerParams(1.0, 50, 0.9, 3)
+    sampling = ResolvedSampling(1.0, 50, 0.9, 3)
     whole = engine_tokens(checkpoint("llama"), device, sampling, chunk=512)
     assert engine_tokens(checkpoint("llama"), device, sampling, chunk=24) == whole
 

@@ -18,7 +18,7 @@ from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
@@ -38,7 +38,7 @@ def drive(checkpoint: Path, device: str, enough: Callable[[int], bool]) -> int:
     while not enough(step) or scheduler.has_work:
         if not enough(step) and len(live) < 20 and random.random() < 0.4:
             prompt = np.array([random.randrange(1, 384) for _ in range(random.choice((1, 5, 16, 40, 90)))], np.int32)
-            sampling = SamplerParams(random.choice((0.0, 0.0, 0.8)), 20, 0.9, random.randrange(100))
+            sampling = ResolvedSampling(random.choice((0.0, 0.0, 0.8)), 20, 0.9, random.randrange(100))
             new = random.randrange(1, 60)
             asked = SequenceRequest(
                 key=key, prompt=prompt, max_tokens=new, hashes=cache.digest(prompt), sampling=sampling

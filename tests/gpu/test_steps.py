@@ -19,7 +19,7 @@ from charonia.engine.step_batch import HostCopy, StepBatch, to_device
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 from charonia.scheduler.speculation import Drafter, Speculation
@@ -117,7 +117,7 @@ def generate(
     """The answer to each prompt; sequences have the `adapters`, digests, in turn."""
     cache, requests = KVCacheManager(BLOCKS, BLOCK), []
     for key, prompt in enumerate(prompts()):
-        sampling = SamplerParams(1.0 if key % 2 and not greedy else 0.0, 50, 0.9, key)
+        sampling = ResolvedSampling(1.0 if key % 2 and not greedy else 0.0, 50, 0.9, key)
         adapter = adapters[key % len(adapters)]
         extras = (adapter,) if adapter else ()
         hashes = cache.digest(prompt, extras)

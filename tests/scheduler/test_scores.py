@@ -10,12 +10,12 @@ from charonia.core.logprobs import PromptLogprobs
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams, StepPlan, StepUpdates
+from charonia.scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
 BLOCK = 4
-SCORED = SamplerParams(prompt_logprobs=2)
+SCORED = ResolvedSampling(prompt_logprobs=2)
 
 
 class Loop:
@@ -31,7 +31,7 @@ class Loop:
         self.cached: dict[int, int] = {}
         self.scored: dict[int, list[int]] = {}
 
-    def add(self, key: int, tokens: list[int], new: int = 2, sampling: SamplerParams = SCORED) -> None:
+    def add(self, key: int, tokens: list[int], new: int = 2, sampling: ResolvedSampling = SCORED) -> None:
         prompt = np.array(tokens, np.int32)
         hashes = self.cache.digest(prompt)
         self.scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=new, hashes=hashes, sampling=sampling))
@@ -73,10 +73,10 @@ def test_ranks_and_likeliest_tokens_are_those_of_the_tokens() -> None:
 
 def test_what_is_cached_is_computed_again_to_be_scored() -> None:
     loop, tokens = Loop(), list(range(10, 23))
-    loop.add(0, tokens, sampling=SamplerParams())
+    loop.add(0, tokens, sampling=ResolvedSampling())
     loop.drain()
     loop.add(1, tokens)
-    loop.add(2, tokens, sampling=SamplerParams())
+    loop.add(2, tokens, sampling=ResolvedSampling())
     loop.drain()
     assert loop.cached == {0: 0, 1: 0, 2: 12}
     assert loop.scored == {1: list(range(1, 13))}
@@ -87,7 +87,7 @@ def test_a_scored_prompt_is_cached_for_others() -> None:
     loop, tokens = Loop(), list(range(10, 23))
     loop.add(0, tokens)
     loop.drain()
-    loop.add(1, tokens, sampling=SamplerParams())
+    loop.add(1, tokens, sampling=ResolvedSampling())
     loop.drain()
     assert loop.cached[1] == 12
 
@@ -111,7 +111,7 @@ def test_after_a_preemption_nothing_is_scored_twice_and_what_was_may_be_cached()
 def test_a_half_scored_prompt_goes_on_where_its_scores_end() -> None:
     """Preempted in the middle of its prompt, it shares its own blocks, and none that its scores do not reach."""
     loop, tokens = Loop(blocks=10, budget=4), list(range(40, 66))
-    loop.add(0, [10, 11, 12], new=20, sampling=SamplerParams())
+    loop.add(0, [10, 11, 12], new=20, sampling=ResolvedSampling())
     loop.step()
     loop.step()
     loop.add(1, tokens, new=1)

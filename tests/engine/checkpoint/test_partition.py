@@ -19,7 +19,7 @@ from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.models.registry import ARCHITECTURES, checkpoint_builder
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.loaded_rank import load_rank
-from charonia.scheduler.plan import NewSequence, SamplerParams, StepPlan
+from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(
@@ -207,7 +207,7 @@ def test_a_stage_reads_its_layers_alone(checkpoint: Callable[..., Path]) -> None
 
 def plan(step: int, start: int, count: int) -> StepPlan:
     """`count` tokens of row 0 from `start` on, of a sequence that enters at 0."""
-    new = (NewSequence(0, np.arange(1, 9, dtype=np.int32), 0, SamplerParams()),) if step == 0 else ()
+    new = (NewSequence(0, np.arange(1, 9, dtype=np.int32), 0, ResolvedSampling()),) if step == 0 else ()
     blocks = [[0, 0]] if step == 0 else []
     row, starts, counts = (np.array([value], np.int32) for value in (0, start, count))
     appended = np.array(blocks, np.int32).reshape(-1, 2)

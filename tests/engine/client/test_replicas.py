@@ -31,7 +31,7 @@ from charonia.engine.core.messages import (
     RequestUpdates,
 )
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams, StepUpdates
+from charonia.scheduler.plan import ResolvedSampling, StepUpdates
 
 from ...waiting import until
 
@@ -80,7 +80,7 @@ class Fleet:
 
     def open(self, prompt: list[int], choice: int = 0, tenant: str = "") -> int:
         """Which replica gets it."""
-        sampling = SamplerParams(choice=choice)
+        sampling = ResolvedSampling(choice=choice)
         add = AddRequest(key=0, prompt=prompt, max_tokens=9, sampling=sampling, tenant=tenant)
         opened = self.client.open_stream(add)
         stream = opened.__enter__()

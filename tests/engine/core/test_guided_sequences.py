@@ -24,7 +24,7 @@ from charonia.engine.grammars.vocabulary import read_vocabulary
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import LogitsParams, SamplerParams
+from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.speculation import GRAMMAR, Drafter, DraftRequest, Speculation
 
@@ -37,7 +37,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GUIDE = GuidedDecoding("json_schema", json.dumps(SCHEMA))
-WARM = SamplerParams(temperature=1.5, seed=11)
+WARM = ResolvedSampling(temperature=1.5, seed=11)
 THINK_END = "hm."
 
 
@@ -174,7 +174,7 @@ def plain(model: Path) -> Iterator[Served]:
     made.close()
 
 
-def ask(key: int, guide: GuidedDecoding | None = GUIDE, sampling: SamplerParams = WARM, **others: Any) -> AddRequest:
+def ask(key: int, guide: GuidedDecoding | None = GUIDE, sampling: ResolvedSampling = WARM, **others: Any) -> AddRequest:
     stops = [EOS]
     values: dict[str, Any] = {"prompt": [key % 50 + 10, 20, 30], "max_tokens": 60} | others
     return AddRequest(key=key, sampling=sampling, stop_token_ids=stops, guide=guide, **values)
@@ -207,7 +207,7 @@ def test_a_guided_sequence_writes_the_same_whatever_shares_the_batch(served: Ser
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_the_host_chooses_the_same_as_kernels(plain: Served, greedy: bool) -> None:
-    sampling = SamplerParams() if greedy else WARM._replace(top_k=40, top_p=0.95, min_p=0.01)
+    sampling = ResolvedSampling() if greedy else WARM._replace(top_k=40, top_p=0.95, min_p=0.01)
     forced = GuidedDecoding("regex", "[a-z ]{30}[0-9]")  # nothing in it is forced, but where it ends
     kernels = plain.run(ask(1, forced, sampling))[1]
     biased = LogitsParams(logit_bias=((5, 0.0),))
@@ -237,14 +237,14 @@ def test_what_has_to_come_is_not_sampled(plain: Served) -> None:
 def test_penalties_and_biases_hold_under_a_mask(plain: Served) -> None:
     (nine,) = plain.ids("9")
     guide = GuidedDecoding("regex", "[0-9]{6}")
-    liked = plain.run(ask(1, guide, SamplerParams(logits=LogitsParams(logit_bias=((nine, 100.0),)))))[1]
+    liked = plain.run(ask(1, guide, ResolvedSampling(logits=LogitsParams(logit_bias=((nine, 100.0),)))))[1]
     assert plain.text(liked) == "999999"
     only = LogitsParams(allowed_token_ids=(200, 201))
-    assert len(plain.text(plain.run(ask(1, guide, SamplerParams(logits=only)))[1])) == 6
+    assert len(plain.text(plain.run(ask(1, guide, ResolvedSampling(logits=only)))[1])) == 6
 
 
 def test_no_end_token_comes_before_the_text_is_complete(plain: Served) -> None:
-    likes_ends = SamplerParams(logits=LogitsParams(logit_bias=((EOS, 100.0),)))
+    likes_ends = ResolvedSampling(logits=LogitsParams(logit_bias=((EOS, 100.0),)))
     answer = plain.run(ask(1, GuidedDecoding("regex", "[a-z]{3}[a-z]*"), likes_ends))[1]
     assert len(plain.tokenizer.decode(answer.tokens[:-2])) < 3 <= len(plain.text(answer))
     assert (answer.tokens[-1], answer.reason) == (EOS, "stop")
@@ -252,9 +252,9 @@ def test_no_end_token_comes_before_the_text_is_complete(plain: Served) -> None:
 
 def test_a_minimum_of_tokens_holds_where_the_grammar_can_go_on(plain: Served) -> None:
     likes_ends = LogitsParams(logit_bias=((EOS, 100.0),), min_tokens=7, stop_token_ids=(EOS,))
-    answer = plain.run(ask(1, GuidedDecoding("regex", "[a-z]*"), SamplerParams(logits=likes_ends)))[1]
+    answer = plain.run(ask(1, GuidedDecoding("regex", "[a-z]*"), ResolvedSampling(logits=likes_ends)))[1]
     assert len(answer.tokens) == 8
-    ended = plain.run(ask(1, GuidedDecoding("choice", '["a"]'), SamplerParams(logits=likes_ends)))[1]
+    ended = plain.run(ask(1, GuidedDecoding("choice", '["a"]'), ResolvedSampling(logits=likes_ends)))[1]
     assert (plain.text(ended), ended.reason) == ("a", "stop")
 
 
@@ -301,7 +301,7 @@ def test_ranks_choose_under_masks_where_they_choose(
         in_flight_per_sequence=1 if stages > 1 else None,
     )
     split.draft_always()
-    greedy = SamplerParams()
+    greedy = ResolvedSampling()
     requests = [ask(1, sampling=greedy), ask(2, None, greedy, max_tokens=20), ask(3, sampling=greedy)]
     right = {key: each.tokens for key, each in plain.run(*requests).items()}
     try:
@@ -379,13 +379,13 @@ def every_kind(served: Served) -> list[AddRequest]:
     penalised = LogitsParams(1.2, 0.3, 0.1, ((9, 2.0),), min_tokens=7, stop_token_ids=(EOS,))
     return [
         ask(1),
-        ask(2, sampling=SamplerParams()),
+        ask(2, sampling=ResolvedSampling()),
         ask(3, sampling=WARM._replace(logprobs=2)),
         ask(4, letters, WARM._replace(logits=penalised)),
         ask(5, GUIDE._replace(after=THINK_END), **thinking),
         ask(6, GUIDE._replace(after=THINK_END), WARM._replace(logprobs=1), **thinking),
         ask(7, None, **thinking, max_tokens=25),
-        ask(8, None, SamplerParams(logprobs=0), **thinking, max_tokens=25),
+        ask(8, None, ResolvedSampling(logprobs=0), **thinking, max_tokens=25),
         ask(9, GuidedDecoding("structural_tag", json.dumps(tool)), WARM._replace(temperature=3.0)),
         ask(10, GuidedDecoding("choice", '["aaaaaa", "aaaaab", "bbbbbb"]')),
         ask(11, None, max_tokens=25),

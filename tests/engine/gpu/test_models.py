@@ -17,7 +17,7 @@ from charonia.engine.gpu.norm import TritonNorm
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 from tests.engine.kept_attention import KeptReference
@@ -89,5 +89,5 @@ def generate(
 def _request(cache: KVCacheManager, key: int, prompt: list[int]) -> SequenceRequest:
     tokens = np.array(prompt, np.int32)
     return SequenceRequest(
-        key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=SamplerParams()
+        key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=ResolvedSampling()
     )

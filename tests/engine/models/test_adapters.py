@@ -20,7 +20,7 @@ from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 from charonia.scheduler.speculation import DraftRequest, Speculation
@@ -89,7 +89,7 @@ def serve(
             prompt=tokens,
             max_tokens=NEW,
             hashes=cache.digest(tokens, (digest,)),
-            sampling=SamplerParams(logprobs=1),
+            sampling=ResolvedSampling(logprobs=1),
             extras=(digest,),
             adapter=digest,
         )

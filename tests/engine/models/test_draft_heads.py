@@ -22,7 +22,7 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.loaded_rank import check_rank_config, load_rank, record_decode_steps
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import GREEDY, SequenceRequest
 from charonia.scheduler.speculation import Speculation
@@ -218,7 +218,7 @@ def with_mtp(mimo: MtpLayer, **config: Any) -> EngineConfig:
 
 def run(
     config: EngineConfig,
-    sampling: SamplerParams = GREEDY,
+    sampling: ResolvedSampling = GREEDY,
     most: int = MOST,
     before_step: Callable[[InlineExecutor], None] = lambda _: None,
 ) -> tuple[list[list[int]], list[tuple[int, int, list[int]]]]:
@@ -298,7 +298,7 @@ def test_a_head_proposes_what_the_format_says(
 )
 def test_a_head_changes_no_text(target: Path, head: Head, config: dict[str, Any]) -> None:
     plain = EngineConfig(model=str(target), device="cpu", cache=CacheConfig(block_size=BLOCK), **config)
-    for sampling in (GREEDY, SamplerParams(0.8, 20, 0.9, seed=4)):
+    for sampling in (GREEDY, ResolvedSampling(0.8, 20, 0.9, seed=4)):
         texts, found = run(config_of(target, head, **config), sampling)
         assert found
         assert texts == run(plain, sampling, 0)[0]
@@ -382,7 +382,7 @@ def test_a_layer_for_multi_token_prediction_proposes_what_its_weights_say(
 )
 def test_a_layer_for_multi_token_prediction_changes_no_text(mimo: MtpLayer, config: dict[str, Any]) -> None:
     plain = EngineConfig(model=mimo.path, device="cpu", cache=CacheConfig(block_size=BLOCK), **config)
-    for sampling in (GREEDY, SamplerParams(0.8, 20, 0.9, seed=4, prompt_logprobs=1)):
+    for sampling in (GREEDY, ResolvedSampling(0.8, 20, 0.9, seed=4, prompt_logprobs=1)):
         texts, found = run(with_mtp(mimo, **config), sampling)
         assert found
         assert texts == run(plain, sampling, 0)[0]

@@ -18,12 +18,12 @@ from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams, StepPlan
+from charonia.scheduler.plan import ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
 BLOCK = 16
-GREEDY = SamplerParams()
+GREEDY = ResolvedSampling()
 NEW = 32
 LENGTHS = (1, 2, 7, 8, 9, 16, 23, 31, 40, 50, 64, 65, 77, 90, 100, 120)
 SHARED = 33
@@ -88,7 +88,7 @@ class Bench:
             self.executor.load(lambda phase, fraction: None)
 
     def run(
-        self, setting: Setting, sampling: SamplerParams = GREEDY, asked: Sequence[list[int]] = ()
+        self, setting: Setting, sampling: ResolvedSampling = GREEDY, asked: Sequence[list[int]] = ()
     ) -> tuple[LoopResult, Events]:
         asked, events = asked or prompts(), Events()
         needed = sum(-(-(len(prompt) + NEW) // BLOCK) for prompt in asked)
@@ -103,7 +103,9 @@ class Bench:
         cache.check_integrity()
         return outcome, events
 
-    def request(self, cache: KVCacheManager, key: int, prompt: list[int], sampling: SamplerParams) -> SequenceRequest:
+    def request(
+        self, cache: KVCacheManager, key: int, prompt: list[int], sampling: ResolvedSampling
+    ) -> SequenceRequest:
         tokens = np.array(prompt, np.int32)
         hashes = cache.digest(tokens)
         return SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=sampling)
@@ -249,11 +251,15 @@ def assert_it_happened(setting: Setting, outcome: LoopResult, events: Events) ->
 @pytest.mark.parametrize("setting", ["chunked", "preempted", "everything, ahead 1", "everything, ahead 2"])
 @pytest.mark.parametrize(
     "sampling",
-    [SamplerParams(1.0, 0, 1.0, 5), SamplerParams(0.8, 20, 0.9, 2**64 - 1), SamplerParams(1.5, 300, 0.95, 7, 3)],
+    [
+        ResolvedSampling(1.0, 0, 1.0, 5),
+        ResolvedSampling(0.8, 20, 0.9, 2**64 - 1),
+        ResolvedSampling(1.5, 300, 0.95, 7, 3),
+    ],
     ids=["temperature", "top-k and top-p", "large top-k"],
 )
 def test_seeded_tokens_do_not_depend_on_what_happens(
-    sampling: SamplerParams, setting: str, bench: Callable[[str, str], Bench]
+    sampling: ResolvedSampling, setting: str, bench: Callable[[str, str], Bench]
 ) -> None:
     llama = bench("llama", "auto")
     undisturbed, _ = llama.run(SETTINGS["plain"], sampling)
@@ -264,7 +270,7 @@ def test_seeded_tokens_do_not_depend_on_what_happens(
 def test_another_seed_or_choice_is_another_text(bench: Callable[[str, str], Bench]) -> None:
     llama = bench("llama", "auto")
     texts = [
-        llama.run(SETTINGS["plain"], SamplerParams(1.0, 0, 1.0, seed, choice))[0].tokens
+        llama.run(SETTINGS["plain"], ResolvedSampling(1.0, 0, 1.0, seed, choice))[0].tokens
         for seed, choice in ((1, 0), (2, 0), (1, 1))
     ]
     assert texts[0] != texts[1]

@@ -24,7 +24,7 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.repository.model_source import checkpoint_source, read_model
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
@@ -77,7 +77,7 @@ def generated(model: Path, asked: list[list[int]], length: int | None) -> list[l
         tokens = np.array(prompt, np.int32)
         requests.append(
             SequenceRequest(
-                key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=SamplerParams()
+                key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=ResolvedSampling()
             )
         )
     outcome = run_to_end(scheduler, executor, requests)

@@ -17,7 +17,7 @@ from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams
+from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
@@ -28,9 +28,9 @@ LENGTHS = (3, 40, 130)
 """Prompt tokens of the requests that are watched: less than a block, a few, and more than a chunk of the longest."""
 
 WATCHED = [
-    SamplerParams(logprobs=3),
-    SamplerParams(0.9, 0, 1.0, 17, logprobs=3),
-    SamplerParams(1.2, 40, 0.9, 5, logprobs=3),
+    ResolvedSampling(logprobs=3),
+    ResolvedSampling(0.9, 0, 1.0, 17, logprobs=3),
+    ResolvedSampling(1.2, 40, 0.9, 5, logprobs=3),
 ]
 OTHERS = 9
 MODELS = [
@@ -69,7 +69,7 @@ class Engine:
         config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=chunk, max_model_len=256)
         return run_to_end(Scheduler(config, self.cache), self.executor, requests)
 
-    def request(self, key: int, prompt: list[int], sampling: SamplerParams) -> SequenceRequest:
+    def request(self, key: int, prompt: list[int], sampling: ResolvedSampling) -> SequenceRequest:
         tokens = np.array(prompt, np.int32)
         hashes = self.cache.digest(tokens)
         return SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=sampling)
@@ -82,7 +82,7 @@ class Engine:
         lengths = np.random.default_rng(seed).integers(1, 120, OTHERS)
         return [
             self.request(
-                100 + number, drawn(int(length), seed=1000 * seed + number), SamplerParams(1.0, 0, 1.0, number)
+                100 + number, drawn(int(length), seed=1000 * seed + number), ResolvedSampling(1.0, 0, 1.0, number)
             )
             for number, length in enumerate(lengths)
         ]

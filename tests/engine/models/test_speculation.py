@@ -26,7 +26,7 @@ from charonia.engine.drafters.suffix import SuffixDrafter
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import LogitsParams, SamplerParams, StepPlan
+from charonia.scheduler.plan import LogitsParams, ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 from charonia.scheduler.speculation import PREDICTION, Drafter, DraftRequest, Speculation
@@ -39,13 +39,13 @@ ALIKE = (30,) * 9
 """All of them get somewhere, and then lack blocks at once."""
 
 SAMPLINGS = {
-    "greedy": SamplerParams(),
-    "drawn": SamplerParams(1.0, seed=5),
-    "filtered": SamplerParams(0.8, 20, 0.9, seed=2**64 - 1, min_p=0.01),
-    "penalties": SamplerParams(
+    "greedy": ResolvedSampling(),
+    "drawn": ResolvedSampling(1.0, seed=5),
+    "filtered": ResolvedSampling(0.8, 20, 0.9, seed=2**64 - 1, min_p=0.01),
+    "penalties": ResolvedSampling(
         0.9, seed=3, logits=LogitsParams(1.3, 0.4, 0.2, ((5, 2.0),), ((7, 8),), min_tokens=9, stop_token_ids=(1, 2))
     ),
-    "log-probabilities": SamplerParams(logprobs=2, prompt_logprobs=1),
+    "log-probabilities": ResolvedSampling(logprobs=2, prompt_logprobs=1),
 }
 
 
@@ -78,7 +78,7 @@ class Model:
 
     def run(
         self,
-        sampling: SamplerParams,
+        sampling: ResolvedSampling,
         drafter: Drafter | None = None,
         tight: bool = False,
         lengths: Sequence[int] = LENGTHS,
@@ -133,7 +133,7 @@ def models(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Model]]:
 
 
 def assert_the_same(
-    model: Model, sampling: SamplerParams, tight: bool = False, lengths: Sequence[int] = LENGTHS, **scheduling: int
+    model: Model, sampling: ResolvedSampling, tight: bool = False, lengths: Sequence[int] = LENGTHS, **scheduling: int
 ) -> None:
     plain, _, _ = model.run(sampling, lengths=lengths)
     answers = [(prompt, plain.tokens[key]) for key, prompt in enumerate(prompts(lengths))]
@@ -153,7 +153,7 @@ def assert_the_same(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_drafts_change_no_text(sampling: SamplerParams, models: Callable[..., Model]) -> None:
+def test_drafts_change_no_text(sampling: ResolvedSampling, models: Callable[..., Model]) -> None:
     assert_the_same(models(), sampling)
 
 
@@ -190,8 +190,8 @@ def test_drafts_change_no_text_in_any_precision(config: dict[str, str], models: 
 
 
 def test_what_repeats_itself_is_drafted_from_the_text(models: Callable[..., Model]) -> None:
-    plain, steps, _ = models().run(SamplerParams())
-    outcome, fewer, speculation = models().run(SamplerParams(), NgramDrafter(1, 4))
+    plain, steps, _ = models().run(ResolvedSampling())
+    outcome, fewer, speculation = models().run(ResolvedSampling(), NgramDrafter(1, 4))
     assert outcome.tokens == plain.tokens
     assert speculation is not None
     assert speculation.totals[NAME].accepted_tokens > 0
@@ -200,7 +200,7 @@ def test_what_repeats_itself_is_drafted_from_the_text(models: Callable[..., Mode
 
 def test_what_was_answered_before_is_drafted_from_suffixes(models: Callable[..., Model]) -> None:
     """The same answers again, drawn from the same seed, are known; others are not."""
-    drafter, sampling = SuffixDrafter(), SamplerParams(0.9, seed=4)
+    drafter, sampling = SuffixDrafter(), ResolvedSampling(0.9, seed=4)
     plain, steps, _ = models().run(sampling)
     for accepted, most in ((0, len(steps)), (20, len(steps) - 1)):
         outcome, fewer, speculation = models().run(sampling, drafter)
@@ -344,7 +344,7 @@ def test_a_draft_model_whose_tokens_have_other_numbers_is_always_right(
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["penalties"]], ids=["greedy", "penalties"])
 def test_a_prediction_is_followed_to_the_same_text_in_fewer_steps(
-    sampling: SamplerParams, models: Callable[..., Model]
+    sampling: ResolvedSampling, models: Callable[..., Model]
 ) -> None:
     """Of some answers, with a token replaced, one left out, and text of its own before; and one that is wrong."""
     plain, steps, _ = models().run(sampling)
@@ -380,7 +380,7 @@ class Draws:
     """Answers to one prompt, each from a seed of its own, by the paths that the model may take."""
 
     def __init__(self, model: Model, temperature: float, top_p: float) -> None:
-        self._model, self._sampling = model, SamplerParams(temperature, AMONG, top_p)
+        self._model, self._sampling = model, ResolvedSampling(temperature, AMONG, top_p)
         self._prompt = read_tokenizer(model.directory)[0].encode(REPETITIVE).ids
         self.expected: dict[tuple[int, ...], float] = {(): 1.0}
         for _ in range(DRAWN):
@@ -392,7 +392,7 @@ class Draws:
 
     def _shares(self, paths: Sequence[tuple[int, ...]]) -> list[dict[int, float]]:
         """What may follow each path, and how likely it is, by the log-probabilities that the model reports."""
-        outcome, _ = self._run([(path, SamplerParams(logprobs=AMONG)) for path in paths], 1, None)
+        outcome, _ = self._run([(path, ResolvedSampling(logprobs=AMONG)) for path in paths], 1, None)
         return [self._filtered(outcome.logprobs[key][0]) for key in range(len(paths))]
 
     def _filtered(self, found: Logprobs) -> dict[int, float]:
@@ -408,7 +408,7 @@ class Draws:
         return Counter(tuple(tokens) for tokens in outcome.tokens.values()), speculation
 
     def _run(
-        self, asked: Sequence[tuple[tuple[int, ...], SamplerParams]], new: int, drafter: Drafter | None
+        self, asked: Sequence[tuple[tuple[int, ...], ResolvedSampling]], new: int, drafter: Drafter | None
     ) -> tuple[LoopResult, Speculation | None]:
         cache = KVCacheManager(400, BLOCK)
         self._model.executor.allocate(400)

@@ -95,7 +95,7 @@ def test_tokens_are_those_of_one_rank(ranks: Ranks, split: Any, sampling: str) -
 
 
 def test_logprobs_come_with_the_tokens(ranks: Ranks, split: Any) -> None:
-    asked = split.ALONE._replace(sampling=split.SamplerParams(logprobs=3))
+    asked = split.ALONE._replace(sampling=split.ResolvedSampling(logprobs=3))
     expected = split.serve(ranks.alone, asked, 1, {}).outcome.logprobs
     outcome = split.serve(ranks.executor, asked, ranks.stages, {}).outcome
     for key, theirs in expected.items():

@@ -23,7 +23,7 @@ from charonia.engine.parallel.rank_messages import (
     decode_report,
     encode_message,
 )
-from charonia.scheduler.plan import LogitsParams, NewSequence, SamplerParams, StepPlan, StepResult
+from charonia.scheduler.plan import LogitsParams, NewSequence, ResolvedSampling, StepPlan, StepResult
 
 
 def ints(*values: int) -> NDArray[np.int32]:
@@ -44,9 +44,9 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 SAMPLINGS = (
-    SamplerParams(),
-    SamplerParams(0.8, 40, 0.9, 2**64 - 1, 3, 0.05, None, 20, 5),
-    SamplerParams(
+    ResolvedSampling(),
+    ResolvedSampling(0.8, 40, 0.9, 2**64 - 1, 3, 0.05, None, 20, 5),
+    ResolvedSampling(
         1.0,
         logits=LogitsParams(1.3, logit_bias=((5, -2.5),), bad_words=((1, 2), (3,)), min_tokens=4, stop_token_ids=(0,)),
     ),

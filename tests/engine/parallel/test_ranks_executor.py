@@ -42,7 +42,7 @@ from charonia.engine.parallel.rank_messages import (
 )
 from charonia.engine.parallel.ranks_executor import RanksExecutor
 from charonia.engine.worker.executor import Capacity
-from charonia.scheduler.plan import NewSequence, SamplerParams, StepPlan, StepResult
+from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan, StepResult
 
 NONE = np.zeros(0, np.int32)
 NO_PAIRS = np.zeros((0, 2), np.int32)
@@ -239,7 +239,7 @@ def test_several_steps_are_on_their_way_and_return_in_order(loaded: Stage) -> No
 
 def test_a_plan_that_no_connection_holds_waits_for_the_ranks(loaded: Stage) -> None:
     tokens = np.arange(1 << 20, dtype=np.int32)
-    new = NewSequence(0, tokens, 0, SamplerParams(), len(tokens))
+    new = NewSequence(0, tokens, 0, ResolvedSampling(), len(tokens))
     large = Thread(target=loaded.executor.execute, args=(plan(0, 0)._replace(new=(new,)),))
     large.start()
     for rank in loaded.ranks:

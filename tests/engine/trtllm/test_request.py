@@ -11,7 +11,7 @@ from charonia.core.logprobs import Logprobs
 from charonia.core.request import FinishReason
 from charonia.engine.core.messages import AddRequest
 from charonia.engine.trtllm.request import ResultDelta, ResultReader
-from charonia.scheduler.plan import LogitsParams, SamplerParams
+from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 
 
 def result() -> Any:
@@ -20,7 +20,7 @@ def result() -> Any:
 
 
 def reader(stops: Sequence[int] = (), **sampling: Any) -> ResultReader:
-    asked = SamplerParams(**sampling)
+    asked = ResolvedSampling(**sampling)
     return ResultReader(AddRequest(key=1, prompt=[1], max_tokens=9, stop_token_ids=list(stops), sampling=asked))
 
 

@@ -9,7 +9,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.request import GuidedDecoding
 from charonia.engine.core.messages import AddRequest
 from charonia.engine.trtllm.request import SamplingTranslator
-from charonia.scheduler.plan import LogitsParams, SamplerParams
+from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 
 MAPPED = {
     "repetition_penalty": (LogitsParams(repetition_penalty=1.5), {"repetition_penalty": 1.5}),
@@ -32,7 +32,7 @@ def translate(asked: AddRequest, applies_all: bool = True) -> Any:
 
 
 def add(stops: Sequence[int] = (), guide: GuidedDecoding | None = None, **sampling: Any) -> AddRequest:
-    asked = SamplerParams(**sampling)
+    asked = ResolvedSampling(**sampling)
     return AddRequest(key=1, prompt=[1, 2, 3, 4], max_tokens=7, stop_token_ids=list(stops), guide=guide, sampling=asked)
 
 
@@ -64,7 +64,7 @@ def test_every_field_that_shapes_is_passed_on_or_refused() -> None:
     # The next test's, a part of min_tokens, and refused.
     elsewhere = {"logit_bias", "stop_token_ids", "allowed_token_ids"}
     assert {*LogitsParams._fields} == {*MAPPED} | elsewhere
-    assert {*SamplerParams._fields} == {
+    assert {*ResolvedSampling._fields} == {
         "temperature", "top_k", "top_p", "seed", "choice", "min_p", "logits", "logprobs", "prompt_logprobs"
     }  # fmt: skip
 

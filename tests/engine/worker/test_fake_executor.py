@@ -8,7 +8,7 @@ import pytest
 
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
-from charonia.scheduler.plan import NewSequence, SamplerParams, StepPlan, StepResult
+from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan, StepResult
 
 
 def plan(
@@ -34,7 +34,7 @@ def plan(
 
 
 def entering(row: int, *tokens: int, computed: int = 0) -> NewSequence:
-    return NewSequence(row, np.array(tokens, np.int32), computed, SamplerParams())
+    return NewSequence(row, np.array(tokens, np.int32), computed, ResolvedSampling())
 
 
 PLAIN = FakeBehaviour()
@@ -124,7 +124,7 @@ def test_a_plan_that_breaks_the_contract_fails(begun: FakeExecutor, broken: Step
 
 def test_prompts_are_scored_and_what_follows_is_not() -> None:
     executor = fake()
-    asked = NewSequence(0, np.array([1, 2, 5, 5], np.int32), 0, SamplerParams(prompt_logprobs=2), prompt=3)
+    asked = NewSequence(0, np.array([1, 2, 5, 5], np.int32), 0, ResolvedSampling(prompt_logprobs=2), prompt=3)
     step = plan(0, (0, 0, 4), new=(asked,), appended=((0, 0),))
     [(row, scores)] = run(executor, step._replace(num_logits=step.counts)).prompt_logprobs
     assert (row, scores.start, scores.end) == (0, 1, 3)

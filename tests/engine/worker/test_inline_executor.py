@@ -12,7 +12,7 @@ import torch
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.scheduler.plan import NewSequence, SamplerParams, StepPlan
+from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan
 
 NOBODY = np.zeros(0, dtype=np.int32)
 NOTHING = np.zeros((0, 2), dtype=np.int32)
@@ -44,7 +44,7 @@ def plan(step: int, start: int, count: int, *, new: bool = False, row: int = 0) 
         np.array([start + count >= 8]),
         np.array([start + count >= 8], np.int32),
         np.array([[row, 1], [row, 0]], np.int32) if new else NOTHING,
-        (NewSequence(row, known, 0, SamplerParams()),) if new else (),
+        (NewSequence(row, known, 0, ResolvedSampling()),) if new else (),
         NOBODY,
     )
 

@@ -15,7 +15,7 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.logits_processors import prepare_logits_params, process_logits
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import LogitsParams, SamplerParams
+from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
@@ -39,7 +39,7 @@ class Engine:
         self.executor = InlineExecutor(EngineConfig(model=str(checkpoint), device="cpu", cache=cache))
         self.executor.load(lambda phase, fraction: None)
 
-    def run(self, asked: list[SamplerParams], *, ahead: int = 0, tight: bool = False) -> LoopResult:
+    def run(self, asked: list[ResolvedSampling], *, ahead: int = 0, tight: bool = False) -> LoopResult:
         """The prompts in one batch, each with its own wishes; `tight`: blocks for half of it."""
         needed = sum(-(-(length + NEW) // BLOCK) for length in LENGTHS)
         blocks = needed // 2 if tight else needed
@@ -79,8 +79,8 @@ def reference(checkpoint: Callable[..., Path]) -> Callable[..., list[list[int]]]
     return generate
 
 
-def greedy(**wishes: Any) -> SamplerParams:
-    return SamplerParams(logits=LogitsParams(**wishes))
+def greedy(**wishes: Any) -> ResolvedSampling:
+    return ResolvedSampling(logits=LogitsParams(**wishes))
 
 
 def tokens(outcome: LoopResult) -> list[list[int]]:
@@ -141,7 +141,7 @@ def test_wishes_mix_in_one_batch_whatever_happens(
     wishes: list[tuple[dict[str, Any], dict[str, Any]]],
 ) -> None:
     mixed = [wishes[5], ({}, {}), wishes[0], wishes[2]]
-    asked = [greedy(**ours) if ours else SamplerParams() for ours, _ in mixed]
+    asked = [greedy(**ours) if ours else ResolvedSampling() for ours, _ in mixed]
     expected = [reference(**theirs)[place] for place, (_, theirs) in enumerate(mixed)]
     assert tokens(engine.run(asked, ahead=ahead, tight=tight)) == expected
 
@@ -150,9 +150,9 @@ def test_wishes_mix_in_one_batch_whatever_happens(
 def test_output_penalties_survive_what_happens_to_a_row(ahead: int, tight: bool, engine: Engine) -> None:
     asked = [
         greedy(presence_penalty=1.5),
-        SamplerParams(1.0, seed=3, logits=LogitsParams(frequency_penalty=0.8)),
-        SamplerParams(1.0, seed=3, logits=LogitsParams(presence_penalty=-1.0, frequency_penalty=0.4)),
-        SamplerParams(0.9, 20, 0.9, 7, min_p=0.05, logits=LogitsParams(allowed_token_ids=(4, 9, 200, 301))),
+        ResolvedSampling(1.0, seed=3, logits=LogitsParams(frequency_penalty=0.8)),
+        ResolvedSampling(1.0, seed=3, logits=LogitsParams(presence_penalty=-1.0, frequency_penalty=0.4)),
+        ResolvedSampling(0.9, 20, 0.9, 7, min_p=0.05, logits=LogitsParams(allowed_token_ids=(4, 9, 200, 301))),
     ]
     assert tokens(engine.run(asked, ahead=ahead, tight=tight)) == tokens(engine.run(asked))
 
@@ -163,10 +163,10 @@ def test_output_penalties_survive_what_happens_to_a_row(ahead: int, tight: bool,
 def test_only_what_is_allowed_is_chosen(choice: Any, engine: Engine) -> None:
     several, one = LogitsParams(allowed_token_ids=(4, 9, 200)), LogitsParams(allowed_token_ids=(8,))
     asked = [
-        SamplerParams(*choice),
-        *(SamplerParams(*choice)._replace(logits=each) for each in (several, one, several)),
+        ResolvedSampling(*choice),
+        *(ResolvedSampling(*choice)._replace(logits=each) for each in (several, one, several)),
     ]
-    alone = [SamplerParams(*choice), *[SamplerParams()] * 3]
+    alone = [ResolvedSampling(*choice), *[ResolvedSampling()] * 3]
     plain, *rest = tokens(engine.run(asked))
     assert plain == tokens(engine.run(alone))[0]
     assert {*rest[0], *rest[2]} <= {4, 9, 200}
@@ -203,10 +203,10 @@ def test_penalties_by_the_book() -> None:
 
 def test_logprobs_are_transformers(engine: Engine, checkpoint: Callable[..., Path]) -> None:
     asked = [
-        SamplerParams(logprobs=0),
-        SamplerParams(),
-        SamplerParams(1.0, seed=4, logprobs=20, logits=LogitsParams(repetition_penalty=1.5)),
-        SamplerParams(0.7, 30, 0.9, logprobs=3),
+        ResolvedSampling(logprobs=0),
+        ResolvedSampling(),
+        ResolvedSampling(1.0, seed=4, logprobs=20, logits=LogitsParams(repetition_penalty=1.5)),
+        ResolvedSampling(0.7, 30, 0.9, logprobs=3),
     ]
     outcome = engine.run(asked, ahead=1)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
@@ -224,6 +224,6 @@ def test_logprobs_are_transformers(engine: Engine, checkpoint: Callable[..., Pat
 
 
 def test_tokens_do_not_change_when_somebody_watches(engine: Engine) -> None:
-    plain = [SamplerParams(1.0, seed=number) for number in range(4)]
+    plain = [ResolvedSampling(1.0, seed=number) for number in range(4)]
     watched = [sampling._replace(logprobs=5) for sampling in plain]
     assert tokens(engine.run(plain)) == tokens(engine.run(watched))

@@ -11,11 +11,11 @@ from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import SampledTokens, StepBatch
 from charonia.engine.worker.model_runner import ModelRunner
 from charonia.engine.worker.row_states import RowStates
-from charonia.scheduler.plan import IntArray, LogitsParams, MaskArray, NewSequence, SamplerParams, StepPlan
+from charonia.scheduler.plan import IntArray, LogitsParams, MaskArray, NewSequence, ResolvedSampling, StepPlan
 
 CPU = torch.device("cpu")
-GREEDY = SamplerParams()
-BANNED = SamplerParams(logits=LogitsParams(bad_words=((1,),)))
+GREEDY = ResolvedSampling()
+BANNED = ResolvedSampling(logits=LogitsParams(bad_words=((1,),)))
 NO_PAIRS = np.zeros((0, 2), np.int32)
 
 
@@ -23,7 +23,7 @@ def ints(*values: int) -> IntArray:
     return np.array(values, np.int32)
 
 
-def plan(step: int, start: int, *, new: bool = False, sampling: SamplerParams = GREEDY) -> StepPlan:
+def plan(step: int, start: int, *, new: bool = False, sampling: ResolvedSampling = GREEDY) -> StepPlan:
     """One more token of a sequence of three in row 0."""
     known = (NewSequence(0, ints(1, 2, 3), 0, sampling),) if new else ()
     appended = ints(0, 1).reshape(1, 2) if new else NO_PAIRS
@@ -101,12 +101,12 @@ class Kernels(Alone):
 @pytest.mark.parametrize(
     ("sampling", "token", "kernels"),
     [
-        (SamplerParams(logprobs=1), 1, "begun to sample"),
+        (ResolvedSampling(logprobs=1), 1, "begun to sample"),
         (BANNED, 2, "begun"),
     ],
 )
 def test_a_step_that_needs_the_host_is_followed_when_its_token_is_there(
-    sampling: SamplerParams, token: int, kernels: str
+    sampling: ResolvedSampling, token: int, kernels: str
 ) -> None:
     model, rows = Kernels(), RowStates(32, 4, CPU)
     steps = ModelRunner(model, model, rows, CPU)  # type: ignore[arg-type]
@@ -122,9 +122,9 @@ def test_a_step_that_needs_the_host_is_followed_when_its_token_is_there(
 
 def test_the_other_rows_of_a_step_are_sampled_by_kernels() -> None:
     rows = RowStates(32, 4, CPU)
-    known = [NewSequence(row, ints(1, 2), 0, SamplerParams(), prompt=2) for row in range(3)]
-    known[1] = known[1]._replace(sampling=SamplerParams(logits=LogitsParams(repetition_penalty=2.0)))
-    known[2] = known[2]._replace(sampling=SamplerParams(0.5, seed=3, prompt_logprobs=0))
+    known = [NewSequence(row, ints(1, 2), 0, ResolvedSampling(), prompt=2) for row in range(3)]
+    known[1] = known[1]._replace(sampling=ResolvedSampling(logits=LogitsParams(repetition_penalty=2.0)))
+    known[2] = known[2]._replace(sampling=ResolvedSampling(0.5, seed=3, prompt_logprobs=0))
     appended, ones = np.array([[0, 0], [1, 1], [2, 2]], np.int32), ints(1, 1, 1)
     step = StepPlan(0, ints(0, 1, 2), 0 * ones, 2 * ones, ones == 1, ints(1, 1, 2), appended, tuple(known), ints())
     rows.apply_plan(step)

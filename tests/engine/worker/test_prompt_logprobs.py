@@ -21,7 +21,7 @@ from charonia.engine.worker.executor import Executor
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SamplerParams, StepPlan
+from charonia.scheduler.plan import ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 
@@ -83,7 +83,7 @@ def serve(executor: Executor, setting: Setting) -> tuple[LoopResult, list[StepPl
 def requests(cache: KVCacheManager) -> Iterator[SequenceRequest]:
     for key, prompt in enumerate(prompts()):
         tokens = np.array(prompt, np.int32)
-        sampling = SamplerParams(prompt_logprobs=None if key in PLAIN else MOST, logprobs=MOST)
+        sampling = ResolvedSampling(prompt_logprobs=None if key in PLAIN else MOST, logprobs=MOST)
         yield SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=sampling)
 
 
@@ -212,7 +212,7 @@ def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], mo
                 key=0,
                 prompt=np.arange(1, prompt + 1, dtype=np.int32),
                 max_tokens=1,
-                sampling=SamplerParams(prompt_logprobs=wanted),
+                sampling=ResolvedSampling(prompt_logprobs=wanted),
             )
             sizes.clear()
             run_to_end(

@@ -7,7 +7,7 @@ import torch
 
 from charonia.engine.step_adapters import RankAdapter
 from charonia.engine.worker.row_states import RowStates
-from charonia.scheduler.plan import NewSequence, SamplerParams, StepPlan
+from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan
 
 
 def ints(*values: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def plan(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, **changes: ob
 
 
 def new(row: int, tokens: np.ndarray, computed: int = 0, **sampling: object) -> NewSequence:
-    return NewSequence(row, tokens, computed, SamplerParams(**sampling))
+    return NewSequence(row, tokens, computed, ResolvedSampling(**sampling))
 
 
 def test_a_step_is_gathered_from_rows_in_plan_order() -> None:

@@ -12,7 +12,7 @@ from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.row_states import RowStates
 from charonia.engine.worker.step_drafters import DraftLimits, DraftModel
-from charonia.scheduler.plan import NO_MOVES, NewSequence, Proposals, SamplerParams, StepPlan, StepResult
+from charonia.scheduler.plan import NO_MOVES, NewSequence, Proposals, ResolvedSampling, StepPlan, StepResult
 
 BLOCK, KNOWN = 4, 50
 """Tokens of a block, and those that the draft model knows; the target has twice as many."""
@@ -62,7 +62,7 @@ class Drafting:
         they have `shared` tokens computed. Two tokens are to be proposed for each."""
         rows = ints(*computed)
         starts, counts = (ints(*(each[at] for each in computed.values())) for at in (0, 1))
-        fresh = tuple(NewSequence(row, ints(*tokens), shared, SamplerParams()) for row, (tokens, _) in new.items())
+        fresh = tuple(NewSequence(row, ints(*tokens), shared, ResolvedSampling()) for row, (tokens, _) in new.items())
         pairs = [(row, block) for row, (_, blocks) in new.items() for block in blocks]
         appended = np.array(pairs, np.int32).reshape(-1, 2)
         samples = np.array([row in sampled for row in computed])
