@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..core.errors import InvalidArgument, NotFound
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
+from ..core.runtime import InstancePlacement, Parameters
 from ..core.tensor import TensorSpec
 from ..processes.host import usable_cores
 from ..processes.rate_limiter import read_rate
-from .runtime import InstancePlacement, Parameters
 
 log = logging.getLogger(__name__)
 

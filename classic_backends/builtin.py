@@ -17,9 +17,9 @@ import numpy as np
 
 from ..core.errors import InvalidArgument
 from ..core.model import ModelConfig, RawConfig
+from ..core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from ..core.tensor import TensorSpec
 from .backend_config import read_integer, sequence_tensor_names, warn_unknown_parameters
-from .runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 
 _IDENTITY_PARAMETERS = ("execute_delay_ms", "instance_wise_delay_multiplier", "creation_delay_sec")
 

@@ -16,6 +16,7 @@ from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
+from ..core.runtime import InstancePlacement, Parameters, Runtime, RuntimeLoader
 from ..core.wait_graph import QueueWaits
 from ..processes.rate_limiter import RateLimiter
 from ..telemetry.model_metrics import (
@@ -48,7 +49,6 @@ from .batching.queued_request import (
     SingleResponseStream,
 )
 from .batching.request_execution import execute_alone
-from .runtime import InstancePlacement, Parameters, Runtime, RuntimeLoader
 from .sequences.sequence_scheduler import SequenceScheduler
 from .sequences.sequence_support import read_sequence_support
 

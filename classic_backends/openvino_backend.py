@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument, Unsupported
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
+from ..core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from ..processes.host import release_free_memory, usable_cores
 from .backend_config import (
     FoundModel,
@@ -30,7 +31,6 @@ from .backend_config import (
     read_thread_count,
     warn_unknown_parameters,
 )
-from .runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 
 _DATATYPES = {
     "boolean": "BOOL",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..core.errors import Internal, InvalidArgument, NotFound, Unsupported
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..core.regular_files import read_regular
+from ..core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 from .backend_config import (
     FoundModel,
     FoundTensor,
@@ -27,7 +28,6 @@ from .backend_config import (
     threads_per_instance,
     warn_unknown_parameters,
 )
-from .runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 
 _DATATYPES = {
     "bool": "BOOL",

@@ -19,10 +19,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import ModelConfig, RawConfig
-from ..tokenization.checkpoint_files import locate_checkpoint
-from ..tokenization.tokenizer import Tokenizer
-from .backend_config import FoundModel, FoundTensor, complete_config, config_type, read_flag
-from .runtime import (
+from ..core.runtime import (
     Arrays,
     InstancePlacement,
     Parameters,
@@ -33,6 +30,9 @@ from .runtime import (
     RuntimeResponse,
     RuntimeTraits,
 )
+from ..tokenization.checkpoint_files import locate_checkpoint
+from ..tokenization.tokenizer import Tokenizer
+from .backend_config import FoundModel, FoundTensor, complete_config, config_type, read_flag
 
 
 def _tensors(*texts: str, optional: bool = False) -> tuple[FoundTensor, ...]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument, NotFound, Unsupported
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
+from ..core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 from .backend_config import (
     FoundModel,
     FoundTensor,
@@ -26,7 +27,6 @@ from .backend_config import (
     read_thread_count,
     warn_unknown_parameters,
 )
-from .runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 
 _FILES = {
     "xgboost": "xgboost.model",

@@ -8,29 +8,10 @@ comes first, and nobody that needs what it lacks passes it: so nobody waits fore
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
 from ..core.metrics import Measurement, Reading
-
-
-class Resource(NamedTuple):
-    """A resource by its name in lower case, on one device, or the server's own with None."""
-
-    name: str
-    device: int | None
-
-    @property
-    def place(self) -> str:
-        return "global" if self.device is None else str(self.device)
-
-
-class InstanceRate(NamedTuple):
-    """What one instance asks for each execution: `resources` and how many of each. With priority 2 it runs half as
-    often as with 1 while both wait."""
-
-    resources: tuple[tuple[Resource, int], ...] = ()
-    priority: int = 1
+from ..core.runtime import InstanceRate, Resource
 
 
 def parse_resource_limits(flags: Iterable[str]) -> dict[Resource, int]:

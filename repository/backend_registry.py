@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import Gateway, ModelServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples, RawConfig
+from ..core.runtime import RuntimeLoader
 from ..processes.rate_limiter import RateLimiter
 from .native_models import BLS
 
@@ -55,20 +56,8 @@ class TextBackend(NamedTuple):
     examine: CheckpointExaminer | None = None
 
 
-class ClassicRuntimeLoader(Protocol):
-    """The part of `classic_backends.runtime.RuntimeLoader` that builds configs and counts memory."""
-
-    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig: ...
-
-    def forget(self) -> None: ...
-
-    def uses_gpus(self) -> bool: ...
-
-    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> Sequence[MemoryNeed]: ...
-
-
 ClassicModelBuilder: TypeAlias = Callable[
-    [ModelConfig, ClassicRuntimeLoader, Path, Mapping[str, str], ModelSamples, Sequence[float], RateLimiter | None],
+    [ModelConfig, RuntimeLoader, Path, Mapping[str, str], ModelSamples, Sequence[float], RateLimiter | None],
     MeasuredModel,
 ]
 """`classic_backends.model.ClassicModel`."""
@@ -171,7 +160,7 @@ def text_backend(backend: str) -> TextBackend | None:
 
 def classic_runtime_loader(
     backend: str, directory: Path | None, services: ModelServices | None = None
-) -> ClassicRuntimeLoader:
+) -> RuntimeLoader:
     """The loader of a backend; `directory` of the backends written in Python; `services` of the server whose models it
     loads, where their configs alone are read None. Raises `InvalidArgument` if a package's backend is none."""
     if backend in installed_backends():
@@ -182,10 +171,10 @@ def classic_runtime_loader(
         loader = loader.with_code(directory / backend)
     if services is not None and (backend in CALLING_BACKENDS or written_in_python):
         loader = loader.bound_to(services)
-    return cast(ClassicRuntimeLoader, loader)
+    return cast(RuntimeLoader, loader)
 
 
-def _load_installed(backend: str) -> ClassicRuntimeLoader:
+def _load_installed(backend: str) -> RuntimeLoader:
     found = installed_backends()[backend]
     try:
         loader = found.load()
@@ -196,7 +185,7 @@ def _load_installed(backend: str) -> ClassicRuntimeLoader:
         if not callable(getattr(loader, name, None)):
             message = f"backend '{backend}': {found.value} is no RuntimeLoader: it has no {name}()"
             raise InvalidArgument(message, field="backend")
-    return cast(ClassicRuntimeLoader, loader)
+    return cast(RuntimeLoader, loader)
 
 
 def composite_model(

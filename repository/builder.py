@@ -13,13 +13,13 @@ from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ModelServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples
 from ..core.regular_files import refuse_special_files
+from ..core.runtime import RuntimeLoader
 from ..core.tensor import TensorSpec
 from ..processes.rate_limiter import RateLimiter
 from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import (
     COMPOSITIONS,
     PYTHON,
-    ClassicRuntimeLoader,
     OnProgress,
     TextBackend,
     check_backend,
@@ -210,7 +210,7 @@ class ModelBuilder:
         validate_config(whole, usable_gpus())
         return whole
 
-    def _runtime_loader(self, backend: str, services: ModelServices | None = None) -> ClassicRuntimeLoader:
+    def _runtime_loader(self, backend: str, services: ModelServices | None = None) -> RuntimeLoader:
         return classic_runtime_loader(backend, self.backend_directory, services)
 
     def _classic_settings(self, backend: str) -> dict[str, str]:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from ...core.errors import CharoniaError, Internal, InvalidArgument
 from ...core.model import ModelConfig, RawConfig
 from ...core.request import InferRequest, InferResponse
+from ...core.runtime import Arrays, Runtime, only_response
 from ...core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from ...telemetry.model_metrics import ExecutionTiming
-from ..runtime import Arrays, Runtime, only_response
 from .queued_request import ExecutionResult, InferenceJob
 
 Shape = tuple[int, ...]

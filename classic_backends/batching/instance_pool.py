@@ -19,11 +19,11 @@ from statistics import median
 from time import monotonic_ns
 from typing import Protocol
 
+from ...core.runtime import InstancePlacement, Runtime, RuntimeProcess
 from ...core.tasks import wait_for_first
 from ...core.wait_graph import InstanceWaits
 from ...processes.child_process import RestartBackoff
 from ...processes.rate_limiter import InstanceClaim, RateLimiter
-from ..runtime import InstancePlacement, Runtime, RuntimeProcess
 from .queued_request import RequestBatch, endless_requests
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import msgspec
 from ...core.errors import CharoniaError, Internal
 from ...core.request import InferResponse, ParameterValue
 from ...core.request_context import RequestContext
+from ...core.runtime import Rescheduled, Runtime, RuntimeAnswer, RuntimeRequest
 from ...telemetry.model_metrics import NO_TIMING, CloseReason, ExecutionTiming
-from ..runtime import Rescheduled, Runtime, RuntimeAnswer, RuntimeRequest
 from .batch_execution import BatchLayout, client_error, gather_inputs, split_outputs
 from .queued_request import BatchResult, ExecutionResult, InferenceJob, QueuedRequest, RequestBatch
 

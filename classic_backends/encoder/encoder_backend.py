@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 from ...processes.host import torch_has_cuda
 from ...tokenization.bounded_encoder import EncodedText
 from ...tokenization.checkpoint_files import read_json
@@ -29,7 +30,6 @@ from ..backend_config import (
     threads_per_instance,
     warn_unknown_parameters,
 )
-from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from ...core.errors import CharoniaError, ErrorCode
 from ...core.model import ModelConfig, RawConfig
+from ...core.runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader, only_response
 from ...processes.host import release_free_memory
 from ...processes.log_forwarding import LogForwarder, LogRecordMessage, MessageWriter
 from ..python_stub.messages import TensorMessage
 from ..python_stub.tensor_memory import V2_NAMES, BlockReader, BlockWriter
-from ..runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader, only_response
 
 _MEMORY_BYTES = 1 << 16
 """The memory of each direction at the start."""

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from ...core.errors import CharoniaError, Internal, error_from_code
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from ...processes import gc_tuning
 from ...processes.child_process import anonymous_file, describe_exit, python_child
 from ...processes.log_forwarding import LogRecordMessage
 from ..backend_config import declares_tensors, read_choice, read_placements, with_one_instance
-from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from .instance_main import (
     ConfigCompleted,
     ExecuteBatch,

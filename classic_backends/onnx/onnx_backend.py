@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from ...core.tensor import NUMPY_TYPES
 from ...processes.host import map_large_blocks_separately, release_free_memory
 from ..backend_config import (
@@ -33,7 +34,6 @@ from ..backend_config import (
     read_placements,
     warn_unknown_parameters,
 )
-from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from .session_plan import KNOWN_PARAMETERS, SessionPlan, read_session_plan
 
 _DATATYPES = {np.dtype(dtype).name: datatype for datatype, dtype in NUMPY_TYPES.items()}

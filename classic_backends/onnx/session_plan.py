@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeAlias
 
 from ...core.errors import InvalidArgument
 from ...core.model import RawConfig
+from ...core.runtime import InstancePlacement, Parameters
 from ...processes.host import usable_cores
 from ..backend_config import read_choice, read_flag, read_thread_count
-from ..runtime import InstancePlacement, Parameters
 
 Provider: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 """An execution provider of onnxruntime and its sorted options."""

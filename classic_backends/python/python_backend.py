@@ -13,11 +13,11 @@ from typing import cast
 from ...core.errors import Internal, InvalidArgument
 from ...core.gateway import ModelServices
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...core.runtime import InstancePlacement, Parameters, RuntimeLoader
 from ...core.wait_graph import WaitGraph
 from ...telemetry.shared_state import ServerGateway
 from ..backend_config import read_integer, read_placements
 from ..python_stub import messages
-from ..runtime import InstancePlacement, Parameters, RuntimeLoader
 from .environments import interpreter
 from .model_calls import MAX_INFERENCES, ModelCalls
 from .python_runtime import FirstAnswer, PythonRuntime, initialize_failure

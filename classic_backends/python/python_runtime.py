@@ -14,11 +14,7 @@ from typing import Any
 
 from ...core.errors import LONGEST_REPORT, Internal, InvalidArgument
 from ...core.request_context import RequestContext
-from ...core.wait_graph import AwaitedCall
-from ...telemetry.trace_settings import TraceControl
-from ...telemetry.tracing import trace_context
-from ..python_stub import messages
-from ..runtime import (
+from ...core.runtime import (
     Rescheduled,
     Runtime,
     RuntimeAnswer,
@@ -26,6 +22,10 @@ from ..runtime import (
     RuntimeResponse,
     RuntimeTraits,
 )
+from ...core.wait_graph import AwaitedCall
+from ...telemetry.trace_settings import TraceControl
+from ...telemetry.tracing import trace_context
+from ..python_stub import messages
 from .model_calls import ModelCalls, error_from_message
 from .stub_process import StubProcess, escape_controls
 

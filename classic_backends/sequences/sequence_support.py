@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from ...core.errors import Internal, InvalidArgument, request_id_prefix
 from ...core.model import ModelConfig
 from ...core.request import InferRequest
+from ...core.runtime import Arrays
 from ...core.tensor import NUMPY_TYPES, Tensor, zero_array
 from ..batching.queued_request import InferenceJob, SequenceContext, SequenceFlags, SequenceId
-from ..runtime import Arrays
 from .sequence_config import (
     ControlKind,
     ControlTensor,

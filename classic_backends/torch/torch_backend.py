@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import Internal, InvalidArgument, Unsupported
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 from ...core.tensor import TensorSpec
 from ...processes.host import release_free_memory, torch_has_cuda
 from ..backend_config import (
@@ -28,7 +29,6 @@ from ..backend_config import (
     threads_per_instance,
     warn_unknown_parameters,
 )
-from ..runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 
 if TYPE_CHECKING:
     import torch

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from charonia.classic_backends.backend_config import FoundModel, FoundTensor, check_config_matches, complete_config
-from charonia.classic_backends.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig, RawConfig
+from charonia.core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 
 TENSORS = FoundModel((FoundTensor("X", "FP32", (-1, -1)),), (FoundTensor("Y", "FP32", (-1, -1)),))
 

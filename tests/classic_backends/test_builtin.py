@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from charonia.classic_backends.builtin import IDENTITY, REPEAT, SQUARE
-from charonia.classic_backends.runtime import Arrays, InstancePlacement, RuntimeLoader
 from charonia.core.errors import CharoniaError, InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
 from charonia.core.request_context import RequestContext
+from charonia.core.runtime import Arrays, InstancePlacement, RuntimeLoader
 from charonia.core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 
 from ..waiting import until

@@ -17,11 +17,11 @@ import pytest
 from charonia.classic_backends.batching import instance_pool
 from charonia.classic_backends.builtin import IDENTITY
 from charonia.classic_backends.model import ClassicModel
-from charonia.classic_backends.runtime import Arrays, InstancePlacement, RawConfig, RuntimeTraits
 from charonia.core.errors import CharoniaError, ErrorCode, InvalidArgument
 from charonia.core.model import ModelConfig, ModelSamples, WarmupRequest
 from charonia.core.request import InferRequest
 from charonia.core.request_context import ExecutionTimes, RequestContext
+from charonia.core.runtime import Arrays, InstancePlacement, RawConfig, RuntimeTraits
 from charonia.core.tensor import Tensor, TensorSpec
 
 from ..waiting import until

@@ -15,9 +15,9 @@ from onnx import TensorProto
 from charonia.classic_backends import openvino_backend
 from charonia.classic_backends.isolated.isolated_runtime import OPENVINO as ISOLATABLE
 from charonia.classic_backends.openvino_backend import OPENVINO
-from charonia.classic_backends.runtime import Arrays, InstancePlacement, Runtime
 from charonia.core.errors import Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
+from charonia.core.runtime import Arrays, InstancePlacement, Runtime
 
 openvino = pytest.importorskip("openvino")
 

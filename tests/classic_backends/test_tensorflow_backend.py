@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from charonia.classic_backends.isolated.isolated_runtime import TENSORFLOW
-from charonia.classic_backends.runtime import InstancePlacement, Runtime
 from charonia.classic_backends.tensorflow_backend import show_gpu
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
+from charonia.core.runtime import InstancePlacement, Runtime
 
 Describe = Callable[[Mapping[str, Any]], ModelConfig]
 Open = Callable[..., tuple[dict[str, Any], Runtime]]

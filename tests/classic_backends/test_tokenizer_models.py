@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from charonia.classic_backends.runtime import InstancePlacement, Runtime, only_response
 from charonia.classic_backends.tokenizer_models import POSTPROCESSING, PREPROCESSING
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
+from charonia.core.runtime import InstancePlacement, Runtime, only_response
 from charonia.core.tensor import Tensor
 from charonia.tokenization.tokenizer import Tokenizer
 

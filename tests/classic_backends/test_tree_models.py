@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from charonia.classic_backends.isolated.isolated_runtime import FIL as ISOLATABLE
-from charonia.classic_backends.runtime import InstancePlacement, Runtime
 from charonia.classic_backends.tree_models import FIL
 from charonia.core.errors import InvalidArgument, NotFound
 from charonia.core.model import ModelConfig
+from charonia.core.runtime import InstancePlacement, Runtime
 
 treelite = pytest.importorskip("treelite")
 lightgbm = pytest.importorskip("lightgbm")

@@ -15,9 +15,9 @@ import torch
 from charonia.classic_backends.isolated.isolated_runtime import PYTORCH
 from charonia.classic_backends.python_stub import tensor as api
 from charonia.classic_backends.python_stub.tensor_memory import BlockReader, BlockWriter
-from charonia.classic_backends.runtime import InstancePlacement
 from charonia.classic_backends.torch.torch_backend import PYTORCH as TORCH
 from charonia.core.model import ModelConfig
+from charonia.core.runtime import InstancePlacement
 from charonia.core.tensor import TensorSpec
 from charonia.processes.child_process import anonymous_file
 

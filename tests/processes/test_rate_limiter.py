@@ -8,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.core.errors import InvalidArgument
-from charonia.processes.rate_limiter import (
-    InstanceClaim,
-    InstanceRate,
-    RateLimiter,
-    Resource,
-    parse_resource_limits,
-    read_rate,
-)
+from charonia.core.runtime import InstanceRate, Resource
+from charonia.processes.rate_limiter import InstanceClaim, RateLimiter, parse_resource_limits, read_rate
 
 R, S = Resource("r", 0), Resource("s", None)
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from charonia.classic_backends.encoder.encoder_backend import ENCODER, batch_by_length
 from charonia.classic_backends.encoder.encoder_files import Activation, CrossEncoderFiles, read_encoder
-from charonia.classic_backends.runtime import InstancePlacement, Runtime
 from charonia.core.errors import InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
+from charonia.core.runtime import InstancePlacement, Runtime
 
 Describe = Callable[[Mapping[str, Any]], ModelConfig]
 

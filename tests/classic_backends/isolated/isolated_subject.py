@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from charonia.classic_backends.runtime import Arrays, InstancePlacement, RawConfig, RuntimeTraits
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
+from charonia.core.runtime import Arrays, InstancePlacement, RawConfig, RuntimeTraits
 
 log = logging.getLogger("charonia.subject")
 

@@ -27,10 +27,10 @@ from charonia.classic_backends.isolated.isolated_runtime import (
     IsolatedRuntime,
 )
 from charonia.classic_backends.model import ClassicModel
-from charonia.classic_backends.runtime import InstancePlacement
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
+from charonia.core.runtime import InstancePlacement
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.processes import gc_tuning
 from charonia.processes.child_process import anonymous_file

@@ -18,12 +18,12 @@ from charonia.classic_backends.isolated.isolated_runtime import ONNX as ISOLATED
 from charonia.classic_backends.onnx import onnx_backend
 from charonia.classic_backends.onnx.onnx_backend import ONNX
 from charonia.classic_backends.onnx.session_plan import read_session_plan
-from charonia.classic_backends.runtime import Arrays, InstancePlacement, Runtime
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.gateway import ModelServices
 from charonia.core.model import Model, ModelConfig
 from charonia.core.request import InferRequest
 from charonia.core.request_context import RequestContext
+from charonia.core.runtime import Arrays, InstancePlacement, Runtime
 from charonia.core.tensor import Tensor
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.model_source import read_model

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from charonia.classic_backends.runtime import Arrays, InstancePlacement, RawConfig, RuntimeTraits
 from charonia.core.model import ModelConfig
+from charonia.core.runtime import Arrays, InstancePlacement, RawConfig, RuntimeTraits
 from charonia.core.tensor import TensorSpec
 
 

@@ -17,11 +17,11 @@ from charonia.classic_backends.batching.queued_request import (
     ResponseChannel,
     SequenceFlags,
 )
-from charonia.classic_backends.runtime import Rescheduled, RuntimeAnswer, RuntimeRequest, RuntimeResponse, RuntimeTraits
 from charonia.classic_backends.sequences.sequence_scheduler import SequenceScheduler
 from charonia.classic_backends.sequences.sequence_support import read_sequence_support
 from charonia.core.errors import Cancelled, Internal, Unavailable
 from charonia.core.request_context import RequestContext
+from charonia.core.runtime import Rescheduled, RuntimeAnswer, RuntimeRequest, RuntimeResponse, RuntimeTraits
 from charonia.telemetry.model_metrics import ModelMetrics
 
 from .sequence_subjects import config, state

@@ -17,11 +17,11 @@ from tritonclient.grpc import model_config_pb2
 from charonia.classic_backends.builtin import IDENTITY
 from charonia.classic_backends.isolated.isolated_runtime import ONNX
 from charonia.classic_backends.model import ClassicModel
-from charonia.classic_backends.runtime import Arrays
 from charonia.classic_backends.sequences.sequence_scheduler import SequenceScheduler
 from charonia.core.errors import CharoniaError, InvalidArgument
 from charonia.core.model import ModelConfig, ModelSamples, WarmupRequest
 from charonia.core.request import InferRequest
+from charonia.core.runtime import Arrays
 from charonia.core.tensor import Tensor
 from charonia.repository.config_io import config_to_json
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.classic_backends.runtime import Arrays, InstancePlacement, Runtime
 from charonia.classic_backends.torch.model_files import open_model_file
 from charonia.classic_backends.torch.torch_backend import (
     PYTORCH,
@@ -23,6 +22,7 @@ from charonia.classic_backends.torch.torch_backend import (
 from charonia.core.errors import Internal, InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest
+from charonia.core.runtime import Arrays, InstancePlacement, Runtime
 from charonia.core.tensor import Tensor
 
 from ..asking import answers, serving

@@ -3,7 +3,7 @@
 Knows nothing of requests, batching and threads.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +11,35 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
-from ..core.errors import Internal
-from ..core.model import MemoryNeed, ModelConfig, RawConfig
-from ..core.request import ParameterValue
-from ..core.request_context import RequestContext
-from ..core.wait_graph import AwaitedCall, WaitGraph
-from ..processes.rate_limiter import InstanceRate
+from .errors import Internal
+from .model import MemoryNeed, ModelConfig, RawConfig
+from .request import ParameterValue
+from .request_context import RequestContext
+from .wait_graph import AwaitedCall, WaitGraph
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 """Tensors by name, with the model's batch dimension first, if it has one. BYTES are object arrays of `bytes`; BF16, for
 which numpy has no type, are uint16 arrays of its bits."""
+
+
+class Resource(NamedTuple):
+    """A resource that instances take turns at, by its name in lower case: on one device, or the server's own with
+    None."""
+
+    name: str
+    device: int | None
+
+    @property
+    def place(self) -> str:
+        return "global" if self.device is None else str(self.device)
+
+
+class InstanceRate(NamedTuple):
+    """What one instance asks for each execution: `resources` and how many of each. With priority 2 it runs half as
+    often as with 1 while both wait."""
+
+    resources: tuple[tuple[Resource, int], ...] = ()
+    priority: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +180,11 @@ class Runtime:
         """Free everything; the last call."""
 
 
-class RuntimeLoader(ABC):
+class RuntimeLoader(Protocol):
     """One backend: makes the instances of its models. Imports its libraries when it is called. `by_request`: they take
     requests as they are."""
 
-    by_request = False
+    by_request: bool = False
 
     @property
     def waits(self) -> WaitGraph | None:
@@ -183,15 +202,16 @@ class RuntimeLoader(ABC):
         """Whether its libraries were built for GPUs."""
         return False
 
-    def needs(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> tuple[MemoryNeed, ...]:
+    def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
         """The least memory of all instances, by the sizes of the model's files; one memory may occur several times.
         `raw`: the config with a normalised `instance_group`."""
         return ()
 
-    def complete(self, directory: Path, raw: RawConfig, parameters: Mapping[str, str]) -> RawConfig:
+    def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         """`raw` with the `input`, `output` and `max_batch_size` that it lacks, from the model's file. Raises
         `CharoniaError` if it contradicts the model."""
         return raw
 
-    def forget(self) -> None:  # noqa: B027
+    def forget(self) -> None:
         """Drop what `complete` has kept for a load: there will be none."""
+        return
