@@ -1,14 +1,15 @@
-"""The commands and their flags.
+"""The commands and their flags: ours, and those of installed packages.
 
 Heavy imports wait until they are needed: `charonia --help` is for people.
 """
 
+import ast
 import logging
-import os
 import sys
-import time
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
@@ -16,75 +17,33 @@ from cyclopts.validators import Number
 from .. import __version__
 from ..analyzer.options import LevelOptions, SearchOptions
 from ..core.errors import CharoniaError, InvalidArgument
-from ..engine.checkpoint.packing_cache import PackingCache, is_whole
-from .flag_sources import PREFIX, command_flags, complete_arguments, strays
+from ..core.extensions import installed_extensions
 from .foreign_flags import TritonFlags, VllmFlags, format_usage_error, vllm_flag_table
-from .options import ConfigOptions, ServeOptions
+from .options import ConfigOptions
+from .serve_command import serve_command
 
 log = logging.getLogger(__name__)
 
-app = App(
+
+class CommandLine(App):
+    """All commands. An error of any of them that is meant for people is a line, and the status 1."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().__call__(*args, **options)
+        except CharoniaError as error:
+            print(f"charonia: {error.message}", file=sys.stderr)
+            return 1
+
+
+app = CommandLine(
     name="charonia",
     version=__version__,
     help="A streaming, LLM-centric inference server.",
     result_action="return_value",  # main has more to do before it ends with that status
     error_formatter=format_usage_error,
 )
-
-_EXAMPLES = """Examples:
-
-    charonia serve ./my-checkpoint                 a Hugging Face directory
-
-    charonia serve owner/name --revision main      a model of the hub
-
-    charonia serve --model-repository ./models     a Triton model repository
-
-    charonia serve --config serve.yaml             flags of a file; CHARONIA_HTTP_PORT=9000 sets one, too
-
-    charonia flags                                 flags of vLLM and tritonserver
-"""
-
-
-@app.command(help_prologue=_EXAMPLES, config=complete_arguments)
-def serve(
-    model: str | None = None,
-    /,
-    *,
-    options: Annotated[ServeOptions, Parameter("*")] = ServeOptions(),  # noqa: B008
-    triton: Annotated[TritonFlags, Parameter("*", show=False)] = TritonFlags(),  # noqa: B008
-    vllm: Annotated[VllmFlags, Parameter("*", show=False)] = VllmFlags(),  # noqa: B008
-) -> int:
-    """Serve models until SIGTERM or SIGINT; a second one forces.
-
-    Parameters
-    ----------
-    model
-        A checkpoint directory, a file in GGUF, a hub id, or a model repository.
-    """
-    import uvloop
-
-    from ..telemetry.logging_setup import configured_logging
-    from ..telemetry.tracing import open_tracer, otlp_endpoint
-    from .plan import plan_server
-    from .serve import run
-
-    try:
-        options = vllm.completed(triton.completed(options))
-        if model and vllm.model not in ("", model):
-            raise InvalidArgument(f"two models to serve: '{model}', and --model '{vllm.model}'")
-        if options.repository.download_dir is not None:  # read by the hub's library, here and in child processes
-            os.environ["HF_HUB_CACHE"] = str(options.repository.download_dir)
-        with configured_logging(options.server.log_settings, options.server.log_requests) as logs:
-            triton.check()
-            vllm.check()
-            _warn_of_strays()
-            plan = plan_server(model or vllm.model or None, options, logs)
-            spans = plan.shared.traces.settings().spans
-            endpoint = otlp_endpoint(options.server.otlp_traces_endpoint, os.environ, spans)
-            with open_tracer(endpoint, __version__, spans) as tracer:
-                return uvloop.run(run(plan, tracer))
-    except CharoniaError as error:
-        return _failed(error)
+app.command(serve_command)
 
 
 @app.command
@@ -118,10 +77,7 @@ def check(
         return report_package(repository)
     from .repository_check import print_check_report
 
-    try:
-        return print_check_report([*([repository] if repository else ()), *model_repository], options, model_cache_dir)
-    except CharoniaError as error:
-        return _failed(error)
+    return print_check_report([*([repository] if repository else ()), *model_repository], options, model_cache_dir)
 
 
 @app.command
@@ -169,10 +125,7 @@ def import_(
     """
     from .model_import import import_model
 
-    try:
-        import_model(source, into, name, copy, trust_pickle)
-    except CharoniaError as error:
-        return _failed(error)
+    import_model(source, into, name, copy, trust_pickle)
     return 0
 
 
@@ -202,10 +155,7 @@ def run_model(
     from .model_run import ModelRequest, log_what_models_print, print_responses
 
     log_what_models_print()
-    try:
-        print_responses(directory, ModelRequest(inputs, parameters, load_model), options)
-    except CharoniaError as error:
-        return _failed(error)
+    print_responses(directory, ModelRequest(inputs, parameters, load_model), options)
     return 0
 
 
@@ -240,16 +190,13 @@ def graph(
     """
     from .graph import print_graph, read_repository, read_server
 
-    try:
-        if (repository is None) == (not url):
-            raise InvalidArgument("nothing to draw: name a model repository, or a server by --url")
-        if repository is not None and (header or statistics):
-            raise InvalidArgument("--header and --statistics are for a server: name it by --url")
-        models = read_server(url, header, statistics) if repository is None else read_repository(repository, options)
-        print_graph(models, model, format)
-        return 0
-    except CharoniaError as error:
-        return _failed(error)
+    if (repository is None) == (not url):
+        raise InvalidArgument("nothing to draw: name a model repository, or a server by --url")
+    if repository is not None and (header or statistics):
+        raise InvalidArgument("--header and --statistics are for a server: name it by --url")
+    models = read_server(url, header, statistics) if repository is None else read_repository(repository, options)
+    print_graph(models, model, format)
+    return 0
 
 
 @app.command
@@ -289,15 +236,12 @@ def explain(
     from .explain import print_reports, read_saved, watch_server
 
     files = [file for file in (before, after) if file is not None]
-    try:
-        if bool(files) == bool(url):
-            raise InvalidArgument("nothing to explain: name saved scrapes, or a server by --url")
-        if files and (header or seconds is not None):
-            raise InvalidArgument("--header and --seconds are for a server: name it by --url")
-        interval = read_saved(files) if files else watch_server(url, header, 5.0 if seconds is None else seconds)
-        print_reports(interval, model, machine, json)
-    except CharoniaError as error:
-        return _failed(error)
+    if bool(files) == bool(url):
+        raise InvalidArgument("nothing to explain: name saved scrapes, or a server by --url")
+    if files and (header or seconds is not None):
+        raise InvalidArgument("--header and --seconds are for a server: name it by --url")
+    interval = read_saved(files) if files else watch_server(url, header, 5.0 if seconds is None else seconds)
+    print_reports(interval, model, machine, json)
     return 0
 
 
@@ -347,16 +291,13 @@ def rollout(
     """
     from .rollout import RolloutWatcher, rollout_plan
 
-    try:
-        if bool(to) + status + abort != 1:
-            raise InvalidArgument("nothing to do: say one of --to VERSION, --status and --abort")
-        watcher = RolloutWatcher(url, header, name)
-        if status or abort:
-            return watcher.abort() if abort else watcher.print_status()
-        watcher.start(rollout_plan(to, steps, every, min_requests, guard))
-        return 0 if detach else watcher.watch()
-    except CharoniaError as error:
-        return _failed(error)
+    if bool(to) + status + abort != 1:
+        raise InvalidArgument("nothing to do: say one of --to VERSION, --status and --abort")
+    watcher = RolloutWatcher(url, header, name)
+    if status or abort:
+        return watcher.abort() if abort else watcher.print_status()
+    watcher.start(rollout_plan(to, steps, every, min_requests, guard))
+    return 0 if detach else watcher.watch()
 
 
 @app.command
@@ -377,10 +318,7 @@ def analyze(
     """
     from .analyze import print_analysis
 
-    try:
-        return print_analysis(model, search_for, load)
-    except CharoniaError as error:
-        return _failed(error)
+    return print_analysis(model, search_for, load)
 
 
 @app.command
@@ -402,11 +340,9 @@ def cache(
     verify
         Read them, and say which are not what was written; the status is 1 if any is.
     """
+    from .packed_weights import print_packed_weights
 
-    try:
-        return print_packed_weights(directory, clear=clear, verify=verify)
-    except CharoniaError as error:
-        return _failed(error)
+    return print_packed_weights(directory, clear=clear, verify=verify)
 
 
 @app.command
@@ -447,42 +383,24 @@ app.command(
 )
 
 
-def _warn_of_strays() -> None:
-    if any(name.startswith(PREFIX) for name in os.environ):
-        for stray in strays(command_flags(app["serve"].assemble_argument_collection()), os.environ):
-            log.warning("%s", stray)
+def add_installed_commands() -> None:
+    """Add the functions of `charonia.commands`, each imported when it is called. They have annotations as the commands
+    here, return the status, and may raise `CharoniaError`."""
+    for name, entry in installed_extensions("charonia.commands").items():
+        if name in app:
+            log.warning("the command '%s' of %s is not added: the server has one of that name", name, entry.value)
+        else:
+            app.command(f"{entry.module}:{entry.attr}", name=name, help=_docstring(entry))
 
 
-def _failed(error: CharoniaError) -> int:
-    """Print the error; the status to exit with."""
-    print(f"charonia: {error.message}", file=sys.stderr)
-    return 1
+def _docstring(entry: EntryPoint) -> str | None:
+    """The docstring of a function, read off the source: `charonia --help` is not to import every command."""
+    spec = find_spec(entry.module)
+    source = getattr(spec and spec.loader, "get_source", lambda _: None)(entry.module)
+    for node in ast.parse(source or "").body:
+        if isinstance(node, ast.FunctionDef) and node.name == entry.attr:
+            return ast.get_docstring(node)
+    return None
 
 
-def print_packed_weights(directory: Path, *, clear: bool, verify: bool) -> int:
-    """Print a line for each file, the one used last first; the status is 1 if one that was verified is damaged.
-
-    Raises:
-        InvalidArgument: there is no such directory.
-    """
-    if not directory.is_dir():
-        raise InvalidArgument(f"{directory}: there is no such directory")
-    cache, status = PackingCache(directory, 0), 0
-    entries = cache.entries()
-    for entry in entries:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        whole = not verify or _is_whole(entry.path)
-        status = status if whole else 1
-        print(f"{entry.bytes / 1e6:10,.1f} MB  used {used}  {entry.about}{'' if whole else '  DAMAGED'}")
-    total = f"{len(entries)} packed checkpoints, {sum(entry.bytes for entry in entries) / 1e6:,.1f} MB"
-    if clear:
-        cache.clear()
-    print(f"removed {total}" if clear else total)
-    return status
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return is_whole(path)
-    except (OSError, ValueError):
-        return False
+add_installed_commands()

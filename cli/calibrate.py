@@ -1,6 +1,5 @@
 """`charonia calibrate`: measures what steps take of an engine here, or estimates it, into a file for `simulate`."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from ..bench.server_process import (
     parse_server_url,
     require_open,
 )
-from ..core.errors import CharoniaError, InvalidArgument
+from ..core.errors import InvalidArgument
 from ..engine.build import granted_config
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.checkpoint.model_spec import CheckpointError, ModelSpec
@@ -113,12 +112,8 @@ def calibrate(
     checkpoint
         A checkpoint directory, a file in GGUF or a hub id. With --roofline config.json alone is enough.
     """
-    try:
-        found = _calibrate(checkpoint, options, engine)
-        write_machine_file(options.output, found)
-    except CharoniaError as error:
-        print(f"charonia: {error.message}", file=sys.stderr)
-        return 1
+    found = _calibrate(checkpoint, options, engine)
+    write_machine_file(options.output, found)
     _print_machine(table_console(), options.output, found)
     return 0
 

@@ -26,6 +26,7 @@ from ..telemetry.host_metrics import usable_gpus
 from .flag_sources import command_flags, environment_values, file_values, strays
 from .options import ServeOptions
 from .ports import bind_port
+from .serve_command import serve_command
 
 _ROOT = Path("/")
 _PACKAGE = str(__package__).partition(".")[0]
@@ -87,12 +88,10 @@ def print_findings(as_json: bool, config: Path | None = None) -> int:
 
 def _settings(config: Path | None) -> tuple[list[Finding], ServeOptions]:
     """What is set beside the command line, and the options that it makes."""
-    from .app import app  # which imports this module when it needs it
-
-    flags, findings = command_flags(app["serve"].assemble_argument_collection()), []
+    flags, findings = command_flags(serve_command.assemble_argument_collection()), []
     named = [] if config is None else ["--config", str(config)]
     try:
-        _, bound, _ = app.parse_args(["serve", *named], exit_on_error=False, print_error=False)
+        _, bound, _ = serve_command.parse_args(named, exit_on_error=False, print_error=False)
         options: ServeOptions = bound.arguments.get("options", ServeOptions())
         values = environment_values(flags, os.environ)
         if options.server.config is not None:

@@ -14,7 +14,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Table
 
-from ..core.errors import CharoniaError, InvalidArgument
+from ..core.errors import InvalidArgument
 from ..planning.figures import (
     FleetFigures,
     Objective,
@@ -132,11 +132,7 @@ def simulate(
     machine
         What steps take: a file that `charonia calibrate` wrote.
     """
-    try:
-        return simulate_fleets(machine, load, engine, fleet)
-    except CharoniaError as error:
-        print(f"charonia: {error.message}", file=sys.stderr)
-        return 1
+    return simulate_fleets(machine, load, engine, fleet)
 
 
 def simulate_fleets(machine: Path, load: FleetLoad, engine: SimulatedEngineOptions, fleet: FleetOptions) -> int:

@@ -4,7 +4,7 @@
 |---|---|---|
 | `charonia.backends` | of a backend in config.pbtxt | a `RuntimeLoader` |
 | `charonia.routes` | free | routes of HTTP over a gateway |
-| `charonia.commands` | of a command line `charonia NAME` | a command |
+| `charonia.commands` | of a command line `charonia NAME` | a function, its flags by annotations as of cyclopts |
 | `charonia.request_observers` | free | what follows the requests of the server |
 """
 
