@@ -37,18 +37,15 @@ from .batching.batch_execution import (
     execute_single,
     read_ragged_config,
 )
+from .batching.batching_config import NS_PER_US, read_batching_config
 from .batching.dispatcher import Dispatcher
-from .batching.dynamic_batcher import NS_PER_US, DynamicBatcher, read_batching_config
+from .batching.dynamic_batcher import DynamicBatcher
+from .batching.inference_job import InferenceJob
 from .batching.instance_pool import DEFAULT_RESTART_PAUSE, EXECUTION_TIMEOUT, RESTART_PAUSE, InstancePool
-from .batching.queued_request import (
-    InferenceJob,
-    QueuedRequest,
-    ResponseChannel,
-    ResponseOrderer,
-    ResponseRouter,
-    SingleResponseStream,
-)
+from .batching.queued_request import QueuedRequest
 from .batching.request_execution import execute_alone
+from .batching.response_channel import ResponseChannel, ResponseOrderer, SingleResponseStream
+from .batching.response_router import ResponseRouter
 from .sequences.sequence_scheduler import SequenceScheduler
 from .sequences.sequence_support import read_sequence_support
 
@@ -131,7 +128,7 @@ class ClassicModel:
         decoupled = self.config.decoupled
         try:
             await self._pool.load_instances([first])
-            runtime = self._pool.first
+            runtime = self._pool.first_runtime
             check_ragged_support(self._signature, runtime.traits.ragged, self.config.backend)
             waits = decoupled or self._batching.max_delay_ns or self._sequences is not None
             if runtime.traits.inline and not (waits or self._takes_turns):

@@ -21,14 +21,16 @@ from ...core.request import InferRequest, InferResponse
 from ...core.runtime import Arrays, Runtime, only_response
 from ...core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from ...telemetry.model_metrics import ExecutionTiming
-from .queued_request import ExecutionResult, InferenceJob
+from .inference_job import InferenceJob
+
+log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
 
 class TensorBinding(NamedTuple):
     """One input or output. `reshape`: its dims as the model has them, where they differ; `ragged`: requests with
-    different shapes share a batch, as one flat tensor."""
+    different shapes share a batch, as one flat tensor; `optional`: requests may lack the input."""
 
     name: str
     datatype: str
@@ -43,19 +45,23 @@ _RELAYED = {np.dtype(kind): name for name, kind in NUMPY_TYPES.items() if name n
 
 
 class ModelSignature:
-    """`batched`: tensors have a batch dimension in front. `outputs`: all names, in order. `relays`: clients get an
-    output in the type that the model has made it in, whatever its config says, as of Triton's Python backend."""
+    """The tensors of a model. `relays`: clients get an output in the type that the model has made it in, whatever its
+    config says, as of Triton's Python backend."""
 
     def __init__(self, config: ModelConfig, relays: bool = False) -> None:
-        self._relays, self._unlike_config = relays, set[str]()
-        self.batched = config.max_batch_size > 0
         self.model_name = config.name
+        self.batched = config.max_batch_size > 0
+        """Tensors have a batch dimension in front."""
         self.inputs = _bindings(config.inputs, config.raw.get("input", ()))
-        self._reshaped_inputs = {binding.name: binding for binding in self.inputs if binding.reshape is not None}
-        self._outputs = {each.name: each for each in _bindings(config.outputs, config.raw.get("output", ()))}
+        self._outputs = {binding.name: binding for binding in _bindings(config.outputs, config.raw.get("output", ()))}
         self.outputs = tuple(self._outputs)
+        """All names, in order."""
+        self._relays = relays
+        self._unlike_config = set[str]()
+        """Outputs that the model has made in another type, and that the log names."""
+        self._reshaped_inputs = {binding.name: binding for binding in self.inputs if binding.reshape is not None}
         self._has_optional = any(binding.optional for binding in self.inputs)
-        self._same_shape = tuple(each.name for each in self.inputs if -1 in each.dims and not each.ragged)
+        self._same_shape = tuple(binding.name for binding in self.inputs if -1 in binding.dims and not binding.ragged)
         # BF16 arrays are uint16: its bits.
         self._dtypes = {
             name: np.dtype(NUMPY_TYPES.get(binding.datatype, np.uint16)) for name, binding in self._outputs.items()
@@ -80,9 +86,9 @@ class ModelSignature:
 
     def batch_key(self, request: InferRequest) -> Hashable:
         """Equal for requests that fit in one batch: the shapes that must agree, and the optional inputs given."""
-        given = request.inputs
-        shapes = tuple([(name, given[name].shape[1:]) for name in self._same_shape if name in given])
-        return (shapes, frozenset(given)) if self._has_optional else shapes
+        inputs = request.inputs
+        shapes = tuple([(name, inputs[name].shape[1:]) for name in self._same_shape if name in inputs])
+        return (shapes, frozenset(inputs)) if self._has_optional else shapes
 
     def to_tensors(self, outputs: Arrays, requested: Sequence[str] | None) -> tuple[Tensor, ...]:
         """The `requested` outputs (None: all) of one request, in the model's order and in the shapes of clients. Raises
@@ -97,14 +103,15 @@ class ModelSignature:
         )
 
     def _to_tensor(self, binding: TensorBinding, array: NDArray[Any]) -> Tensor:
-        name, datatype = binding.name, binding.datatype
+        name = binding.name
+        datatype = binding.datatype
         if array.dtype != self._dtypes[name]:
-            made = f"model '{self.model_name}' made output '{name}' of type {array.dtype}, not {datatype}"
+            mismatch = f"model '{self.model_name}' made output '{name}' of type {array.dtype}, not {datatype}"
             if not self._relays or array.dtype not in _RELAYED:
-                raise Internal(made)
+                raise Internal(mismatch)
             if name not in self._unlike_config:
                 self._unlike_config.add(name)
-                log.warning("%s, as its config says: clients get what it made", made)
+                log.warning("%s, as its config says: clients get what it made", mismatch)
             datatype = _RELAYED[array.dtype]
         if binding.reshape is None:
             return Tensor(name, datatype, array.shape, array)
@@ -112,18 +119,19 @@ class ModelSignature:
         try:
             return Tensor(name, datatype, shape, array.reshape(shape))
         except ValueError:
-            made = f"made output '{name}' of shape {list(array.shape)}, not {list(shape)}"
-            raise Internal(f"model '{self.model_name}' {made}") from None
+            mismatch = f"made output '{name}' of shape {list(array.shape)}, not {list(shape)}"
+            raise Internal(f"model '{self.model_name}' {mismatch}") from None
 
     def _reshaped(self, shape: Shape, dims: Shape, to_dims: Shape) -> Shape:
         """`shape` has `dims`; the same elements with `to_dims`: its free ones take the free ones' sizes, in order."""
-        batch = int(self.batched)
-        free = (size for size, dim in zip(shape[batch:], dims, strict=False) if dim == -1)
-        return (*shape[:batch], *(next(free, 1) if dim == -1 else dim for dim in to_dims))
+        front = int(self.batched)
+        free_sizes = (size for size, dim in zip(shape[front:], dims, strict=False) if dim == -1)
+        return (*shape[:front], *(next(free_sizes, 1) if dim == -1 else dim for dim in to_dims))
 
 
 def _bindings(specs: Sequence[TensorSpec], raw_tensors: Sequence[RawConfig]) -> tuple[TensorBinding, ...]:
-    by_name, bindings = {raw["name"]: raw for raw in raw_tensors}, []
+    by_name = {raw["name"]: raw for raw in raw_tensors}
+    bindings = []
     for spec in specs:
         raw = by_name.get(spec.name, {})
         reshape = tuple(map(int, raw["reshape"].get("shape", ()))) if "reshape" in raw else None
@@ -139,9 +147,6 @@ def check_ragged_support(signature: ModelSignature, supported: bool, backend: st
         reason = "but max_batch_size is 0" if supported else f"which '{backend}' cannot do"
         message = f"input '{ragged[0]}' of model '{signature.model_name}' allows ragged batches, {reason}"
         raise InvalidArgument(message, field="input.allow_ragged_batch")
-
-
-log = logging.getLogger(__name__)
 
 
 _TYPES = {"TYPE_INT32": np.int32, "TYPE_FP32": np.float32}
@@ -179,7 +184,8 @@ class BatchInput(NamedTuple):
 
 
 class RaggedConfig(NamedTuple):
-    """`outputs`: an output's name -> the input whose shape each request's part of it has."""
+    """`batch_input` and `batch_output` of a config. `outputs`: an output's name -> the input whose shape each request's
+    part of it has."""
 
     inputs: tuple[BatchInput, ...] = ()
     outputs: Mapping[str, str] = {}
@@ -188,24 +194,25 @@ class RaggedConfig(NamedTuple):
 def read_ragged_config(raw: RawConfig) -> RaggedConfig:
     """Parse `batch_input` and `batch_output`. Raises `InvalidArgument` if a kind, type or source is unknown; `field`
     names it."""
-    names = {each["name"] for each in raw.get("input", ())}
+    names = {tensor["name"] for tensor in raw.get("input", ())}
     inputs: list[BatchInput] = []
-    for asked in raw.get("batch_input", ()):
-        kind, datatype = asked.get("kind", "BATCH_ELEMENT_COUNT"), asked.get("data_type")
+    for entry in raw.get("batch_input", ()):
+        kind = entry.get("kind", "BATCH_ELEMENT_COUNT")
+        datatype = entry.get("data_type")
         if kind not in _KINDS:
             raise InvalidArgument(f"unknown kind of batch input '{kind}'", field="batch_input.kind")
         if datatype not in _TYPES:
             raise InvalidArgument("a batch input must be of TYPE_INT32 or TYPE_FP32", field="batch_input.data_type")
-        source = _read_source(asked, names, "batch_input")
-        inputs += (BatchInput(name, kind, source, _TYPES[datatype]) for name in asked.get("target_name", ()))
+        source = _read_source(entry, names, "batch_input")
+        inputs += (BatchInput(name, kind, source, _TYPES[datatype]) for name in entry.get("target_name", ()))
     outputs: dict[str, str] = {}
-    for asked in raw.get("batch_output", ()):
-        outputs |= dict.fromkeys(asked.get("target_name", ()), _read_source(asked, names, "batch_output"))
+    for entry in raw.get("batch_output", ()):
+        outputs |= dict.fromkeys(entry.get("target_name", ()), _read_source(entry, names, "batch_output"))
     return RaggedConfig(tuple(inputs), outputs)
 
 
-def _read_source(asked: RawConfig, names: set[str], field: str) -> str:
-    sources = asked.get("source_input", ())
+def _read_source(entry: RawConfig, names: set[str], field: str) -> str:
+    sources = entry.get("source_input", ())
     if len(sources) != 1 or sources[0] not in names:
         message = f"'{field}' needs one source_input that is an input of the model, got {list(sources)}"
         raise InvalidArgument(message, field=f"{field}.source_input")
@@ -241,6 +248,14 @@ class BatchLayout(NamedTuple):
         return self.sequences is not None and (self.sequences.iterative or bool(self.sequences.state_outputs))
 
 
+class ExecutionResult(NamedTuple):
+    """One response or error for each request, None for one that is answered later; or an `error` for all of them."""
+
+    responses: Sequence[InferResponse | Exception | None]
+    timing: ExecutionTiming
+    error: Exception | None = None
+
+
 def execute_batch(
     runtime: Runtime, layout: BatchLayout, jobs: Sequence[InferenceJob], instance: str
 ) -> ExecutionResult:
@@ -260,7 +275,9 @@ def execute_batch(
 
 def execute_single(runtime: Runtime, layout: BatchLayout, request: InferRequest, instance: str) -> ExecutionResult:
     """Execute one request without ragged inputs: as `execute_batch`, in half the time. Never raises."""
-    marks, signature, requested = [perf_counter_ns()], layout.signature, request.outputs
+    marks = [perf_counter_ns()]
+    signature = layout.signature
+    requested = request.outputs
     try:
         inputs = signature.to_arrays(request)
         marks.append(perf_counter_ns())

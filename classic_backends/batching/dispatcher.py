@@ -15,14 +15,14 @@ from ...core.errors import NotReady, RequestTimeout, ServerExiting, Unavailable,
 from ...core.wait_graph import QueueWaits
 from .batch_execution import BatchLayout, execute_batch, execute_decoupled
 from .dynamic_batcher import BatchDecision, DynamicBatcher
-from .instance_pool import Instance, call_in_loop
-from .queued_request import BatchResult, QueuedRequest, RequestBatch, ResponseRouter, endless_requests
-from .request_execution import execute_requests
+from .instance import Instance, call_in_loop
+from .queued_request import QueuedRequest, RequestBatch, endless_requests
+from .request_execution import RequestExecutor
+from .response_router import BatchResult, ResponseRouter
 
 
 class DeadlineTimer:
-    """One timer of the event loop, set to the earliest of several times. `due_at`: nanoseconds of `time.monotonic_ns`,
-    None while it is not set."""
+    """One timer of the event loop, set to the earliest of several times."""
 
     def __init__(self, on_due: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -30,6 +30,7 @@ class DeadlineTimer:
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
         self.due_at: int | None = None
+        """Nanoseconds of `time.monotonic_ns`; None while it is not set."""
 
     def set_no_later_than(self, time_ns: int) -> None:
         if self._stopped or (self.due_at is not None and self.due_at <= time_ns):
@@ -41,7 +42,8 @@ class DeadlineTimer:
 
     def stop(self) -> None:
         """Never call `on_due` again."""
-        self._stopped, self.due_at = True, None
+        self._stopped = True
+        self.due_at = None
         if self._timer is not None:
             self._timer.cancel()
 
@@ -51,22 +53,25 @@ class DeadlineTimer:
 
 
 class Dispatcher:
-    """The queue and the instances of one model; the `WorkSource` of these. `decoupled`: the model makes any number of
-    responses to a request."""
+    """The queue and the instances of one model: the `WorkSource` of these, and the `RequestSource` of executions.
+    `decoupled`: the model makes any number of responses to a request."""
 
     def __init__(self, queue: DynamicBatcher, layout: BatchLayout, router: ResponseRouter, decoupled: bool) -> None:
         self.call_in_loop = partial(call_in_loop, asyncio.get_running_loop())
-        self.layout = layout
-        self.router = router
-        self.decoupled = decoupled
+        self._layout = layout
+        self._router = router
+        self._decoupled = decoupled
+        self._executor = RequestExecutor(layout, decoupled, router, self) if layout.by_request else None
         self._lock = threading.Lock()
         self._queue = queue
         self._timer = DeadlineTimer(self._wake_instances)
         self._instances: set[Instance] = set()
         self._free: list[Instance] = []
         self._waking: set[Instance] = set()
+        """Instances that were free, and have not yet asked for a batch."""
+        self._released_early: set[QueuedRequest] = set()
+        """Requests that come again, whose batch is not settled yet."""
         self._closed = False
-        self._early: set[QueuedRequest] = set()
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -91,7 +96,7 @@ class Dispatcher:
             waiting = [] if self._instances else self._queue.drain()
         for request in waiting:
             if request.execution is None:
-                self.router.on_rejected(request, restarting_error(request))
+                self._router.on_rejected(request, restarting_error(request))
         self._wake_instances()
 
     def submit(self, request: QueuedRequest) -> None:
@@ -113,13 +118,13 @@ class Dispatcher:
     def release(self, request: QueuedRequest, again: bool = False) -> None:
         """A request that its runtime has held is finished, or is to be executed `again`."""
         with self._lock:
-            lost = again and not self._can_come_again(request)
-            held = self._queue.release(request, again and not lost, time.monotonic_ns())
-            if again and not held:  # its batch is not settled yet
-                self._early.add(request)
-        if held:
+            dropped = again and not self._can_come_again(request)
+            was_held = self._queue.release(request, again and not dropped, time.monotonic_ns())
+            if again and not was_held:
+                self._released_early.add(request)
+        if was_held:
             self._wake_instances()
-        if lost:
+        if dropped:
             self._drop(request)
 
     def _can_come_again(self, request: QueuedRequest) -> bool:
@@ -130,18 +135,18 @@ class Dispatcher:
         if request.execution is not None and (request.given_up or request.finished):
             request.execution.cancel()
         if request.given_up and not request.finished:
-            self.router.on_finished([request])
+            self._router.on_finished([request])
         elif self._instances and not request.finished:  # without them, its runtime tells that its process has ended
-            self.router.on_rejected(request, stopping_error(request))
+            self._router.on_rejected(request, stopping_error(request))
 
     def cancel_request(self, request: QueuedRequest) -> bool:
         """Take a request out of the queue. False: it had left already; its responses are dropped by `given_up`."""
         with self._lock:
-            waited = self._queue.remove(request)
+            was_queued = self._queue.remove(request)
             free = bool(self._free)
-        if waited and free:
+        if was_queued and free:
             self._wake_instances()
-        return waited
+        return was_queued
 
     def queue_waits(self) -> list[QueueWaits]:
         """See `WaitingModel`."""
@@ -157,7 +162,7 @@ class Dispatcher:
         with self._lock:
             waiting = self._queue.drain()
         for request in waiting:
-            self.router.on_rejected(request, stopping_error(request))
+            self._router.on_rejected(request, stopping_error(request))
 
     def _wake_instances(self) -> None:
         """Wake as many free instances as there is work for, and set the timer for the next decision."""
@@ -180,47 +185,55 @@ class Dispatcher:
 
     def _apply(self, decision: BatchDecision) -> None:
         for request in decision.expired:
-            self.router.on_rejected(request, RequestTimeout())
+            self._router.on_rejected(request, RequestTimeout())
         if decision.ask_again_at is not None:
             self._timer.set_no_later_than(decision.ask_again_at)
 
     # In the instances' threads
 
     def execute_batch(self, instance: Instance, batch: RequestBatch) -> None:
-        started_at = time.monotonic_ns()
-        if self.layout.by_request:
-            execute_requests(self, instance.runtime, batch, instance.name)
-            return
-        if not self.decoupled:
+        if self._executor is not None:
+            self._executor.execute_batch(instance.runtime, batch, instance.name)
+        elif self._decoupled:
+            self._execute_decoupled(instance, batch)
+        else:
+            started_at = time.monotonic_ns()
             jobs = [request.job for request in batch.requests]
-            result = execute_batch(instance.runtime, self.layout, jobs, instance.name)
-            self.call_in_loop(self.router.on_batch_done, BatchResult(batch, started_at, result))
-            return
+            result = execute_batch(instance.runtime, self._layout, jobs, instance.name)
+            self.call_in_loop(self._router.on_batch_done, BatchResult(batch, started_at, result))
+
+    def _execute_decoupled(self, instance: Instance, batch: RequestBatch) -> None:
+        started_at = time.monotonic_ns()
         [request] = batch.requests
-        with closing(execute_decoupled(instance.runtime, self.layout, request.job, instance.name)) as results:
+        with closing(execute_decoupled(instance.runtime, self._layout, request.job, instance.name)) as results:
             for result in results:
                 instance.execution_timer.stop()
                 slots = request.channel.unread_slots
                 if slots is not None and not slots.acquire(blocking=False):
-                    self.call_in_loop(self.router.on_reader_wait, 1)
+                    self.call_in_loop(self._router.on_reader_wait, 1)
                     slots.acquire()
-                    self.call_in_loop(self.router.on_reader_wait, -1)
+                    self.call_in_loop(self._router.on_reader_wait, -1)
                 if request.given_up:
                     break
-                self.call_in_loop(self.router.on_stream_response, BatchResult(batch, started_at, result))
+                self.call_in_loop(self._router.on_stream_response, BatchResult(batch, started_at, result))
                 instance.execution_timer.start()
-        self.call_in_loop(self.router.on_stream_end, batch, started_at)
+        self.call_in_loop(self._router.on_stream_end, batch, started_at)
 
     def settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool]) -> None:
-        """What becomes of the batch that was executed; see `DynamicBatcher.settle_batch`."""
+        """See `RequestSource`."""
         with self._lock:
-            coming = dict.fromkeys((*again, *(each for each in held if each in self._early)))
-            waiting = [request for request, for_reader in held.items() if for_reader]
-            lost = {request for request in (*coming, *waiting) if not self._can_come_again(request)}
-            kept = {each: held[each] for each in held if not (each in coming or each in lost or each.finished)}
-            self._early.clear()
-            self._queue.settle_batch([each for each in coming if each not in lost], kept, time.monotonic_ns())
-        for request in lost:
+            coming = dict.fromkeys((*again, *(request for request in held if request in self._released_early)))
+            for_readers = [request for request, for_reader in held.items() if for_reader]
+            dropped = {request for request in (*coming, *for_readers) if not self._can_come_again(request)}
+            still_held = {
+                request: for_reader
+                for request, for_reader in held.items()
+                if not (request in coming or request in dropped or request.finished)
+            }
+            requeued = [request for request in coming if request not in dropped]
+            self._released_early.clear()
+            self._queue.settle_batch(requeued, still_held, time.monotonic_ns())
+        for request in dropped:
             self.call_in_loop(self._drop, request)
 
     def next_batch(self, instance: Instance) -> RequestBatch | None:

@@ -1,9 +1,7 @@
-"""Triton's dynamic batcher: `dynamic_batching` of a config, parsed; the queue of priority levels with deadlines; and
-which requests leave it together, and when.
+"""Triton's dynamic batcher: the queue of priority levels with deadlines, and the batches that leave it.
 
 Source: https://github.com/triton-inference-server/server/blob/main/docs/user_guide/batcher.md. Pure logic over times
-that its caller gives, nanoseconds here and microseconds in the config; asked whenever an instance is free. Knows
-nothing of tensors.
+that its caller gives, in nanoseconds; asked whenever an instance is free. Knows nothing of tensors.
 """
 
 from bisect import bisect_right, insort
@@ -14,138 +12,12 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from typing import NamedTuple
 
-from ...core.errors import InvalidArgument
-from ...core.model import RawConfig
 from ...telemetry.model_metrics import CloseReason
+from .batching_config import BatchingConfig
 from .queued_request import QueuedRequest, RequestBatch
 
-NS_PER_US = 1000
-
-
-class QueuePolicy(NamedTuple):
-    """The limits of one priority level. A request may wait for `timeout_ns` (0: for ever); then it is rejected or, with
-    `postpone`, served after all others of its level. With `allow_override` a request may ask for a shorter timeout.
-    `max_size`: requests that may wait, 0 for any number."""
-
-    timeout_ns: int = 0
-    postpone: bool = False
-    allow_override: bool = False
-    max_size: int = 0
-
-    def queue_deadline(self, arrived_at: int, asked_ns: int) -> int | None:
-        """The time until which a request may wait that asked for a timeout of `asked_ns` (0: for none)."""
-        timeout = asked_ns if self._shortens(asked_ns) else self.timeout_ns
-        return arrived_at + timeout if timeout else None
-
-    def answer_deadline(self, arrived_at: int, asked_ns: int) -> int | None:
-        """The time until which a request must be answered. Only a request's own timeout sets one: the config's is for
-        the time in the queue."""
-        return arrived_at + asked_ns if self._shortens(asked_ns) and not self.postpone else None
-
-    def _shortens(self, asked_ns: int) -> bool:
-        return self.allow_override and 0 < asked_ns < self.timeout_ns
-
-
-NO_POLICY = QueuePolicy()
-"""Any number of requests, each for any time."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchingConfig:
-    """How requests become batches of at most `max_batch_size`; without `combine_requests`, each is a batch of its own.
-    Batches of `preferred_sizes` (ascending) leave at once, others when the oldest request has waited `max_delay_ns`.
-    Priority levels run from 1, the highest, to `priority_levels`. With `preserve_ordering` responses leave in the order
-    of their requests."""
-
-    combine_requests: bool = False
-    max_batch_size: int = 1
-    preferred_sizes: Sequence[int] = ()
-    max_delay_ns: int = 0
-    preserve_ordering: bool = False
-    priority_levels: int = 1
-    default_level: int = 1
-    policy: QueuePolicy = NO_POLICY
-    policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
-
-    @property
-    def target_size(self) -> int:
-        """The size at which a batch waits no longer."""
-        return self.preferred_sizes[-1] if self.preferred_sizes else self.max_batch_size
-
-    @property
-    def can_reorder(self) -> bool:
-        """Whether a request may be served before one that came earlier."""
-        return self.priority_levels > 1 or self.policy_of(1).postpone
-
-    def level_of(self, priority: int) -> int:
-        """The level of a request that asked for `priority`; 0 and unknown levels mean the default."""
-        return priority if 1 <= priority <= self.priority_levels else self.default_level
-
-    def policy_of(self, level: int) -> QueuePolicy:
-        return self.policies.get(level, self.policy)
-
-
-def read_batching_config(raw: RawConfig, max_batch_size: int, combines: bool) -> BatchingConfig:
-    """Parse `dynamic_batching` of a model's config; without it, requests are not combined (Triton's default scheduler),
-    nor if the model never `combines` them. Raises `InvalidArgument` if the values contradict each other; `field` names
-    one of them."""
-    if "dynamic_batching" not in raw:
-        return BatchingConfig()
-    asked: RawConfig = raw["dynamic_batching"]
-    levels = int(asked.get("priority_levels", 0))
-    config = BatchingConfig(
-        combine_requests=max_batch_size > 0 and combines,
-        max_batch_size=max(max_batch_size, 1),
-        preferred_sizes=read_preferred_sizes(asked, max_batch_size, "dynamic_batching"),
-        max_delay_ns=int(asked.get("max_queue_delay_microseconds", 0)) * NS_PER_US,
-        preserve_ordering=bool(asked.get("preserve_ordering", False)),
-        priority_levels=max(levels, 1),
-        default_level=int(asked.get("default_priority_level", 0)) if levels else 1,
-        policy=_read_policy(asked.get("default_queue_policy", {})),
-        policies={int(level): _read_policy(each) for level, each in asked.get("priority_queue_policy", {}).items()},
-    )
-    _check_levels(config)
-    return config
-
-
-def read_preferred_sizes(asked: RawConfig, max_batch_size: int, field: str) -> tuple[int, ...]:
-    """`preferred_batch_size` in ascending order; `field` is the path of `asked` in the config. Raises `InvalidArgument`
-    if no batch can have one of the sizes."""
-    sizes = tuple(sorted({int(size) for size in asked.get("preferred_batch_size", ())}))
-    for size in sizes:
-        if size < 1 or size > max(max_batch_size, 1):
-            batcher = field.partition(".")[0].replace("_", " ")
-            message = f"{batcher} preferred size must be between 1 and max_batch_size {max_batch_size}, got {size}"
-            raise InvalidArgument(message, field=f"{field}.preferred_batch_size")
-    return sizes
-
-
-def _read_policy(asked: RawConfig) -> QueuePolicy:
-    return QueuePolicy(
-        timeout_ns=int(asked.get("default_timeout_microseconds", 0)) * NS_PER_US,
-        postpone=asked.get("timeout_action", "REJECT") == "DELAY",
-        allow_override=bool(asked.get("allow_timeout_override", False)),
-        max_size=int(asked.get("max_queue_size", 0)),
-    )
-
-
-def _check_levels(config: BatchingConfig) -> None:
-    levels, field = config.priority_levels, ""
-    if not 1 <= config.default_level <= levels:
-        field = "default_priority_level"
-        message = f"default priority level must be in range [1, {levels}], got {config.default_level}"
-    elif unknown := [level for level in config.policies if not 1 <= level <= levels]:
-        field = "priority_queue_policy"
-        message = f"priority queue policy is given for level {unknown[0]}, but there are {levels} priority levels"
-    elif config.preserve_ordering and config.can_reorder:
-        field = "preserve_ordering"
-        message = "preserve_ordering allows only one priority level and no timeout_action DELAY"
-    if field:
-        raise InvalidArgument(message, field=f"dynamic_batching.{field}")
-
-
 _STALE_DEADLINES = 64
-"""Deadlines of requests that left which are kept before they are swept up."""
+"""As many deadlines are kept of requests that have left, before they are swept up."""
 
 
 @dataclass(slots=True)
@@ -160,7 +32,7 @@ class _PriorityLevel:
 
 
 class RequestQueue:
-    """`total_batch_size`: the sum over all requests that wait. A level exists while a request waits in it (the default
+    """The requests that wait, by level and order of arrival. A level exists while a request waits in it (the default
     level always): a config may have as many as a 64-bit number says."""
 
     def __init__(self, config: BatchingConfig) -> None:
@@ -171,6 +43,7 @@ class RequestQueue:
         self._serial = count()
         self._with_deadline = 0
         self.total_batch_size = 0
+        """The sum over all requests that wait."""
 
     def __len__(self) -> int:
         return sum(len(level) for level in self._levels.values())
@@ -185,13 +58,16 @@ class RequestQueue:
     def add(self, request: QueuedRequest, now: int) -> bool:
         """Queue a request. False: its level is full, and nothing has changed."""
         number = self._config.level_of(request.priority)
-        policy, level = self._config.policy_of(number), self._levels.get(number)
+        policy = self._config.policy_of(number)
+        level = self._levels.get(number)
         if level is None:
             level = self._levels[number] = _PriorityLevel()
             insort(self._level_order, number)
         if policy.max_size and len(level) >= policy.max_size:
             return False
-        request.level, request.queued_at, request.queued = number, now, True
+        request.level = number
+        request.queued_at = now
+        request.queued = True
         request.arrived_at = request.arrived_at or now
         request.queue_deadline = policy.queue_deadline(now, request.timeout_ns)
         request.answer_deadline = policy.answer_deadline(now, request.timeout_ns)
@@ -259,9 +135,11 @@ class RequestQueue:
             members = chain(level.on_time, level.postponed)
             assert all(request.queued and request.level == number for request in members)
             assert all(request.queue_deadline is not None for request in level.postponed)
-        dated = {request for request in waiting if request.queue_deadline is not None and self._is_on_time(request)}
-        assert self._with_deadline == len(dated)
-        assert dated <= {entry[2] for entry in self._deadlines}
+        with_deadline = {
+            request for request in waiting if request.queue_deadline is not None and self._is_on_time(request)
+        }
+        assert self._with_deadline == len(with_deadline)
+        assert with_deadline <= {entry[2] for entry in self._deadlines}
         assert len(self._deadlines) <= 2 * self._with_deadline + _STALE_DEADLINES + 1
 
 
@@ -284,16 +162,17 @@ class _Delay(NamedTuple):
 
 
 class DynamicBatcher:
-    """The queue of one model and the batches made from it. `work_per_instance`: how much of the `backlog` keeps one
-    instance busy."""
+    """The queue of one model and the batches made from it."""
 
     def __init__(self, config: BatchingConfig) -> None:
         self._config = config
         self._target_size = config.target_size
         self._queue = RequestQueue(config)
         self._delay: _Delay | None = None
-        self._delayed_since: int | None = None  # when an instance was free, and the first in line waited for more
+        self._delayed_since: int | None = None
+        """Since when an instance is free, and the first in line waits for more requests."""
         self.work_per_instance = config.target_size if config.combine_requests else 1
+        """As much of the `backlog` keeps one instance busy."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -328,7 +207,8 @@ class DynamicBatcher:
     def peek_batch(self, now: int) -> BatchDecision:
         """The decision for a free instance; a batch stays in the queue, and may still grow."""
         expired = self._queue.expire(now)
-        batch, delay = None, self._delay
+        batch = None
+        delay = self._delay
         if expired or delay is None or now >= delay.until or self._queue.total_batch_size >= delay.size:
             self._delay = None
             batch = self._next_batch(now)
@@ -353,21 +233,21 @@ class DynamicBatcher:
         )
 
     def settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool], now: int) -> None:
-        """The batch taken last is executed, by a runtime that takes requests as they are. Those to queue `again`, and
-        those `held`, of which more is to come: true for one that waits for its reader. Only models with sequences have
-        such requests."""
+        """The batch taken last is executed, by a runtime that takes requests as they are; see `RequestSource`. Only
+        models with sequences have requests that are queued again or held."""
 
     def release(self, request: QueuedRequest, again: bool, now: int) -> bool:
         """A request is finished, or is to be queued `again`. False: it was not held."""
         return False
 
     def waiting_requests(self) -> list[QueuedRequest]:
-        """Those that a batch may have next."""
+        """The requests that a batch may have next."""
         return list(self._queue)
 
     def drain(self) -> list[QueuedRequest]:
         """Remove and return all requests."""
-        waiting, self._delay = list(self._queue), None
+        waiting = list(self._queue)
+        self._delay = None
         for request in waiting:
             self._queue.remove(request)
         return waiting
@@ -380,7 +260,8 @@ class DynamicBatcher:
         requests, size, preferred, closed_by = self._fitting_requests()
         if not requests:
             return None
-        delay, sizes = self._config.max_delay_ns, self._config.preferred_sizes
+        delay = self._config.max_delay_ns
+        sizes = self._config.preferred_sizes
         oldest = min(request.queued_at for request in requests)
         exceeded = 0 < delay <= now - oldest
         if preferred and not exceeded:

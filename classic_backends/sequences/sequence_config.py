@@ -26,7 +26,7 @@ from ...core.tensor import (
     is_config_tensor_size_allowed,
     zero_array,
 )
-from ..batching.dynamic_batcher import NS_PER_US, BatchingConfig, read_preferred_sizes
+from ..batching.batching_config import NS_PER_US, BatchingConfig, read_preferred_sizes
 
 _DEFAULT_IDLE_US = 1_000_000
 _VALUE_TYPES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}

@@ -16,8 +16,10 @@ from ...telemetry.model_metrics import ModelMetrics
 from ..batching.batch_execution import BatchLayout
 from ..batching.dispatcher import DeadlineTimer, Dispatcher, restarting_error, stopping_error
 from ..batching.dynamic_batcher import BatchDecision, DynamicBatcher
-from ..batching.instance_pool import Instance
-from ..batching.queued_request import QueuedRequest, ResponseRouter, SequenceContext
+from ..batching.inference_job import SequenceContext
+from ..batching.instance import Instance
+from ..batching.queued_request import QueuedRequest
+from ..batching.response_router import ResponseRouter
 from .sequence_config import SequenceConfig
 from .sequence_support import state_shapes
 from .sequence_table import OpenSequence, SequenceTable

@@ -17,7 +17,7 @@ from ...core.model import ModelConfig
 from ...core.request import InferRequest
 from ...core.runtime import Arrays
 from ...core.tensor import NUMPY_TYPES, Tensor, zero_array
-from ..batching.queued_request import InferenceJob, SequenceContext, SequenceFlags, SequenceId
+from ..batching.inference_job import InferenceJob, SequenceContext, SequenceFlags, SequenceId
 from .sequence_config import (
     ControlKind,
     ControlTensor,

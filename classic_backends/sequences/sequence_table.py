@@ -14,8 +14,9 @@ from itertools import count
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
-from ..batching.instance_pool import Instance
-from ..batching.queued_request import QueuedRequest, SequenceContext, SequenceId
+from ..batching.inference_job import SequenceContext, SequenceId
+from ..batching.instance import Instance
+from ..batching.queued_request import QueuedRequest
 from .sequence_config import SlotRules
 
 log = logging.getLogger(__name__)

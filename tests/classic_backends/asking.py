@@ -5,7 +5,8 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from charonia.classic_backends.batching.queued_request import InferenceJob, QueuedRequest
+from charonia.classic_backends.batching.inference_job import InferenceJob
+from charonia.classic_backends.batching.queued_request import QueuedRequest
 from charonia.classic_backends.model import ClassicModel
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from charonia.classic_backends.batching import instance_pool
+from charonia.classic_backends.batching import instance
 from charonia.cli.app import app
 from charonia.cli.options import ServeOptions
 
@@ -172,7 +172,7 @@ def test_pods_may_do_little(overlay: str, rendered: Callable[[str], list[Any]]) 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_server_has_the_time_to_end(overlay: str, rendered: Callable[[str], list[Any]]) -> None:
-    ending = instance_pool._CLOSE_SECONDS + instance_pool._INTERRUPT_SECONDS
+    ending = instance._CLOSE_SECONDS + instance._INTERRUPT_SECONDS
     for pod in pods(rendered(overlay)):
         for each in pod.servers():
             running = float(value_of(each, "--exit-timeout-secs", "30"))

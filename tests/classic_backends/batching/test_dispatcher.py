@@ -3,8 +3,9 @@
 from typing import Any
 
 from charonia.classic_backends.batching.batch_execution import BatchLayout, ModelSignature
+from charonia.classic_backends.batching.batching_config import BatchingConfig
 from charonia.classic_backends.batching.dispatcher import Dispatcher
-from charonia.classic_backends.batching.dynamic_batcher import BatchingConfig, DynamicBatcher
+from charonia.classic_backends.batching.dynamic_batcher import DynamicBatcher
 from charonia.classic_backends.batching.queued_request import QueuedRequest
 from charonia.core.model import ModelConfig
 

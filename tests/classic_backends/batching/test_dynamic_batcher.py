@@ -7,14 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.classic_backends.batching.dynamic_batcher import (
-    BatchDecision,
-    BatchingConfig,
-    DynamicBatcher,
-    QueuePolicy,
-    RequestQueue,
-    read_batching_config,
-)
+from charonia.classic_backends.batching.batching_config import BatchingConfig, QueuePolicy, read_batching_config
+from charonia.classic_backends.batching.dynamic_batcher import BatchDecision, DynamicBatcher, RequestQueue
 from charonia.classic_backends.batching.queued_request import QueuedRequest
 from charonia.core.errors import InvalidArgument
 from charonia.telemetry.model_metrics import CloseReason

@@ -1,6 +1,6 @@
 """When an execution takes far too long, in seconds that are counted."""
 
-from charonia.classic_backends.batching.instance_pool import ExecutionTimer
+from charonia.classic_backends.batching.instance import ExecutionTimer
 
 SECOND = 1_000_000_000
 

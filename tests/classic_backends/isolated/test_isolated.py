@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 from numpy.typing import NDArray
 
-from charonia.classic_backends.batching import instance_pool
+from charonia.classic_backends.batching import instance, instance_pool
 from charonia.classic_backends.batching.instance_pool import EXECUTION_TIMEOUT, RESTART_PAUSE
 from charonia.classic_backends.isolated.instance_main import NICENESS, OPENMP_SPINS, InstanceTask, TensorConnection
 from charonia.classic_backends.isolated.isolated_runtime import (
@@ -428,7 +428,7 @@ async def test_unloading_ends_the_wait_for_another_try(tmp_path: Path) -> None:
 async def test_unloading_does_not_wait_for_another_one_that_hangs_as_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance_pool, "_INTERRUPT_SECONDS", 0.05)
+    monkeypatch.setattr(instance, "_INTERRUPT_SECONDS", 0.05)
     held: list[int] = []
 
     def reached() -> bool:
@@ -476,7 +476,7 @@ async def test_unloading_ends_at_once_what_nobody_waits_for(tmp_path: Path) -> N
 
 
 async def test_unloading_kills_what_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_pool, "_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(instance, "_CLOSE_SECONDS", 0.05)
     async with serving(tmp_path) as model:
         hanging = asyncio.create_task(asked(model, "hang"))
         await until((tmp_path / "hangs").exists)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from charonia.classic_backends.backend_config import sequence_tensor_names
-from charonia.classic_backends.batching.dynamic_batcher import BatchingConfig
-from charonia.classic_backends.batching.queued_request import InferenceJob, SequenceFlags
+from charonia.classic_backends.batching.batching_config import BatchingConfig
+from charonia.classic_backends.batching.inference_job import InferenceJob, SequenceFlags
 from charonia.classic_backends.sequences.sequence_support import SequenceSupport, read_sequence_support
 from charonia.core.errors import CharoniaError, InvalidArgument, Unsupported
 from charonia.core.model import ModelConfig

@@ -11,13 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charonia.classic_backends.batching.batch_execution import BatchLayout, ModelSignature
-from charonia.classic_backends.batching.queued_request import (
-    InferenceJob,
-    QueuedRequest,
-    RequestBatch,
-    SequenceContext,
-    SequenceFlags,
-)
+from charonia.classic_backends.batching.inference_job import InferenceJob, SequenceContext, SequenceFlags
+from charonia.classic_backends.batching.queued_request import QueuedRequest, RequestBatch
 from charonia.classic_backends.sequences.sequence_scheduler import SequenceBatcher, SequenceScheduler
 from charonia.classic_backends.sequences.sequence_support import SequenceSupport, read_sequence_support
 from charonia.core.errors import Cancelled, CharoniaError

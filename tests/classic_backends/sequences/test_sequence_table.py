@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from charonia.classic_backends.batching.queued_request import InferenceJob, QueuedRequest, SequenceFlags, SequenceId
+from charonia.classic_backends.batching.inference_job import InferenceJob, SequenceFlags, SequenceId
+from charonia.classic_backends.batching.queued_request import QueuedRequest
 from charonia.classic_backends.sequences.sequence_config import SlotRules
 from charonia.classic_backends.sequences.sequence_table import SequenceTable
 from charonia.core.errors import InvalidArgument
