@@ -29,8 +29,7 @@ from .checkpoint import ShapeName
 from .command import Count, Log, exit_on_error, log_to, report_console, run_command
 from .load import fake_model
 from .load.driver import OK, LoopMode, RequestOptions
-from .load.infer_generators import Generator, find_generator, run_load
-from .load.infer_load import InferLoad
+from .load.infer_load import InferLoad, run_load
 from .load.plan import Prompts
 from .load.service_trials import TrialVerdict, show_verdicts, speed
 from .load.worker import LoadRun, LoadTarget, WorkerOutcome, run
@@ -64,8 +63,6 @@ class GraphLoad:
     """Requests at a time of `chain`."""
     seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 3.0
     """Of each turn of `chain`."""
-    generator: Generator = "auto"
-    """What drives `chain`: wrk, which wants whole seconds, or our own process; auto takes wrk if it is there."""
     repeats: Count = 3
     """Turns of each side."""
     script: _Switch = False
@@ -193,13 +190,12 @@ def _ask(place: ServerAddress, model: str, load: GraphLoad) -> GraphTurn:
     asked = InferLoad(
         door="binary", port=place.http_port, connections=load.connections, seconds=load.seconds, model=model
     )
-    by = find_generator("binary", load.generator)
     meter = CpuMeter(place.pid)
     meter.start()
-    report = run_load(asked, by)
+    report = run_load(asked)
     spent = meter.spent()
-    # The meter sees our own generator's warm-up too, which is answered at the same rate.
-    answers = report.answers * (1 + (asked.warm_up / report.seconds if by == "own" else 0.0))
+    # The meter sees the warm-up too, which is answered at the same rate.
+    answers = report.answers * (1 + asked.warm_up / report.seconds)
     each = float("nan") if spent is None else spent.frontend / answers * 1e6
     return GraphTurn(trial="chain", model=model, per_second=report.rate, microseconds=each)
 

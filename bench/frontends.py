@@ -26,18 +26,24 @@ from rich.console import Console
 
 from ..core.errors import Unavailable
 from ..planning.requests import uniform_jobs
-from .classic import IDENTITY
 from .command import Count, Log, exit_on_error, log_to, report_console, run_command, table_of
-from .load import bare_infer, fake_model
+from .load import fake_model
 from .load.driver import LoopMode, RequestOptions
 from .load.figures import compute_figures
-from .load.infer_generators import run_load
-from .load.infer_load import InferLoad
+from .load.infer_load import InferLoad, run_load
 from .load.plan import Prompts
 from .load.worker import LoadRun, LoadTarget, run
 from .server_process import ServerAddress, children, own_server, process_cpu, process_name
 
-LoadName: TypeAlias = Literal["binary", "grpc", "frames"]
+LoadName: TypeAlias = Literal["binary", "json", "grpc", "frames"]
+_IDENTITY = "identity"
+_IDENTITY_CONFIG = """\
+name: "identity"
+backend: "identity"
+max_batch_size: 8
+input { name: "INPUT0" data_type: TYPE_FP32 dims: 16 }
+output { name: "OUTPUT0" data_type: TYPE_FP32 dims: 16 }
+"""
 _ONE, _SEVERAL, _BEFORE = "one", "several", "before"
 _HUB_BAR, _WHOLE_BAR = 0.2, 1.3
 _FRONTEND, _CORE = "charonia-front", "charonia-core"
@@ -143,9 +149,9 @@ def _servers(trial: SeveralTrial, before: Path | None) -> Iterator[dict[str, Ser
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
         repository = fake_model.write_repository(scratch / "models", parameters)
-        identity = repository / bare_infer.NAME
+        identity = repository / _IDENTITY
         (identity / "1").mkdir(parents=True)
-        (identity / "config.pbtxt").write_text(IDENTITY)
+        (identity / "config.pbtxt").write_text(_IDENTITY_CONFIG)
         flags = "--model-repository", str(repository)
         places = {_ONE: stack.enter_context(own_server(*flags))}
         if before is not None:
@@ -185,7 +191,7 @@ def _infer(place: ServerAddress, load: LoadName, trial: SeveralTrial, start: Cal
     start()
     # All that is sent is counted: the meter sees it too.
     asked = InferLoad(door=load, port=port, connections=trial.connections, seconds=trial.seconds, warm_up=0.0)
-    report = run_load(asked, "own")
+    report = run_load(asked)
     if report.errors:
         raise Unavailable(f"{report.errors} identity requests failed")
     return report.answers, report.rate

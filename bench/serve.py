@@ -1,9 +1,8 @@
-"""Load for a server: open or closed loop, over every streaming endpoint; and the cost of its frontend.
+"""Load for a server: open or closed loop, over every streaming endpoint.
 
     python -m charonia.bench.serve http://localhost:8000 --concurrency 8 --requests 64
     python -m charonia.bench.serve --checkpoint DIR --rate 2 --requests 100 --slo-ttft-ms 500 --json result.json
     python -m charonia.bench.serve --model-repository DIR --trace trace.csv --speedup 10 --duration 60
-    python -m charonia.bench.serve frontend --streams 256
 
 Without a URL it starts a server on free loopback ports, and stops it afterwards.
 """
@@ -24,8 +23,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
 from ..planning.requests import PlannedRequest, due_within, poisson, read_trace, uniform_jobs
-from .command import Count, Positive, exit_on_error, log_to, report_console, run_command
-from .load import frontend_cost
+from .command import Count, Positive, exit_on_error, report_console, run_command
 from .load.driver import EndpointName, LoopMode, RequestOptions
 from .load.figures import Cpu, LoadResult, Slo, compute_figures, require_matplotlib, show, write_json, write_plot
 from .load.plan import Form, Prompts
@@ -200,28 +198,6 @@ def load(
         if output.plot:
             write_plot(output.plot, result)
         return 0 if result.figures.succeeded else 1
-
-
-@app.command
-def frontend(
-    *,
-    trial: Annotated[frontend_cost.FrontendTrial, Parameter("*")] = frontend_cost.FrontendTrial(),  # noqa: B008
-    json: Path | None = None,
-) -> int:
-    """Measure the frontend over a fake engine, beside a bare handler that sends the same frames.
-
-    Parameters
-    ----------
-    json
-        Write the turns to this file.
-    """
-    console = report_console()
-    with exit_on_error():
-        comparison = frontend_cost.compare(trial, log_to(console))
-        frontend_cost.show(console, comparison)
-        if json:
-            json.write_bytes(msgspec.json.encode(comparison))
-    return 0
 
 
 @contextmanager

@@ -7,6 +7,7 @@ measures.
 """
 
 import asyncio
+import subprocess
 import sys
 from time import perf_counter, process_time
 from typing import Any, Literal, TypeAlias
@@ -187,6 +188,24 @@ async def _over_grpc(load: InferLoad, watch: LatencyRecorder) -> None:
     await asyncio.gather(*(ask(calls[number % count]) for number in range(load.connections)))
     for channel in channels:
         await channel.close()
+
+
+def run_load(load: InferLoad) -> InferReport:
+    """Put a load to a server from a process of its own.
+
+    Raises:
+        Unavailable: the generator failed, or nothing was answered.
+    """
+    command = [sys.executable, "-m", "charonia.bench.load.infer_load"]
+    run = subprocess.run(command, input=msgspec.json.encode(load), capture_output=True, timeout=load.seconds + 60)
+    if run.returncode:
+        raise Unavailable(f"a generator failed:\n{run.stderr.decode(errors='replace')[-2000:]}")
+    report = msgspec.json.decode(run.stdout, type=InferReport)
+    if not report.answers:
+        raise Unavailable(
+            f"no {load.door} request of {load.connections} connections was answered in {load.seconds:g} s"
+        )
+    return report
 
 
 async def drive(load: InferLoad) -> InferReport:

@@ -29,8 +29,7 @@ from ...planning.search_goal import ConfigurationTrial
 from ..checkpoint import write_shape
 from ..command import Count, Log, Positive, exit_on_error, log_to, run_command
 from ..load.driver import LoopMode, RequestOptions
-from ..load.infer_generators import run_load
-from ..load.infer_load import InferLoad
+from ..load.infer_load import InferLoad, run_load
 from ..load.onnx_mlp import write_mlp
 from ..load.plan import Prompts
 from ..load.worker import LoadRun, LoadTarget, run
@@ -147,7 +146,7 @@ def measure_config(repository: Path, grid: AnalysisGrid, config: str, seconds: f
                     name="INPUT",
                     shape=(1, _MLP_SIZES[0]),
                 )
-                return run_load(load, "own").rate
+                return run_load(load).rate
             target = LoadTarget(
                 host=place.host, port=place.http_port, door="completions", manner=RequestOptions(grid.name)
             )

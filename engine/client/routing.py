@@ -26,7 +26,7 @@ MAX_EXTRA_WORK = 16 * TOKENS_PER_REQUEST
 
 _SAVED = 2
 """The tokens that a cached one of the prompt saves: itself, and as much for later requests with the same beginning.
-`python -m charonia.bench.replicas` shows what less or more of it does to hits and latency."""
+docs/performance.md tells what that does to hits and latency."""
 
 _PART = 4
 """A cached part below one in so many tokens of a prompt does not count: every chat begins with the same few, and all

@@ -16,9 +16,6 @@ import pytest
 from charonia.bench import serve
 from charonia.bench.command import report_console
 from charonia.bench.gpu_served import StepRates, StreamLoads, served_figures
-from charonia.bench.load import frontend_cost
-from charonia.bench.load.bare_server import bare_server
-from charonia.bench.load.bare_streams import FrameSpec, event_of, response_of
 from charonia.bench.load.driver import EndpointName, LoopMode, RequestOptions
 from charonia.bench.load.fake_model import write_repository
 from charonia.bench.load.figures import compute_figures
@@ -144,18 +141,6 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path, capfd: pytes
         assert "Traceback" not in said
 
 
-@pytest.mark.proof
-def test_the_frontend_is_measured_beside_a_bare_handler(tmp_path: Path) -> None:
-    path = tmp_path / "frontend.json"
-    ran = command("frontend", "--streams", 8, "--requests", 16, "--new", 12, "--repeats", 1, "--json", path)
-    assert ran.returncode == 0, ran.stderr
-    legs = json.loads(path.read_text())["legs"]
-    assert [leg["name"] for leg in legs] == ["charonia", "bare", "bare, in turns", "bare, in steps"]
-    assert not any(leg["errors"] for leg in legs)
-    sizes = [leg["bytes_per_frame"] for leg in legs]
-    assert sizes[1:] == pytest.approx([sizes[0]] * 3, abs=1)
-
-
 def test_closed_grpc_doors_are_named() -> None:
     with pytest.raises(Unavailable, match=r"the gRPC door is closed: nothing listens on 127\.0\.0\.1:1 "):
         serve.build_load(ServerAddress("127.0.0.1", 1, 1), serve.ServerFlags(door="grpc"), serve.LoadFlags())
@@ -238,23 +223,6 @@ def test_arrivals_end_with_the_duration_and_follow_the_seed() -> None:
     assert jobs[-1].due < 4
     assert jobs == serve.plan_requests(serve.LoadFlags(rate=50, duration=4))
     assert jobs != serve.plan_requests(serve.LoadFlags(rate=50, duration=4, seed=1))
-
-
-def test_bare_frames_have_the_size_that_was_asked() -> None:
-    assert len(event_of(190)) == 190
-    assert len(response_of(190)) == pytest.approx(190, abs=4)
-    for pause in (None, 0.0, 0.015):
-        assert FrameSpec.asked(FrameSpec(3, 190, pause).prompt()) == FrameSpec(3, 190, pause)
-
-
-def test_the_grpc_client_hears_what_a_bare_stream_sends() -> None:
-    with bare_server("bare_streams") as bare:
-        trial = frontend_cost.FrontendTrial(door="grpc", streams=3, requests=6)
-        (outcome,) = run(frontend_cost._load(trial, bare, FrameSpec(5, 120, 0.0)))
-    seen = compute_figures(outcome.records)
-    assert seen.statuses == {"ok": 6}
-    assert seen.frames == 6 * 5
-    assert seen.size == pytest.approx(30 * 120, rel=0.05)
 
 
 def test_a_served_model_stands_beside_what_its_steps_give(place: ServerAddress) -> None:

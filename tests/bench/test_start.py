@@ -1,14 +1,10 @@
-"""Starts and placements: a real server that counts, its phases, and priorities of a real process."""
+"""Starts: a real server that counts, and its phases."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from charonia.bench.load.fake_model import write_repository
-from charonia.bench.placement import yield_to_engine
 from charonia.bench.start import ModuleImport, imports, start, write_copies
 
 
@@ -30,19 +26,3 @@ import time:       300 |        300 |   tiny
 import time:      2000 |    1500000 | torch
 """
     assert imports(said) == [ModuleImport(21.0, 2, "json.decoder"), ModuleImport(1500.0, 0, "torch")]
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed by Linux alone")
-def test_a_frontend_yields_to_its_engine() -> None:
-    waits = "import threading; threading.Thread(target=input, daemon=True).start(); print(flush=True); input()"
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", waits], stdin=pipe, stdout=pipe) as frontend:
-        assert frontend.stdout is not None
-        frontend.stdout.readline()
-        before = os.getpriority(os.PRIO_PROCESS, frontend.pid)
-        yield_to_engine(frontend.pid, min(before + 3, 19))
-        threads = [int(task.name) for task in Path(f"/proc/{frontend.pid}/task").iterdir()]
-        found = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
-        frontend.kill()
-    assert len(threads) == 2
-    assert found == {min(before + 3, 19)}

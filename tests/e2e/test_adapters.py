@@ -4,17 +4,12 @@ import queue
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-
-from charonia.bench.adapters import stream_gaps
-from charonia.bench.server_process import ServerAddress
-from charonia.core.errors import InvalidArgument
 
 from .serving import Server
 from .tensors import given
@@ -113,11 +108,13 @@ def test_what_is_wrong_with_an_adapter_is_told_and_changes_nothing(adapted: Serv
     post(adapted, "/v1/completions", 404, model="new", prompt=PROMPT)
 
 
-def test_the_time_between_tokens_is_measured_while_an_adapter_is_loaded(adapted: Server, loras: Path) -> None:
-    place = ServerAddress(*adapted.address, grpc_port=0)
-    found = stream_gaps(place, "a", streams=2, new=120, load=loras / "c")
-    assert found.loads > 0
-    assert min(found.together, found.worst) >= 0
-    with pytest.raises(InvalidArgument, match="4 new tokens came in too few pieces"):
-        stream_gaps(place, "a", streams=1, new=4, load=None)
+def test_streams_go_on_while_another_adapter_is_loaded_and_unloaded(adapted: Server) -> None:
+    alone, loads = complete(adapted, "a", max_tokens=120), 0
+    with ThreadPoolExecutor(2) as threads:
+        streams = [threads.submit(complete, adapted, "a", max_tokens=120) for _ in range(2)]
+        while loads == 0 or not all(stream.done() for stream in streams):
+            post(adapted, "/v1/load_lora_adapter", lora_name="another", lora_path="c")
+            post(adapted, "/v1/unload_lora_adapter", lora_name="another")
+            loads += 1
+    assert [stream.result() for stream in streams] == [alone] * 2
     post(adapted, "/v1/unload_lora_adapter", 404, lora_name="another")

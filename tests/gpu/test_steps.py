@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from charonia.bench.adapters import linear_layers, write_adapter
 from charonia.bench.inline_loop import run_to_end
 from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
@@ -23,6 +22,8 @@ from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 from charonia.scheduler.speculation import Drafter, Speculation
+
+from ..adapters import layers_of, write_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 BLOCK, BLOCKS, ROWS, DRAFTS = 16, 64, 5, 4
@@ -184,7 +185,7 @@ def test_a_draft_models_passes_are_replayed(checkpoint: Callable[[str], Path]) -
 
 def test_replayed_steps_have_adapters(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """Of different ranks and layers, beside rows without; one comes after the graphs were captured."""
-    layers = linear_layers(checkpoint("llama"), ("proj",))
+    layers = layers_of(checkpoint("llama"), ("proj",))
     some = {path: shape for path, shape in layers.items() if path.endswith(("q_proj", "v_proj", "down_proj"))}
     paths = [write_adapter(tmp_path / "all", layers, 1), write_adapter(tmp_path / "some", some, 2, r=3)]
     config = LoraConfig(max_rank=16, max_bytes=1 << 24)

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from charonia.bench.adapters import linear_layers, write_adapter
 from charonia.engine.attention import selector
 from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
@@ -41,6 +40,8 @@ from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceRequest
 from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
 from tests.recording import DeviceAttention, Recorder
+
+from ...adapters import layers_of, write_adapter
 
 BLOCK, BLOCKS, LONGEST, NEW, MOST = 8, 13, 128, 14, 3
 CPU = torch.device("cpu")
@@ -191,7 +192,7 @@ def setting(checkpoint: Callable[..., Path]) -> Iterator[Setting]:
 @pytest.fixture(scope="module")
 def adapted(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     """One whose sequences have two adapters, of different ranks and layers, or none."""
-    directory, layers = tmp_path_factory.mktemp("adapters"), linear_layers(checkpoint("llama"), ("proj",))
+    directory, layers = tmp_path_factory.mktemp("adapters"), layers_of(checkpoint("llama"), ("proj",))
     some = {path: shape for path, shape in layers.items() if path.endswith(("q_proj", "v_proj", "down_proj"))}
     written = [write_adapter(directory / "all", layers, 1), write_adapter(directory / "some", some, 2, r=3)]
     with loaded(checkpoint("llama"), written) as setting:
@@ -301,7 +302,7 @@ def test_an_adapter_that_comes_later_needs_no_other_graph(adapted: Setting, tmp_
     while adapted.graphs.capture_one():
         pass
     captures, before, right = adapted.recorder.captures, adapted.adapters, adapted.right
-    layers, held = linear_layers(Path(adapted.config.model)), adapted.executor.rank.loaded_adapters.held
+    layers, held = layers_of(Path(adapted.config.model)), adapted.executor.rank.loaded_adapters.held
     later = adapted.executor.load_adapter(str(write_adapter(tmp_path, layers, 3, r=5))).result().digest
     DeviceLora.known[held[later].address] = held[later]
     adapted.adapters = ["", later]
