@@ -31,10 +31,11 @@ from .load import fake_model
 from .load.driver import OK, LoopMode, RequestOptions
 from .load.infer_load import InferLoad, run_load
 from .load.plan import Prompts
-from .load.service_trials import TrialVerdict, show_verdicts, speed
+from .load.service_trials import speed
 from .load.worker import LoadRun, LoadTarget, WorkerOutcome, run
 from .offline import prepare_checkpoint
 from .server_process import CpuMeter, ServerAddress, own_server
+from .trial import TrialVerdict, show_verdicts
 
 TrialName: TypeAlias = Literal["tokens", "chain", "throughput"]
 _TRIALS: tuple[TrialName, ...] = ("tokens", "chain", "throughput")

@@ -33,7 +33,7 @@ from .checkpoint import ShapeName
 from .command import Count, Log, Positive, exit_on_error, log_to, report_console, run_command
 from .kernels import row_seconds
 from .load.figures import Slo, compute_figures
-from .load.service_trials import TrialSizes, TrialVerdict
+from .load.service_trials import TrialSizes
 from .load.worker import run as put_load
 from .offline import OfflineComparison, OfflineOptions, play_round, prepare_checkpoint, warm_contenders
 from .peer_process import OURS
@@ -42,6 +42,7 @@ from .serve import LoadFlags, ServerFlags, build_load
 from .server_process import own_server
 from .service import SERVER_FLAGS, run_trials
 from .start import start
+from .trial import TrialVerdict
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):

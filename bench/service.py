@@ -23,13 +23,11 @@ from .inline_loop import PRECISIONS
 from .load.service_trials import (
     TrialSizes,
     TrialTarget,
-    TrialVerdict,
     beside,
     hostile,
     mixed,
     prefill,
     prefix,
-    show_verdicts,
     throughput,
 )
 from .offline import prepare_checkpoint
@@ -37,6 +35,7 @@ from .peer_process import OURS, PeerProcess, PeerSpec
 from .peer_runner import PeerSetup
 from .roofline import Precision
 from .server_process import first_model, own_server
+from .trial import TrialVerdict, show_verdicts
 
 TrialName: TypeAlias = Literal["throughput", "prefill", "beside", "mixed", "prefix", "hostile"]
 _TRIALS: tuple[TrialName, ...] = ("throughput", "prefill", "beside", "mixed", "prefix", "hostile")

@@ -14,46 +14,22 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from itertools import count, cycle, islice
 from statistics import median
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from rich.console import Console
-from rich.table import Table
 
 from ...core.errors import Unavailable
 from ...planning.requests import PlannedRequest, uniform_jobs
 from ..command import Count, Log
 from ..peer_process import PeerProcess
 from ..server_process import ServerAddress
+from ..trial import TrialVerdict
 from .driver import OK, LoadRecord, LoopMode, RequestOptions
 from .figures import inter_token_times, ttft
 from .plan import Prompts
 from .worker import LoadRun, LoadTarget, WorkerOutcome, run
-
-
-class TrialVerdict(NamedTuple):
-    """The figure of a trial, and its bar, a lower or an upper bound."""
-
-    what: str
-    value: float
-    bar: float
-    at_least: bool
-
-    @property
-    def met(self) -> bool:
-        return self.value >= self.bar if self.at_least else self.value <= self.bar
-
-
-def show_verdicts(console: Console, verdicts: Sequence[TrialVerdict]) -> None:
-    """Print them beside their bars."""
-    table = Table("", "figure", "bar", "")
-    for verdict in verdicts:
-        sign = "at least" if verdict.at_least else "at most"
-        met = "met" if verdict.met else "[red]missed[/red]"
-        table.add_row(verdict.what, f"{verdict.value:.2f}", f"{sign} {verdict.bar:g}", met)
-    console.print(table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

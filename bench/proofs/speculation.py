@@ -7,7 +7,7 @@ at once; every token is compared. Exits with 1 where a bound or a token does not
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -15,6 +15,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 from cyclopts import App
 from msgspec.structs import replace
@@ -22,7 +23,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...engine.config import CacheConfig, EngineConfig
+from ...engine.core.drafters import build_drafter
 from ...engine.core.step_loop import WARM_UP_NEW_TOKENS
+from ...engine.drafters.laboratory import Record
+from ...engine.options import read_speculation_config
+from ...engine.worker.inline_executor import InlineExecutor
 from ...engine.worker.model_runner import verify_samples
 from ...kvcache.manager import KVCacheManager
 from ...planning.simulated_machine import SimulatedMachine, StepLoad, StepSpread
@@ -31,12 +37,10 @@ from ...scheduler.plan import IntArray, ResolvedSampling, StepPlan, StepResult
 from ...scheduler.prefill_budget import StepWork
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceRequest
-from ...scheduler.speculation import DraftRequest, Speculation
+from ...scheduler.speculation import Drafter, DraftRequest, Speculation
+from ..inline_loop import PRECISIONS, run_to_end
 from ..roofline import Precision
 from ..scheduler_latency import BF16, INT8, INT8_TILES, INT8_VNNI
-from ..speculation import SpeculationWork, build_arms
-from ..speculation_texts import TextKind, read_texts, write_records
-from ..speculation_trial import Arm, Laboratory
 
 MACHINES = {
     "bf16": BF16,
@@ -54,7 +58,17 @@ LEAST_SPEED, MOST_TPOT = 0.98, 1.05
 STREAMS = (1, 4, 16, 64)
 DEMO = Path(__file__).parents[2] / "examples" / "model_repository" / "demo" / "1"
 SAMPLINGS = {"greedy": ResolvedSampling(), "drawn": ResolvedSampling(0.9, 40, 0.95, seed=7)}
+TEXTS = Path(__file__).with_name("speculation_texts.jsonl")
+DRAFTERS: Mapping[str, Mapping[str, object]] = {
+    "ngram": {"method": "ngram"},
+    "ngram of 1": {"method": "ngram", "prompt_lookup_min": 1},
+    "oracle": {"method": "oracle"},
+    "synthetic": {"method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.6, 0.45, 0.35]},
+    "random": {"method": "random"},
+}
 _PROMPT, _K, _TOKENS, _BLOCK_SIZE = 64, 4, 1000, 16
+_CHUNK = 512
+"""Most tokens in a step of the demo model."""
 
 app = App(name="python -m charonia.bench.proofs.speculation", help=__doc__)
 
@@ -183,6 +197,64 @@ def never_slower(
                 yield NeverSlower(machine, name, count, run.speed / none.speed, tpot)
 
 
+class RecordedText(Record, frozen=True, kw_only=True):
+    """A text as the demo model's token ids; its kind is `edit` (a file) or `code` (to complete)."""
+
+    kind: str
+
+
+def read_texts(kinds: Sequence[str]) -> list[RecordedText]:
+    """The recorded texts of these kinds."""
+    texts = [msgspec.json.decode(line, type=RecordedText) for line in TEXTS.read_bytes().splitlines()]
+    return [text for text in texts if text.kind in kinds]
+
+
+class FullVerification(Speculation):
+    """Verifies every draft: it learns no step's cost."""
+
+    def is_due(self, step: int) -> bool:
+        return True
+
+    def observe_step(
+        self, tokens: int, seconds: float, drafted: int = 0, accepted: int = 0, host_seconds: float = 0.0
+    ) -> None:
+        pass
+
+
+class DemoEngine:
+    """The demo model in this process, for up to `streams` sequences of the texts at once."""
+
+    def __init__(self, precision: Precision, texts: Sequence[Record], streams: int, new: int) -> None:
+        longest = max(len(text.prompt_tokens) for text in texts) + new
+        plain = EngineConfig(model=str(DEMO), max_model_len=longest, cache=CacheConfig(block_size=_BLOCK_SIZE))
+        self._executor = InlineExecutor(replace(plain, **PRECISIONS[precision]))
+        self.vocab_size = self._executor.load(lambda phase, fraction: None).vocab_size
+        self._texts, self._new = texts, new
+        self._blocks = streams * (-(-longest // _BLOCK_SIZE) + 2)
+        self._executor.allocate(self._blocks)
+        self._rule = SchedulerConfig(max_num_seqs=streams, max_num_batched_tokens=_CHUNK, max_model_len=longest)
+
+    def answer(self, streams: int, sampling: ResolvedSampling, drafter: Drafter | None = None) -> list[list[int]]:
+        """What the model says to each text, `streams` of them at once; texts are repeated to fill that number."""
+        texts = [self._texts[at % len(self._texts)] for at in range(max(streams, len(self._texts)))]
+        speculation = None if drafter is None else FullVerification({"proof": drafter}, _K, self.vocab_size)
+        cache = KVCacheManager(self._blocks, _BLOCK_SIZE, prefix_caching=False)
+        scheduler, answers = Scheduler(self._rule, cache, speculation=speculation), list[list[int]]()
+        for first in range(0, len(texts), streams):
+            requests = [
+                SequenceRequest(
+                    key=key, prompt=np.array(text.prompt_tokens, np.int32), max_tokens=self._new, sampling=sampling
+                )
+                for key, text in enumerate(texts[first : first + streams])
+            ]
+            tokens = run_to_end(scheduler, self._executor, requests).tokens
+            answers += (tokens[key] for key in range(len(requests)))
+        return answers
+
+    def close(self) -> None:
+        self._executor.close()
+
+
 Differing: TypeAlias = dict[tuple[Precision, str, int, str], int]
 
 
@@ -190,35 +262,41 @@ def exactness(
     precisions: Sequence[Precision],
     samplings: Sequence[str],
     streams: Sequence[int],
-    drafters: Sequence[str],
-    kinds: Sequence[TextKind],
+    drafters: Mapping[str, Mapping[str, object]],
+    kinds: Sequence[str],
     new: int,
 ) -> Differing:
     """How many tokens of the demo model's answers are others with each drafter, by precision, sampling, number of
-    streams and drafter; whatever a run has beside itself, the texts are those of a sequence that is alone."""
-    found: Differing = {}
+    streams and drafter; whatever a run has beside itself, the texts are those of a sequence that is alone. A drafter is
+    told as in --speculative-config, but for the record of those texts."""
+    differing: Differing = {}
     texts = read_texts(kinds)
     for precision in precisions:
-        for name in samplings:
-            with (
-                TemporaryDirectory(prefix="charonia-proof-") as folder,
-                closing(
-                    Laboratory(str(DEMO), precision, texts, max(streams), recorded=False, sampling=SAMPLINGS[name])
-                ) as model,
-            ):
-                none = model.contender(Arm("none"))
-                for text in texts:
-                    model.run(none, [text], new)
-                write_records(record := Path(folder) / "record.jsonl", list(map(model.said, texts)))
-                work = SpeculationWork(drafters=tuple(drafters), everything=True)
-                for contender in (none, *map(model.contender, build_arms(work, record))):
+        with (
+            TemporaryDirectory(prefix="charonia-proof-") as folder,
+            closing(DemoEngine(precision, texts, max(streams), new)) as engine,
+        ):
+            for name in samplings:
+                alone = engine.answer(1, SAMPLINGS[name])
+                record = Path(folder) / f"{name}.jsonl"
+                records = [Record(text.prompt_tokens, tokens) for text, tokens in zip(texts, alone, strict=True)]
+                record.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in records))
+                for label, keys in {"none": None, **drafters}.items():
                     for count in streams:
-                        asked = [texts[at % len(texts)] for at in range(max(count, len(texts)))]
-                        batches = [asked[at : at + count] for at in range(0, len(asked), count)]
-                        found[precision, name, count, contender.arm.label] = sum(
-                            model.run(contender, batch, new).differing for batch in batches
+                        drafter = None if keys is None else _build_drafter(keys, record, engine.vocab_size)
+                        answers = engine.answer(count, SAMPLINGS[name], drafter)
+                        differing[precision, name, count, label] = sum(
+                            one != other
+                            for at, tokens in enumerate(answers)
+                            for one, other in zip(tokens, alone[at % len(alone)], strict=True)
                         )
-    return found
+    return differing
+
+
+def _build_drafter(keys: Mapping[str, object], record: Path, vocab_size: int) -> Drafter:
+    recorded = {"record": str(record)} if keys["method"] in ("oracle", "synthetic") else {}
+    config = read_speculation_config(msgspec.json.encode({**keys, **recorded}).decode())
+    return build_drafter(config, vocab_size)
 
 
 @app.default
@@ -242,8 +320,7 @@ def main(new: int = 400, seeds: int = 3) -> None:
                 cells, broken = cells + 1, broken + (not middle.holds)
             table.add_row(machine, guesses, *said)
     console.print(table)
-    drafters = ("ngram", '{"method": "ngram", "prompt_lookup_min": 1}', "oracle", "synthetic", "random")
-    differing = exactness(("bf16", "int8", "int4"), list(SAMPLINGS), STREAMS[:3], drafters, ("edit", "code"), new // 2)
+    differing = exactness(("bf16", "int8", "int4"), list(SAMPLINGS), STREAMS[:3], DRAFTERS, ("edit", "code"), new // 2)
     for (precision, sampling, count, drafter), tokens in differing.items():
         if tokens:
             console.print(f"[red]{precision}, {sampling}, {count} at once, {drafter}: {tokens} tokens differ[/red]")

@@ -18,7 +18,7 @@ from charonia.bench.ensemble import (
     write_chain,
     write_graphs,
 )
-from charonia.bench.load.service_trials import TrialVerdict, show_verdicts
+from charonia.bench.trial import TrialVerdict, show_verdicts
 from charonia.core.gateway import ModelServices
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import TensorSpec

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from charonia.bench import machine
-from charonia.bench.load.service_trials import TrialVerdict
 from charonia.bench.machine import (
     MachineOptions,
     MachineRecord,
@@ -24,6 +23,7 @@ from charonia.bench.machine import (
 from charonia.bench.offline import OfflineComparison, OfflineRun
 from charonia.bench.roofline import MachinePeaks, OfflineJob
 from charonia.bench.start import ServerStart
+from charonia.bench.trial import TrialVerdict
 from charonia.core.errors import Unavailable
 from charonia.planning.figures import Spread
 

@@ -10,7 +10,6 @@ from charonia.bench.load.fake_model import NAME, VOCAB, write_repository
 from charonia.bench.load.service_trials import (
     TrialSizes,
     TrialTarget,
-    TrialVerdict,
     beside,
     gaps_during,
     mixed,
@@ -21,6 +20,7 @@ from charonia.bench.load.service_trials import (
     without_generator,
 )
 from charonia.bench.server_process import own_server
+from charonia.bench.trial import TrialVerdict
 from charonia.core.errors import Unavailable
 from charonia.planning.requests import uniform_jobs
 

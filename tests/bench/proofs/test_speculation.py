@@ -1,5 +1,9 @@
 """The proof of speculation, with short texts and few machines."""
 
+import json
+
+from tokenizers import Tokenizer
+
 from charonia.bench.proofs import speculation as proof
 
 
@@ -13,5 +17,14 @@ def test_drafts_cost_neither_throughput_nor_any_sequence_its_time() -> None:
 
 
 def test_drafts_change_no_token_of_the_demo_model() -> None:
-    differing = proof.exactness(["int8"], ["drawn"], [4], ["ngram", "synthetic"], ["edit"], new=24)
-    assert differing == {("int8", "drawn", 4, drafter): 0 for drafter in ("none", "ngram k=4", "synthetic k=4")}
+    drafters = {name: proof.DRAFTERS[name] for name in ("ngram", "synthetic")}
+    differing = proof.exactness(["int8"], ["drawn"], [4], drafters, ["edit"], new=24)
+    assert differing == {("int8", "drawn", 4, drafter): 0 for drafter in ("none", *drafters)}
+
+
+def test_the_recorded_ids_are_the_demo_models() -> None:
+    tokenizer = Tokenizer.from_file(str(proof.DEMO / "tokenizer.json"))
+    for line in proof.TEXTS.read_text().splitlines():
+        text = json.loads(line)
+        for name in ("prompt", "output"):
+            assert tokenizer.encode(text[name], add_special_tokens=False).ids == text[f"{name}_tokens"]

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from charonia.bench.speculation_texts import TEXT_KINDS, TEXTS, read_texts
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import SpeculationConfig
 from charonia.engine.core.drafters import build_drafter
@@ -45,17 +44,12 @@ def test_rates_that_cannot_be_are_refused(rates: tuple[float, ...]) -> None:
         SyntheticDrafter([RECORD], rates, seed=1)
 
 
-def test_the_texts_that_ship_are_a_record_too() -> None:
-    config = read_speculation_config(f'{{"method": "oracle", "record": "{TEXTS}"}}')
-    texts = read_texts()
-    assert {text.kind for text in texts} == set(TEXT_KINDS)
-    [tokens] = build_drafter(config, 4096).propose([request([], 3, tuple(texts[0].prompt_tokens))])
-    assert list(tokens) == texts[0].output_tokens[:3]
-
-
-def test_the_recorded_ids_are_the_demo_models(root: Path) -> None:
-    read_again = read_texts(tokenizer=root / "examples" / "model_repository" / "demo" / "1" / "tokenizer.json")
-    assert read_again == read_texts()
+def test_a_file_of_records_may_tell_more(tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    record.write_text('{"kind": "edit", "prompt": "a", "prompt_tokens": [1, 2], "output_tokens": [7, 8, 9, 10]}\n')
+    config = read_speculation_config(f'{{"method": "oracle", "record": "{record}"}}')
+    [tokens] = build_drafter(config, 4096).propose([request([], 3)])
+    assert list(tokens) == [7, 8, 9]
 
 
 def test_random_drafts_are_of_the_vocabulary() -> None:
