@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from ..core.errors import InvalidArgument, NotFound, Unsupported
+from ..repository.backend_registry import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND
 from ..repository.catalog import RepositoryCatalog
-from ..repository.config_defaults import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND
 from ..repository.config_io import ConfigMessage, config_to_text, new_config
 from ..repository.model_source import ModelSource, checkpoint_source, file_stamps, in_order_of_need, is_repository
 

@@ -16,7 +16,7 @@ from cyclopts.validators import Number
 
 from .. import __version__
 from ..analyzer.options import LevelOptions, SearchOptions
-from ..core.errors import CharoniaError, InvalidArgument
+from ..core.errors import CharoniaError, InvalidArgument, Unsupported
 from ..core.extensions import installed_extensions
 from .foreign_flags import TritonFlags, VllmFlags, format_usage_error, vllm_flag_table
 from .options import ConfigOptions
@@ -72,9 +72,12 @@ def check(
         Instead, hold the installed TensorRT-LLM against what its adapter expects.
     """
     if tensorrt_llm:
-        from ..engine.trtllm.check import report as report_package
+        from ..repository.backend_registry import text_backend
 
-        return report_package(repository)
+        backend = text_backend("tensorrtllm")
+        if backend is None or backend.check_library is None:
+            raise Unsupported("there is no backend 'tensorrtllm' in this installation")
+        return backend.check_library(repository)
     from .repository_check import print_check_report
 
     return print_check_report([*([repository] if repository else ()), *model_repository], options, model_cache_dir)

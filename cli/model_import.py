@@ -25,9 +25,9 @@ from ..core.errors import AlreadyExists, CharoniaError, InvalidArgument, NotFoun
 from ..core.gguf_files import GGUF_SUFFIX, gguf_model_name, shard_paths
 from ..core.model import ModelConfig
 from ..core.tensor import TensorSpec
-from ..repository.backend_registry import torch_config_guesser
+from ..repository.backend_registry import ENCODER_BACKEND, LANGUAGE_MODEL_BACKEND, torch_config_guesser
 from ..repository.catalog import RepositoryCatalog
-from ..repository.config_defaults import ENCODER_BACKEND, LANGUAGE_MODEL_BACKEND, detect_checkpoint_backend
+from ..repository.config_defaults import detect_checkpoint_backend
 from ..repository.config_io import config_from_json, config_to_text, find_config
 from ..repository.model_source import find_versions, is_checkpoint, is_repository
 from .options import ConfigOptions

@@ -15,13 +15,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from ..core.backends import OnProgress
 from ..core.errors import InvalidArgument
 from ..engine.core.prepared_core import SPARE_CORE_BYTES, keep_spare_cores
 from ..processes.rate_limiter import RateLimiter, parse_resource_limits
-from ..repository.backend_registry import OnProgress
+from ..repository.backend_registry import checkpoint_backends
 from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
-from ..repository.config_defaults import CHECKPOINT_BACKENDS, canonical_backend
+from ..repository.config_defaults import canonical_backend
 from ..repository.gateway import InProcessGateway
 from ..repository.memory_budget import MemoryBudget
 from ..repository.model_control import ModelControl
@@ -276,8 +277,8 @@ def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[s
     try:
         if Path(model).is_dir() and is_repository(Path(model)):
             return None
-        if options.backend and canonical_backend(options.backend) not in CHECKPOINT_BACKENDS:
-            *others, last = CHECKPOINT_BACKENDS
+        if options.backend and canonical_backend(options.backend) not in (known := [*checkpoint_backends()]):
+            *others, last = known
             message = f"--backend {options.backend} serves no checkpoint; {', '.join(others)} and {last} do"
             raise InvalidArgument(message)
         if options.revision and Path(model).exists():

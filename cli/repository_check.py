@@ -16,9 +16,10 @@ from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ModelServices
 from ..core.model import ModelConfig
 from ..engine.build import describe, is_model_file
+from ..repository.backend_registry import LANGUAGE_MODEL_BACKEND
 from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
-from ..repository.config_defaults import LANGUAGE_MODEL_BACKEND, detect_checkpoint_backend
+from ..repository.config_defaults import detect_checkpoint_backend
 from ..repository.config_validation import ignored_field_message, ignored_fields
 from ..repository.gateway import InProcessGateway
 from ..repository.lifecycle import ignore_progress

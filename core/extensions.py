@@ -2,7 +2,8 @@
 
 | group | an entry's name | what it names |
 |---|---|---|
-| `charonia.backends` | of a backend in config.pbtxt | a `RuntimeLoader` |
+| `charonia.backends` | of a backend in config.pbtxt | a `RuntimeLoader`, a `TextBackend` or a `CompositionBackend` |
+| `charonia.native_models` | free | a `NativeBackendFinder`: what serves a model in the place of its Python code |
 | `charonia.routes` | free | routes of HTTP over a gateway |
 | `charonia.commands` | of a command line `charonia NAME` | a function, its flags by annotations as of cyclopts |
 | `charonia.request_observers` | free | what follows the requests of the server |
@@ -16,12 +17,18 @@ from importlib.util import find_spec
 
 @cache
 def installed_extensions(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group by name, in the order of their names; nothing is imported.
+    """The entry points of a group by name, in the order of their names; nothing but our own packages is imported.
 
-    One whose module is not there is left out: a package that was installed without a part of it still works.
+    One of ours whose module is not there is left out: the server without a part of it still works. A name of ours stays
+    ours, whoever else declares it.
     """
-    found = sorted(entry_points(group=group), key=lambda entry: entry.name)
-    return {entry.name: entry for entry in found if _is_there(entry)}
+    declared = sorted(entry_points(group=group), key=lambda entry: (entry.name, is_own_extension(entry)))
+    return {entry.name: entry for entry in declared if not is_own_extension(entry) or _is_there(entry)}
+
+
+def is_own_extension(entry: EntryPoint) -> bool:
+    """Whether an entry point's module is of this package."""
+    return entry.module.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _is_there(entry: EntryPoint) -> bool:

@@ -1,12 +1,12 @@
-"""Builds a language model of our own engine, and says what one needs before it loads: the entries of the repository's
-table of backends. Imports no torch."""
+"""Our own engine as a backend: builds a language model, and says what one needs before it loads. Imports no torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ..core.backends import OnProgress, TextBackend
 from ..core.errors import InvalidArgument
 from ..core.gguf_files import GGUF_SUFFIX
 from ..core.model import MemoryNeed, ModelConfig, TextModel
@@ -26,7 +26,7 @@ def language_model(
     written: ModelConfig,
     path: str,
     parameters: Mapping[str, str],
-    on_progress: Callable[[str, float, float, str], None],
+    on_progress: OnProgress,
     memory: int | None = None,
     gpu_memory: int | None = None,
 ) -> TextModel:
@@ -145,3 +145,6 @@ def _read(path: str, parameters: Mapping[str, Any]) -> tuple[str, EngineOptions,
     settings = dict(parameters)
     model, lora_modules = settings.pop("model", path), settings.pop("lora_modules", "")
     return model, parse_settings(settings, EngineOptions), lora_modules
+
+
+TEXT_BACKEND = TextBackend(language_model, memory_needed, examine, serves_checkpoints=True)

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
+from ..core.backends import Composition, RequestTimes
 from ..core.errors import CharoniaError, NotReady
 from ..core.gateway import Gateway
 from ..core.metrics import Reading
@@ -25,60 +24,6 @@ from ..telemetry.model_metrics import (
     ModelMetrics,
     first_response_bounds,
 )
-
-
-class AskedVersion(NamedTuple):
-    """A model that another one asks; an empty `version` stands for the latest."""
-
-    model: str
-    version: str = ""
-
-
-@dataclass(slots=True)
-class RequestTimes:
-    """Nanoseconds that the requests to all models took together: to wait, and for the three parts of their work."""
-
-    queued: int = 0
-    input: int = 0
-    infer: int = 0
-    output: int = 0
-
-    def add(self, child: RequestContext) -> None:
-        """Add the times of a request that has ended."""
-        summary, arrived_at = child.summary, child.arrived_at
-        if child.execution is not None:
-            self.add_execution(child.execution)
-        elif summary.last is not None:
-            submitted, begun_at = summary.submitted or arrived_at, summary.begun or arrived_at
-            self.input += int(1e9 * (submitted - arrived_at))
-            self.queued += int(1e9 * (begun_at - submitted))
-            self.infer += int(1e9 * (summary.last - begun_at))
-
-    def add_execution(self, times: ExecutionTimes) -> None:
-        queued, begun, spent = times
-        self.queued += begun - queued
-        self.input += spent[0]
-        self.infer += spent[1]
-        self.output += spent[2]
-
-
-class Composition(Protocol):
-    """How a model asks others: an ensemble, a pipeline, the native `tensorrt_llm_bls`."""
-
-    @property
-    def asked(self) -> Iterable[AskedVersion]:
-        """The models that it needs, once it is loaded."""
-
-    async def load(self) -> ModelConfig:
-        """The config that it has, now that its models are known. Raises `CharoniaError` if it cannot be loaded: a model
-        that it needs is not, or does not fit."""
-
-    async def unload(self) -> None: ...
-
-    def answer(
-        self, request: InferRequest, context: RequestContext, times: RequestTimes
-    ) -> AsyncGenerator[InferResponse, None]:
-        """The responses to a request. `times`: it adds those of the requests that it makes."""
 
 
 class CompositeModel:

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
+from ..core.backends import AskedVersion, CompositionBackend, RequestTimes
 from ..core.errors import CharoniaError, Internal, InvalidArgument
 from ..core.gateway import Gateway, ModelHandle
 from ..core.model import ModelConfig
@@ -21,7 +22,7 @@ from ..core.request_context import ENSEMBLE_ENDPOINT as ENDPOINT
 from ..core.request_context import RequestContext
 from ..core.tasks import RequestTaskGroup
 from ..core.tensor import Tensor
-from .composite_model import AskedVersion, RequestTimes, ResponseBuffer, first_error, with_model_name
+from .composite_model import ResponseBuffer, first_error, with_model_name
 from .ensemble_plan import ENSEMBLE, EnsemblePlan, EnsembleStep, Stage, plan_ensemble, read_steps
 
 """The endpoint that requests of ensembles come from, in metrics and traces."""
@@ -341,3 +342,6 @@ class Ensemble:
             return await self._gateway.acquire(holder, step.model, step.version)
         except CharoniaError as error:
             raise with_model_name(f"ensemble '{self._config.name}'", error) from None
+
+
+COMPOSITION_BACKEND = CompositionBackend(lambda config, gateway, _: Ensemble(config, gateway))

@@ -12,13 +12,13 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Protocol, Self, TypeAlias
 
+from ..core.backends import RequestTimes
 from ..core.errors import CharoniaError, Internal, InvalidArgument, RequestTimeout
 from ..core.gateway import Gateway
 from ..core.model import DeclaredModels, ModelConfig
 from ..core.request import InferRequest, ParameterValue
 from ..core.request_context import RequestContext
 from ..core.tensor import Tensor
-from .composite_model import RequestTimes
 from .named_tensors import NamedTensors, to_tensor
 
 ENDPOINT = "pipeline"

@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
+from ..core.backends import AskedVersion, CompositionBackend, RequestTimes
 from ..core.errors import CharoniaError, Internal, InvalidArgument
 from ..core.gateway import Gateway
 from ..core.model import MODELS_PARAMETER, DeclaredModels, ModelConfig
 from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.request_context import RequestContext
-from .composite_model import AskedVersion, RequestTimes, ResponseBuffer, first_error, with_model_name
+from .composite_model import ResponseBuffer, first_error, with_model_name
 from .lookup import ModelRequests
 from .named_tensors import NamedTensors, to_tensor
 from .pipeline_code import PipelineCode
@@ -205,3 +206,6 @@ class Pipeline:
         """Raises what the code raises."""
         requests = ModelRequests(self._config.name, self._declared, self._gateway, request, context, times)
         return PipelineRun(self._config, self._code, request, requests).stream()
+
+
+COMPOSITION_BACKEND = CompositionBackend(Pipeline)

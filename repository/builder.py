@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..core.backends import OnProgress, TextBackend
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gateway import ModelServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples
@@ -18,14 +19,12 @@ from ..core.tensor import TensorSpec
 from ..processes.rate_limiter import RateLimiter
 from ..telemetry.host_metrics import usable_gpus
 from .backend_registry import (
-    COMPOSITIONS,
     PYTHON,
-    OnProgress,
-    TextBackend,
     check_backend,
     classic_model_builder,
     classic_runtime_loader,
     composite_model,
+    is_composition,
     is_written_in_python,
     text_backend,
 )
@@ -101,7 +100,7 @@ class ModelBuilder:
         """
         try:
             backend = self._find_backend(source, version)
-            if source.backend in COMPOSITIONS:
+            if is_composition(source.backend):
                 return self._prepare_composite_model(source, version, services)
             if backend is None:
                 return self._prepare_classic_model(source, version, services)
@@ -120,14 +119,14 @@ class ModelBuilder:
                 own = backend.build(written, version.path, parameters, lambda *_: None).config
                 return replace(with_config_defaults(own, source.config), aliases=source.aliases)
             whole = self.complete_config(source, version)
-            if source.backend not in COMPOSITIONS:
+            if not is_composition(source.backend):
                 self._runtime_loader(source.backend).forget()
             return self._model_config(whole, source, version)
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
 
     def _find_backend(self, source: ModelSource, version: VersionSource) -> TextBackend | None:
-        if not (source.backend in COMPOSITIONS or is_written_in_python(source.backend)):  # code opens what it likes
+        if not (is_composition(source.backend) or is_written_in_python(source.backend)):  # code opens what it likes
             refuse_special_files(Path(version.path))
         check_backend(source.name, source.backend, self.backend_directory)
         refuse_unsupported_fields(source.config)
@@ -200,7 +199,7 @@ class ModelBuilder:
     def complete_config(self, source: ModelSource, version: VersionSource) -> ConfigMessage:
         """The config of one version of any model but a language model: completed, with its defaults, and validated."""
         whole = copy.deepcopy(source.config)
-        if self.auto_complete and source.backend not in COMPOSITIONS:
+        if self.auto_complete and not is_composition(source.backend):
             parameters = {**self._classic_settings(source.backend), **source.parameters}
             loader = self._runtime_loader(source.backend)
             whole = config_from_json(loader.complete(Path(version.path), config_to_json(whole), parameters))
@@ -222,7 +221,7 @@ class ModelBuilder:
 
     def _fill_defaults(self, config: ConfigMessage) -> None:
         gpus = usable_gpus()
-        has_runtime = config.backend not in ("", *COMPOSITIONS)
+        has_runtime = bool(config.backend) and not is_composition(config.backend)
         uses_gpus = bool(gpus) and has_runtime and self._runtime_loader(config.backend).uses_gpus()
         fill_defaults(config, gpus, bool(uses_gpus))
 

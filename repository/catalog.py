@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ..core.backends import OnProgress
 from ..core.errors import AlreadyExists, InvalidArgument, NotFound
 from ..core.metrics import Measurement
 from ..routing.route import Route
-from .backend_registry import OnProgress
 from .config_io import ConfigMessage
 from .model_source import ModelSource, file_stamps, read_model
 from .object_storage.bucket_repository import BucketRepository

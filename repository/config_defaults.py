@@ -13,10 +13,15 @@ from typing import NamedTuple
 from ..core.errors import InvalidArgument
 from ..core.gguf_files import GGUF_SUFFIX
 from ..core.regular_files import read_text
-from .config_io import ConfigMessage
-from .native_models import BLS, NATIVE_BACKENDS, native_backend
-
-PIPELINE_BACKEND = "pipeline"
+from .backend_registry import (
+    ENCODER_BACKEND,
+    LANGUAGE_MODEL_BACKEND,
+    PIPELINE_BACKEND,
+    find_native_backend,
+    is_composition,
+    is_text_backend,
+)
+from .config_io import ConfigMessage, config_to_json
 
 
 class TritonBackend(NamedTuple):
@@ -41,11 +46,10 @@ TRITON_BACKENDS = (
 )
 """A version's files are tried in this order."""
 
-LANGUAGE_MODEL_BACKEND = "charonia"
-LANGUAGE_MODEL_BACKENDS = (LANGUAGE_MODEL_BACKEND, "vllm", "tensorrtllm", "llmapi")
-ENCODER_BACKEND = "encoder"
-CHECKPOINT_BACKENDS = (LANGUAGE_MODEL_BACKEND, "tensorrtllm", ENCODER_BACKEND)
 ENSEMBLE_PLATFORM = "ensemble"
+
+_WITHOUT_FILE = (ENCODER_BACKEND, ENSEMBLE_PLATFORM, "charonia_preprocessing", "charonia_postprocessing")
+"""Backends of tensors whose models are not in a file that a config names."""
 
 _ENCODER_CLASS = re.compile(r".*ForSequenceClassification|(?!.*LMHead).*Model")
 """The names of transformers' classes that classify, or give the vectors of a text's tokens."""
@@ -60,7 +64,7 @@ def fill_backend(config: ConfigMessage, directory: Path) -> None:
     nothing tells the backend."""
     config.backend = canonical_backend(config.backend)
     if config.backend == "python":
-        config.backend = native_backend(config, directory) or config.backend
+        config.backend = find_native_backend(config_to_json(config), directory) or config.backend
     if not config.backend and not config.platform:
         _detect_backend(config, directory)
     if config.HasField("ensemble_scheduling") and not {config.backend, config.platform} <= {"", ENSEMBLE_PLATFORM}:
@@ -71,13 +75,14 @@ def fill_backend(config: ConfigMessage, directory: Path) -> None:
         config.platform = ENSEMBLE_PLATFORM
         return
     _pair_backend_and_platform(config)
-    if not config.default_model_filename and config.backend not in (
-        *LANGUAGE_MODEL_BACKENDS,
-        *NATIVE_BACKENDS,
-        ENCODER_BACKEND,
-        ENSEMBLE_PLATFORM,
-    ):
+    if not config.default_model_filename and _is_in_a_file(config.backend):
         config.default_model_filename = _default_filename(config, directory)
+
+
+def _is_in_a_file(backend: str) -> bool:
+    """Whether a version of a backend's models is in one file or folder, which the config names."""
+    is_composed = is_composition(backend) and backend != PIPELINE_BACKEND
+    return not (is_composed or is_text_backend(backend) or backend in _WITHOUT_FILE)
 
 
 def canonical_backend(backend: str) -> str:
@@ -146,7 +151,7 @@ def fill_defaults(config: ConfigMessage, gpus: tuple[int, ...], uses_gpus: bool 
     """Fill in all other defaults. `gpus`: those of this machine; `uses_gpus`: the backend can use them."""
     if not config.version_policy.WhichOneof("policy_choice"):
         config.version_policy.latest.num_versions = 1
-    if config.platform == ENSEMBLE_PLATFORM or config.backend in (PIPELINE_BACKEND, BLS):
+    if config.platform == ENSEMBLE_PLATFORM or is_composition(config.backend):
         return
     sequences = config.sequence_batching
     if config.HasField("sequence_batching"):
@@ -171,7 +176,7 @@ def _fill_instance_groups(config: ConfigMessage, usable: tuple[int, ...], gpus: 
         config.instance_group.add(name=config.name)
     for number, group in enumerate(config.instance_group):
         group.name = group.name or f"{config.name}_{number}"
-        if group.kind == group.KIND_AUTO and config.backend in LANGUAGE_MODEL_BACKENDS:
+        if group.kind == group.KIND_AUTO and is_text_backend(config.backend):
             group.kind = group.KIND_MODEL
         elif group.kind == group.KIND_AUTO:  # a GPU wherever there is one that the backend can use, as Triton
             group.kind = group.KIND_GPU if usable and set(group.gpus) <= set(usable) else group.KIND_CPU

@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 
+from ..core.backends import TextBackend
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.model import RawConfig
-from .config_defaults import ENSEMBLE_PLATFORM, LANGUAGE_MODEL_BACKENDS, PIPELINE_BACKEND
+from .backend_registry import PIPELINE_BACKEND, is_composition, is_text_backend, text_backend
+from .config_defaults import ENSEMBLE_PLATFORM
 from .config_io import ConfigMessage, v2_datatype
-from .native_models import BLS
 
 _MAX_INSTANCES = 1024
 """Each has a thread or a process of its own, and work is assigned by going through all of them."""
@@ -46,7 +47,6 @@ _CPU_ONLY = ("fil",)
 _TAKE_SCALARS = ("onnxruntime", "openvino", "pytorch", "tensorflow")
 """Backends whose models may have tensors without dimensions, which a config has as a reshape to none."""
 
-_WITHOUT_SEQUENCES = (*LANGUAGE_MODEL_BACKENDS, PIPELINE_BACKEND)
 _DECOUPLED = "model_transaction_policy.decoupled"
 _IGNORED = ("runtime", "cc_model_filenames")
 _NO_INSTANCES = ("batch_input", "batch_output", "optimization", "dynamic_batching", "instance_group", "model_warmup")
@@ -72,20 +72,14 @@ _CLASSIC_ONLY = (
 )
 
 
-_DECLARED_TENSORS = ("vllm",)
-"""Language models' backends whose tensors Triton's repositories may write out: they are declared in any case."""
-
-_READ_TENSORS = ("tensorrtllm", "llmapi")
-"""Those that are served by the tensors in their configs, if there are any."""
-
-
 def refuse_unsupported_fields(config: ConfigMessage) -> None:
     """Raises `Unsupported` for a field that changes answers and is not served."""
     for field, reason in _REFUSED.items():
         if config.HasField(field):
             raise Unsupported(f"model '{config.name}' has {field}: {reason} here", field=field)
-    if config.backend in _WITHOUT_SEQUENCES and config.HasField("sequence_batching"):
-        kind = "pipelines" if config.backend == PIPELINE_BACKEND else "language models"
+    is_pipeline = config.backend == PIPELINE_BACKEND
+    if (is_pipeline or is_text_backend(config.backend)) and config.HasField("sequence_batching"):
+        kind = "pipelines" if is_pipeline else "language models"
         message = f"model '{config.name}' has sequence_batching: {kind} keep no sequences between requests"
         raise Unsupported(message, field="sequence_batching")
 
@@ -93,7 +87,7 @@ def refuse_unsupported_fields(config: ConfigMessage) -> None:
 def is_response_cache_enabled(config: ConfigMessage) -> bool:
     """Whether the model's responses are to be cached, and may be: one for each request, the same at any time."""
     cacheable = not config.model_transaction_policy.decoupled and not config.HasField("sequence_batching")
-    return bool(config.response_cache.enable) and cacheable and config.backend not in LANGUAGE_MODEL_BACKENDS
+    return bool(config.response_cache.enable) and cacheable and not is_text_backend(config.backend)
 
 
 def ignored_fields(
@@ -104,12 +98,12 @@ def ignored_fields(
     yield from _fields_set(config, _IGNORED)
     if config.response_cache.enable and not (caching and is_response_cache_enabled(config)):
         yield "response_cache"
-    if config.backend in LANGUAGE_MODEL_BACKENDS:
-        yield from (field for field in _fields_set(config, _CLASSIC_ONLY) if not _holds_anyway(config, field))
+    if (backend := text_backend(config.backend)) is not None:
+        yield from (field for field in _fields_set(config, _CLASSIC_ONLY) if not _holds_anyway(backend, config, field))
         return
     if config.platform == ENSEMBLE_PLATFORM:
         yield from _fields_set(config, _IGNORED_ENSEMBLE)
-    if config.backend in (PIPELINE_BACKEND, BLS):
+    if is_composition(config.backend):
         yield from _fields_set(config, _NO_INSTANCES)
         return
     if config.model_transaction_policy.decoupled and config.backend in _SINGLE_RESPONSE_BACKENDS:
@@ -136,9 +130,9 @@ def ignored_fields(
             yield from _fields_set(tensor, _IGNORED_TENSOR, f"{side}.{tensor.name}.")
 
 
-def _holds_anyway(config: ConfigMessage, field: str) -> bool:
+def _holds_anyway(backend: TextBackend, config: ConfigMessage, field: str) -> bool:
     """Whether a language model is as this field of its config says, which Triton's backends for them write out."""
-    if config.backend in _READ_TENSORS and config.input:
+    if backend.written_tensors == "served" and config.input:
         if field == "instance_group":
             return all(group.count <= 1 for group in config.instance_group)
         return field in ("input", "output", "max_batch_size", "model_transaction_policy")
@@ -147,7 +141,7 @@ def _holds_anyway(config: ConfigMessage, field: str) -> bool:
     if field == "instance_group":
         [group, *others] = config.instance_group
         return not others and group.count <= 1 and group.kind in (group.KIND_AUTO, group.KIND_MODEL)
-    return field in ("input", "output") and config.backend in _DECLARED_TENSORS
+    return field in ("input", "output") and backend.written_tensors == "implied"
 
 
 def _fields_set(message: ConfigMessage, fields: Sequence[str], prefix: str = "") -> list[str]:

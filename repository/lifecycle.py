@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from ..core.backends import OnProgress
 from ..core.errors import CharoniaError, Internal, ServerExiting
 from ..core.gateway import Gateway, ModelServices, ModelState
 from ..core.model import Model, RawConfig
@@ -23,7 +24,7 @@ from ..processes import gc_tuning
 from ..processes.host import release_free_memory, usable_cores
 from ..routing.route import Route
 from ..telemetry.host_metrics import usable_gpus
-from .backend_registry import FILLS_GRANTED_MEMORY, OnProgress
+from .backend_registry import is_text_backend
 from .builder import ModelBuilder, ModelFactory, with_config_defaults
 from .catalog import FetchedModel, RepositoryCatalog
 from .config_io import ConfigMessage
@@ -223,7 +224,7 @@ class ModelLifecycle:
         """
         entry, shared = self._registry.get_or_add(source.name), SharedRelease(release)
         self._registry.aliases.update(dict.fromkeys(source.aliases, source.name))
-        if source.backend in FILLS_GRANTED_MEMORY:
+        if is_text_backend(source.backend):
             self._awaiting_grant.add(source.name)
         try:
             async with entry.change_lock:

@@ -10,9 +10,8 @@ from pathlib import Path, PurePosixPath
 
 from ..core.errors import CharoniaError, DiskFull, Internal, InvalidArgument, NotFound, is_disk_full
 from ..processes.scratch import ScratchDirectory
-from .backend_registry import PYTHON, is_own_backend
+from .backend_registry import PIPELINE_BACKEND, PYTHON, is_own_backend
 from .catalog import RepositoryCatalog
-from .config_defaults import PIPELINE_BACKEND
 from .config_io import parse_config_override
 from .lifecycle import LoadFailure, ModelLifecycle
 from .model_registry import ModelRegistry

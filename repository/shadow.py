@@ -36,7 +36,7 @@ from ..core.tensor import Tensor
 from ..processes.client_shared_memory import is_lent
 from ..routing.arm_samples import is_answer, is_failure
 from ..routing.route import RouteShadow
-from .backend_registry import COMPOSITIONS
+from .backend_registry import is_composition
 from .model_registry import LoadedModel, ModelRegistry, NotResident
 from .request_validation import validate_request
 
@@ -324,7 +324,7 @@ class Shadow:
         backend, also = loaded.config.backend, self._shadow.also
         if backend == _PYTHON and "python" not in also:
             raise _Excluded("it is a Python model, which gets no copies unless the route says so: also: [python]")
-        if backend in COMPOSITIONS and "pipelines" not in also:
+        if is_composition(backend) and "pipelines" not in also:
             raise _Excluded("it asks other models, and gets no copies unless the route says so: also: [pipelines]")
         return loaded
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from ..core.backends import OnProgress
 from ..core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, Unavailable
 from ..routing.route import Route
-from .backend_registry import OnProgress
 from .catalog import RepositoryCatalog
 from .lifecycle import LoadFailure, ModelLifecycle, ignore_progress
 from .model_registry import ModelRegistry

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "api": {"core", "telemetry", "processes"},
     "http_workers": {"core", "telemetry", "processes", "engine", "repository", "api"},
     "planning": {"core", "kvcache", "scheduler", "engine"},
+    "extras/trtllm": {"core", "telemetry", "scheduler", "tokenization", "engine", "ensembles"},
     "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository", "routing", "planning"},
     "analyzer": {"core", "processes", "engine", "repository", "planning", "bench"},
     "cli": {
@@ -51,6 +52,7 @@ FOREIGN_BANS = {
     "repository": {"torch", "transformers"},
     "http_workers": {"torch", "transformers", "zmq"},
     "planning": {"torch", "transformers"},
+    "extras/trtllm": {"transformers"},
     "analyzer": {"torch", "transformers"},
     "cli": {"torch", "transformers"},
 }
@@ -67,9 +69,8 @@ INNER_FLOORS = {
         "parallel",
         "core",
         "client",
-        "trtllm",
         ".build",
-        "vllm trtllm_layouts",
+        "vllm",
     ),
     "api": ("http", "triton openai grpc console", "anthropic batches", ".app"),
     "classic_backends": (
@@ -241,7 +242,7 @@ def test_only_the_two_faces_stand_at_the_root(root: Path) -> None:
         "charonia.api.app",
         "charonia.repository.gateway",
         "charonia.engine.client.llm",
-        "charonia.engine.trtllm.build",
+        "charonia.extras.trtllm.build",
     ],
 )
 def test_the_frontend_is_free_of_torch(module: str) -> None:

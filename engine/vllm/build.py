@@ -1,11 +1,11 @@
-"""Builds a model of Triton's vLLM backend (https://github.com/triton-inference-server/vllm_backend) on our own engine,
-and says what it needs: entries of the repository's table of backends. Sampling parameters that a request leaves out
-have vLLM's defaults, not the checkpoint's. Imports no torch."""
+"""Triton's vLLM backend (https://github.com/triton-inference-server/vllm_backend) on our own engine. Sampling
+parameters that a request leaves out have vLLM's defaults, not the checkpoint's. Imports no torch."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ...core.backends import OnProgress, TextBackend
 from ...core.model import MemoryNeed, Model, ModelConfig
 from ...core.request import GenerateChunk
 from ...core.tensor import TensorSpec
@@ -57,8 +57,8 @@ def vllm_model(
     written: ModelConfig,
     path: str,
     parameters: Mapping[str, str],
-    on_progress: Callable[[str, float, float, str], None],
-    **granted: int,
+    on_progress: OnProgress,
+    **granted: int | None,
 ) -> Model:
     """The model that `model.json` in the directory `path` describes. Names the arguments without effect in the log.
 
@@ -82,3 +82,6 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
 def examine(path: str, parameters: Mapping[str, str]) -> str:
     """See `engine.build`'s."""
     return build.examine(path, read_model_json(path, parameters).parameters)
+
+
+TEXT_BACKEND = TextBackend(vllm_model, memory_needed, examine, written_tensors="implied")

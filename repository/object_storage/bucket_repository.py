@@ -19,9 +19,9 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from ...core.backends import OnProgress
 from ...core.errors import InvalidArgument, NotFound, Unavailable
 from ...core.metrics import Measurement, Reading
-from ..backend_registry import OnProgress
 from ..config_io import ConfigMessage
 from ..model_source import VERSION_NAME, read_served_versions
 from .download import WantedObject

@@ -1,4 +1,4 @@
-"""Entry points are found by group and name, and one without its module is left out."""
+"""Entry points are found by group and name, and one of ours without its module is left out."""
 
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -34,12 +34,18 @@ def test_extensions_are_those_of_a_group_by_name(declared: list[EntryPoint]) -> 
     assert installed_extensions(group)["two"].load()("1") == 1
 
 
-def test_an_extension_without_its_module_is_left_out(declared: list[EntryPoint]) -> None:
+def test_a_part_of_ours_that_is_not_there_is_left_out(declared: list[EntryPoint]) -> None:
     group = "charonia.commands"
-    declared += [
-        EntryPoint(f"absent{module.count('.')}", f"{module}:x", group) for module in ("nowhere", "json.nowhere")
-    ]
-    assert installed_extensions(group) == {}
+    modules = ("charonia.nowhere", "charonia.extras.nowhere", "charonia.extras.nowhere.build", "nowhere")
+    declared += [EntryPoint(module, f"{module}:x", group) for module in modules]
+    assert list(installed_extensions(group)) == ["nowhere"], "somebody's package that is broken says so when it is used"
+
+
+def test_a_name_of_ours_stays_ours(declared: list[EntryPoint]) -> None:
+    group = "charonia.backends"
+    values = ("json:loads", "charonia.core.errors:NotFound", "json:dumps")
+    declared += [EntryPoint("same", value, group) for value in values]
+    assert installed_extensions(group)["same"].value == "charonia.core.errors:NotFound"
 
 
 def test_what_is_declared_and_there_is_never_left_out(declared: list[EntryPoint]) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from charonia.core.backends import RequestTimes
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import ExecutionTimes, RequestContext
 from charonia.core.tensor import Tensor, TensorSpec
-from charonia.ensembles.composite_model import RequestTimes
 from charonia.ensembles.ensemble_model import EnsembleRun
 from charonia.ensembles.ensemble_plan import EnsemblePlan, plan_ensemble
 

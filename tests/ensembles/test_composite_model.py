@@ -6,12 +6,13 @@ from typing import cast
 
 import pytest
 
+from charonia.core.backends import AskedVersion, RequestTimes
 from charonia.core.errors import NotReady
 from charonia.core.gateway import Gateway
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
-from charonia.ensembles.composite_model import AskedVersion, CompositeModel, RequestTimes
+from charonia.ensembles.composite_model import CompositeModel
 
 from .pipelines import Models, request
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from charonia.core.backends import RequestTimes
 from charonia.core.errors import Internal, InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor
-from charonia.ensembles.composite_model import RequestTimes
 from charonia.ensembles.ensemble_model import EnsembleRun
 
 from .graphs import MODELS, Handle, Step, by_hand, ensemble, handles, make_run, plan, run, spec, tensor, values

@@ -15,9 +15,11 @@ from charonia.core.metrics import VersionStatistics
 from charonia.core.model import MemoryNeed, Model, ModelConfig, ModelSamples, ModelStats
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
+from charonia.core.runtime import RuntimeLoader
 from charonia.core.tensor import Tensor
 from charonia.processes.host import Cores
 from charonia.repository import backend_registry, lifecycle
+from charonia.repository.backend_registry import OwnBackend
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway
@@ -121,7 +123,7 @@ TOYS = ToyLoader()
 def toys(monkeypatch: pytest.MonkeyPatch) -> list[Toy]:
     """The backend `toy`; every model of it that was loaded."""
     Toy.loaded = []
-    monkeypatch.setitem(backend_registry.CLASSIC_RUNTIME_LOADERS, "toy", ("toy", "TOYS"))
+    monkeypatch.setitem(backend_registry.OWN_BACKENDS, "toy", OwnBackend(RuntimeLoader, "toy", "TOYS"))
     monkeypatch.setattr(backend_registry, "classic_runtime_loader", lambda *_: TOYS)
     monkeypatch.setattr("charonia.repository.builder.classic_runtime_loader", lambda *_: TOYS)
     monkeypatch.setattr("charonia.repository.builder.classic_model_builder", lambda: Toy)

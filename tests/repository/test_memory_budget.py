@@ -1,10 +1,12 @@
 """Memory that models hold: refused naming the largest holders, given back at unload; promises count."""
 
 import asyncio
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from charonia.core.backends import TextBackend
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
 from charonia.core.metrics import Reading
 from charonia.core.model import MemoryNeed, ModelConfig, ReservedMemory
@@ -241,13 +243,15 @@ class Greedy(Toy):
         return ReservedMemory(self.granted // 2, 0)
 
 
+GREEDY = TextBackend(Greedy, lambda *_: (MemoryNeed(100),))  # type: ignore[arg-type]
+"""As a package brings it."""
+
+
 @pytest.fixture
 def greedy(tmp_path: Path, toys: list[Toy], two_at_once: None, monkeypatch: pytest.MonkeyPatch) -> World:
     """A repository of two of them, whose loads hang, over 1000 bytes of memory; they state 100 each."""
-    backend = backend_registry.TextBackend(Greedy, lambda *_: (MemoryNeed(100),))
-    monkeypatch.setitem(backend_registry.TEXT_BACKENDS, "greedy", ("", ""))
-    monkeypatch.setattr(lifecycle, "FILLS_GRANTED_MEMORY", {"greedy"})
-    monkeypatch.setattr(builders, "text_backend", lambda name: backend if name == "greedy" else None)
+    entry = EntryPoint("greedy", f"{__name__}:GREEDY", "charonia.backends")
+    monkeypatch.setattr(backend_registry, "installed_extensions", lambda group: {entry.name: entry})
     world = World(tmp_path)
     world.gateway = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 1000))))
     world.watcher = RepositoryWatcher(world.catalog, world.gateway.registry, world.gateway.lifecycle)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from charonia.bench.proofs.fault_proxy import FaultProxy
-from charonia.repository.backend_registry import OnProgress
+from charonia.core.backends import OnProgress
 from charonia.repository.object_storage import download, stores
 from charonia.repository.object_storage.bucket_repository import BucketRepository, ModelDirectory
 from charonia.repository.object_storage.object_cache import ObjectCache
