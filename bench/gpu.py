@@ -46,7 +46,7 @@ from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import IntArray, NewSequence, ResolvedSampling, StepPlan
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.sequence import SequenceRequest
+from ..scheduler.sequence import SequenceSpec
 from .checkpoint import LLAMA_ONE_BILLION
 from .gpu_report import Figure, GpuReport, run_tests
 from .gpu_served import StepRates, StreamLoads, served_figures, written_checkpoint
@@ -382,7 +382,7 @@ class GpuBench:
         rule = SchedulerConfig(max_num_seqs=sequences, max_num_batched_tokens=most, max_model_len=self.length, ahead=1)
         scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
         asked = [
-            SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=self.work.new)
+            SequenceSpec(key=key, prompt=np.array(prompt, np.int32), max_tokens=self.work.new)
             for key, prompt in enumerate(self.prompts(sequences))
         ]
         seconds = run_to_end(scheduler, self.executor, asked).seconds

@@ -38,6 +38,7 @@ from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import ResolvedSampling
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import SequenceSpec
 from .checkpoint import ShapeName
 from .command import Count, exit_on_error, log_to, report_console, run_command
 from .offline import prepare_checkpoint
@@ -167,12 +168,12 @@ class GrammarBench:
 
     def _requests(self, arm: Arm, seed: int) -> Iterator[AddRequest]:
         work = self._work
-        drawn = np.random.default_rng(seed).integers(0, self._vocab_size, (work.streams, work.prompt)).tolist()
+        drawn = np.random.default_rng(seed).integers(0, self._vocab_size, (work.streams, work.prompt), np.int32)
         for key, prompt in enumerate(drawn):
             guided = _is_guided(arm, key)
             sampling = ResolvedSampling(temperature=work.temperature, seed=seed, choice=key)
-            guide = self.guide if guided else None
-            yield AddRequest(key=key, prompt=prompt, max_tokens=work.new, sampling=sampling, guide=guide)
+            spec = SequenceSpec(key=key, prompt=prompt, max_tokens=work.new, sampling=sampling)
+            yield AddRequest(spec, self.guide if guided else None)
 
     def _measured(self, arm: Arm, progress: ArmProgress) -> ArmRun:
         work, steps = self._work, progress.steps

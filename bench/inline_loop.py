@@ -21,7 +21,7 @@ from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import StepPlan, StepUpdates
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.sequence import SequenceRequest
+from ..scheduler.sequence import SequenceSpec
 from .peer_runner import PeerSetup
 
 Observe: TypeAlias = Callable[[StepPlan], None]
@@ -65,7 +65,7 @@ class LoopResult:
 def run_to_end(
     scheduler: Scheduler,
     executor: Executor,
-    requests: Iterable[SequenceRequest],
+    requests: Iterable[SequenceSpec],
     *,
     observe: Observe = lambda plan: None,
 ) -> LoopResult:
@@ -109,7 +109,7 @@ class Peer:
 
     def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         requests = [
-            SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=new)
+            SequenceSpec(key=key, prompt=np.array(prompt, np.int32), max_tokens=new)
             for key, prompt in enumerate(prompts)
         ]
         made = run_to_end(self._scheduler, self.executor, requests).tokens

@@ -19,7 +19,7 @@ from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import IntArray, StepPlan, StepResult
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.sequence import SequenceRequest
+from ..scheduler.sequence import SequenceSpec
 from .command import report_console
 
 BARS = {256: 1.0, 1024: 4.0}
@@ -82,7 +82,7 @@ class SchedulerLoad:
         prompt = np.concatenate([random.choice(self._beginnings), own])
         new = int(random.integers(1, 2 * MEAN_OUTPUT)) if case.mixed else case.longest - PROMPT
         hashes = self._cache.digest(prompt)
-        self._scheduler.add(SequenceRequest(key=next(self._keys), prompt=prompt, max_tokens=new, hashes=hashes))
+        self._scheduler.add(SequenceSpec(key=next(self._keys), prompt=prompt, max_tokens=new, hashes=hashes))
 
     def fill(self) -> None:
         """Run steps until every row is taken and no request waits, then some more."""

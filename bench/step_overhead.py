@@ -29,8 +29,9 @@ from ..engine.worker.fake_executor import FakeExecutor
 from ..kvcache.manager import KVCacheManager
 from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import Continuation, MaskArray, MaskSource, StepPlan, StepResult, StepUpdates
+from ..scheduler.plan import ForcedTokens, MaskArray, MaskSource, StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import SequenceSpec
 from .command import Count
 from .scheduler import BLOCK_SIZE, sampled
 
@@ -133,10 +134,10 @@ class TimedScheduler(Scheduler):
         self,
         result: StepResult,
         seconds: float | None = None,
-        guided: Mapping[int, Continuation] = {},
+        forced: Mapping[int, ForcedTokens] = {},
         host_seconds: float = 0.0,
     ) -> StepUpdates:
-        return self._clock.time("apply", partial(super().apply, result, seconds, guided, host_seconds))
+        return self._clock.time("apply", partial(super().apply, result, seconds, forced, host_seconds))
 
 
 class ClockedOutbox:
@@ -186,8 +187,9 @@ def _add(core: EngineCore, case: StepCase) -> None:
     random = np.random.default_rng(0)
     for key in range(case.sequences):
         length = BLOCK_SIZE + key % BLOCK_SIZE
-        prompt = random.integers(0, 30_000, length).tolist()
-        core.inbox.accept(AddRequest(key=key, prompt=prompt, max_tokens=case.longest - length))
+        prompt = random.integers(0, 30_000, length, np.int32)
+        spec = SequenceSpec(key=key, prompt=prompt, max_tokens=case.longest - length)
+        core.inbox.accept(AddRequest(spec))
 
 
 @contextmanager

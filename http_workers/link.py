@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
+from ..engine.core.messages import encode_tokens
+
 log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<Q")
@@ -50,7 +52,7 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
         self.before_flush: Callable[[], None] = lambda: None
         self.congested = False
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_tokens)
         self._transport: asyncio.Transport | None = None
         self._waiting: list[T_out] = []
         self._scheduled = self._gathering = self._receiving = self._lost = False

@@ -31,7 +31,7 @@ from ..core.errors import (
 from ..core.logprobs import Logprobs, PromptLogprobs
 from ..core.request import FinishReason, GenerateChunk, GenerateRequest, ParameterValue, SamplingParams
 from ..core.request_context import RequestContext, RequestEnd, SequenceRecord
-from ..engine.core.messages import AddRequest
+from ..engine.core.messages import AddRequest, decode_tokens
 from ..processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegion
 from ..telemetry.logging_setup import LogSettings
 from ..telemetry.loop_lag import LoopState
@@ -534,5 +534,5 @@ ToFrontend: TypeAlias = (
 
 encode_origin = msgspec.msgpack.Encoder().encode
 decode_origin = msgspec.msgpack.Decoder(RequestOrigin).decode
-decode_from_frontend = msgspec.msgpack.Decoder(list[FromFrontend]).decode
+decode_from_frontend = msgspec.msgpack.Decoder(list[FromFrontend], dec_hook=decode_tokens).decode
 decode_to_frontend = msgspec.msgpack.Decoder(list[ToFrontend]).decode

@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack
 from functools import partial
 
-import msgspec
+from msgspec.structs import replace
 
 from ..api.http.eager import start_eagerly
 from ..api.http.error_responses import INTERNAL_SERVER_ERROR
@@ -94,7 +94,7 @@ class SequenceRelay:
                 ticket.serve(request.prompt_count, request.choice_count)
             if request.adapter or request.lora_task:
                 digest = enter(await model.use_adapter(request, sequence.stats, context))
-                add = msgspec.structs.replace(add, adapter=digest)
+                add = replace(add, spec=replace(add.spec, adapter=digest))
             sequence.stream = enter(model.client.open_stream(add, sequence.stats, ticket))
         except CharoniaError as error:
             self._fail(message.key, error)
@@ -179,6 +179,6 @@ def _request_of(message: SubmitSequence) -> GenerateRequest:
         choice=message.choice,
         choice_count=message.choice_count,
         prompt_count=message.prompt_count,
-        adapter=message.add.adapter,
+        adapter=message.add.spec.adapter,
         lora_task=lora,
     )

@@ -146,8 +146,8 @@ class RemoteEngine:
         assert stats is not None
         asked, key = ticket.asked, self._hub.next_key()
         stats.time_left(add.timeout)
-        stats.record_submission(len(add.prompt))
-        stream = TokenStream(stats, ticket, add.priority)
+        stats.record_submission(len(add.spec.prompt))
+        stream = TokenStream(stats, ticket, add.spec.priority)
         self._streams.add(key, stream)
         wanted, task = asked.sampling.max_tokens != 0, asked.lora_task
         counts = asked.choice, asked.choice_count, asked.prompt_count

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 
-class BlockMove(NamedTuple):
+class BlockCopy(NamedTuple):
     """The content of a `block` of the device goes to a `slot` of the host's memory; with `back` it comes from there."""
 
     block: int
@@ -25,33 +25,33 @@ class HostTier:
     def __init__(self, size: int) -> None:
         self.size = size
         self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._moves: list[BlockMove] = []
+        self._copies: list[BlockCopy] = []
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._slots
 
     def save(self, digest: bytes, block: int) -> None:
-        """The device forgets a block of this hash, and may overwrite it after the move."""
+        """The device forgets a block of this hash, and may overwrite it after the copy."""
         slot = self._slots.pop(digest, None)
         if slot is None:
             slot = len(self._slots) if len(self._slots) < self.size else self._slots.popitem(last=False)[1]
-            self._moves.append(BlockMove(block, slot, back=False))
+            self._copies.append(BlockCopy(block, slot, back=False))
         self._slots[digest] = slot
 
     def restore(self, digest: bytes, block: int) -> None:
         """The content of this hash comes back into a block that nothing else uses."""
         self._slots.move_to_end(digest)
-        self._moves.append(BlockMove(block, self._slots[digest], back=True))
+        self._copies.append(BlockCopy(block, self._slots[digest], back=True))
 
-    def take_moves(self) -> list[BlockMove]:
-        """The moves since the last call. They are to be made in this order, after the steps that were planned before
+    def take_block_copies(self) -> list[BlockCopy]:
+        """The copies since the last call. They are to be made in this order, after the steps that were planned before
         and before the next one."""
-        moves, self._moves = self._moves, []
-        return moves
+        copies, self._copies = self._copies, []
+        return copies
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` where a slot has two contents, or one that there is not."""
         slots = sorted(self._slots.values())
         assert slots == list(range(len(slots))), "a slot is lost, or has two contents"
         assert len(slots) <= self.size
-        assert all(0 <= move.slot < self.size for move in self._moves)
+        assert all(0 <= copy.slot < self.size for copy in self._copies)

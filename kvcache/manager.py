@@ -12,7 +12,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from .host_tier import BlockMove, HostTier
+from .host_tier import BlockCopy, HostTier
 
 HashExtras = tuple[str, ...]
 """Adapter, tenant and salt, which set equal tokens apart: they enter at the root and so mark the whole chain."""
@@ -212,7 +212,7 @@ class KVCacheManager:
 
     def restore(self, table: BlockTable, known: int) -> None:
         """Let a table that `open` just made for `known` tokens have the blocks too that follow in the host's memory:
-        `take_moves` tells what is to be copied. There must be room for all that it is to hold."""
+        `take_block_copies` tells what is to be copied. There must be room for all that it is to hold."""
         if self._host is None:
             return
         first, size = len(table.blocks), self.block_size
@@ -233,9 +233,9 @@ class KVCacheManager:
         table.restored = (len(table.blocks) - first) * size
         table.cached += table.restored
 
-    def take_moves(self) -> list[BlockMove]:
-        """See `HostTier.take_moves`."""
-        return [] if self._host is None else self._host.take_moves()
+    def take_block_copies(self) -> list[BlockCopy]:
+        """See `HostTier.take_block_copies`."""
+        return [] if self._host is None else self._host.take_block_copies()
 
     def room_for(self, table: BlockTable, tokens: int, spare: int = 0) -> bool:
         """Whether `extend(table, tokens)` would succeed and leave `spare` blocks free."""

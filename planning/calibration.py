@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from ..core.errors import InvalidArgument
 from ..engine.config import EngineConfig
@@ -24,9 +25,10 @@ from ..engine.core.step_loop import EngineCore
 from ..engine.worker.executor import Capacity, Executor
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import Continuation, StepPlan, StepResult, StepUpdates
+from ..scheduler.plan import ForcedTokens, StepPlan, StepResult, StepUpdates
 from ..scheduler.prefill_budget import PrefillBudget, PrefillLane, StepDemand, StepPace, StepWork
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import SequenceSpec
 from .simulated_machine import StepLoad, StepLoadReader
 from .simulation import EngineShape
 from .step_fit import LEAST_STEPS, StepSample
@@ -118,13 +120,13 @@ class RecordedScheduler(Scheduler):
         self,
         result: StepResult,
         seconds: float | None = None,
-        guided: Mapping[int, Continuation] = {},
+        forced: Mapping[int, ForcedTokens] = {},
         host_seconds: float = 0.0,
     ) -> StepUpdates:
         load, between = self._flying.popleft(), host_seconds if self._busy else None
         if seconds:
             self.samples.append(StepSample(load, seconds, between, self._brought))
-        updates = super().apply(result, seconds, guided, host_seconds)
+        updates = super().apply(result, seconds, forced, host_seconds)
         self._busy, self._brought = self.has_work, len(updates.keys)
         return updates
 
@@ -243,6 +245,6 @@ class _EngineRun:
 
         for prompt, new in episode.requests:
             self._last_key += 1
-            ids = [self._random.randrange(self._vocab_size) for _ in range(prompt)]
-            core.inbox.accept(AddRequest(key=self._last_key, prompt=ids, max_tokens=new))
+            ids = np.array([self._random.randrange(self._vocab_size) for _ in range(prompt)], np.int32)
+            core.inbox.accept(AddRequest(SequenceSpec(key=self._last_key, prompt=ids, max_tokens=new)))
         core.run(send)

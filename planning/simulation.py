@@ -26,7 +26,7 @@ from ..scheduler.plan import IntArray, StepPlan, StepResult, StepUpdates
 from ..scheduler.prefill_budget import PrefillBudget
 from ..scheduler.running_set import SchedulerTotals
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.sequence import SequenceRequest
+from ..scheduler.sequence import SequenceSpec
 from .simulated_machine import SimulatedMachine, StepLoadReader
 
 MakeBudget = Callable[[SchedulerConfig], PrefillBudget]
@@ -124,7 +124,7 @@ class SimulatedReplica:
         self._machine, self._watch, self._random = machine, watch, Random(seed)
         self._cache = KVCacheManager(engine.blocks, engine.block_size, engine.prefix_caching)
         self._scheduler = Scheduler(engine.scheduler, self._cache, make_budget)
-        self._inbox: list[tuple[SequenceRequest, float]] = []
+        self._inbox: list[tuple[SequenceSpec, float]] = []
         self._flying = deque[_FlyingStep]()
         self._uncomputed: dict[int, int] = {}
         self._uncomputed_tokens = self._drawn = 0
@@ -168,16 +168,15 @@ class SimulatedReplica:
         Raises:
             InvalidArgument: it can never run.
         """
-        prompt, extras = request.tokens(key), ("", request.tenant, "")
-        sequence = SequenceRequest(
+        prompt = request.tokens(key)
+        sequence = SequenceSpec(
             key=key,
             prompt=prompt,
             max_tokens=request.new,
-            hashes=self._cache.digest(prompt, extras),
+            hashes=self._cache.digest(prompt, ("", request.tenant, "")),
             priority=request.priority,
             tenant=request.tenant,
             weight=request.weight,
-            extras=extras,
             target_ttft=request.target_ttft,
             target_itl=request.target_itl,
         )
@@ -287,7 +286,7 @@ class Simulation:
         try:
             ticket = self._tickets[key] = self._admission.admit(request.tenant)
             self._admission.add_prompt(ticket, request.prompt)
-            prompt = request.tokens(key).tolist() if self._affinity else []
+            prompt = request.tokens(key) if self._affinity else ()
             replica, cached = route_prompt(self.replicas, prompt, ("", request.tenant, ""), self._affinity)
             replica.submit(key, request, self.now, cached)
         except (InvalidArgument, QueueFull) as error:

@@ -61,7 +61,7 @@ MaskSource: TypeAlias = Callable[[], MaskArray]
 
 NO_ROWS: IntArray = np.zeros(0, np.int32)
 NO_TOKENS: IntArray = np.zeros((0, 3), np.int32)
-NO_MOVES: IntArray = np.zeros((0, 3), np.int32)
+NO_BLOCK_COPIES: IntArray = np.zeros((0, 3), np.int32)
 
 
 class NewSequence(NamedTuple):
@@ -79,9 +79,9 @@ class NewSequence(NamedTuple):
 class StepPlan(NamedTuple):
     """One step of R rows, as the difference from the step before.
 
-    An executor processes plans in the order of `step`, and within one: `closed`, `moves`, `new`, `appended`, `given`,
-    `drafted`, then the rows. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled
-    again before the host has seen its last token) and the append-only block table.
+    An executor processes plans in the order of `step`, and within one: `closed`, `block_copies`, `new`, `appended`,
+    `forced`, `drafted`, then the rows. It keeps the token ids of each row (sampled ones included, so that a row may be
+    scheduled again before the host has seen its last token) and the append-only block table.
     """
 
     step: int
@@ -101,7 +101,7 @@ class StepPlan(NamedTuple):
     new: tuple[NewSequence, ...]
     closed: IntArray
     """[C] rows whose sequence has left since the last plan."""
-    given: IntArray = NO_TOKENS
+    forced: IntArray = NO_TOKENS
     """[G, 3] (row, position, token): tokens that no step sampled, for sequences that the executor has."""
     masked: IntArray = NO_ROWS
     """[M] sampled rows whose token is chosen among those that a mask allows, in the order of `rows`; one with drafts is
@@ -115,8 +115,8 @@ class StepPlan(NamedTuple):
     """[R] how many tokens the executor's draft model proposes to follow the row's next token, once that is sampled; its
     own cache, of the same blocks, has all that is computed of the row by then, as far as a step suffices for it. 0: it
     leaves the row as it is. Empty where it does nothing."""
-    moves: IntArray = NO_MOVES
-    """[V, 3] the fields of each `BlockMove`, to be made in this order before anything is computed."""
+    block_copies: IntArray = NO_BLOCK_COPIES
+    """[V, 3] the fields of each `BlockCopy`, to be made in this order before anything is computed."""
 
     @property
     def tokens(self) -> int:
@@ -175,9 +175,9 @@ class StepResult(NamedTuple):
     proposals: Proposals = NO_PROPOSALS
 
 
-class Continuation(NamedTuple):
-    """What the host makes of the token that a row sampled: `tokens` that follow it without being sampled, and whether
-    the sequence `ends` with them."""
+class ForcedTokens(NamedTuple):
+    """What the host makes of the token that a constrained row sampled: `tokens` that follow it without being sampled,
+    and whether the sequence `ends` with them."""
 
     tokens: Sequence[int] = ()
     ends: bool = False

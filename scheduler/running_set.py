@@ -73,7 +73,7 @@ class RunningSet:
     result was not what later plans built on; these rows are not scheduled until those plans are back. `releasing`: the
     sequence ended or was preempted; plans in flight still have it. `capped`: rows with a lower `max_in_flight` than the
     others. `scoring`: rows that want log-probabilities of their prompts. `drafting`: those that may have drafts.
-    `guided`: the key of each row whose tokens the host follows; `given`: (row, position, token) that it went on with
+    `constrained`: the key of each row whose tokens the host follows; `forced`: (row, position, token) that it put there
     and the executor has not been told of. `itl_targets`: seconds between tokens that a row wants, of rows that say so.
     `adapters`: rows by adapter. Each is empty in most steps, which then touch none of it. Nor do they look for rows
     whose last token came while at least `min_remaining` tokens are still to come to every running row.
@@ -108,8 +108,8 @@ class RunningSet:
         self.in_flight: deque[InFlightStep] = deque()
         self.prefilling, self.awaiting_results, self.releasing = (set[int]() for _ in range(3))
         self.capped, self.scoring, self.drafting = set[int](), set[int](), set[int]()
-        self.guided: dict[int, int] = {}
-        self.given: list[tuple[int, int, int]] = []
+        self.constrained: dict[int, int] = {}
+        self.forced: list[tuple[int, int, int]] = []
         self.itl_targets: dict[int, float] = {}
         self.adapters: Counter[str] = Counter()
         self.min_remaining = UNLIMITED
@@ -143,16 +143,16 @@ class RunningSet:
         """Take the sequence out of the waiting queue and give it a row; what its table shares is computed."""
         self.waiting.pop(sequence)
         row = sequence.row = heappop(self._free)
-        request, cached = sequence.request, table.cached
+        spec, cached = sequence.spec, table.cached
         self.sequences[row], self.tables[row] = sequence, table
-        self.keys[row], self.stops[row], self.outputs[row] = request.key, request.stop_token_ids, sequence.outputs
+        self.keys[row], self.stops[row], self.outputs[row] = spec.key, spec.stop_token_ids, sequence.outputs
         self.ages[row] = sequence.seniority, sequence.arrival_number
         self.known[row] = self.expected[row] = sequence.known
         self.token_limit[row], self.decode_limit[row] = sequence.token_limit, 0
         self.scheduled[row] = self.computed[row] = self.capacity[row] = cached
         self.next_commit_at[row] = cached + self.cache.block_size
         self.reserved_tokens[row] = reserved_tokens
-        self.max_in_flight[row] = min(request.max_in_flight or self._most_in_flight, self._most_in_flight)
+        self.max_in_flight[row] = min(spec.max_in_flight or self._most_in_flight, self._most_in_flight)
         self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)
         if self.max_in_flight[row] < self._most_in_flight:
@@ -162,20 +162,20 @@ class RunningSet:
         if sequence.drafts:
             self.drafting.add(row)
             self.drafts_from[row] = sequence.drafts_from
-        if request.guided:
-            self.guided[row] = request.key
-        if request.adapter:
-            self.adapters[request.adapter] += 1
+        if spec.constrained:
+            self.constrained[row] = spec.key
+        if spec.adapter:
+            self.adapters[spec.adapter] += 1
         if sequence.target_itl is not None:
             self.itl_targets[row] = sequence.target_itl
         self.min_remaining = min(self.min_remaining, sequence.token_limit - sequence.known)
         if not sequence.admitted:
             sequence.admitted = True
             looks_up = self.cache.prefix_caching and not sequence.lacks_prompt_logprobs
-            self.totals.prefix_queries += len(request.prompt) if looks_up else 0
+            self.totals.prefix_queries += len(spec.prompt) if looks_up else 0
             self.totals.prefix_hits += cached
             self.totals.restored += table.restored
-            self.started.append((request.key, cached))
+            self.started.append((spec.key, cached))
         else:
             self.totals.recomputed_tokens += max(sequence.preempted_at - cached, 0)
         return row
@@ -186,7 +186,7 @@ class RunningSet:
         self.decode_limit[row] = 0
         self.prefilling.discard(row)
         self.releasing.add(row)
-        self.given = [each for each in self.given if each[0] != row]
+        self.forced = [each for each in self.forced if each[0] != row]
         self.release_settled((row,))
 
     def release_settled(self, rows: Iterable[int] | None = None) -> None:
@@ -200,16 +200,16 @@ class RunningSet:
             self.scoring.discard(row)
             self.drafting.discard(row)
             self.drafts_from[row] = UNLIMITED
-            self.guided.pop(row, None)
+            self.constrained.pop(row, None)
             self.itl_targets.pop(row, None)
             heappush(self._free, row)
             self.closed_rows.append(row)
             sequence, table = self.sequences.pop(row), self.tables.pop(row)
             sequence.row, sequence.preempted_at = None, int(self.computed[row])
-            if sequence.request.adapter:
-                self._leave_adapter(sequence.request.adapter)
+            if sequence.spec.adapter:
+                self._leave_adapter(sequence.spec.adapter)
             self.cache.close(table)
-            self.waiting.wake_waiting_for(table.promised[table.committed :])
+            self.waiting.wake_waiting_for_blocks(table.promised[table.committed :])
             if not self.ended[row]:
                 sequence.rank = sequence.seniority  # most of it is still cached
                 self.waiting.enqueue_preempted(sequence)
@@ -218,7 +218,7 @@ class RunningSet:
         self.adapters[adapter] -= 1
         if not self.adapters[adapter]:
             del self.adapters[adapter]
-            self.waiting.wake_held()
+            self.waiting.wake_waiting_for_adapter()
 
     def await_results(self, rows: Iterable[int]) -> None:
         """Schedule these rows no more until their plans are back; those whose plans are back by now continue from what
@@ -251,13 +251,13 @@ class RunningSet:
         assert self.tables.keys() == self.sequences.keys()
         assert sorted([*np.flatnonzero(self.running).tolist(), *self.releasing]) == occupied
         assert self.prefilling <= self.sequences.keys() - self.releasing - self.awaiting_results
-        assert self.guided == {row: self.keys[row] for row in occupied if self.sequences[row].request.guided}
-        named = [self.sequences[row].request.adapter for row in occupied]
+        assert self.constrained == {row: self.keys[row] for row in occupied if self.sequences[row].spec.constrained}
+        named = [self.sequences[row].spec.adapter for row in occupied]
         assert self.adapters == Counter(filter(None, named)), "adapters are miscounted"
         assert self.drafting == {row for row in occupied if self.sequences[row].drafts}
         assert self.drafting == set(np.flatnonzero(self.drafts_from < UNLIMITED).tolist())
         assert self.itl_targets.keys() <= self.sequences.keys()
-        assert {row for row, _, _ in self.given} <= self.guided.keys() - self.releasing
+        assert {row for row, _, _ in self.forced} <= self.constrained.keys() - self.releasing
         assert self.capped == {row for row in occupied if self.max_in_flight[row] < self._most_in_flight}
         in_flight, pending = self.steps_in_flight(), _counter(self.size)
         for flight in self.in_flight:

@@ -15,10 +15,10 @@ from ..core.logprobs import Logprobs
 from ..core.metrics import SequenceState
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
-from .plan import Continuation, IntArray, Proposals, StepPlan, StepResult, StepUpdates
+from .plan import ForcedTokens, IntArray, Proposals, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
 from .running_set import UNLIMITED, InFlightStep, RunningSet, SchedulerTotals
-from .sequence import Sequence, SequenceRequest
+from .sequence import Sequence, SequenceSpec
 from .speculation import Speculation
 from .step_packer import StepPacker
 from .waiting_queue import Fairness, WaitingQueue
@@ -58,7 +58,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._elapsed = 0.0  # seconds of all steps so far
-        self._lack = SequenceState.NO_TOKENS  # what those in line wait for
+        self._wait_reason = SequenceState.NO_TOKENS  # what those in line wait for
 
     def _measure_prompt(self, sequence: Sequence) -> None:
         sequence.shared = self._cache.shareable(sequence.hashes, sequence.shareable_tokens)
@@ -88,9 +88,9 @@ class Scheduler:
     def _states(self) -> dict[SequenceState, int]:
         states, waiting = {SequenceState.RUNNING: self.running}, self._waiting
         if len(waiting):
-            states[SequenceState.PREEMPTED], states[SequenceState.PARKED] = waiting.num_preempted, waiting.num_parked
-            # One that was preempted and is parked is in two of them.
-            states[self._lack] = max(len(waiting) - waiting.num_preempted - waiting.num_parked, 0)
+            states[SequenceState.PREEMPTED], states[SequenceState.PARKED] = waiting.num_preempted, waiting.num_set_aside
+            # One that was preempted and is set aside is in two of them.
+            states[self._wait_reason] = max(len(waiting) - waiting.num_preempted - waiting.num_set_aside, 0)
         return states
 
     @property
@@ -103,7 +103,7 @@ class Scheduler:
         """Whether a sequence runs or waits, or a plan is in flight. If none is, `schedule()` then returns a plan."""
         return bool(self.running or self.waiting or self.in_flight)
 
-    def add(self, request: SequenceRequest, waited: float = 0.0) -> None:
+    def add(self, request: SequenceSpec, waited: float = 0.0) -> None:
         """Put a sequence into the waiting queue; it has `waited` so many seconds before.
 
         Its rank is the step it arrived in, later by `ageing_steps` for each class and by one for each step its prompt
@@ -161,7 +161,7 @@ class Scheduler:
     def uses_adapter(self, digest: str) -> bool:
         """Whether a sequence has this adapter, ended ones included that a plan in flight still has."""
         sequences = chain(self._live.values(), self._rows.sequences.values())
-        return any(sequence.request.adapter == digest for sequence in sequences)
+        return any(sequence.spec.adapter == digest for sequence in sequences)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step. None: nothing can run now, or `ahead` plans are already under way."""
@@ -171,7 +171,7 @@ class Scheduler:
         packer = StepPacker(*parts, self._step, self._elapsed, self.speculation)
         packed = packer.pack()
         if self._waiting.has_runnable:
-            self._lack = packer.lack()
+            self._wait_reason = packer.wait_reason()
         if packed is None:
             return None
         plan, flight = packed
@@ -181,20 +181,20 @@ class Scheduler:
         return plan
 
     @property
-    def guided_rows(self) -> Mapping[int, int]:
-        """The keys of sequences that are guided, by the row they hold or leave."""
-        return self._rows.guided
+    def constrained_rows(self) -> Mapping[int, int]:
+        """The keys of constrained sequences, by the row they hold or leave."""
+        return self._rows.constrained
 
     def apply(
         self,
         result: StepResult,
         seconds: float | None = None,
-        guided: Mapping[int, Continuation] = {},
+        forced: Mapping[int, ForcedTokens] = {},
         host_seconds: float = 0.0,
     ) -> StepUpdates:
         """Take in the result of the oldest plan in flight; `seconds`: how long the step took, if that is known, and
-        `host_seconds` from the end of the step before to its launch. `guided`: by row, how those of its guided ones go
-        on that do not just go on.
+        `host_seconds` from the end of the step before to its launch. `forced`: by row, what follows the
+        tokens of constrained ones.
 
         Raises:
             RuntimeError: it is another plan's, or does not continue the known tokens.
@@ -213,16 +213,16 @@ class Scheduler:
             drafted, accepted = map(sum, zip(*drafts.values(), strict=True)) if drafts else (0, 0)
             self.speculation.observe_step(flight.work.decode_tokens, seconds, drafted, accepted, host_seconds)
         rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
-        ending = frozenset(row for row, each in guided.items() if each.ends)
-        continued = _continued(result, guided) if guided else result
+        ending = frozenset(row for row, tokens in forced.items() if tokens.ends)
+        continued = _continued(result, forced) if forced else result
         updates = _process_result(rows, flight, continued, ending, rejected)
         if drafts:
             live = [(rows.keys[row], *counts) for row, counts in drafts.items() if not rows.ended[row]]
             updates = updates._replace(drafts=live)
-        for row, each in guided.items():
+        for row, (tokens, _) in forced.items():
             if rows.running[row]:
-                first = int(rows.known[row]) - len(each.tokens)
-                rows.given += [(row, first + at, token) for at, token in enumerate(each.tokens)]
+                first = int(rows.known[row]) - len(tokens)
+                rows.forced += [(row, position, token) for position, token in enumerate(tokens, first)]
         if result.proposals.passes:
             self._take_proposals(result.proposals)
         if not self._fairness.single_tenant and updates.keys:
@@ -265,10 +265,10 @@ class Scheduler:
             hashes, first, end = sequence.hashes, table.committed, int(rows.computed[row]) // size
             if len(hashes) < end:
                 tokens = sequence.token_window(len(hashes) * size, end * size)
-                hashes.extend(self._cache.digest(tokens, sequence.request.extras, hashes[-1] if hashes else None))
+                hashes.extend(self._cache.digest(tokens, sequence.spec.extras, hashes[-1] if hashes else None))
             self._cache.commit(table, hashes[first:end])
             rows.next_commit_at[row] = (end + 1) * size
-            self._waiting.wake_waiting_for(hashes[first:end])
+            self._waiting.wake_waiting_for_blocks(hashes[first:end])
 
     def check_integrity(self) -> None:
         """Recompute everything, the cache's state included; for tests, and when idle.
@@ -282,8 +282,8 @@ class Scheduler:
         assert self._cache.open_tables == len(rows.tables), "a table without a row"
         assert all(self._cache.being_computed(block_hash) for block_hash in self._waiting.awaited_hashes)
         assert self.config.admission == "optimistic" or rows.reserved_blocks() <= self._cache.free_blocks
-        waiting = [sequence.request.key for sequence in self._waiting]
-        placed = [sequence.request.key for row, sequence in rows.sequences.items() if not rows.ended[row]]
+        waiting = [sequence.spec.key for sequence in self._waiting]
+        placed = [sequence.spec.key for row, sequence in rows.sequences.items() if not rows.ended[row]]
         assert sorted(waiting + placed) == sorted(self._live), "a live sequence neither waits nor has a row, or both"
         assert len(self._waiting) == len(waiting)
         assert self._waiting.num_preempted == sum(sequence.admitted for sequence in self._waiting)
@@ -293,11 +293,11 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _continued(result: StepResult, guided: Mapping[int, Continuation]) -> StepResult:
+def _continued(result: StepResult, forced: Mapping[int, ForcedTokens]) -> StepResult:
     """The result as if the tokens that follow had been sampled with the others; they have no log-probabilities."""
     tokens: list[int] = []
     logprobs: list[Logprobs | None] = []
-    follows = [guided[row].tokens if row in guided else () for row in result.rows.tolist()]
+    follows = [forced[row].tokens if row in forced else () for row in result.rows.tolist()]
     first = 0
     for count, more in zip(result.counts.tolist(), follows, strict=True):
         tokens += [*result.tokens[first : first + count].tolist(), *more]

@@ -1,49 +1,62 @@
 """A sequence to run, and what the scheduler remembers of it while it waits or runs. No counters: see running_set.py."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
-from ..kvcache.manager import KVCacheManager
+from ..core.token_limit import TokenLimit
+from ..kvcache.manager import HashExtras, KVCacheManager
 from .plan import IntArray, ResolvedSampling
 
 GREEDY = ResolvedSampling()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceRequest:
-    """One sequence to run. `key` is unique among the live ones; `hashes` come from `KVCacheManager.digest(prompt)`.
-
-    `max_tokens` counts new tokens; 0 wants none, and gets the one that a computed prompt brings anyway.
-    `stop_token_ids` end the sequence, the stop token being its last. `priority` 0 is the most urgent class; `weight`
-    is the share of `tenant` beside others of a class. `extras` are those the hashes were made with: generated blocks
-    need them. `max_in_flight`: steps in flight that may have the sequence at once; 0 is no limit of its own, 1 is for
-    a sequence whose next token depends on what the host makes of the last one. `guided`: the host does that.
-    `adapter`: the digest of the one that computes it; "" is the model itself.
-    `target_ttft`, `target_itl`: seconds to its first token and between tokens that are wanted, `inf` where nobody
-    waits; None leaves them to the scheduler.
-    `drafts_wanted`: the most tokens that a step may draft for it; None leaves that to the scheduler. `prediction`:
-    what its new tokens will likely be.
-    """
+class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, eq=False):
+    """One sequence to run. The client's half makes it, it crosses the wire as it is, and the core adds `hashes`,
+    `constrained` and `max_in_flight` before the scheduler gets it."""
 
     key: int
+    """Unique among the live ones, and not negative."""
     prompt: IntArray
+    """Token ids, which the client's half has found in the vocabulary."""
     max_tokens: int
-    hashes: tuple[bytes, ...] | list[bytes] = ()
+    """New tokens at most. 0 wants none, and gets the one that a computed prompt brings anyway."""
     sampling: ResolvedSampling = GREEDY
     stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the sequence, one of them being its last; the model's eos is among them unless it is ignored."""
     priority: int = 0
+    """The class; 0 is the most urgent one."""
     tenant: str = ""
     weight: float = 1.0
-    extras: tuple[str, ...] = ()
-    max_in_flight: int = 0
-    guided: bool = False
+    """The share of the tenant beside others of a class."""
+    salt: str = ""
+    """Sets the cached blocks of equal prompts apart."""
     adapter: str = ""
+    """The digest of the adapter that computes it; "" is the model itself."""
     target_ttft: float | None = None
+    """Seconds to the first token that are wanted, `inf` where nobody waits; None leaves them to the scheduler."""
     target_itl: float | None = None
+    """Seconds between tokens that are wanted, in the same way."""
     drafts_wanted: int | None = None
+    """Tokens that a step may draft for it at most; None leaves that to the scheduler."""
     prediction: IntArray | None = None
+    """What the new tokens will likely be: where it is right, they come faster."""
+    hashes: Collection[bytes] = ()
+    """What `KVCacheManager.digest` makes of the prompt and `extras`."""
+    constrained: bool = False
+    """The host follows the tokens and may force some, see `ForcedTokens`."""
+    max_in_flight: int = 0
+    """Steps in flight that may have the sequence at once. 0 is no limit of its own; 1 is for one whose next token
+    depends on what the host makes of the last."""
+
+    @property
+    def extras(self) -> HashExtras:
+        """What sets its blocks apart from those of others with the same tokens."""
+        return self.adapter, self.tenant, self.salt
 
     def check_fits(self, max_model_len: int, cache: KVCacheManager) -> None:
         """Raises `InvalidArgument` where the sequence could never run, whatever else runs: the model's length or the
@@ -53,13 +66,12 @@ class SequenceRequest:
             raise InvalidArgument("the prompt is empty", field="prompt")
         if new < 0:
             raise InvalidArgument(f"max_tokens must be at least 0, got {new}", field="max_tokens")
-        asked = f"{prompt} prompt tokens and {new} new ones exceed"
-        if prompt + new > max_model_len:
-            field = "max_tokens" if prompt < max_model_len else "prompt"
-            raise InvalidArgument(f"{asked} the model's {max_model_len}", field=field)
+        TokenLimit(max_model_len).check_sequence(prompt, new)
         if cache.blocks_for(prompt + max(new, 1) - 1) > cache.blocks:
             field = "max_tokens" if cache.blocks_for(prompt) <= cache.blocks else "prompt"
-            raise InvalidArgument(f"{asked} the cache's {cache.blocks * cache.block_size}", field=field)
+            capacity = cache.blocks * cache.block_size
+            message = f"{prompt} prompt tokens and {new} new ones exceed the cache's {capacity}"
+            raise InvalidArgument(message, field=field)
 
 
 class DraftGuess(NamedTuple):
@@ -77,65 +89,73 @@ NO_GUESS = DraftGuess()
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request and its state so far; outlives its stays in the running set.
+    """A spec and its state so far; outlives its stays in the running set."""
 
-    `arrival_number` counts arrivals and breaks ties. `seniority`: the step it arrived in, later by `ageing_steps` for
-    each class below the most urgent one. `rank`: its place in the waiting queue, see `Scheduler.add`. `row`: the one it
-    holds, if any. `awaited_hash`: the block it is parked for. `held_since`: the step
-    from which on it was held because too many adapters ran. `arrived_at`: when, by the scheduler's clock.
-    `target_ttft`, `target_itl`: the request's, or what all have that say nothing. `shared`: tokens that the cache had
-    of it when it was enqueued. `long_prompt`: see `PrefillBudget`.
-    `drafts`: the most tokens that are drafted for it in a step; `draft_state` is the drafter's own; `draft_chance`: the
-    probability that a drafted token is right, as it seems; `draft_guess`: what was to follow last.
-    `drafts_from`: tokens that it has before it is drafted for again, after a rest of `draft_rest`.
-    `proposed`: tokens that were known, and what a draft model says that follows them.
-    `preempted_at`: tokens that were computed when it was last preempted.
-    `prompt_logprobs_done`: tokens of the prompt whose log-probability is known or not wanted; the first has none.
-    """
-
-    request: SequenceRequest
+    spec: SequenceSpec
     arrival_number: int
+    """Counts arrivals, and breaks ties."""
     seniority: int
+    """The step it arrived in, later by `ageing_steps` for each class below the most urgent one."""
     rank: int
+    """Its order in the waiting queue, see `Scheduler.add`."""
     hashes: list[bytes]
+    """Of its full blocks: the prompt's, then those of generated ones."""
     tenant_slot: int = 0
     arrived_at: float = 0.0
+    """When it arrived, by the scheduler's clock."""
     target_ttft: float | None = None
+    """The spec's, or what all have that say nothing."""
     target_itl: float | None = None
+    """As `target_ttft`."""
     shared: int = 0
+    """Tokens that the cache had of it when it was enqueued."""
     outputs: list[int] = field(default_factory=list)
     row: int | None = None
+    """The row it holds, if any."""
     awaited_hash: bytes | None = None
-    held_since: int = 0
+    """The block that it waits for, outside the queue."""
+    waiting_for_adapter_since: int = 0
+    """The step from which on it waited because too many adapters ran."""
     long_prompt: bool = False
+    """Whether its prompt goes in the lane of long ones, see `PrefillBudget`."""
     admitted: bool = False
+    """Whether it ever held a row."""
     preempted_at: int = 0
+    """Tokens that were computed when it was last preempted."""
     drafts: int = 0
+    """Tokens that a step drafts for it at most."""
     draft_state: dict[str, Any] = field(default_factory=dict)
-    draft_chance: float | None = None
+    """The drafter's own."""
+    acceptance_rate: float | None = None
+    """The probability that a drafted token is right, as it seems; None while nothing is known of it."""
     draft_guess: DraftGuess = NO_GUESS
+    """What was to follow, when it was last asked."""
     drafts_from: int = 0
-    draft_rest: int = 0
+    """Tokens that it has before it is drafted for again."""
+    draft_cooldown: int = 0
+    """Tokens for which nothing is drafted while its drafts are wrong."""
     proposed: tuple[int, list[int]] = (0, [])
+    """Tokens that were known, and what a draft model says that follows them."""
     prompt_logprobs_done: int = field(init=False)
+    """Tokens of the prompt whose log-probability is known or not wanted; the first has none."""
 
     def __post_init__(self) -> None:
-        wanted = self.request.sampling.prompt_logprobs is not None
-        self.prompt_logprobs_done = 1 if wanted else len(self.request.prompt)
+        wanted = self.spec.sampling.prompt_logprobs is not None
+        self.prompt_logprobs_done = 1 if wanted else len(self.spec.prompt)
 
     @property
     def known(self) -> int:
         """Tokens the host knows: prompt and outputs."""
-        return len(self.request.prompt) + len(self.outputs)
+        return len(self.spec.prompt) + len(self.outputs)
 
     @property
     def token_limit(self) -> int:
         """Tokens at which it ends."""
-        return len(self.request.prompt) + max(self.request.max_tokens, 1)
+        return len(self.spec.prompt) + max(self.spec.max_tokens, 1)
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        return self.prompt_logprobs_done < len(self.request.prompt)
+        return self.prompt_logprobs_done < len(self.spec.prompt)
 
     @property
     def shareable_tokens(self) -> int:
@@ -154,6 +174,6 @@ class Sequence:
 
     def token_window(self, start: int, end: int) -> list[int]:
         """Known tokens from position `start` up to but not including `end`."""
-        prompt = len(self.request.prompt)
-        given: list[int] = self.request.prompt[start:end].tolist() if start < prompt else []
-        return given + self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]
+        prompt = len(self.spec.prompt)
+        of_prompt: list[int] = self.spec.prompt[start:end].tolist() if start < prompt else []
+        return of_prompt + self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..core.metrics import DrafterTotals
 from .plan import IntArray, Proposals
-from .sequence import DraftGuess, Sequence, SequenceRequest
+from .sequence import DraftGuess, Sequence, SequenceSpec
 
 FIRST_CHANCE, HIGHEST_CHANCE = 0.7, 0.98
 """The probability that a drafted token is right, before any was, and at most."""
@@ -170,7 +170,7 @@ class Speculation:
     with a prediction, for PREDICTED_DRAFTS, also where `most` is 0. `most_sampled`: places of a step that may be
     sampled. `draft_model`: the executor has one, which proposes what the last drafter says.
 
-    `possible_drafts`: what the host, by a guided sequence's key, makes of drafts, of which so many at most are wanted.
+    `possible_drafts`: what the host makes of drafts for the constrained sequence with this key; so many are wanted.
     `totals`: by drafter, and of GRAMMAR.
     """
 
@@ -217,7 +217,7 @@ class Speculation:
         self._pass_costs = DecodeCosts()  # of the draft model, by rows
         self._trial_seconds = 0.0
 
-    def most_drafts(self, request: SequenceRequest) -> int:
+    def most_drafts(self, request: SequenceSpec) -> int:
         """Tokens that a step may draft for a sequence."""
         most = self.most if request.prediction is None else max(self.most, PREDICTED_DRAFTS)
         return most if request.drafts_wanted is None else min(most, request.drafts_wanted)
@@ -263,7 +263,7 @@ class Speculation:
         self._fruitless = 0 if any(lengths) else self._fruitless + 1
         verified = [guess[:length] for guess, length in zip(guesses, lengths, strict=True)]
         for at, (sequence, _) in enumerate(asked):
-            if sequence.request.guided and verified[at]:  # by then the grammar need not read what is not verified
+            if sequence.spec.constrained and verified[at]:  # by then the grammar need not read what is not verified
                 verified[at] = self._cut(sequence, verified[at], lengths[at])
         return verified
 
@@ -288,13 +288,13 @@ class Speculation:
                 if possible := self._possible(tokens, request.k):
                     found[at] = found[at]._replace(tokens=possible, drafter=name, own=len(possible))
         for at, (sequence, most) in enumerate(asked):
-            if sequence.request.guided and not found[at].tokens:
+            if sequence.spec.constrained and not found[at].tokens:
                 found[at] = found[at]._replace(tokens=self._possible_drafts(sequence, [], most), drafter=GRAMMAR)
         return found
 
     def _possible_drafts(self, sequence: Sequence, drafts: list[int], most: int) -> list[int]:
         began = perf_counter()
-        possible = self.possible_drafts(sequence.request.key, drafts, most)
+        possible = self.possible_drafts(sequence.spec.key, drafts, most)
         self.totals[GRAMMAR].seconds += perf_counter() - began
         return possible
 
@@ -357,12 +357,12 @@ class Speculation:
 
     def _judge(self, sequence: Sequence) -> None:
         """Hold the last guess against what has come since, whether it was verified or not: that costs nothing."""
-        sequence.draft_chance = self._chance_of(sequence)
+        sequence.acceptance_rate = self._chance_of(sequence)
         guess = sequence.draft_guess
         came = sequence.outputs[guess.outputs : guess.outputs + len(guess.tokens)]
         for token, guessed in zip(came, guess.tokens, strict=False):
             right = token == guessed
-            sequence.draft_chance += CHANCE_WEIGHT * (right - sequence.draft_chance)
+            sequence.acceptance_rate += CHANCE_WEIGHT * (right - sequence.acceptance_rate)
             self._chance += CHANCE_WEIGHT / 8 * (right - self._chance)
             if not right:
                 break
@@ -371,14 +371,14 @@ class Speculation:
         """Whether drafts were wrong so often that none are asked for its next tokens, each time for longer. A draft
         model is asked by what it costs, and a grammar says what has to come."""
         if self._chance_of(sequence) >= HOPELESS_CHANCE:
-            sequence.draft_rest = 0
-        elif self._costs and not (self.draft_model or sequence.request.guided):
-            sequence.draft_rest = min(max(2 * sequence.draft_rest, FIRST_REST), LONGEST_REST)
-            sequence.drafts_from = sequence.known + sequence.draft_rest - step % sequence.draft_rest
+            sequence.draft_cooldown = 0
+        elif self._costs and not (self.draft_model or sequence.spec.constrained):
+            sequence.draft_cooldown = min(max(2 * sequence.draft_cooldown, FIRST_REST), LONGEST_REST)
+            sequence.drafts_from = sequence.known + sequence.draft_cooldown - step % sequence.draft_cooldown
         return sequence.drafts_from > sequence.known
 
     def _chance_of(self, sequence: Sequence) -> float:
-        return self._chance if sequence.draft_chance is None else sequence.draft_chance
+        return self._chance if sequence.acceptance_rate is None else sequence.acceptance_rate
 
     def _lengths_to_verify(self, sequences: Tokens[Sequence], mosts: list[int], decoding: int) -> list[int]:
         if not self._costs:
@@ -478,7 +478,7 @@ class Speculation:
 
 
 def _draft_request(sequence: Sequence, most: int) -> DraftRequest:
-    request, continuing = sequence.request, _continuing(sequence)
+    request, continuing = sequence.spec, _continuing(sequence)
     return DraftRequest(
         request.prompt,
         sequence.outputs,

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.metrics import SequenceState
 from .config import SchedulerConfig
-from .plan import NO_MOVES, NO_ROWS, NO_TOKENS, IntArray, LongArray, NewSequence, StepPlan
+from .plan import NO_BLOCK_COPIES, NO_ROWS, NO_TOKENS, IntArray, LongArray, NewSequence, StepPlan
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .sequence import Sequence
@@ -83,7 +83,7 @@ class StepPacker:
         chosen = self._counts.nonzero()[0]
         return self._finish_plan(chosen) if len(chosen) else None
 
-    def lack(self) -> SequenceState:
+    def wait_reason(self) -> SequenceState:
         """What a sequence that is still in line after `pack` waits for."""
         blocked, _ = self._rows.blocked
         if self._short_of_blocks or (self._rows.num_free and blocked is not None and blocked in self._heads()):
@@ -107,7 +107,7 @@ class StepPacker:
         if self._drafts:
             num_logits += drafts
         for row in rows.scoring:  # all places of a chunk that is followed by prompt tokens to be scored
-            if self._counts[row] and rows.scheduled[row] < len(rows.sequences[row].request.prompt) - 1:
+            if self._counts[row] and rows.scheduled[row] < len(rows.sequences[row].spec.prompt) - 1:
                 num_logits[np.searchsorted(chosen, row)] = self._counts[row]
         new = tuple([self._new_sequence(row) for row in self._admitted_rows])
         rows.scheduled[chosen], rows.expected[chosen] = ends, expected + samples
@@ -122,13 +122,14 @@ class StepPacker:
         pairs = [pair for pair in self._appended if self._counts[pair[0]]]
         appended = np.array(pairs, np.int32) if pairs else _NO_PAIRS
         closed = np.array(rows.closed_rows, np.int32) if rows.closed_rows else NO_ROWS
-        given = np.array(rows.given, np.int32) if rows.given else NO_TOKENS
+        forced = np.array(rows.forced, np.int32) if rows.forced else NO_TOKENS
         rows.closed_rows.clear()
-        rows.given.clear()
+        rows.forced.clear()
         plan_rows = chosen.astype(np.int32)
-        plan = StepPlan(self._step, plan_rows, starts, counts, samples, num_logits, appended, new, closed, given)
-        moves = self._cache.take_moves()
-        plan = plan._replace(proposals=proposals, moves=np.array(moves, np.int32) if moves else NO_MOVES)
+        plan = StepPlan(self._step, plan_rows, starts, counts, samples, num_logits, appended, new, closed, forced)
+        copies = self._cache.take_block_copies()
+        block_copies = np.array(copies, np.int32) if copies else NO_BLOCK_COPIES
+        plan = plan._replace(proposals=proposals, block_copies=block_copies)
         if not drafted:
             return plan, InFlightStep(self._step, chosen, ends, sampled, self._work)
         plan = plan._replace(drafts=drafts, drafted=np.array([*chain(*drafted.values())], np.int32))
@@ -138,11 +139,11 @@ class StepPacker:
 
     def _new_sequence(self, row: int) -> NewSequence:
         sequence = self._rows.sequences[row]
-        prompt, sampling = sequence.request.prompt, sequence.request.sampling
+        prompt, sampling = sequence.spec.prompt, sequence.spec.sampling
         if not sequence.lacks_prompt_logprobs:
             sampling = sampling._replace(prompt_logprobs=None)
         known = np.concatenate([prompt, np.array(sequence.outputs, np.int32)])
-        adapter = sequence.request.adapter
+        adapter = sequence.spec.adapter
         return NewSequence(row, known, int(self._rows.scheduled[row]), sampling, len(prompt), adapter)
 
     # Decoding rows
@@ -163,17 +164,17 @@ class StepPacker:
                 counts[rows.by_seniority(decoding)[share:]] = 0
                 decoding = counts.nonzero()[0]
         # Few numbers are summed sooner as Python's: cold, one sum of numpy's takes 20 microseconds.
-        given = counts[decoding].tolist()
-        if rows.guided and sum(given) > len(given):
-            given = self._limit_forced_tokens(decoding)
-        if sum(given) > self._budget_left:  # never with one token each: the senior rows go first
+        computed = counts[decoding].tolist()
+        if rows.constrained and sum(computed) > len(computed):
+            computed = self._limit_forced_tokens(decoding)
+        if sum(computed) > self._budget_left:  # never with one token each: the senior rows go first
             decoding = np.array(rows.by_seniority(decoding))
             wanted = counts[decoding]
             counts[decoding] = np.clip(self._budget_left - np.cumsum(wanted) + wanted, 0, wanted)
-            given = counts[decoding].tolist()
-        tokens = sum(given)
+            computed = counts[decoding].tolist()
+        tokens = sum(computed)
         self._budget_left -= tokens
-        self._work = StepWork(tokens, sum(map(mul, given, rows.scheduled[decoding].tolist())))
+        self._work = StepWork(tokens, sum(map(mul, computed, rows.scheduled[decoding].tolist())))
         for row in rows.by_seniority((rows.scheduled + counts > rows.capacity).nonzero()[0]):
             self._grow(row)
         if self._speculation is not None and rows.drafting and self._speculation.is_due(self._step):
@@ -236,12 +237,12 @@ class StepPacker:
         """Let rows compute only a few tokens more than one each where free rows wait for the same step; the others
         follow in the next steps. Returns what each row computes."""
         rows, counts, free = self._rows, self._counts, max(len(decoding) // ROWS_PER_FORCED_TOKEN, 1)
-        if any(row not in rows.guided for row in decoding.tolist()):
+        if any(row not in rows.constrained for row in decoding.tolist()):
             senior = np.array(rows.by_seniority(decoding))
             more = counts[senior] - 1
             counts[senior] = 1 + np.clip(free - np.cumsum(more) + more, 0, more)
-        given: list[int] = counts[decoding].tolist()
-        return given
+        computed: list[int] = counts[decoding].tolist()
+        return computed
 
     def _full_rows(self) -> BoolArray | None:
         """[rows] whether a row is in as many plans in flight as it may be in; None where none can be."""
@@ -365,14 +366,14 @@ class StepPacker:
         return reserved if self._config.admission == "no_evict" else reserved + self._rows.num_running
 
     def _admit(self, lane: PrefillLane, sequence: Sequence) -> None:
-        """Give the sequence a row and its first chunk; or park it until a block it can share is computed, or fewer
+        """Give the sequence a row and its first chunk; or set it aside until a block it can share is computed, or fewer
         adapters run; or note that it does not fit, whereupon none is admissible until more blocks are free."""
         awaited = self._cache.awaits(sequence.hashes, sequence.shareable_tokens)
         if awaited is not None:
-            self._waiting.park_until_computed(sequence, awaited)
+            self._waiting.wait_for_block(sequence, awaited)
             return
         if not self._has_adapter_room(sequence):
-            self._waiting.hold_for_adapter_room(sequence, self._step)
+            self._waiting.wait_for_adapter(sequence, self._step)
             return
         spare, free = self._spare_blocks(), self._cache.free_blocks
         table = self._cache.open(sequence.hashes, sequence.shareable_tokens)
@@ -390,7 +391,7 @@ class StepPacker:
 
     def _has_adapter_room(self, sequence: Sequence) -> bool:
         """Whether the sequence's adapter may run beside those that do."""
-        adapter, running, most = sequence.request.adapter, self._rows.adapters, self._config.max_loras
+        adapter, running, most = sequence.spec.adapter, self._rows.adapters, self._config.max_loras
         if not adapter or not most:
             return True
         return self._waiting.overdue(self._step) in (None, sequence) and (adapter in running or len(running) < most)

@@ -15,12 +15,12 @@ RANK_ONLY_INTERVAL = 8
 OUTPUT_WEIGHT = 2.0
 """A generated token counts as much as so many computed prompt tokens, as in the paper."""
 
-MAX_HELD_STEPS = 256
-"""After so many steps a sequence that is held for its adapter's sake is the next with one: adapters that are asked for
-all the time do not keep it out forever."""
+MAX_ADAPTER_WAIT_STEPS = 256
+"""After so many steps of waiting for an adapter's room a sequence is the next with one: adapters that are asked for all
+the time do not keep it out forever."""
 
 _ADAPTER_ROOM = b"room for another adapter"
-"""In place of a block's hash: what sequences are parked for that are held."""
+"""In place of a block's hash: what sequences wait for while too many adapters run."""
 
 _NOT_WAITING = 1 << 62
 _FIRST_SLOTS = 8
@@ -129,8 +129,9 @@ _Lane: TypeAlias = dict[int, list[Sequence]]
 
 class WaitingQueue:
     """A tenant's sequences by rank, then arrival; `Fairness` knows which tenant is next. Sequences whose prompt is
-    long when they are enqueued, which `measure` notes in them, stand in a lane of their own. Parked ones are left out
-    until the block they wait for is settled. `num_preempted`: those that have run before."""
+    long when they are enqueued, which `measure` notes in them, stand in a lane of their own. Sequences that wait for a
+    block that another one computes, or for an adapter's room, are set aside until that is settled. `num_preempted`:
+    those that have run before."""
 
     def __init__(self, fairness: Fairness, measure: Callable[[Sequence], None] = lambda _: None) -> None:
         self._fairness = fairness
@@ -138,28 +139,28 @@ class WaitingQueue:
         self._lanes: tuple[_Lane, _Lane] = {}, {}
         self._num_enqueued = 0
         self._num_admitted = 0
-        self._parked: dict[bytes, list[Sequence]] = {}
-        self._num_parked = 0
+        self._set_aside: dict[bytes, list[Sequence]] = {}
+        self._num_set_aside = 0
         self.num_preempted = 0
-        self._held: dict[Sequence, None] = {}  # those that were held and have not been admitted yet
+        self._waiting_for_adapter: dict[Sequence, None] = {}  # once set aside for one, and not admitted since
 
     def __len__(self) -> int:
-        return self._num_enqueued + self._num_parked
+        return self._num_enqueued + self._num_set_aside
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Every sequence, parked ones last."""
-        for lane in (*self._lanes, self._parked):
+        """Every sequence, those set aside last."""
+        for lane in (*self._lanes, self._set_aside):
             for line in lane.values():
                 yield from line
 
     @property
     def has_runnable(self) -> bool:
-        """Whether a sequence is not parked."""
+        """Whether a sequence is not set aside."""
         return self._num_enqueued > 0
 
     @property
-    def num_parked(self) -> int:
-        return self._num_parked
+    def num_set_aside(self) -> int:
+        return self._num_set_aside
 
     @property
     def is_rank_only_turn(self) -> bool:
@@ -167,8 +168,8 @@ class WaitingQueue:
 
     @property
     def awaited_hashes(self) -> Iterable[bytes]:
-        """Hashes of the blocks that parked sequences wait for."""
-        return self._parked.keys() - {_ADAPTER_ROOM}
+        """Hashes of the blocks that sequences wait for."""
+        return self._set_aside.keys() - {_ADAPTER_ROOM}
 
     def peek(self, now: int, long: bool | None = None) -> Sequence | None:
         """The next sequence at step `now`: of all, or of the lane of long prompts or of short ones."""
@@ -183,7 +184,7 @@ class WaitingQueue:
         return min(heads, key=queue_order)
 
     def first(self, most: int) -> list[Sequence]:
-        """The first sequences of every line that is not parked: as many of each, `most` in all."""
+        """The first sequences of every line: as many of each, `most` in all."""
         lines = [line for lane in self._lanes for line in lane.values()][:most]
         each = -(-most // max(len(lines), 1))
         return [sequence for line in lines for sequence in line[:each]][:most]
@@ -205,20 +206,20 @@ class WaitingQueue:
         self._num_admitted += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of its line, or from the parked ones, for good."""
+        """Take a sequence out of its line, or from those set aside, for good."""
         self._take_out(sequence)
         self.num_preempted -= sequence.admitted
-        if sequence in self._held:
-            del self._held[sequence]
-            self.wake_held()  # it may have held the others
+        if sequence in self._waiting_for_adapter:
+            del self._waiting_for_adapter[sequence]
+            self.wake_waiting_for_adapter()  # the others may have waited for this one
 
     def _take_out(self, sequence: Sequence) -> None:
         if sequence.awaited_hash is not None:
-            group = self._parked[sequence.awaited_hash]
+            group = self._set_aside[sequence.awaited_hash]
             group.remove(sequence)
             if not group:
-                del self._parked[sequence.awaited_hash]
-            self._num_parked -= 1
+                del self._set_aside[sequence.awaited_hash]
+            self._num_set_aside -= 1
             sequence.awaited_hash = None
             return
         lane, slot = self._lanes[sequence.long_prompt], sequence.tenant_slot
@@ -231,37 +232,37 @@ class WaitingQueue:
         self._num_enqueued -= 1
         self._update_head(slot)
 
-    def park_until_computed(self, sequence: Sequence, awaited: bytes) -> None:
+    def wait_for_block(self, sequence: Sequence, awaited: bytes) -> None:
         """Leave the sequence out until the block of this hash is settled."""
         self._take_out(sequence)
         sequence.awaited_hash = awaited
-        self._parked.setdefault(awaited, []).append(sequence)
-        self._num_parked += 1
+        self._set_aside.setdefault(awaited, []).append(sequence)
+        self._num_set_aside += 1
 
-    def hold_for_adapter_room(self, sequence: Sequence, now: int) -> None:
+    def wait_for_adapter(self, sequence: Sequence, now: int) -> None:
         """Leave the sequence out until fewer adapters run."""
-        if sequence not in self._held:
-            sequence.held_since = now
-            self._held[sequence] = None
-        self.park_until_computed(sequence, _ADAPTER_ROOM)
+        if sequence not in self._waiting_for_adapter:
+            sequence.waiting_for_adapter_since = now
+            self._waiting_for_adapter[sequence] = None
+        self.wait_for_block(sequence, _ADAPTER_ROOM)
 
-    def wake_held(self) -> None:
-        """Enqueue the sequences that are held: there may be room now."""
-        self.wake_waiting_for((_ADAPTER_ROOM,))
+    def wake_waiting_for_adapter(self) -> None:
+        """Enqueue the sequences that wait for an adapter's room: there may be some now."""
+        self.wake_waiting_for_blocks((_ADAPTER_ROOM,))
 
     def overdue(self, now: int) -> Sequence | None:
-        """The sequence that was first held, if that was MAX_HELD_STEPS ago."""
-        first = next(iter(self._held), None)
-        return None if first is None or now - first.held_since < MAX_HELD_STEPS else first
+        """The sequence that has waited longest for an adapter's room, if it has for MAX_ADAPTER_WAIT_STEPS."""
+        first = next(iter(self._waiting_for_adapter), None)
+        return None if first is None or now - first.waiting_for_adapter_since < MAX_ADAPTER_WAIT_STEPS else first
 
-    def wake_waiting_for(self, settled: Iterable[bytes]) -> None:
-        """Enqueue the sequences parked for these blocks, which were committed or whose computation was given up."""
-        if not self._parked:
+    def wake_waiting_for_blocks(self, settled: Iterable[bytes]) -> None:
+        """Enqueue the sequences that wait for these blocks, which were committed or whose computation was given up."""
+        if not self._set_aside:
             return
         for block_hash in settled:
-            for sequence in self._parked.pop(block_hash, ()):
+            for sequence in self._set_aside.pop(block_hash, ()):
                 sequence.awaited_hash = None
-                self._num_parked -= 1
+                self._num_set_aside -= 1
                 self.enqueue(sequence)
 
     def _update_head(self, slot: int) -> None:

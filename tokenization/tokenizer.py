@@ -15,9 +15,10 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import tokenizers
 from tokenizers import decoders
 
-from ..core.errors import ContextLengthExceeded, InvalidArgument, Unavailable
+from ..core.errors import InvalidArgument, Unavailable
 from ..core.native_calls import NativeCall
 from ..core.request import Conversation, Prompt
+from ..core.token_limit import TokenLimit
 from .bounded_encoder import BoundedEncoder
 from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template
 from .tokenizer_json import read_tokenizer
@@ -85,17 +86,6 @@ _TEMPLATES = 16
 """Templates of requests that are kept compiled."""
 _TAIL = 128
 """Characters of a text's end that are encoded first, for each token that is wanted of it."""
-
-
-class TokenLimit(NamedTuple):
-    """The number of tokens that a text may have, and the beginning of the error message, up to the number."""
-
-    tokens: int
-    subject: str = "this model's maximum context length is"
-
-    def error(self, what: str, field: str) -> ContextLengthExceeded:
-        """The error for a text beyond it; `what` says how long that is."""
-        return ContextLengthExceeded(f"{self.subject} {self.tokens} tokens: {what}", field=field)
 
 
 class Tokenizer:

@@ -16,12 +16,12 @@ from ...engine.worker.executor import Capacity
 from ...engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.plan import Continuation, ResolvedSampling, StepPlan, StepResult, StepUpdates
+from ...scheduler.plan import ForcedTokens, ResolvedSampling, StepPlan, StepResult, StepUpdates
 from ...scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.sequence import SequenceRequest
+from ...scheduler.sequence import SequenceSpec
 from ...scheduler.speculation import DraftRequest, Speculation
-from ...scheduler.waiting_queue import MAX_HELD_STEPS, RANK_ONLY_INTERVAL
+from ...scheduler.waiting_queue import MAX_ADAPTER_WAIT_STEPS, RANK_ONLY_INTERVAL
 
 SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64)
 
@@ -185,13 +185,13 @@ class SchedulerTrial:
         tenant: int = 0,
         scored: bool = False,
         max_in_flight: int = 0,
-        guided: bool = False,
+        constrained: bool = False,
         adapter: int = 0,
         drafts_wanted: int | None = None,
     ) -> int:
         """Add a sequence with `prompt` tokens of a family. `stop`: which of its new tokens is a stop token, from 1;
-        `scored`: it asks for the log-probabilities of its prompt; `guided`: what follows its tokens may come of the
-        host; `adapter`: 0 is none; `drafts_wanted`: as in `SequenceRequest`."""
+        `scored`: it asks for the log-probabilities of its prompt; `constrained`: what follows its tokens may come of
+        the host; `adapter`: 0 is none; `drafts_wanted`: as in `SequenceSpec`."""
         key, self._arrivals = self._arrivals, self._arrivals + 1
         first = FAMILY * family
         tokens = np.arange(first, first + prompt, dtype=np.int32)
@@ -210,7 +210,7 @@ class SchedulerTrial:
         name = f"adapter {adapter}" if adapter else ""
         hashes = self.cache.digest(tokens, (name,))
         self.scheduler.add(
-            SequenceRequest(
+            SequenceSpec(
                 key=key,
                 prompt=tokens,
                 max_tokens=new,
@@ -220,10 +220,9 @@ class SchedulerTrial:
                 priority=priority,
                 tenant=f"tenant {tenant}",
                 weight=float(1 << tenant),
-                max_in_flight=1 if guided else max_in_flight,
-                guided=guided,
+                max_in_flight=1 if constrained else max_in_flight,
+                constrained=constrained,
                 drafts_wanted=drafts_wanted,
-                extras=(name,),
                 adapter=name,
             )
         )
@@ -252,7 +251,7 @@ class SchedulerTrial:
         if self.world.tenants > 1:  # everybody before it goes by rank, and that is one admission in so many
             before = (len(self.expected) + 1) * RANK_ONLY_INTERVAL * self._longest_work()
         if self.world.adapters:  # all others may be held for longer, and go first
-            aside += MAX_HELD_STEPS + 2 * before
+            aside += MAX_ADAPTER_WAIT_STEPS + 2 * before
         return self.plans + overtaken, self.plans + overtaken + before + aside
 
     def _longest_work(self) -> int:
@@ -317,19 +316,19 @@ class SchedulerTrial:
         self._check()
         return updates
 
-    def _continuations(self, result: StepResult) -> dict[int, Continuation]:
-        """For some guided rows some tokens that follow; where those are the last, the host may say that they are."""
-        found: dict[int, Continuation] = {}
+    def _continuations(self, result: StepResult) -> dict[int, ForcedTokens]:
+        """For some constrained rows some tokens that follow; where those are the last, the host may say so."""
+        found: dict[int, ForcedTokens] = {}
         tokens, at = result.tokens.tolist(), 0
         for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
             at += count
-            key = self.scheduler.guided_rows.get(row)
+            key = self.scheduler.constrained_rows.get(row)
             if count and key in self.expected and self._random.random() < 0.4:
                 more = self._random.randint(0, 3)
                 left = len(self.expected[key].tokens) - count
                 ends = left == more and self.expected[key].reason == "stop"
                 follows = [(tokens[at - 1] + step) % VOCABULARY for step in range(1, more + 1)]
-                found[row] = Continuation(follows, ends)
+                found[row] = ForcedTokens(follows, ends)
         return found
 
     def _seconds(self, plan: StepPlan) -> float | None:

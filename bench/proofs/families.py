@@ -28,7 +28,7 @@ from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import ResolvedSampling, StepPlan
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.sequence import SequenceRequest
+from ...scheduler.sequence import SequenceSpec
 from ..checkpoint import write_random
 from ..inline_loop import LoopResult, run_to_end
 
@@ -187,7 +187,7 @@ def _served(directory: Path, device: str, prompts: list[list[int]]) -> tuple[Loo
             tokens = np.array(prompt, np.int32)
             hashes = cache.digest(tokens)
             requests.append(
-                SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=ResolvedSampling())
+                SequenceSpec(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=ResolvedSampling())
             )
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=CHUNK, max_model_len=256, ahead=1)
         return run_to_end(Scheduler(config, cache), executor, requests, observe=plans.append), plans

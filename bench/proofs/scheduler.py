@@ -90,7 +90,7 @@ def _arrive(trial: SchedulerTrial, random: Random, longest: int) -> None:
     scored = random.random() < 0.2
     family, priority = random.randrange(3), random.choice((0, 0, 1, 2))
     tenant = random.randrange(trial.world.tenants)
-    guided = random.random() < 0.2
+    constrained = random.random() < 0.2
     trial.arrive(
         family=family,
         prompt=prompt,
@@ -99,7 +99,7 @@ def _arrive(trial: SchedulerTrial, random: Random, longest: int) -> None:
         stop=stop,
         tenant=tenant,
         scored=scored,
-        guided=guided,
+        constrained=constrained,
         drafts_wanted=random.choice((None, None, 0, 1, 9)),
         adapter=random.randint(0, trial.world.adapters),
     )

@@ -36,7 +36,7 @@ from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, ResolvedSampling, StepPlan, StepResult
 from ...scheduler.prefill_budget import StepWork
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.sequence import SequenceRequest
+from ...scheduler.sequence import SequenceSpec
 from ...scheduler.speculation import Drafter, DraftRequest, Speculation
 from ..inline_loop import PRECISIONS, run_to_end
 from ..roofline import Precision
@@ -137,7 +137,7 @@ def simulate(machine: SimulatedMachine, streams: int, new: int, spells: Spells |
 
 def _decode(scheduler: Scheduler, machine: SimulatedMachine, lengths: Sequence[int], random: Random) -> SimulatedRun:
     for key, length in enumerate(lengths):
-        scheduler.add(SequenceRequest(key=key, prompt=np.full(_PROMPT, key, np.int32), max_tokens=length))
+        scheduler.add(SequenceSpec(key=key, prompt=np.full(_PROMPT, key, np.int32), max_tokens=length))
     begun, ended, now = dict[int, float](), dict[int, float](), 0.0
     while scheduler.has_work:
         plan = scheduler.schedule()
@@ -242,7 +242,7 @@ class DemoEngine:
         scheduler, answers = Scheduler(self._rule, cache, speculation=speculation), list[list[int]]()
         for first in range(0, len(texts), streams):
             requests = [
-                SequenceRequest(
+                SequenceSpec(
                     key=key, prompt=np.array(text.prompt_tokens, np.int32), max_tokens=self._new, sampling=sampling
                 )
                 for key, text in enumerate(texts[first : first + streams])

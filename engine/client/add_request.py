@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
 from msgspec.structs import replace
 
 from ...core.errors import InvalidArgument
@@ -23,13 +24,15 @@ from ...core.request import (
     join_chunks,
 )
 from ...core.request_context import RequestContext
+from ...core.token_limit import TokenLimit
 from ...scheduler.plan import LogitsParams, ResolvedSampling
+from ...scheduler.sequence import SequenceSpec
 from ...tokenization.answers.answer_formats import HERMES, AnswerParsers, choose_format
 from ...tokenization.answers.answer_reader import AnswerReader
 from ...tokenization.answers.marked_answer import ReasoningFormat
 from ...tokenization.answers.tool_grammars import tool_guide
 from ...tokenization.generation_defaults import GenerationDefaults
-from ...tokenization.tokenizer import Tokenizer, TokenLimit
+from ...tokenization.tokenizer import Tokenizer
 from ..core.messages import AddRequest, CoreReady
 from .chunk_builder import ChunkBuilder, TextEnds
 from .token_stream import TokenDelta
@@ -55,7 +58,7 @@ class AnswerPlan:
 
     def complete(self, add: AddRequest) -> AddRequest:
         end = [] if self.thinking is None else self.tokenizer.encode(self.thinking_end, special=False)
-        return replace(add, guide=self.guide, thinking=self.thinking, thinking_end=end)
+        return replace(add, constraint=self.guide, thinking=self.thinking, thinking_end=end)
 
     def builder(
         self, asked: SamplingParams, ends: TextEnds, echo: str = "", prompt_ids: tuple[int, ...] = ()
@@ -212,9 +215,9 @@ def build_add_request(
     asked = request.sampling
     stops = asked.stop_token_ids if asked.ignore_eos else (*asked.stop_token_ids, *defaults.eos)
     stops = tuple(token for token in sorted(set(stops)) if token < engine.vocab_size)
-    return AddRequest(
+    spec = SequenceSpec(
         key=0,
-        prompt=prompt,
+        prompt=np.array(prompt, np.int32),
         max_tokens=_max_tokens(request, len(prompt), engine.max_model_len),
         sampling=ResolvedSampling(
             temperature=min(defaults.resolve(asked, "temperature"), _FLAT),
@@ -227,19 +230,19 @@ def build_add_request(
             logprobs=asked.logprobs,
             prompt_logprobs=asked.prompt_logprobs,
         ),
-        stop_token_ids=list(stops),
+        stop_token_ids=frozenset(stops),
         priority=_LEAST_URGENT if context.background else min(request.priority, _LEAST_URGENT),
         tenant=_unicode(context.tenant, "tenant"),
+        weight=context.tenant_weight,
         salt=_unicode(request.cache_salt, "cache_salt"),
         adapter=_unicode(adapter, "lora_name"),
-        guide=request.guided_decoding,
-        weight=context.tenant_weight,
-        timeout=request.timeout or (_NO_TIMEOUT if context.background else 0.0),
         target_ttft=_target(request.target_ttft_ms, context),
         target_itl=_target(request.target_itl_ms, context),
-        drafts=None if request.drafts is None else request.drafts.most,
-        prediction=list(prediction[: engine.max_model_len]),
+        drafts_wanted=None if request.drafts is None else request.drafts.most,
+        prediction=np.array(prediction[: engine.max_model_len], np.int32) if prediction else None,
     )
+    timeout = request.timeout or (_NO_TIMEOUT if context.background else 0.0)
+    return AddRequest(spec, request.guided_decoding, timeout)
 
 
 def _target(milliseconds: float, context: RequestContext) -> float | None:
@@ -315,11 +318,8 @@ def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
     fitting = max(1, length - prompt)
     new = fitting if asked is None else asked
     new = min(new, fitting) if request.lenient_limits else new
-    if prompt + new > length:
-        if prompt < length:
-            raise TokenLimit(length).error(f"a prompt of {prompt} with max_tokens {new} exceeds it", "max_tokens")
-        field = "messages" if isinstance(request.prompt, Conversation) else "prompt"
-        raise TokenLimit(length).error(f"a prompt of {prompt} leaves no room for an answer", field)
+    field = "messages" if isinstance(request.prompt, Conversation) else "prompt"
+    TokenLimit(length).check_sequence(prompt, new, field)
     return new
 
 

@@ -17,6 +17,7 @@ from ...core.metrics import DrafterTotals, SequenceState, sum_by_drafter
 from ...core.model import ReservedMemory
 from ...core.request import FinishReason, GenerateRequest
 from ...processes.host import available_memory, resident_memory_of, usable_cores
+from ...scheduler.sequence import SequenceSpec
 from ...scheduler.speculation import GRAMMAR, PREDICTION
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ..config import EngineConfig
@@ -103,7 +104,7 @@ class Replica:
 
     def submit(self, add: AddRequest, stream: TokenStream) -> None:
         """Send a new request, whose tokens go into `stream` until it is released."""
-        self._streams[add.key] = stream
+        self._streams[add.spec.key] = stream
         self._uncomputed_tokens += stream.uncomputed_tokens
         self.core.send(add)
 
@@ -316,31 +317,31 @@ class EngineClient:
     ) -> Iterator[TokenStream]:
         """See `Engine.open_stream`. A sequence that has no `ticket` yet is admitted here."""
         stats = stats or SequenceStats(self._metrics)
-        with ticket or self.admission.admit(add.tenant) as ticket:
-            ticket.admission.add_prompt(ticket, len(add.prompt))
+        with ticket or self.admission.admit(add.spec.tenant) as ticket:
+            prompt = len(add.spec.prompt)
+            ticket.admission.add_prompt(ticket, prompt)
             timeout = stats.time_left(add.timeout or self._default_timeout)
             self._last_key += 1
-            add = msgspec.structs.replace(add, key=self._last_key, timeout=timeout)
-            replica, cached = self.choose_replica(add)
-            stats.record_submission(len(add.prompt))
-            stream = TokenStream(stats, ticket, add.priority, len(add.prompt) - cached)
+            spec = msgspec.structs.replace(add.spec, key=self._last_key)
+            replica, cached = self.choose_replica(spec)
+            stats.record_submission(prompt)
+            stream = TokenStream(stats, ticket, spec.priority, prompt - cached)
             try:
-                replica.submit(add, stream)
+                replica.submit(msgspec.structs.replace(add, spec=spec, timeout=timeout), stream)
                 yield stream
             finally:
-                replica.release(add.key)
+                replica.release(spec.key)
 
-    def choose_replica(self, add: AddRequest) -> tuple[Replica, int]:
-        """The replica that takes this request, and how many tokens of its prompt it likely has cached.
+    def choose_replica(self, spec: SequenceSpec) -> tuple[Replica, int]:
+        """The replica that takes this sequence, and how many tokens of its prompt it likely has cached.
 
         Raises:
             Unavailable: no core serves.
         """
         up = [replica for replica in self.replicas if replica.core.info is not None]
-        serving = [replica for replica in up if add.adapter in replica.adapters]
+        serving = [replica for replica in up if spec.adapter in replica.adapters]
         if not serving:
-            raise up[0].adapters.absence(add.adapter) if up else NotReady("the engine is not ready")
+            raise up[0].adapters.absence(spec.adapter) if up else NotReady("the engine is not ready")
         # Where none is ready, those that serve are only slow to step.
         serving = [replica for replica in serving if replica.core.ready] or serving
-        extras = add.adapter, add.tenant, add.salt
-        return route_prompt(serving, add.prompt, extras, self._affinity, add.sampling.choice)
+        return route_prompt(serving, spec.prompt, spec.extras, self._affinity, spec.sampling.choice)

@@ -34,6 +34,7 @@ from ..core.messages import (
     RequestUpdates,
     Shutdown,
     ToCore,
+    encode_tokens,
 )
 from ..core.prepared_core import CORE_NAME
 from ..core.process import main
@@ -236,7 +237,7 @@ class CoreProcess:
     def __init__(self, config: EngineConfig, on_message: Callable[[FromCore], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=encode_tokens).encode
         self._decode = msgspec.msgpack.Decoder[FromCore](FromCore).decode
         self.ended: asyncio.Future[int] = self._loop.create_future()
         self.dying = False

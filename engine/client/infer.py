@@ -17,7 +17,7 @@ from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferR
 from ...core.request_context import RequestContext
 from ...core.tasks import RequestTaskGroup, merge_streams
 from ...core.tensor import Tensor, TensorSpec
-from ...tokenization.tokenizer import TokenLimit
+from ...core.token_limit import TokenLimit
 from ..core.messages import CoreReady
 from .request_parameters import ResponseOptions, decode_text, parse_request_parameters, text_of
 

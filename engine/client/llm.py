@@ -30,11 +30,12 @@ from ...core.request import (
     summarize_drafts,
 )
 from ...core.request_context import Outcome, RequestContext
+from ...core.token_limit import TokenLimit
 from ...telemetry.llm_metrics import LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
 from ...tokenization.checkpoint_files import checkpoint_fingerprint, locate_adapter, locate_checkpoint
 from ...tokenization.generation_defaults import GenerationDefaults, read_generation_defaults
-from ...tokenization.tokenizer import AsyncTokenizer, Tokenizer, TokenLimit
+from ...tokenization.tokenizer import AsyncTokenizer, Tokenizer
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
 from ..drafters.prediction import PredictionFollower

@@ -8,10 +8,12 @@ prompt. One process sends all requests and so counts exactly: no draw between tw
 
 import asyncio
 import logging
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, NotReady, Unavailable, error_from_code
@@ -73,9 +75,11 @@ class RoutedReplica(Protocol):
 
 _Replica = TypeVar("_Replica", bound=RoutedReplica)
 
+TokenIds: TypeAlias = NDArray[np.int32] | Sequence[int]
+
 
 def route_prompt(
-    replicas: Sequence[_Replica], prompt: Sequence[int], extras: HashExtras, affinity: bool, choice: int = 0
+    replicas: Sequence[_Replica], prompt: TokenIds, extras: HashExtras, affinity: bool, choice: int = 0
 ) -> tuple[_Replica, int]:
     """The one of `replicas` that takes this prompt, for answer number `choice` to it, and how many of its tokens it
     likely has cached; without `affinity` the least busy. Its prefix index then has the prompt."""
@@ -100,11 +104,11 @@ class PromptPrefix(NamedTuple):
     tokens: int
 
 
-def prompt_prefixes(prompt: Sequence[int], extras: HashExtras) -> list[PromptPrefix]:
+def prompt_prefixes(prompt: TokenIds, extras: HashExtras) -> list[PromptPrefix]:
     """Beginnings of a prompt of int32 token ids, the shortest first and the whole of it last, a few to each doubling
     of length: two prompts have those up to the last cut in common that they share, which is more than four fifths of
     what they share beyond 64 tokens."""
-    packed, digest, begin, found = array("i", prompt).tobytes(), hash(extras), 0, []
+    packed, digest, begin, found = np.asarray(prompt, np.int32).tobytes(), hash(extras), 0, []
     for end in _cuts(len(prompt)):
         digest = hash((digest, packed[4 * begin : 4 * end]))
         found.append(PromptPrefix(digest, end))

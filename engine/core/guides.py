@@ -20,7 +20,7 @@ import numpy as np
 from ...core.errors import CharoniaError, InvalidArgument
 from ...core.request import GuidedDecoding
 from ...processes.host import lower_thread_priority
-from ...scheduler.plan import Continuation, MaskArray, MaskSource, StepPlan, StepResult
+from ...scheduler.plan import ForcedTokens, MaskArray, MaskSource, StepPlan, StepResult
 from ..grammars.backend import CompiledGrammar, GrammarBackend, GrammarMatcher, TokenMask
 from .messages import RequestRejected
 
@@ -132,7 +132,7 @@ class SequenceGuide:
         if self.error:
             mask[:] = -1
 
-    def follow(self, tokens: Iterable[int]) -> Continuation:
+    def follow(self, tokens: Iterable[int]) -> ForcedTokens:
         """Go on by tokens that were sampled; what comes after them without being sampled."""
         for token in tokens:
             self._advance(token)
@@ -140,7 +140,7 @@ class SequenceGuide:
         while self._jumps and self._due:
             forced.append(self._due[0])
             self._advance(self._due[0])
-        return Continuation(forced, self._finished)
+        return ForcedTokens(forced, self._finished)
 
     @property
     def _finished(self) -> bool:
@@ -249,25 +249,25 @@ class Guides:
 
     def follow(
         self, result: StepResult, rows: Mapping[int, int]
-    ) -> tuple[dict[int, Continuation], list[RequestRejected]]:
+    ) -> tuple[dict[int, ForcedTokens], list[RequestRejected]]:
         """Go on by the tokens of a result: how its guided rows go on, and those that cannot."""
-        ways: dict[int, Continuation] = {}
+        forced: dict[int, ForcedTokens] = {}
         failed: list[RequestRejected] = []
         if not self._live:
-            return ways, failed
+            return forced, failed
         ends = np.cumsum(result.counts).tolist()
         for row, count, end in zip(result.rows.tolist(), result.counts.tolist(), ends, strict=True):
             guide = self._live.get(rows[row]) if row in rows else None
             if guide is None or not count:
                 continue
-            way = guide.follow(result.tokens[end - count : end].tolist())
+            follows = guide.follow(result.tokens[end - count : end].tolist())
             if guide.error:
                 parameter = guide.parameter
                 failed.append(RequestRejected(rows[row], f"{parameter}: {guide.error}", parameter))
-            elif way.tokens or way.ends:
-                ways[row] = way
-                self.totals.forced += len(way.tokens)
-        return ways, failed
+            elif follows.tokens or follows.ends:
+                forced[row] = follows
+                self.totals.forced += len(follows.tokens)
+        return forced, failed
 
     def _make_masks(self, places: list[tuple[SequenceGuide, list[int]]]) -> MaskArray:
         began = time.perf_counter()

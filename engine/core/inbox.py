@@ -12,12 +12,12 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
+import msgspec
 
 from ...core.errors import InvalidArgument
 from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
-from ...scheduler.sequence import SequenceRequest
+from ...scheduler.sequence import SequenceSpec
 from ..grammars.backend import CompiledGrammar
 from .guides import GrammarPool, SequenceGuide, ThinkingLimit
 from .messages import (
@@ -39,7 +39,7 @@ class NewRequest(NamedTuple):
     """A sequence to run; its deadline by the inbox's clock, None for no limit, and its arrival by the same; and its
     guide, if it has one."""
 
-    request: SequenceRequest
+    spec: SequenceSpec
     deadline: float | None
     arrived: float
     guide: SequenceGuide | None = None
@@ -68,8 +68,8 @@ class Inbox:
         self._queue: SimpleQueue[InboxItem] = SimpleQueue()
 
     def accept(self, message: ToCore) -> None:
-        """Take a message. Converting and hashing a prompt happens here, in the caller's thread, and not in the step;
-        lengths are the scheduler's to judge."""
+        """Take a message. Hashing a prompt happens here, in the caller's thread, and not in the step; lengths are the
+        scheduler's to judge."""
         if not isinstance(message, AddRequest):
             if isinstance(message, AbortRequests):
                 with self._lock:
@@ -78,49 +78,34 @@ class Inbox:
             return
         arrived = self._clock()
         deadline = arrived + message.timeout if message.timeout > 0 else None
-        prompt = np.array(message.prompt, dtype=np.int32)
-        extras = (message.adapter, message.tenant, message.salt)
-        guided = message.max_tokens > 0 and (message.guide is not None or _thinking(message) is not None)
-        request = SequenceRequest(
-            key=message.key,
-            prompt=prompt,
-            max_tokens=message.max_tokens,
-            hashes=self._cache.digest(prompt, extras),
-            sampling=message.sampling,
-            stop_token_ids=frozenset(message.stop_token_ids),
-            priority=message.priority,
-            tenant=message.tenant,
-            weight=message.weight,
-            extras=extras,
-            max_in_flight=1 if guided else 0,
-            guided=guided,
-            adapter=message.adapter,
-            target_ttft=message.target_ttft,
-            target_itl=message.target_itl,
-            drafts_wanted=message.drafts,
-            prediction=np.array(message.prediction, np.int32) if message.prediction else None,
+        constrained = message.spec.max_tokens > 0 and (message.constraint is not None or _thinking(message) is not None)
+        spec = msgspec.structs.replace(
+            message.spec,
+            hashes=self._cache.digest(message.spec.prompt, message.spec.extras),
+            constrained=constrained,
+            max_in_flight=int(constrained),
         )
-        new = NewRequest(request, deadline, arrived)
-        if message.guide is None or not guided:
-            self._queue.put(new._replace(guide=_guide(message, None)) if guided else new)
+        new = NewRequest(spec, deadline, arrived)
+        if message.constraint is None or not constrained:
+            self._queue.put(new._replace(guide=_guide(message, None)) if constrained else new)
         elif self._grammars is None:
-            parameter = message.guide.parameter
-            self._queue.put(RequestRejected(message.key, f"{parameter}: this engine knows no grammars", parameter))
+            parameter = message.constraint.parameter
+            self._queue.put(RequestRejected(message.spec.key, f"{parameter}: this engine knows no grammars", parameter))
         else:
             with self._lock:
-                self._compiling.add(message.key)
-            self._grammars.compile(message.guide).add_done_callback(partial(self._on_compiled, message, new))
+                self._compiling.add(message.spec.key)
+            self._grammars.compile(message.constraint).add_done_callback(partial(self._on_compiled, message, new))
 
     def _on_compiled(self, message: AddRequest, new: NewRequest, compiled: Future[CompiledGrammar]) -> None:
         """Called by the thread that compiled, or at once. A request that was aborted meanwhile is forgotten."""
         with self._lock:
-            if message.key not in self._compiling:
+            if message.spec.key not in self._compiling:
                 return
-            self._compiling.remove(message.key)
+            self._compiling.remove(message.spec.key)
         try:
             self._queue.put(new._replace(guide=_guide(message, compiled.result())))
         except InvalidArgument as error:
-            self._queue.put(RequestRejected(message.key, error.message, error.field or ""))
+            self._queue.put(RequestRejected(message.spec.key, error.message, error.field or ""))
         except CancelledError:
             return  # the core is being stopped
         except CONTROL_FLOW:
@@ -155,9 +140,9 @@ def _thinking(message: AddRequest) -> ThinkingLimit | None:
 
 
 def _guide(message: AddRequest, grammar: CompiledGrammar | None) -> SequenceGuide:
-    parameter = "" if message.guide is None else message.guide.parameter
+    parameter = "" if message.constraint is None else message.constraint.parameter
     make = None if grammar is None else grammar.matcher
-    return SequenceGuide(make, _thinking(message), parameter, jumps=message.sampling.logprobs is None)
+    return SequenceGuide(make, _thinking(message), parameter, jumps=message.spec.sampling.logprobs is None)
 
 
 class Deadlines:

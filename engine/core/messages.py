@@ -3,47 +3,30 @@
 The core sends at most one message per step, never one per token.
 """
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from ...core.adapter import Adapter
 from ...core.metrics import DrafterTotals
 from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
-from ...scheduler.plan import ResolvedSampling, StepUpdates
-from ...scheduler.sequence import GREEDY
+from ...scheduler.plan import IntArray, StepUpdates
+from ...scheduler.sequence import SequenceSpec
 
 
-class AddRequest(msgspec.Struct, array_like=True, tag="add", kw_only=True, frozen=True):
-    """A new sequence. `key` is unique among the live ones and not negative.
+class AddRequest(msgspec.Struct, array_like=True, tag="add", frozen=True, eq=False):
+    """A new sequence, and what holds it to something. The model's length suffices for it."""
 
-    The frontend has checked that the `prompt`'s token ids are in the vocabulary. `stop_token_ids` end the sequence, the
-    model's eos included (unless ignored). Prompt and `max_tokens` together must fit the model's length. `weight`: the
-    tenant's share. `timeout`: seconds left to it; 0 is no limit. `target_ttft`, `target_itl`: as in `SequenceRequest`.
-    `guide`: as in `GenerateRequest`. `adapter`: the digest of one that is loaded; "" is the model itself. `thinking`:
-    after this many new tokens, unless they end in it before, the sequence goes on with `thinking_end`. `drafts`: tokens
-    that a step may draft for it, None as many as the engine does; `prediction`: what its new tokens will likely be.
-    """
-
-    key: int
-    prompt: list[int]
-    max_tokens: int
-    sampling: ResolvedSampling = GREEDY
-    stop_token_ids: list[int] = []
-    priority: int = 0
-    tenant: str = ""
-    salt: str = ""
-    adapter: str = ""
-    guide: GuidedDecoding | None = None
-    weight: float = 1.0
+    spec: SequenceSpec
+    constraint: GuidedDecoding | None = None
+    """What its text is held to."""
     timeout: float = 0.0
-    target_ttft: float | None = None
-    target_itl: float | None = None
+    """Seconds left to it; 0 is no limit."""
     thinking: int | None = None
+    """After so many new tokens, unless they end in `thinking_end` before, it goes on with these."""
     thinking_end: list[int] = []
-    drafts: int | None = None
-    prediction: list[int] = []
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort", frozen=True):
@@ -70,6 +53,18 @@ class Shutdown(msgspec.Struct, array_like=True, tag="shutdown", frozen=True):
 
 
 ToCore: TypeAlias = AddRequest | AbortRequests | LoadAdapter | UnloadAdapter | Shutdown
+
+
+def encode_tokens(tokens: Any) -> bytes:
+    """The `enc_hook` of encoders for messages with arrays of token ids."""
+    if isinstance(tokens, np.ndarray):
+        return tokens.astype(np.int32, copy=False).tobytes()
+    raise NotImplementedError(f"cannot send a {type(tokens).__name__}")
+
+
+def decode_tokens(_: type, content: bytes) -> IntArray:
+    """The `dec_hook` of decoders for messages with arrays of token ids, which cannot be written to."""
+    return np.frombuffer(content, np.int32)
 
 
 class CoreLoading(msgspec.Struct, array_like=True, tag="loading", frozen=True):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from .messages import FromCore, ToCore
+from .messages import FromCore, ToCore, decode_tokens
 
 _CLOSE_MILLISECONDS = 1000
 """How long a closing socket may take to hand over the messages sent."""
@@ -61,7 +61,7 @@ class CoreSockets:
         self._context.term()  # ends the listener, which closes its socket
 
     def _listen(self, receive: Callable[[ToCore], None]) -> None:
-        decode = msgspec.msgpack.Decoder[ToCore](ToCore).decode
+        decode = msgspec.msgpack.Decoder[ToCore](ToCore, dec_hook=decode_tokens).decode
         try:
             while True:
                 receive(decode(self._inbox.recv()))

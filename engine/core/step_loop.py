@@ -18,7 +18,7 @@ from ...core.metrics import DrafterTotals
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.sequence import GREEDY, SequenceRequest
+from ...scheduler.sequence import GREEDY, SequenceSpec
 from ..worker.executor import Executor, StepFuture
 from .adapters import CoreAdapters
 from .guides import GrammarPool, Guides
@@ -114,7 +114,7 @@ class EngineCore:
         """The logprobs of the new tokens, if `sampling` wants any."""
         tokens = np.zeros(prompt, np.int32)
         with suppress(InvalidArgument):  # a cache too small for the trial needs none
-            self._scheduler.add(SequenceRequest(key=_WARM_UP_KEY, prompt=tokens, max_tokens=new, sampling=sampling))
+            self._scheduler.add(SequenceSpec(key=_WARM_UP_KEY, prompt=tokens, max_tokens=new, sampling=sampling))
         found: list[Logprobs] = []
         while self._scheduler.has_work:
             self._launch()
@@ -158,19 +158,19 @@ class EngineCore:
                 self._integrity_checked = True
         for item in items:
             match item:
-                case NewRequest(request, deadline, arrived, guide):
+                case NewRequest(spec, deadline, arrived, guide):
                     try:
-                        if request.adapter and request.adapter not in self._adapters:
+                        if spec.adapter and spec.adapter not in self._adapters:
                             raise InvalidArgument("the adapter is not loaded", field="lora_name")
-                        self._scheduler.add(request, self._clock() - arrived)
+                        self._scheduler.add(spec, self._clock() - arrived)
                         if guide is not None:
-                            self._guides.add(request.key, guide)
+                            self._guides.add(spec.key, guide)
                         if deadline is not None:
-                            self._deadlines.set(request.key, deadline)
+                            self._deadlines.set(spec.key, deadline)
                     except InvalidArgument as error:
                         field = error.field or ""
                         message = error.message if field in error.message else f"{field}: {error.message}"
-                        send(RequestRejected(request.key, message, field))
+                        send(RequestRejected(spec.key, message, field))
                 case RequestRejected():
                     send(item)
                 case AbortRequests(keys):
@@ -192,7 +192,7 @@ class EngineCore:
         """Execute everything that may be scheduled before the next result is known."""
         while (plan := self._scheduler.schedule()) is not None:
             launched_at = time.perf_counter()
-            plan, masks = self._guides.mask_plan(plan, self._scheduler.guided_rows)
+            plan, masks = self._guides.mask_plan(plan, self._scheduler.constrained_rows)
             self._launched.append(LaunchedStep(plan, self._executor.execute(plan, masks), launched_at))
             self._integrity_checked = False
 
@@ -203,11 +203,11 @@ class EngineCore:
         ended_before, self._landed_at = self._landed_at, time.perf_counter()
         began = max(launched.launched_at, ended_before)
         self._step = result.step
-        ways, failed = self._guides.follow(result, self._scheduler.guided_rows)
+        forced, failed = self._guides.follow(result, self._scheduler.constrained_rows)
         if failed:
             self._failed += failed
             self._abort([each.key for each in failed])
-        updates = self._scheduler.apply(result, self._landed_at - began, ways, began - ended_before)
+        updates = self._scheduler.apply(result, self._landed_at - began, forced, began - ended_before)
         for key, _ in updates.finished:
             self._deadlines.discard(key)
         self._guides.discard(key for key, _ in updates.finished)

@@ -142,7 +142,7 @@ class FakeExecutor:
         for row in plan.closed.tolist():
             for block in self._rows.pop(row).blocks:
                 self._holders[block] -= 1
-        for block, slot, back in plan.moves.tolist():
+        for block, slot, back in plan.block_copies.tolist():
             assert not self._holders[block], f"block {block} is moved and has {self._holders[block]} holders"
             content = self._slots[block * self._block_size :][: self._block_size]
             there, here = (self._host_slots[slot], content) if back else (content, self._host_slots[slot])
@@ -158,7 +158,7 @@ class FakeExecutor:
             assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
             self._rows[row].blocks.append(block)
             self._holders[block] += 1
-        for row, position, token in plan.given.tolist():
+        for row, position, token in plan.forced.tolist():
             assert len(self._rows[row].tokens) == position, f"row {row} is given a token that does not follow"
             self._rows[row].tokens.append(token)
         result = self._run_rows(plan, masks)

@@ -230,7 +230,7 @@ class ModelRunner:
     def _can_follow(self, plan: StepPlan) -> bool:
         """Whether a step may begin before the result of the one before is there: kernels of a CPU go from one to the
         other by themselves, and no block is moved in between."""
-        return self._device.type != "cpu" or not len(plan.moves)
+        return self._device.type != "cpu" or not len(plan.block_copies)
 
     @torch.inference_mode()
     def compute_static(self, step: StaticStep) -> list[Tensor]:
@@ -259,7 +259,7 @@ class ModelRunner:
     def _begin(self, step: _RunnerStep, inputs: StepInputs) -> None:
         step.begun = True
         if self._host_cache is not None:
-            self._host_cache.move(step.plan.moves)
+            self._host_cache.move(step.plan.block_copies)
         if (logits := self._replay(inputs)) is not None:
             step.computed = True
             self._choose_or_wait(step, inputs, logits)

@@ -130,8 +130,8 @@ class RowStates:
             if self.device.type != "cpu":
                 self._scatter(self._tables, rows, places, blocks)
             np.add.at(self._blocks, rows, 1)
-        if len(plan.given):
-            self._scatter(self._tokens, *plan.given.T)
+        if len(plan.forced):
+            self._scatter(self._tokens, *plan.forced.T)
         if len(plan.drafted):
             positions = end_ranges(plan.starts + plan.counts - 1, plan.drafts)
             self._scatter(self._tokens, plan.rows.repeat(plan.drafts), positions, plan.drafted)

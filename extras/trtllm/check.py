@@ -9,15 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ...core.errors import CharoniaError
 from ...engine.core.messages import AddRequest
 from ...scheduler.plan import ResolvedSampling
+from ...scheduler.sequence import SequenceSpec
 from .options import TrtllmOptions
 from .package import SUPPORTED, differences, import_tensorrt_llm, read_stubs
 from .request import ResultReader
 from .runtime import TrtllmRuntime, TrtllmRuntimeLoader
 
+_PROMPT = np.array([1, 2, 3], np.int32)
 _TOKENS = 8
 _SECONDS = 120.0
 """For all generations, once the model is loaded."""
@@ -104,8 +107,8 @@ async def try_out(model: str) -> list[str]:
 
 
 async def _generate(runtime: TrtllmRuntime, found: CompatReport) -> None:
-    add = AddRequest(key=1, prompt=[1, 2, 3], max_tokens=_TOKENS, sampling=ResolvedSampling(logprobs=1))
-    submitted, reader, tokens, items = runtime.submit(runtime.translate(add)), ResultReader(add), 0, 0
+    spec = SequenceSpec(key=1, prompt=_PROMPT, max_tokens=_TOKENS, sampling=ResolvedSampling(logprobs=1))
+    submitted, reader, tokens, items = runtime.submit(runtime.translate(AddRequest(spec))), ResultReader(spec), 0, 0
     async for result in submitted:
         items += 1
         found.check_result(result)
@@ -122,7 +125,8 @@ async def _generate(runtime: TrtllmRuntime, found: CompatReport) -> None:
 async def _abort(runtime: TrtllmRuntime, found: CompatReport) -> None:
     """An aborted generation must end by itself."""
     longest = runtime.ready.max_model_len - 3
-    submitted = runtime.submit(runtime.translate(AddRequest(key=2, prompt=[1, 2, 3], max_tokens=longest)))
+    add = AddRequest(SequenceSpec(key=2, prompt=_PROMPT, max_tokens=longest))
+    submitted = runtime.submit(runtime.translate(add))
     async for result in submitted:
         result.abort()
     came = len(submitted.outputs[0].token_ids)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from ...core.errors import CharoniaError, Internal, Unavailable
 from ...core.request import FinishReason, GenerateRequest
@@ -23,7 +22,7 @@ from ...engine.client.admission import AdmissionControl, QueueLimits, QueueTicke
 from ...engine.client.engine import count_by_priority
 from ...engine.client.token_stream import SequenceStats, TokenStream
 from ...engine.core.messages import AddRequest, CoreLoading, CoreReady
-from ...scheduler.sequence import Sequence, SequenceRequest
+from ...scheduler.sequence import Sequence, SequenceSpec
 from ...scheduler.waiting_queue import OUTPUT_WEIGHT, Fairness, WaitingQueue
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from .options import TrtllmOptions
@@ -41,7 +40,6 @@ _AGEING = 5 * TICKS_PER_SECOND
 """Ticks after which a waiting request is as urgent as the next class."""
 _CREDIT = 8192.0
 """Tokens that a tenant may save by asking for less than its share."""
-_NO_TOKENS = np.empty(0, np.int32)
 
 
 class AdmissionQueue:
@@ -59,12 +57,11 @@ class AdmissionQueue:
         """The number of sequences that wait."""
         return len(self._waiting)
 
-    def enqueue(self, add: AddRequest) -> Sequence:
+    def enqueue(self, spec: SequenceSpec) -> Sequence:
         """Append a request; the sequence stands for it in the other methods."""
-        seniority = self._now() + add.priority * _AGEING
-        slot = self._fairness.slot_of(add.tenant, add.weight)
-        request = SequenceRequest(key=add.key, prompt=_NO_TOKENS, max_tokens=add.max_tokens)
-        sequence = Sequence(request, self._arrivals, seniority, seniority, [], slot)
+        seniority = self._now() + spec.priority * _AGEING
+        slot = self._fairness.slot_of(spec.tenant, spec.weight)
+        sequence = Sequence(spec, self._arrivals, seniority, seniority, [], slot)
         self._arrivals += 1
         self._fairness.sequence_arrived(slot)
         self._waiting.enqueue(sequence)
@@ -146,7 +143,7 @@ class TrtllmClient:
         used, capacity = self.kv_tokens
         return EngineState(
             running=self._queue.running,
-            waiting=count_by_priority(request.add.priority for request in waiting),
+            waiting=count_by_priority(request.spec.priority for request in waiting),
             queue_age=max((request.stream.stats.seconds_waited for request in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             prefix_queries=self._stats.prefix_queries,
@@ -182,15 +179,16 @@ class TrtllmClient:
         if self._runtime is None:
             raise Unavailable(self._why_not)
         stats = stats or SequenceStats(self._metrics)
-        with ticket or self._admission.admit(add.tenant) as ticket:
-            ticket.admission.add_prompt(ticket, len(add.prompt))
+        with ticket or self._admission.admit(add.spec.tenant) as ticket:
+            prompt = len(add.spec.prompt)
+            ticket.admission.add_prompt(ticket, prompt)
             arguments = self._runtime.translate(add)  # a request that can never be satisfied does not wait to hear so
             left = stats.time_left(add.timeout or self._default_timeout)
             self._last_key += 1
-            add = msgspec.structs.replace(add, key=self._last_key)
-            stats.record_submission(len(add.prompt))
-            stream = TokenStream(stats, ticket, add.priority)
-            request = self._requests[add.key] = TrtllmRequest(add, arguments, stream, self._queue.enqueue(add))
+            spec = msgspec.structs.replace(add.spec, key=self._last_key)
+            stats.record_submission(prompt)
+            stream = TokenStream(stats, ticket, spec.priority)
+            request = self._requests[spec.key] = TrtllmRequest(spec, arguments, stream, self._queue.enqueue(spec))
             if left:
                 request.timer = asyncio.get_running_loop().call_later(left, self._expire, request)
             self._submit_next()
@@ -202,7 +200,7 @@ class TrtllmClient:
     def _submit_next(self) -> None:
         """Begin the requests whose turn it is, while there is room."""
         while self._runtime is not None and (sequence := self._queue.pop_next()) is not None:
-            request = self._requests[sequence.request.key]
+            request = self._requests[sequence.spec.key]
             request.stream.ticket.release(started=True)
             request.task = asyncio.create_task(self._compute(request, self._runtime))
 
@@ -212,7 +210,7 @@ class TrtllmClient:
             submitted = runtime.submit(request.arguments)
             request.begin(submitted)
             async for result in submitted:
-                prompt = 0 if request.stream.started else len(request.add.prompt)
+                prompt = 0 if request.stream.started else len(request.spec.prompt)
                 tokens = request.forward_results(result)
                 cached = (request.stream.stats.cached or 0) if prompt else 0
                 self._stats.prefix_queries += prompt
@@ -236,7 +234,7 @@ class TrtllmClient:
 
     def _forget(self, request: TrtllmRequest) -> None:
         """The request has ended, or its reader left; may be called again."""
-        if self._requests.pop(request.add.key, None) is None:
+        if self._requests.pop(request.spec.key, None) is None:
             return
         request.stream.ticket.release()
         request.stream.close()

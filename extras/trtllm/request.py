@@ -20,6 +20,7 @@ from ...engine.client.token_stream import TokenStream
 from ...engine.core.messages import AddRequest
 from ...scheduler.plan import LogitsParams, ResolvedSampling
 from ...scheduler.sequence import Sequence as QueuedSequence
+from ...scheduler.sequence import SequenceSpec
 
 if TYPE_CHECKING:
     from tensorrt_llm import SamplingParams
@@ -60,16 +61,17 @@ class SamplingTranslator:
         """
         from tensorrt_llm import SamplingParams
 
-        sampling, logits = add.sampling, add.sampling.logits or _NO_LOGITS_PARAMS
+        spec, sampling = add.spec, add.spec.sampling
+        logits = sampling.logits or _NO_LOGITS_PARAMS
         self._check(sampling, logits)
         greedy, held_back = sampling.temperature == 0, logits.min_tokens > 0
         return SamplingParams(
-            max_tokens=max(add.max_tokens, 1),
+            max_tokens=max(spec.max_tokens, 1),
             # Theirs holds back one end token until `min_tokens`; those that stop beside it, our reader sees.
             min_tokens=logits.min_tokens or None,
-            end_id=add.stop_token_ids[0] if held_back else None,
+            end_id=min(spec.stop_token_ids) if held_back else None,
             ignore_eos=not held_back,
-            stop_token_ids=None if held_back else add.stop_token_ids or None,
+            stop_token_ids=None if held_back else sorted(spec.stop_token_ids) or None,
             include_stop_str_in_output=True,
             # Greedy is the likeliest token: a temperature of 0 stands for none.
             top_k=1 if greedy else sampling.top_k,
@@ -85,7 +87,7 @@ class SamplingTranslator:
             bad_token_ids=[word[0] for word in logits.bad_words if len(word) == 1] or None,
             bad=[self.decode(word) for word in logits.bad_words if len(word) > 1] or None,
             logprobs=None if sampling.logprobs is None else max(1, sampling.logprobs),  # 0 may stand for none
-            guided_decoding=None if add.guide is None else _guided_decoding(add.guide),
+            guided_decoding=None if add.constraint is None else _guided_decoding(add.constraint),
             detokenize=False,
         )
 
@@ -158,10 +160,10 @@ class ResultDelta(NamedTuple):
 class ResultReader:
     """Reads the one output of a request's `RequestOutput`."""
 
-    def __init__(self, add: AddRequest) -> None:
-        self._stop_token_ids = frozenset(add.stop_token_ids)
-        self._min_tokens = 0 if add.sampling.logits is None else add.sampling.logits.min_tokens
-        self._top = add.sampling.logprobs
+    def __init__(self, spec: SequenceSpec) -> None:
+        self._stop_token_ids = spec.stop_token_ids
+        self._min_tokens = 0 if spec.sampling.logits is None else spec.sampling.logits.min_tokens
+        self._top = spec.sampling.logprobs
         self._seen = 0
 
     def read_delta(self, result: "RequestOutput") -> ResultDelta:
@@ -220,13 +222,13 @@ class TrtllmRequest:
     `stream`. `result`: TensorRT-LLM's object, while it works on this. `timer`: ends it at its deadline."""
 
     def __init__(
-        self, add: AddRequest, arguments: GenerateArguments, stream: TokenStream, queued: QueuedSequence
+        self, spec: SequenceSpec, arguments: GenerateArguments, stream: TokenStream, queued: QueuedSequence
     ) -> None:
-        self.add, self.arguments, self.stream, self.queued = add, arguments, stream, queued
+        self.spec, self.arguments, self.stream, self.queued = spec, arguments, stream, queued
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.result: RequestOutput | None = None
-        self._reader = ResultReader(add)
+        self._reader = ResultReader(spec)
         self._began = 0.0
 
     def begin(self, result: "RequestOutput") -> None:

@@ -9,8 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
+from ...core.token_limit import TokenLimit
 from ...engine.core.messages import AddRequest, CoreReady
+from ...scheduler.sequence import SequenceSpec
 from .llm_factory import make_llm, read_model_info
 from .options import TrtllmOptions
 from .package import differences, import_tensorrt_llm
@@ -47,18 +51,15 @@ class TrtllmRuntime:
         Raises:
             InvalidArgument: it can never be satisfied; `field` names the culprit where that is known.
         """
-        prompt, longest = len(add.prompt), self.ready.max_model_len
-        if prompt < 1:
+        spec = add.spec
+        if not len(spec.prompt):
             raise InvalidArgument("the prompt is empty", field="prompt")
-        if prompt + add.max_tokens > longest:
-            field = "max_tokens" if prompt < longest else "prompt"
-            message = f"{field}: {prompt} prompt tokens and {add.max_tokens} new ones exceed the model's {longest}"
-            raise InvalidArgument(message, field=field)
+        TokenLimit(self.ready.max_model_len).check_sequence(len(spec.prompt), spec.max_tokens)
         # Tenants share no cached prefix, nor do salts of one: their names' lengths keep the two apart.
-        salt = f"{len(add.tenant)}:{add.tenant}{add.salt}" if add.tenant or add.salt else None
+        salt = f"{len(spec.tenant)}:{spec.tenant}{spec.salt}" if spec.tenant or spec.salt else None
         try:
-            adapter = self._lora_request(add.adapter) if add.adapter else None
-            return GenerateArguments(add.prompt, self.sampling.translate(add), adapter, salt)
+            adapter = self._lora_request(spec.adapter) if spec.adapter else None
+            return GenerateArguments(spec.prompt.tolist(), self.sampling.translate(add), adapter, salt)
         except _REFUSALS as error:
             raise InvalidArgument(f"TensorRT-LLM refuses the request: {error}") from error
 
@@ -96,9 +97,9 @@ class TrtllmRuntime:
 
     async def warm_up(self) -> None:
         """Return when the model generated a token."""
-        add = AddRequest(key=0, prompt=[0], max_tokens=1)
-        reader = ResultReader(add)
-        async for result in self.submit(self.translate(add)):
+        spec = SequenceSpec(key=0, prompt=np.zeros(1, np.int32), max_tokens=1)
+        reader = ResultReader(spec)
+        async for result in self.submit(self.translate(AddRequest(spec))):
             if reader.read_delta(result).finish_reason is not None:
                 return
         raise Internal("TensorRT-LLM generated nothing")

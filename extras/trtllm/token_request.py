@@ -15,8 +15,8 @@ from ...core.adapter import LoraTask
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, InferRequest, SamplingParams
 from ...core.tensor import Tensor
+from ...core.token_limit import TokenLimit
 from ...engine.client.request_parameters import one_element, parse_request_parameters, text_of
-from ...tokenization.tokenizer import TokenLimit
 from .cancellation import request_id
 from .token_fields import FieldUse, find_field
 

@@ -19,7 +19,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
 
 BLOCK, NEW, VOCAB = 16, 18, 384
@@ -105,16 +105,15 @@ def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, in
     return events
 
 
-def requests(cache: KVCacheManager, asked: Asked) -> Iterable[SequenceRequest]:
+def requests(cache: KVCacheManager, asked: Asked) -> Iterable[SequenceSpec]:
     for key, prompt in enumerate(prompts()):
         tokens, adapter = np.array(prompt, np.int32), asked.adapters[key % len(asked.adapters)]
-        yield SequenceRequest(
+        yield SequenceSpec(
             key=key,
             prompt=tokens,
             max_tokens=NEW,
-            hashes=cache.digest(tokens, (adapter,)),
+            hashes=cache.digest(tokens, (adapter, "", "")),
             sampling=asked.sampling,
-            extras=(adapter,),
             adapter=adapter,
         )
 

@@ -23,7 +23,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 NEW = 16
 BLOCKS, BLOCK = 48, 8
@@ -58,7 +58,7 @@ def engine_tokens(
         for key, prompt in enumerate(prompts()):
             tokens = np.array(prompt, np.int32)
             requests.append(
-                SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=sampling)
+                SequenceSpec(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=sampling)
             )
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=chunk, max_model_len=256, ahead=1)
         outcome = run_to_end(Scheduler(config, cache), executor, requests)

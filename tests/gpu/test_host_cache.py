@@ -14,7 +14,7 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 BLOCK, NEW = 16, 6
 
@@ -37,7 +37,7 @@ def test_what_comes_back_is_what_was_evicted(checkpoint: Callable[[str], Path], 
         for turn in range(4):
             prompts = [np.arange(first, first + 70, dtype=np.int32) for first in range(2, 300, 30)]
             asked = [
-                SequenceRequest(key=100 * turn + key, prompt=each, max_tokens=NEW, hashes=cache.digest(each))
+                SequenceSpec(key=100 * turn + key, prompt=each, max_tokens=NEW, hashes=cache.digest(each))
                 for key, each in enumerate(prompts)
             ]
             found.append(run_to_end(scheduler, executor, asked).tokens)

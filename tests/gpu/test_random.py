@@ -20,7 +20,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 BLOCK, BLOCKS, LONGEST = 16, 24, 256
 SECONDS = 60.0
@@ -40,9 +40,7 @@ def drive(checkpoint: Path, device: str, enough: Callable[[int], bool]) -> int:
             prompt = np.array([random.randrange(1, 384) for _ in range(random.choice((1, 5, 16, 40, 90)))], np.int32)
             sampling = ResolvedSampling(random.choice((0.0, 0.0, 0.8)), 20, 0.9, random.randrange(100))
             new = random.randrange(1, 60)
-            asked = SequenceRequest(
-                key=key, prompt=prompt, max_tokens=new, hashes=cache.digest(prompt), sampling=sampling
-            )
+            asked = SequenceSpec(key=key, prompt=prompt, max_tokens=new, hashes=cache.digest(prompt), sampling=sampling)
             scheduler.add(asked)
             live.add(key)
             key += 1

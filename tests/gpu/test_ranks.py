@@ -17,7 +17,7 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 DEVICE = "cuda"
 BLOCKS, BLOCK, NEW = 96, 8, 16
@@ -32,7 +32,7 @@ def tokens_of(executor: Executor, config: EngineConfig) -> dict[int, list[int]]:
         executor.load(lambda phase, fraction: None)
         executor.allocate(BLOCKS)
         requests = [
-            SequenceRequest(key=key, prompt=prompt, max_tokens=NEW, hashes=cache.digest(prompt))
+            SequenceSpec(key=key, prompt=prompt, max_tokens=NEW, hashes=cache.digest(prompt))
             for key, prompt in enumerate(prompts)
         ]
         return run_to_end(Scheduler(scheduler_config(config, 256), cache), executor, requests).tokens

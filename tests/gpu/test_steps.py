@@ -20,7 +20,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import Drafter, Speculation
 
 from ..adapters import layers_of, write_adapter
@@ -120,11 +120,8 @@ def generate(
     for key, prompt in enumerate(prompts()):
         sampling = ResolvedSampling(1.0 if key % 2 and not greedy else 0.0, 50, 0.9, key)
         adapter = adapters[key % len(adapters)]
-        extras = (adapter,) if adapter else ()
-        hashes = cache.digest(prompt, extras)
-        request = SequenceRequest(
-            key=key, prompt=prompt, max_tokens=40, hashes=hashes, sampling=sampling, extras=extras, adapter=adapter
-        )
+        hashes = cache.digest(prompt, (adapter, "", ""))
+        request = SequenceSpec(key=key, prompt=prompt, max_tokens=40, hashes=hashes, sampling=sampling, adapter=adapter)
         requests.append(request)
     proposed = isinstance(drafter, ProposedDrafts)
     speculation = None if drafter is None else EveryDraft({"drafter": drafter}, DRAFTS, 384, draft_model=proposed)

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 
 from charonia.core.errors import InvalidArgument
@@ -20,6 +21,7 @@ from charonia.http_workers.messages import (
 from charonia.http_workers.remote_engine import RemoteEngine
 from charonia.http_workers.remote_gateway import RemoteGateway
 from charonia.processes.shared_arena import new_arena_file
+from charonia.scheduler.sequence import SequenceSpec
 from charonia.telemetry.llm_metrics import LlmMetrics
 from charonia.telemetry.logging_setup import LogSettings
 from charonia.telemetry.loop_lag import LoopLag
@@ -60,7 +62,8 @@ async def test_a_sequence_that_cannot_be_told_ends_and_nobody_waits_for_its_read
     metrics = LlmMetrics()
     metrics.unread = TimeInState(iter(range(100)).__next__)  # another second at each look
     engine = RemoteEngine(gateway, gateway._streams, 1, CoreReady(0, 0, 0, 0), request=7)
-    add, ticket = AddRequest(key=0, prompt=[1, 2], max_tokens=9), engine.admit(GenerateRequest(id="", prompt=""))
+    spec = SequenceSpec(key=0, prompt=np.array([1, 2], np.int32), max_tokens=9)
+    add, ticket = AddRequest(spec), engine.admit(GenerateRequest(id="", prompt=""))
     with engine.open_stream(add, SequenceStats(metrics), ticket) as stream:
         for token in (3, 4):
             stream.push([token], 1.0)

@@ -40,7 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def move(self) -> None:
         """As an executor does: what is moved must be there."""
-        for block, slot, back in self.cache.take_moves():
+        for block, slot, back in self.cache.take_block_copies():
             if back:
                 self.contents[block] = self.slots[slot]
             else:

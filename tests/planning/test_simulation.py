@@ -16,6 +16,7 @@ from charonia.planning.simulation import EngineShape, SimulatedRequest, Simulate
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import MaskSource, StepPlan
 from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceSpec
 
 MACHINE = SimulatedMachine(weights=10e-3, token=0.2e-3, head=0.1e-3, rest=1e-3)
 ENGINE = EngineShape(scheduler=SchedulerConfig(max_num_seqs=8, max_model_len=1024), blocks=512)
@@ -191,15 +192,14 @@ def core_steps(engine: EngineShape, requests: list[SimulatedRequest]) -> list[Pl
             core.inbox.accept(Shutdown())
 
     for key, each in enumerate(requests):
-        core.inbox.accept(
-            AddRequest(
-                key=key,
-                prompt=each.tokens(key).tolist(),
-                max_tokens=each.new,
-                priority=each.priority,
-                tenant=each.tenant,
-                weight=each.weight,
-            )
+        spec = SequenceSpec(
+            key=key,
+            prompt=each.tokens(key),
+            max_tokens=each.new,
+            priority=each.priority,
+            tenant=each.tenant,
+            weight=each.weight,
         )
+        core.inbox.accept(AddRequest(spec))
     core.run(send)
     return executor.asked

@@ -11,7 +11,7 @@ from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import Sequence, SequenceRequest
+from charonia.scheduler.sequence import Sequence, SequenceSpec
 from charonia.scheduler.waiting_queue import OUTPUT_WEIGHT, RANK_ONLY_INTERVAL, Fairness
 
 
@@ -26,7 +26,7 @@ def arrivals(trial: SchedulerTrial, tenant: int, count: int, priority: int = 0) 
 
 def head(rank: int = 0) -> Sequence:
     """A tenant's first waiting sequence."""
-    request = SequenceRequest(key=rank, prompt=np.zeros(1, np.int32), max_tokens=1)
+    request = SequenceSpec(key=rank, prompt=np.zeros(1, np.int32), max_tokens=1)
     return Sequence(request, arrival_number=rank, seniority=0, rank=rank, hashes=[])
 
 
@@ -167,7 +167,7 @@ class Fleet:
     def add(self, key: int, tenant: str, prompt: int = 4, new: int = 4) -> None:
         tokens = np.zeros(prompt, np.int32)
         self.arrived[key] = self.now
-        self.scheduler.add(SequenceRequest(key=key, prompt=tokens, max_tokens=new, tenant=tenant))
+        self.scheduler.add(SequenceSpec(key=key, prompt=tokens, max_tokens=new, tenant=tenant))
 
     def step(self) -> None:
         self.now += 1

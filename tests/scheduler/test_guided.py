@@ -5,9 +5,9 @@ import numpy as np
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import Continuation, StepPlan
+from charonia.scheduler.plan import ForcedTokens, StepPlan
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 FREE, GUIDED = 1, 2
 
@@ -25,7 +25,7 @@ class Loop:
         for key in (FREE, GUIDED) if free else (GUIDED,):
             prompt, guided = np.arange(3, dtype=np.int32) + 100 * key, key == GUIDED
             self.scheduler.add(
-                SequenceRequest(key=key, prompt=prompt, max_tokens=40, guided=guided, max_in_flight=int(guided))
+                SequenceSpec(key=key, prompt=prompt, max_tokens=40, constrained=guided, max_in_flight=int(guided))
             )
         self.tokens: dict[int, list[int]] = {FREE: [], GUIDED: []}
 
@@ -38,9 +38,9 @@ class Loop:
         """The plan's result, and so many tokens that follow the guided sequence's."""
         result, ways = self.executor.execute(plan).result(), {}
         for row, token in zip(result.rows.tolist(), result.tokens.tolist(), strict=True):
-            if row in self.scheduler.guided_rows and follows:
-                ways[row] = Continuation([token + step for step in range(1, follows + 1)])
-        updates = self.scheduler.apply(result, guided=ways)
+            if row in self.scheduler.constrained_rows and follows:
+                ways[row] = ForcedTokens([token + step for step in range(1, follows + 1)])
+        updates = self.scheduler.apply(result, forced=ways)
         self.scheduler.check_integrity()
         tokens = iter(updates.tokens)
         for key, count in zip(updates.keys, updates.counts, strict=True):
@@ -50,7 +50,7 @@ class Loop:
 def test_a_guided_row_is_not_planned_ahead_and_a_free_one_is() -> None:
     loop = Loop(ahead=1)
     first, second = loop.plan(), loop.plan()
-    (guided,) = loop.scheduler.guided_rows
+    (guided,) = loop.scheduler.constrained_rows
     assert guided in first.rows
     assert len(second.rows) == 1
     assert guided not in second.rows
@@ -62,13 +62,13 @@ def test_tokens_that_follow_are_told_to_the_executor_and_computed_a_few_at_a_tim
     loop = Loop(ahead=0)
     loop.apply(loop.plan(), follows=6)
     assert loop.tokens[GUIDED] == list(range(203, 210))
-    (guided,) = loop.scheduler.guided_rows
+    (guided,) = loop.scheduler.constrained_rows
     counts: list[int] = []
     given = np.zeros((0, 3), np.int32)
     while len(loop.tokens[GUIDED]) == 7:
         plan = loop.plan()
         counts.append(int(plan.counts[plan.rows == guided][0]))
-        given = np.concatenate([given, plan.given])
+        given = np.concatenate([given, plan.forced])
         assert plan.tokens <= len(plan.rows) + 1
         loop.apply(plan)
     assert given.tolist() == [[guided, 4 + at, 204 + at] for at in range(6)]

@@ -6,7 +6,7 @@ from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 
 def test_three_sequences_share_steps_blocks_and_leave_nothing_behind() -> None:
@@ -17,7 +17,7 @@ def test_three_sequences_share_steps_blocks_and_leave_nothing_behind() -> None:
 
     prompt = np.array([10, 11, 12, 13, 14], np.int32)
     for key in range(3):
-        scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=3, hashes=cache.digest(prompt)))
+        scheduler.add(SequenceSpec(key=key, prompt=prompt, max_tokens=3, hashes=cache.digest(prompt)))
 
     said: dict[int, list[int]] = {0: [], 1: [], 2: []}
     while scheduler.has_work:

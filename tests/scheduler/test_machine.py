@@ -44,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.none() | st.integers(1, 12),
         tenant=st.integers(0, 3),
         scored=st.booleans(),
-        guided=st.booleans(),
+        constrained=st.booleans(),
     )
     def arrive(
         self,
@@ -68,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop=stop,
             tenant=tenant,
             scored=scored,
-            guided=guided,
+            constrained=guided,
         )
 
     @precondition(lambda self: self.trial.expected)

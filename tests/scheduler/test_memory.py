@@ -9,7 +9,7 @@ from charonia.bench.fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 
 def trial(
@@ -137,8 +137,8 @@ def test_equal_prompts_of_other_salt_share_nothing() -> None:
     scheduler = Scheduler(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), cache)
     prompt = np.arange(9, dtype=np.int32)
     for key, salt in enumerate("ab"):
-        hashes = cache.digest(prompt, (salt,))
-        scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=1, hashes=hashes, extras=(salt,)))
+        hashes = cache.digest(prompt, ("", "", salt))
+        scheduler.add(SequenceSpec(key=key, prompt=prompt, max_tokens=1, hashes=hashes, salt=salt))
     plan = scheduler.schedule()
     assert plan is not None
     assert [new.computed for new in plan.new] == [0, 0]

@@ -9,7 +9,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import TRIAL_SHARE, Speculation
 
 MOST = 4
@@ -31,7 +31,7 @@ class Loop:
 
     def add(self, key: int, prompt: int, new: int, **asked: object) -> None:
         tokens = np.arange(100 * key, 100 * key + prompt, dtype=np.int32)
-        self.scheduler.add(SequenceRequest(key=key, prompt=tokens, max_tokens=new, **asked))  # type: ignore[arg-type]
+        self.scheduler.add(SequenceSpec(key=key, prompt=tokens, max_tokens=new, **asked))  # type: ignore[arg-type]
 
     def step(self) -> tuple[StepPlan, StepUpdates]:
         plan = self.scheduler.schedule()

@@ -12,7 +12,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 BLOCK = 4
 SCORED = ResolvedSampling(prompt_logprobs=2)
@@ -34,7 +34,7 @@ class Loop:
     def add(self, key: int, tokens: list[int], new: int = 2, sampling: ResolvedSampling = SCORED) -> None:
         prompt = np.array(tokens, np.int32)
         hashes = self.cache.digest(prompt)
-        self.scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=new, hashes=hashes, sampling=sampling))
+        self.scheduler.add(SequenceSpec(key=key, prompt=prompt, max_tokens=new, hashes=hashes, sampling=sampling))
 
     def step(self) -> StepUpdates:
         plan = self.scheduler.schedule()

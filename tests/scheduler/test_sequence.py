@@ -8,7 +8,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepResult
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 
 def scheduler(blocks: int = 4, max_model_len: int = 100) -> Scheduler:
@@ -16,8 +16,8 @@ def scheduler(blocks: int = 4, max_model_len: int = 100) -> Scheduler:
     return Scheduler(config, KVCacheManager(blocks, 4))
 
 
-def request(prompt: int, new: int, key: int = 0) -> SequenceRequest:
-    return SequenceRequest(key=key, prompt=np.zeros(prompt, np.int32), max_tokens=new)
+def request(prompt: int, new: int, key: int = 0) -> SequenceSpec:
+    return SequenceSpec(key=key, prompt=np.zeros(prompt, np.int32), max_tokens=new)
 
 
 @pytest.mark.parametrize(

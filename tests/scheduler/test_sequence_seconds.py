@@ -7,7 +7,7 @@ from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 
 def seconds_of(config: SchedulerConfig, blocks: int, *requests: tuple[int, int]) -> dict[str, float]:
@@ -18,7 +18,7 @@ def seconds_of(config: SchedulerConfig, blocks: int, *requests: tuple[int, int])
     executor.allocate(blocks)
     for key, (prompt, new) in enumerate(requests):
         tokens = np.arange(100 * key, 100 * key + prompt, dtype=np.int32)
-        scheduler.add(SequenceRequest(key=key, prompt=tokens, max_tokens=new, hashes=cache.digest(tokens)))
+        scheduler.add(SequenceSpec(key=key, prompt=tokens, max_tokens=new, hashes=cache.digest(tokens)))
     while scheduler.has_work:
         plan = scheduler.schedule()
         assert plan is not None
@@ -55,7 +55,7 @@ def test_one_that_waits_for_the_prefix_of_another_is_parked() -> None:
     executor.allocate(32)
     prompt = np.arange(17, dtype=np.int32)
     for key in range(2):
-        scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=1, hashes=cache.digest(prompt)))
+        scheduler.add(SequenceSpec(key=key, prompt=prompt, max_tokens=1, hashes=cache.digest(prompt)))
     plan = scheduler.schedule()
     assert plan is not None
     scheduler.apply(executor.execute(plan).result(), seconds=1.0)

@@ -10,9 +10,9 @@ from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler import speculation
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import Continuation, StepPlan, StepUpdates
+from charonia.scheduler.plan import ForcedTokens, StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import GRAMMAR, PREDICTION, PROBE_STEPS, DecodeCosts, DraftRequest, Speculation
 
 RIGHT = 2
@@ -48,7 +48,7 @@ class Loop:
 
     def add(self, key: int, prompt: int, new: int, **asked: object) -> None:
         tokens = np.arange(100, 100 + prompt, dtype=np.int32)
-        self.scheduler.add(SequenceRequest(key=key, prompt=tokens, max_tokens=new, **asked))  # type: ignore[arg-type]
+        self.scheduler.add(SequenceSpec(key=key, prompt=tokens, max_tokens=new, **asked))  # type: ignore[arg-type]
 
     def step(self) -> tuple[StepPlan, StepUpdates]:
         plan = self.scheduler.schedule()
@@ -101,7 +101,7 @@ def test_what_a_grammar_forces_is_counted_apart_and_tells_nothing_of_the_drafter
     loop = Loop()
     forced = [107, 108, 109, 110, 111]
     loop.speculation.possible_drafts = lambda key, drafts, most: [*drafts[:2], 106, 107] if drafts else forced[:most]
-    loop.add(1, prompt=3, new=30, guided=True, max_in_flight=1)
+    loop.add(1, prompt=3, new=30, constrained=True, max_in_flight=1)
     loop.step()
     assert loop.step()[0].drafted.tolist() == [104, 105, 106, 107]
     own, forced_ones = loop.speculation.totals["counting"], loop.speculation.totals[GRAMMAR]
@@ -113,7 +113,7 @@ def test_forced_tokens_leave_the_chance_of_drafts_as_it_is() -> None:
     loop = Loop(right=0)
     loop.drafter.propose = lambda requests: [[] for _ in requests]  # type: ignore[method-assign]
     loop.speculation.possible_drafts = lambda key, drafts, most: drafts or [7] * most
-    loop.add(1, prompt=3, new=30, guided=True, max_in_flight=1)
+    loop.add(1, prompt=3, new=30, constrained=True, max_in_flight=1)
     loop.step()
     chance = loop.speculation._chance
     for _ in range(4):
@@ -190,13 +190,13 @@ def test_what_the_host_appends_takes_the_place_of_rejected_drafts() -> None:
     """Two of four drafts are right, and three tokens follow unsampled: nothing that was computed is in their place."""
     loop = Loop()
     loop.speculation.possible_drafts = lambda key, drafts, most: drafts[:most]
-    loop.add(1, prompt=3, new=20, guided=True, max_in_flight=1)
+    loop.add(1, prompt=3, new=20, constrained=True, max_in_flight=1)
     loop.step()
     plan = loop.scheduler.schedule()
     assert plan is not None
     assert plan.drafted.tolist() == [104, 105, 7, 7]
-    follows = {0: Continuation([107, 108])}
-    updates = loop.scheduler.apply(loop.executor.execute(plan).result(), guided=follows)
+    follows = {0: ForcedTokens([107, 108])}
+    updates = loop.scheduler.apply(loop.executor.execute(plan).result(), forced=follows)
     assert updates.tokens == [104, 105, 106, 107, 108]
     loop.scheduler.check_integrity()
     plan, updates = loop.step()
@@ -367,7 +367,7 @@ def test_drafting_takes_no_longer_than_it_saves_and_what_it_may_cost(monkeypatch
 def test_a_drafter_that_learns_is_told_what_a_text_became() -> None:
     loop, told = Loop(right=9), list[DraftRequest]()
     loop.drafter.finished = told.append  # type: ignore[attr-defined]
-    loop.add(1, prompt=3, new=4, tenant="a", extras=("", "a", "salt"))
+    loop.add(1, prompt=3, new=4, tenant="a", salt="salt")
     while loop.scheduler.has_work:
         loop.step()
     (request,) = told

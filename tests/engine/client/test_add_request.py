@@ -9,17 +9,23 @@ from charonia.core.errors import ContextLengthExceeded, InvalidArgument
 from charonia.core.request import ChatMessage, Conversation, GenerateRequest, Prompt, SamplingParams
 from charonia.core.request_context import RequestContext
 from charonia.engine.client.add_request import build_add_request, prompt_tokens_to_keep
-from charonia.engine.core.messages import AddRequest, CoreReady
+from charonia.engine.core.messages import AddRequest, CoreReady, decode_tokens, encode_tokens
 from charonia.scheduler.plan import LogitsParams
+from charonia.scheduler.sequence import SequenceSpec
 from charonia.tokenization.generation_defaults import GenerationDefaults
 
 READY = CoreReady(vocab_size=100, max_model_len=64, block_size=4, blocks=32)
 MODEL = GenerationDefaults((7,))
 
+encode = msgspec.msgpack.Encoder(enc_hook=encode_tokens).encode
+decode = msgspec.msgpack.Decoder(AddRequest, dec_hook=decode_tokens).decode
 
-def add(model: GenerationDefaults = MODEL, bad_words: tuple[tuple[int, ...], ...] = (), **asked: object) -> AddRequest:
+
+def add(
+    model: GenerationDefaults = MODEL, bad_words: tuple[tuple[int, ...], ...] = (), **asked: object
+) -> SequenceSpec:
     request = GenerateRequest(id="", prompt="", sampling=SamplingParams(**asked), choice=3)
-    return build_add_request(request, RequestContext("test"), [1], model, READY, bad_words)
+    return build_add_request(request, RequestContext("test"), [1], model, READY, bad_words).spec
 
 
 def test_a_request_that_asks_for_nothing_has_no_logits_params() -> None:
@@ -34,7 +40,9 @@ def test_logits_params_cross_the_wire_as_they_are() -> None:
     wishes = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {3: -100.0}, "min_tokens": 2}
     asked = add(bad_words=((1, 2), (5, 100), (4,)), min_p=0.1, repetition_penalty=1e-300, **wishes)
     expected = LogitsParams(1e-4, 0.5, -0.5, ((3, -100.0),), ((1, 2), (4,)), 2, (7,))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=AddRequest) == asked
+    content = encode(AddRequest(asked))
+    assert encode(decode(content)) == content
+    assert decode(content).spec.sampling == asked.sampling
     assert asked.sampling.logits == expected
     assert asked.sampling.min_p == 0.1
 
@@ -109,18 +117,18 @@ def test_what_is_too_long_is_told_by_its_field(prompt: Prompt, tokens: int, max_
 @pytest.mark.parametrize(("tokens", "max_tokens", "expected"), [(63, 1, 1), (63, None, 1), (1, None, 63), (64, 0, 0)])
 def test_what_just_fits_is_taken(tokens: int, max_tokens: int | None, expected: int) -> None:
     asked = GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=max_tokens), echo=True)
-    assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).max_tokens == expected
+    assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).spec.max_tokens == expected
 
 
 @pytest.mark.parametrize(("tokens", "max_tokens", "expected"), [(60, 100, 4), (60, 3, 3), (63, 2**70, 1)])
 def test_lenient_limits_are_cut_to_what_fits(tokens: int, max_tokens: int, expected: int) -> None:
     asked = GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=max_tokens), lenient_limits=True)
-    assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).max_tokens == expected
+    assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).spec.max_tokens == expected
     with pytest.raises(ContextLengthExceeded):
         build_add_request(asked, RequestContext("test"), [1] * 64, MODEL, READY)
 
 
 def test_stop_tokens_join_eos_unless_it_is_ignored() -> None:
     model = GenerationDefaults((1, 2))
-    assert add(model, stop_token_ids=(9, 2, 100)).stop_token_ids == [1, 2, 9]
-    assert add(model, stop_token_ids=(9,), ignore_eos=True).stop_token_ids == [9]
+    assert add(model, stop_token_ids=(9, 2, 100)).stop_token_ids == {1, 2, 9}
+    assert add(model, stop_token_ids=(9,), ignore_eos=True).stop_token_ids == {9}

@@ -195,10 +195,10 @@ async def test_a_grammar_begins_behind_the_reasoning_that_the_prompt_opens(
     whole = join_chunks(await answer(model, ask(use=None, guided_decoding=guide)))
     assert (whole.reasoning, whole.text) == ("why?", '{"a": 1}')
     added = engine.added[-1]
-    assert added.guide == guide._replace(after="</think>")
-    assert tokenizer.decode(added.prompt, skip_special_tokens=False).endswith("assistant\n<think>\n")
+    assert added.constraint == guide._replace(after="</think>")
+    assert tokenizer.decode(added.spec.prompt.tolist(), skip_special_tokens=False).endswith("assistant\n<think>\n")
     await answer(model, ask(use=None, guided_decoding=guide, variables={"enable_thinking": False}))
-    assert engine.added[-1].guide == guide
+    assert engine.added[-1].constraint == guide
 
 
 async def test_a_budget_of_reasoning_reaches_the_engine(
@@ -242,11 +242,11 @@ async def test_required_calls_are_held_to_the_tools_behind_the_reasoning(
     engine.answer = tokenizer.encode(f"hm</think>{CALL}<|im_end|>").ids
     whole = join_chunks(await answer(model, ask(use=ToolUse(TOOLS.tools, "required"))))
     assert (whole.reasoning, whole.text, len(whole.tool_calls)) == ("hm", "", 1)
-    guide = engine.added[-1].guide
+    guide = engine.added[-1].constraint
     assert guide is not None
     assert (guide.kind, guide.parameter, guide.after) == ("structural_tag", "tool_choice", "</think>")
     await answer(model, ask(use=ToolUse(TOOLS.tools, named="time"), variables={"enable_thinking": False}))
-    guide = engine.added[-1].guide
+    guide = engine.added[-1].constraint
     assert guide is not None
     assert guide.after == ""
     assert "weather" not in guide.text
@@ -257,9 +257,9 @@ async def test_tools_that_nobody_requires_cost_no_grammar(
 ) -> None:
     engine.answer = tokenizer.encode("ok<|im_end|>").ids
     await answer(model, ask())
-    assert engine.added[-1].guide is None
+    assert engine.added[-1].constraint is None
     await answer(model, ask(use=ToolUse((Tool("time", strict=True),))))
-    guide = engine.added[-1].guide
+    guide = engine.added[-1].constraint
     assert guide is not None
     assert (guide.parameter, guide.strict) == ("strict", True)
 
@@ -296,9 +296,11 @@ async def test_constraints_on_gpt_oss_begin_behind_an_analysis_that_the_prompt_o
     ):
         engine.answer = tokenizer.encode(f"hm<|end|>{written}<|im_end|>").ids
         whole = join_chunks(await answer(model, msgspec.structs.replace(asked, **changes)))
-        guide = engine.added[-1].guide
+        guide = engine.added[-1].constraint
         assert guide is not None
         assert guide.after == after
-        assert tokenizer.decode(engine.added[-1].prompt).endswith("<|start|>assistant<|channel|>analysis<|message|>")
+        assert tokenizer.decode(engine.added[-1].spec.prompt.tolist()).endswith(
+            "<|start|>assistant<|channel|>analysis<|message|>"
+        )
         assert whole.reasoning == "hm"
         assert (whole.text, len(whole.tool_calls)) == (("", 1) if "tools" in changes else ("{}", 0))

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
@@ -18,6 +19,7 @@ from charonia.engine.client.token_stream import TokenDelta
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
 from charonia.engine.core.messages import AbortRequests, AddRequest, CoreLoading, EngineLoad, Shutdown
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.sequence import SequenceSpec
 
 from ...waiting import until
 
@@ -77,7 +79,8 @@ def load(client: EngineClient) -> EngineLoad:
 
 
 def add(prompt: list[int], max_tokens: int = 8, timeout: float = 0.0) -> AddRequest:
-    return AddRequest(key=0, prompt=prompt, max_tokens=max_tokens, timeout=timeout)
+    spec = SequenceSpec(key=0, prompt=np.array(prompt, np.int32), max_tokens=max_tokens)
+    return AddRequest(spec, timeout=timeout)
 
 
 async def read_all(

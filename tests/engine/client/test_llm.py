@@ -15,7 +15,7 @@ from charonia.engine.client.add_request import build_add_request
 from charonia.engine.client.engine import EngineSpec
 from charonia.engine.client.llm import LlmModel, own_engine_spec
 from charonia.engine.config import EngineConfig
-from charonia.engine.core.messages import AddRequest, CoreReady
+from charonia.engine.core.messages import AddRequest, CoreReady, decode_tokens, encode_tokens
 from charonia.tokenization.generation_defaults import GenerationDefaults
 
 HUGE = SamplingParams(
@@ -31,9 +31,9 @@ def test_numbers_that_no_device_can_hold_are_clipped_to_what_they_mean() -> None
         [1],
         GenerationDefaults((7,)),
         CoreReady(vocab_size=100, max_model_len=8, block_size=4, blocks=2),
-    )
+    ).spec
     assert (asked.sampling.temperature, asked.sampling.top_k, asked.sampling.top_p) == (1e6, 100, 1e-6)
-    assert (asked.stop_token_ids, asked.priority) == ([7], 2**16)
+    assert (asked.stop_token_ids, asked.priority) == ({7}, 2**16)
 
 
 def test_requests_that_no_client_waits_for_are_of_the_lowest_class_and_have_time() -> None:
@@ -46,7 +46,7 @@ def test_requests_that_no_client_waits_for_are_of_the_lowest_class_and_have_time
         (RequestContext("test"), (3, 0)),
     ):
         made = build_add_request(request, each, [1], GenerationDefaults(()), ready)
-        assert (made.priority, made.timeout) == wanted
+        assert (made.spec.priority, made.timeout) == wanted
 
 
 def test_targets_cross_in_seconds_and_requests_that_no_client_waits_for_have_none_to_keep() -> None:
@@ -58,8 +58,9 @@ def test_targets_cross_in_seconds_and_requests_that_no_client_waits_for_have_non
     ):
         request = GenerateRequest(id="", prompt="", sampling=SamplingParams(max_tokens=1), **targets)
         made = build_add_request(request, context, [1], GenerationDefaults(()), ready)
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=AddRequest) == made
-        assert (made.target_ttft, made.target_itl) == wanted
+        content = msgspec.msgpack.encode(made, enc_hook=encode_tokens)
+        sent = msgspec.msgpack.decode(content, type=AddRequest, dec_hook=decode_tokens).spec
+        assert (sent.target_ttft, sent.target_itl) == wanted
 
 
 @pytest.mark.parametrize("name", ["target_ttft_ms", "target_itl_ms"])
@@ -90,7 +91,7 @@ def test_an_unseeded_request_draws_its_own_seed(seed: int | None) -> None:
     request = GenerateRequest(id="", prompt="", sampling=SamplingParams(max_tokens=1, seed=seed))
     ready = CoreReady(vocab_size=100, max_model_len=8, block_size=4, blocks=2)
     seeds = {
-        build_add_request(request, RequestContext("test"), [1], GenerationDefaults(()), ready).sampling.seed
+        build_add_request(request, RequestContext("test"), [1], GenerationDefaults(()), ready).spec.sampling.seed
         for _ in range(9)
     }
     assert len(seeds) == 9

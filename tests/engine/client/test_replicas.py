@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from charonia.engine.core.messages import (
 )
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling, StepUpdates
+from charonia.scheduler.sequence import SequenceSpec
 
 from ...waiting import until
 
@@ -81,8 +83,9 @@ class Fleet:
     def open(self, prompt: list[int], choice: int = 0, tenant: str = "") -> int:
         """Which replica gets it."""
         sampling = ResolvedSampling(choice=choice)
-        add = AddRequest(key=0, prompt=prompt, max_tokens=9, sampling=sampling, tenant=tenant)
-        opened = self.client.open_stream(add)
+        tokens = np.array(prompt, np.int32)
+        spec = SequenceSpec(key=0, prompt=tokens, max_tokens=9, sampling=sampling, tenant=tenant)
+        opened = self.client.open_stream(AddRequest(spec))
         stream = opened.__enter__()
         [replica] = [each for each in self.all if stream in each.streams]
         self.taken[self.client._last_key] = replica, stream, opened
@@ -316,7 +319,8 @@ def alive(pid: int) -> bool:
 
 async def ask(client: EngineClient, prompt: list[int], max_tokens: int) -> list[int]:
     tokens: list[int] = []
-    with client.open_stream(AddRequest(key=0, prompt=prompt, max_tokens=max_tokens)) as channel:
+    spec = SequenceSpec(key=0, prompt=np.array(prompt, np.int32), max_tokens=max_tokens)
+    with client.open_stream(AddRequest(spec)) as channel:
         while (delta := await channel.read()).finish_reason is None:
             tokens += delta.token_ids
         tokens += delta.token_ids

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -26,6 +27,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import GRAMMAR, Drafter, DraftRequest, Speculation
 
 EOS = 0
@@ -97,7 +99,7 @@ class Served:
 
     def run(self, *requests: AddRequest) -> dict[int, Answer]:
         """All of these at once, to their ends."""
-        answers = {request.key: Answer() for request in requests}
+        answers = {request.spec.key: Answer() for request in requests}
         unfinished, stopped = set(answers), list[bool]()
 
         def take(message: FromCore) -> None:
@@ -118,7 +120,7 @@ class Served:
                 stopped.append(True)
                 self.core.inbox.accept(Shutdown())
 
-        wait([self.grammars.compile(each.guide) for each in requests if each.guide is not None], 30)
+        wait([self.grammars.compile(each.constraint) for each in requests if each.constraint is not None], 30)
         for request in requests:
             self.core.inbox.accept(request)
         self.core._stopping = False
@@ -175,9 +177,11 @@ def plain(model: Path) -> Iterator[Served]:
 
 
 def ask(key: int, guide: GuidedDecoding | None = GUIDE, sampling: ResolvedSampling = WARM, **others: Any) -> AddRequest:
-    stops = [EOS]
-    values: dict[str, Any] = {"prompt": [key % 50 + 10, 20, 30], "max_tokens": 60} | others
-    return AddRequest(key=key, sampling=sampling, stop_token_ids=stops, guide=guide, **values)
+    about_text = {name: others.pop(name) for name in ("thinking", "thinking_end", "timeout") if name in others}
+    prompt = np.array(others.pop("prompt", [key % 50 + 10, 20, 30]), np.int32)
+    values: dict[str, Any] = {"max_tokens": 60} | others
+    spec = SequenceSpec(key=key, prompt=prompt, sampling=sampling, stop_token_ids=frozenset([EOS]), **values)
+    return AddRequest(spec, guide, **about_text)
 
 
 def is_valid(text: str) -> bool:
@@ -194,7 +198,7 @@ def test_what_is_written_is_valid_and_ends_by_itself(served: Served) -> None:
 
 def test_free_sequences_write_what_they_write_alone(served: Served) -> None:
     free = [ask(key, None, max_tokens=12) for key in (1, 2, 3)]
-    alone = {request.key: served.run(request)[request.key].tokens for request in free}
+    alone = {request.spec.key: served.run(request)[request.spec.key].tokens for request in free}
     together = served.run(free[0], ask(11), free[1], ask(12), free[2])
     assert {key: together[key].tokens for key in alone} == alone
 
@@ -269,7 +273,8 @@ def test_what_max_tokens_cuts_is_a_valid_beginning(plain: Served) -> None:
 def test_stop_tokens_of_a_request_end_forced_tokens_too(plain: Served) -> None:
     ids = plain.ids("abcdef")
     request = ask(1, GuidedDecoding("choice", '["abcdef"]'))
-    cut = msgspec.structs.replace(request, stop_token_ids=[EOS, ids[2]])
+    spec = msgspec.structs.replace(request.spec, stop_token_ids=frozenset([EOS, ids[2]]))
+    cut = msgspec.structs.replace(request, spec=spec)
     answer = plain.run(cut)[1]
     assert (answer.tokens, answer.reason) == (ids[:3], "stop")
 
@@ -305,7 +310,7 @@ def test_ranks_choose_under_masks_where_they_choose(
     requests = [ask(1, sampling=greedy), ask(2, None, greedy, max_tokens=20), ask(3, sampling=greedy)]
     right = {key: each.tokens for key, each in plain.run(*requests).items()}
     try:
-        for drafts in ({}, {tuple(each.prompt): right[each.key] for each in requests}):
+        for drafts in ({}, {tuple(each.spec.prompt.tolist()): right[each.spec.key] for each in requests}):
             drafter.answers = drafts
             answers = split.run(*requests)
             assert {key: each.tokens for key, each in answers.items()} == right
@@ -406,7 +411,7 @@ def test_drafts_change_no_guided_text(plain: Served, model: Path, others: dict[s
     """Nor where thinking ends, a grammar begins, or something is forced within what is accepted."""
     requests, drafter = every_kind(plain), HalfRight()
     without = plain.run(*requests)
-    drafter.answers = {tuple(each.prompt): without[each.key].tokens for each in requests}
+    drafter.answers = {tuple(each.spec.prompt.tolist()): without[each.spec.key].tokens for each in requests}
     served = Served(model, drafter=drafter, **others)
     served.draft_always()
     try:

@@ -6,7 +6,7 @@ import numpy as np
 
 from charonia.engine.core.guides import Guides, SequenceGuide, ThinkingLimit
 from charonia.engine.grammars.backend import TokenMask
-from charonia.scheduler.plan import Continuation, IntArray, StepPlan, StepResult
+from charonia.scheduler.plan import ForcedTokens, IntArray, StepPlan, StepResult
 
 VOCABULARY = 40
 
@@ -98,15 +98,15 @@ def test_what_has_to_come_follows_and_the_end_is_told() -> None:
     guides.add(7, SequenceGuide(script(1, 2, 3, 4, forced=2)))
     guides.add(8, SequenceGuide(script(1, 2)))
     rows = {3: 7, 4: 8}
-    assert guides.follow(result(r3=1, r4=1), rows) == ({3: Continuation([2, 3])}, [])
-    assert guides.follow(result(r3=4, r4=2), rows) == ({3: Continuation([], True), 4: Continuation([], True)}, [])
+    assert guides.follow(result(r3=1, r4=1), rows) == ({3: ForcedTokens([2, 3])}, [])
+    assert guides.follow(result(r3=4, r4=2), rows) == ({3: ForcedTokens([], True), 4: ForcedTokens([], True)}, [])
 
 
 def test_nothing_is_skipped_where_every_token_is_to_be_reported() -> None:
     guide = SequenceGuide(script(1, 2, 3, forced=2), jumps=False)
-    assert guide.follow([1]) == Continuation([])
-    assert guide.follow([2]) == Continuation([])
-    assert guide.follow([3]) == Continuation([], True)
+    assert guide.follow([1]) == ForcedTokens([])
+    assert guide.follow([2]) == ForcedTokens([])
+    assert guide.follow([3]) == ForcedTokens([], True)
 
 
 def test_a_sequence_that_cannot_go_on_is_told_with_its_parameter() -> None:
@@ -152,7 +152,7 @@ def test_no_thinking_at_all_begins_with_its_end() -> None:
     guide = SequenceGuide(None, ThinkingLimit(0, [35, 9]))
     assert guide.wants_masks()
     assert allowed(guide) == [[35]]
-    assert guide.follow([35]) == Continuation([9])
+    assert guide.follow([35]) == ForcedTokens([9])
     assert not guide.wants_masks()
 
 
@@ -161,14 +161,14 @@ def test_thinking_whose_tokens_are_reported_is_ended_token_by_token() -> None:
     for token, due in ((1, None), (8, 8), (9, 9)):
         if due is not None:
             assert allowed(guide) == [[due]]
-        assert guide.follow([token]) == Continuation([])
+        assert guide.follow([token]) == ForcedTokens([])
     assert not guide.wants_masks()
 
 
 def test_a_grammar_that_begins_within_the_end_of_thinking_says_what_follows() -> None:
     guide = SequenceGuide(script(1, 8, 5), ThinkingLimit(1, [8, 9]))
-    assert guide.follow([1]) == Continuation([8])
-    assert guide.follow([5]) == Continuation([], True)
+    assert guide.follow([1]) == ForcedTokens([8])
+    assert guide.follow([5]) == ForcedTokens([], True)
 
 
 def test_drafts_are_cut_where_the_grammar_forbids_them() -> None:
@@ -187,15 +187,15 @@ def test_a_draft_says_what_is_forced_after_it() -> None:
     assert guide.possible_drafts([1, 9, 9, 9], 9) == [1, 2, 3]
     assert guide.possible_drafts([1, 2, 3, 4], 9) == [1, 2, 3, 4]
     assert guide.possible_drafts([1, 2, 3, 4], 2) == [1, 2]
-    assert guide.follow([1, 2]) == Continuation([3]), "the rest of what is forced follows"
-    assert guide.follow([4]) == Continuation([5], True)
+    assert guide.follow([1, 2]) == ForcedTokens([3]), "the rest of what is forced follows"
+    assert guide.follow([4]) == ForcedTokens([5], True)
 
 
 def test_what_is_forced_is_drafted_where_every_token_is_reported() -> None:
     guide = SequenceGuide(script(1, 2, 3, 4, forced=2), jumps=False)
     assert guide.possible_drafts([], 9) == [1, 2, 3]
     assert guide.possible_drafts([1], 2) == [1, 2]
-    assert guide.follow([1, 2, 3]) == Continuation([])
+    assert guide.follow([1, 2, 3]) == ForcedTokens([])
 
 
 def test_the_end_of_thinking_is_drafted_and_alone_allowed() -> None:
@@ -204,11 +204,11 @@ def test_the_end_of_thinking_is_drafted_and_alone_allowed() -> None:
         assert guide.wants_masks(2)
         assert guide.possible_drafts([1, 2, 3, 4], 9)[:4] == [1, 2, 8, 9]
         assert allowed(guide, 1, 2, 8)[2:] == [[8], [9]]
-        assert guide.follow([1, 2, 8]) == Continuation([9])
+        assert guide.follow([1, 2, 8]) == ForcedTokens([9])
     free = SequenceGuide(None, ThinkingLimit(4, [8, 9]))
     assert not free.wants_masks(3)
     assert free.possible_drafts([1, 8, 9, 4, 5, 6], 9) == [1, 8, 9, 4, 5, 6]
-    assert free.follow([1, 8, 9]) == Continuation([])
+    assert free.follow([1, 8, 9]) == ForcedTokens([])
     assert not free.wants_masks(9)
 
 
@@ -224,16 +224,16 @@ def test_a_row_with_drafts_has_a_mask_at_each_place() -> None:
     bits = np.unpackbits(source().view(np.uint8), axis=1, bitorder="little")
     assert [np.flatnonzero(row).tolist() for row in bits] == [[1], [2], [35], [1]]
     tokens = StepResult(0, ints(4, 5), ints(1, 1), ints(3, 1), ints(1, 2, 35, 1))
-    assert guides.follow(tokens, {4: 7, 5: 8}) == ({4: Continuation([], True)}, [])
+    assert guides.follow(tokens, {4: 7, 5: 8}) == ({4: ForcedTokens([], True)}, [])
 
 
 def test_a_draft_that_is_too_much_for_a_grammar_ends_nothing() -> None:
     guide = SequenceGuide(script(1, 2, 3, 4, too_much=3))
-    assert guide.follow([1]) == Continuation([])
+    assert guide.follow([1]) == ForcedTokens([])
     assert guide.possible_drafts([2, 3, 4], 9) == [2, 3]
     assert guide.error == ""
     assert guide.possible_drafts([2, 3, 4], 9) == [], "it is asked no more"
     assert allowed(guide) == [[2]]
-    assert guide.follow([2]) == Continuation([])
+    assert guide.follow([2]) == ForcedTokens([])
     guide.follow([3])
     assert guide.error == "too much"

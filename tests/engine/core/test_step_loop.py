@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from charonia.core.errors import InvalidArgument
@@ -25,6 +26,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import MaskArray, MaskSource, StepPlan, StepResult
 from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.sequence import SequenceSpec
 
 BLOCKS = 16
 BLOCK_SIZE = 4
@@ -111,9 +113,9 @@ class Running:
         stop: int = -1,
         timeout: float = 0.0,
     ) -> None:
-        stops = [stop] if stop >= 0 else []
-        add = AddRequest(key=key, prompt=prompt, max_tokens=max_tokens, stop_token_ids=stops, timeout=timeout)
-        self.core.inbox.accept(add)
+        stops, tokens = frozenset([stop] if stop >= 0 else []), np.array(prompt, np.int32)
+        spec = SequenceSpec(key=key, prompt=tokens, max_tokens=max_tokens, stop_token_ids=stops)
+        self.core.inbox.accept(AddRequest(spec, timeout=timeout))
 
     def wait(self, holds: Callable[[], object]) -> None:
         deadline = time.monotonic() + 30

@@ -37,7 +37,7 @@ from charonia.engine.worker.vocabulary_map import VocabularyMap
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
 from tests.recording import DeviceAttention, Recorder
 
@@ -161,14 +161,11 @@ class Setting:
         speculation = None if drafter is None else EveryDraft({"drafter": drafter}, MOST, 384, draft_model=drafts)
         return Scheduler(config, cache, speculation=speculation), cache
 
-    def request(self, key: int, cache: KVCacheManager) -> SequenceRequest:
+    def request(self, key: int, cache: KVCacheManager) -> SequenceSpec:
         prompt = np.array(self.prompts[key % len(self.prompts)], np.int32)
         adapter = self.adapters[key // len(self.prompts) % len(self.adapters)]
-        extras = (adapter,) if adapter else ()
-        hashes = cache.digest(prompt, extras)
-        return SequenceRequest(
-            key=key, prompt=prompt, max_tokens=self.new, hashes=hashes, extras=extras, adapter=adapter
-        )
+        hashes = cache.digest(prompt, (adapter, "", ""))
+        return SequenceSpec(key=key, prompt=prompt, max_tokens=self.new, hashes=hashes, adapter=adapter)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 from tests.engine.kept_attention import KeptReference
 
 BLOCK, NEW = 16, 6
@@ -86,8 +86,8 @@ def generate(
     return [found.tokens[key] for key in range(len(prompts))]
 
 
-def _request(cache: KVCacheManager, key: int, prompt: list[int]) -> SequenceRequest:
+def _request(cache: KVCacheManager, key: int, prompt: list[int]) -> SequenceSpec:
     tokens = np.array(prompt, np.int32)
-    return SequenceRequest(
+    return SequenceSpec(
         key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=ResolvedSampling()
     )

@@ -22,7 +22,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import DraftRequest, Speculation
 
 BLOCK, NEW, BLOCKS = 16, 20, 64
@@ -84,13 +84,12 @@ def serve(
     requests = []
     for key in some:
         tokens, digest = np.array(prompts()[key], np.int32), digests[key % len(digests)]
-        request = SequenceRequest(
+        request = SequenceSpec(
             key=key,
             prompt=tokens,
             max_tokens=NEW,
-            hashes=cache.digest(tokens, (digest,)),
+            hashes=cache.digest(tokens, (digest, "", "")),
             sampling=ResolvedSampling(logprobs=1),
-            extras=(digest,),
             adapter=digest,
         )
         requests.append(request)

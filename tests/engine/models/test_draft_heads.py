@@ -24,7 +24,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import GREEDY, SequenceRequest
+from charonia.scheduler.sequence import GREEDY, SequenceSpec
 from charonia.scheduler.speculation import Speculation
 from tests.recording import DeviceAttention, Recorder
 
@@ -234,7 +234,7 @@ def run(
     prompts[-1] = prompts[1]  # it waits for a row, and finds the other's blocks
     for key, prompt in enumerate(prompts):
         hashes = cache.digest(prompt)
-        scheduler.add(SequenceRequest(key=key, prompt=prompt, max_tokens=NEW, hashes=hashes, sampling=sampling))
+        scheduler.add(SequenceSpec(key=key, prompt=prompt, max_tokens=NEW, hashes=hashes, sampling=sampling))
     texts: list[list[int]] = [prompt.tolist() for prompt in prompts]
     found, keys = list[tuple[int, int, list[int]]](), dict[int, int]()
     while scheduler.has_work:

@@ -20,7 +20,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 BLOCK = 16
 GREEDY = ResolvedSampling()
@@ -103,12 +103,10 @@ class Bench:
         cache.check_integrity()
         return outcome, events
 
-    def request(
-        self, cache: KVCacheManager, key: int, prompt: list[int], sampling: ResolvedSampling
-    ) -> SequenceRequest:
+    def request(self, cache: KVCacheManager, key: int, prompt: list[int], sampling: ResolvedSampling) -> SequenceSpec:
         tokens = np.array(prompt, np.int32)
         hashes = cache.digest(tokens)
-        return SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=sampling)
+        return SequenceSpec(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=sampling)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from charonia.repository.model_source import checkpoint_source, read_model
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 BLOCK, NEW = 16, 12
 LENGTHS = (1, 23, 90)
@@ -76,7 +76,7 @@ def generated(model: Path, asked: list[list[int]], length: int | None) -> list[l
     for key, prompt in enumerate(asked):
         tokens = np.array(prompt, np.int32)
         requests.append(
-            SequenceRequest(
+            SequenceSpec(
                 key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=ResolvedSampling()
             )
         )

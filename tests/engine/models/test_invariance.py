@@ -19,7 +19,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 pytestmark = pytest.mark.skipif(library.level() is None, reason="torch's own products promise no such thing")
 
@@ -65,20 +65,20 @@ class Engine:
         self.executor.allocate(BLOCKS)
         self.cache = KVCacheManager(BLOCKS, BLOCK, True)
 
-    def run(self, requests: list[SequenceRequest], chunk: int = 4096) -> LoopResult:
+    def run(self, requests: list[SequenceSpec], chunk: int = 4096) -> LoopResult:
         config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=chunk, max_model_len=256)
         return run_to_end(Scheduler(config, self.cache), self.executor, requests)
 
-    def request(self, key: int, prompt: list[int], sampling: ResolvedSampling) -> SequenceRequest:
+    def request(self, key: int, prompt: list[int], sampling: ResolvedSampling) -> SequenceSpec:
         tokens = np.array(prompt, np.int32)
         hashes = self.cache.digest(tokens)
-        return SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=sampling)
+        return SequenceSpec(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=sampling)
 
-    def watched(self) -> list[SequenceRequest]:
+    def watched(self) -> list[SequenceSpec]:
         prompts = [drawn(length, seed=length) for length in LENGTHS]
         return [self.request(key, *each) for key, each in enumerate(zip(prompts, WATCHED, strict=True))]
 
-    def others(self, seed: int) -> list[SequenceRequest]:
+    def others(self, seed: int) -> list[SequenceSpec]:
         lengths = np.random.default_rng(seed).integers(1, 120, OTHERS)
         return [
             self.request(

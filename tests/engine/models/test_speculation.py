@@ -28,7 +28,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import PREDICTION, Drafter, DraftRequest, Speculation
 from charonia.tokenization.tokenizer_json import read_tokenizer
 
@@ -96,7 +96,7 @@ class Model:
             speculation = Speculation({name: drafter}, MOST, VOCABULARY, draft_model=self.has_draft)
         scheduler = Scheduler(config, cache, speculation=speculation)
         requests = [
-            SequenceRequest(
+            SequenceSpec(
                 key=key,
                 prompt=np.array(prompt, np.int32),
                 max_tokens=NEW,
@@ -418,7 +418,7 @@ class Draws:
         config = SchedulerConfig(max_num_seqs=128, max_model_len=128)
         scheduler = Scheduler(config, cache, speculation=speculation)
         requests = [
-            SequenceRequest(
+            SequenceSpec(
                 key=key,
                 prompt=(prompt := np.array([*self._prompt, *path], np.int32)),
                 max_tokens=new,

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("ray", reason="ranks on several machines need Ray: pip install '.[ray]'")
 
+import numpy as np
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private.node import Node
@@ -45,6 +46,7 @@ from charonia.engine.parallel.ray_ranks import (
     remote_rank_args,
 )
 from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.scheduler.sequence import SequenceSpec
 
 SECONDS = 60.0
 """Anything here may take so long on a machine that is busy with something else."""
@@ -241,7 +243,9 @@ async def answers(client: EngineClient, split: Any) -> dict[int, list[int]]:
 
 
 async def answer(client: EngineClient, prompt: list[int], count: int) -> list[int]:
-    with client.open_stream(AddRequest(key=0, prompt=prompt, max_tokens=count)) as channel:
+    with client.open_stream(
+        AddRequest(SequenceSpec(key=0, prompt=np.array(prompt, np.int32), max_tokens=count))
+    ) as channel:
         tokens: list[int] = []
         finished = False
         while not finished:

@@ -15,7 +15,7 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 BLOCK, NEW = 16, 6
 PROMPTS = [[first + token % 7 for token in range(70)] for first in (5, 100, 200)]
@@ -32,7 +32,7 @@ def texts(checkpoint: Path, attention: str, blocks: int, host_blocks: int, ahead
     scheduler, found = Scheduler(rule, cache), []
     for key, prompt in enumerate(PROMPTS * 2):
         tokens = np.array(prompt, np.int32)
-        request = SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens))
+        request = SequenceSpec(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens))
         found.append(run_to_end(scheduler, executor, [request]).tokens[key])
         scheduler.check_integrity()
     executor.close()

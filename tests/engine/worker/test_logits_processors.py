@@ -17,7 +17,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 NEW = 24
 BLOCK = 8
@@ -47,7 +47,7 @@ class Engine:
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, ahead=ahead)
         self.executor.allocate(blocks)
         requests = [
-            SequenceRequest(key=key, prompt=np.array(prompt, np.int32), max_tokens=NEW, sampling=sampling)
+            SequenceSpec(key=key, prompt=np.array(prompt, np.int32), max_tokens=NEW, sampling=sampling)
             for key, (prompt, sampling) in enumerate(zip(prompts(), asked, strict=True))
         ]
         return run_to_end(Scheduler(config, cache), self.executor, requests)

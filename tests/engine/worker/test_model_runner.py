@@ -198,7 +198,7 @@ def test_tokens_that_were_given_are_computed_on() -> None:
     model = Waiting()
     steps = runner(model)
     steps.run_step(plan(0, 0, new=True))
-    given = plan(1, 3)._replace(counts=ints(2), given=ints(0, 4, 77).reshape(1, 3))
+    given = plan(1, 3)._replace(counts=ints(2), forced=ints(0, 4, 77).reshape(1, 3))
     steps.begin_step(given)
     (step,) = steps._steps
     assert step.inputs is not None

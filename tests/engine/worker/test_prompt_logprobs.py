@@ -23,7 +23,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.sequence import SequenceRequest
+from charonia.scheduler.sequence import SequenceSpec
 
 BLOCK, NEW = 16, 32
 LENGTHS = (1, 2, 40, 17, 90, 33, 150, 8)
@@ -80,11 +80,11 @@ def serve(executor: Executor, setting: Setting) -> tuple[LoopResult, list[StepPl
     return outcome, plans
 
 
-def requests(cache: KVCacheManager) -> Iterator[SequenceRequest]:
+def requests(cache: KVCacheManager) -> Iterator[SequenceSpec]:
     for key, prompt in enumerate(prompts()):
         tokens = np.array(prompt, np.int32)
         sampling = ResolvedSampling(prompt_logprobs=None if key in PLAIN else MOST, logprobs=MOST)
-        yield SequenceRequest(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=sampling)
+        yield SequenceSpec(key=key, prompt=tokens, max_tokens=NEW, hashes=cache.digest(tokens), sampling=sampling)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], mo
         executor.allocate(8)
         for wanted, prompt, expected in ((None, 40, [1]), (0, 40, [1, 16, 16, 7]), (0, 12, [12])):
             cache = KVCacheManager(8, BLOCK)
-            asked = SequenceRequest(
+            asked = SequenceSpec(
                 key=0,
                 prompt=np.arange(1, prompt + 1, dtype=np.int32),
                 max_tokens=1,

@@ -12,7 +12,7 @@ from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.row_states import RowStates
 from charonia.engine.worker.step_drafters import DraftLimits, DraftModel
-from charonia.scheduler.plan import NO_MOVES, NewSequence, Proposals, ResolvedSampling, StepPlan, StepResult
+from charonia.scheduler.plan import NO_BLOCK_COPIES, NewSequence, Proposals, ResolvedSampling, StepPlan, StepResult
 
 BLOCK, KNOWN = 4, 50
 """Tokens of a block, and those that the draft model knows; the target has twice as many."""
@@ -56,7 +56,7 @@ class Drafting:
         sampled: dict[int, Sequence[int]],
         new: Mapping[int, tuple[Sequence[int], Sequence[int]]] = MappingProxyType({}),
         shared: int = 0,
-        moves: np.ndarray = NO_MOVES,
+        block_copies: np.ndarray = NO_BLOCK_COPIES,
     ) -> Proposals:
         """Rows with the `computed` (start, count), which `sampled` tokens; `new`: their tokens and blocks, of which
         they have `shared` tokens computed. Two tokens are to be proposed for each."""
@@ -67,7 +67,7 @@ class Drafting:
         appended = np.array(pairs, np.int32).reshape(-1, 2)
         samples = np.array([row in sampled for row in computed])
         plan = StepPlan(0, rows, starts, counts, samples, samples.astype(np.int32), appended, fresh, ints())
-        plan = plan._replace(proposals=np.full(len(rows), 2, np.int32), moves=moves)
+        plan = plan._replace(proposals=np.full(len(rows), 2, np.int32), block_copies=block_copies)
         self.rows.apply_plan(plan)
         self.draft.apply_plan(plan)
         offsets = {row: sum(computed[row]) for row in sampled}
@@ -116,6 +116,6 @@ def test_what_comes_back_from_the_host_is_computed_if_it_was_when_it_left() -> N
             drafting.step({0: (0, 5)}, {0: [6]}, {0: (tokens, [0, 1])})
         drafting.draft._full[2] = True  # of another content
         away, back = [0, 7, False], [2, 7, True]
-        moves = np.array([away, back], np.int32)
-        drafting.step({1: (4, 1)}, {1: [6]}, {1: (tokens, [2, 3])}, shared=4, moves=moves)
+        block_copies = np.array([away, back], np.int32)
+        drafting.step({1: (4, 1)}, {1: [6]}, {1: (tokens, [2, 3])}, shared=4, block_copies=block_copies)
         assert drafting.model.passes[-2] == [(1, 4, 2) if proposals else (1, 0, 6)]

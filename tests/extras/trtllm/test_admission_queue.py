@@ -2,13 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.engine.core.messages import AddRequest
 from charonia.extras.trtllm.client import AdmissionQueue
-from charonia.scheduler.sequence import Sequence
+from charonia.scheduler.sequence import Sequence, SequenceSpec
 
 
 class Clock:
@@ -18,15 +18,15 @@ class Clock:
         return self.now
 
 
-def add(key: int, **asked: Any) -> AddRequest:
-    return AddRequest(key=key, prompt=[1], max_tokens=4, **asked)
+def add(key: int, **asked: Any) -> SequenceSpec:
+    return SequenceSpec(key=key, prompt=np.ones(1, np.int32), max_tokens=4, **asked)
 
 
 def drain(line: AdmissionQueue) -> list[int]:
     """Keys in the order in which they go, one at a time."""
     keys = []
     while (sequence := line.pop_next()) is not None:
-        keys.append(sequence.request.key)
+        keys.append(sequence.spec.key)
         line.release(sequence)
         line.check_integrity()
     return keys
@@ -39,10 +39,10 @@ def test_no_more_than_there_are_places() -> None:
     first, second = line.pop_next(), line.pop_next()
     assert first is not None
     assert second is not None
-    assert (first.request.key, second.request.key, line.pop_next(), line.running, len(line)) == (0, 1, None, 2, 2)
+    assert (first.spec.key, second.spec.key, line.pop_next(), line.running, len(line)) == (0, 1, None, 2, 2)
     line.release(first)
     assert (third := line.pop_next()) is not None
-    assert (third.request.key, line.running, len(line)) == (2, 2, 1)
+    assert (third.spec.key, line.running, len(line)) == (2, 2, 1)
 
 
 def test_classes_come_first_and_waiting_helps() -> None:
@@ -81,7 +81,7 @@ def test_nobody_is_lost(steps: list[tuple[int, int, str]]) -> None:
             sequence = line.pop_next()
             assert (sequence is not None) == could
             if sequence is not None:
-                running[sequence.request.key] = inside.pop(sequence.request.key)
+                running[sequence.spec.key] = inside.pop(sequence.spec.key)
         elif verb == 2 and (inside or running):
             group = running if running and priority % 2 else inside or running
             line.release(group.pop(next(iter(group))))

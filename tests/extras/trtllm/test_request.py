@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from charonia.core.errors import CharoniaError, Internal, Unavailable
 from charonia.core.logprobs import Logprobs
 from charonia.core.request import FinishReason
-from charonia.engine.core.messages import AddRequest
 from charonia.extras.trtllm.request import ResultDelta, ResultReader
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling
+from charonia.scheduler.sequence import SequenceSpec
 
 
 def result() -> Any:
@@ -21,7 +22,9 @@ def result() -> Any:
 
 def reader(stops: Sequence[int] = (), **sampling: Any) -> ResultReader:
     asked = ResolvedSampling(**sampling)
-    return ResultReader(AddRequest(key=1, prompt=[1], max_tokens=9, stop_token_ids=list(stops), sampling=asked))
+    return ResultReader(
+        SequenceSpec(key=1, prompt=np.ones(1, np.int32), max_tokens=9, stop_token_ids=frozenset(stops), sampling=asked)
+    )
 
 
 def end(of: Any, reason: str | None, *tokens: int, stop_reason: int | None = None) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from charonia.core.errors import InvalidArgument
@@ -10,6 +11,7 @@ from charonia.core.request import GuidedDecoding
 from charonia.engine.core.messages import AddRequest
 from charonia.extras.trtllm.request import SamplingTranslator
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling
+from charonia.scheduler.sequence import SequenceSpec
 
 MAPPED = {
     "repetition_penalty": (LogitsParams(repetition_penalty=1.5), {"repetition_penalty": 1.5}),
@@ -33,7 +35,9 @@ def translate(asked: AddRequest, applies_all: bool = True) -> Any:
 
 def add(stops: Sequence[int] = (), guide: GuidedDecoding | None = None, **sampling: Any) -> AddRequest:
     asked = ResolvedSampling(**sampling)
-    return AddRequest(key=1, prompt=[1, 2, 3, 4], max_tokens=7, stop_token_ids=list(stops), guide=guide, sampling=asked)
+    prompt = np.array([1, 2, 3, 4], np.int32)
+    spec = SequenceSpec(key=1, prompt=prompt, max_tokens=7, stop_token_ids=frozenset(stops), sampling=asked)
+    return AddRequest(spec, guide)
 
 
 def given(params: Any, names: Any) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from charonia.core.model import ModelConfig
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, InferRequest, Usage
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import NUMPY_TYPES, Tensor, TensorSpec
+from charonia.core.token_limit import TokenLimit
 from charonia.engine.core.messages import CoreReady
 from charonia.extras.trtllm.token_fields import FIELDS, FieldUse
 from charonia.extras.trtllm.token_layout import TokenLayout
 from charonia.extras.trtllm.token_request import TokenQuestion, parse_token_request
-from charonia.tokenization.tokenizer import TokenLimit
 
 LIMIT = TokenLimit(64)
 EOS = 9
