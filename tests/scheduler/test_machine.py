@@ -54,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: int | None,
         tenant: int,
         scored: bool,
-        guided: bool,
+        constrained: bool,
     ) -> None:
         longest = self.trial.longest()
         prompt = data.draw(st.integers(1, min(longest - 1, 24)))
@@ -68,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop=stop,
             tenant=tenant,
             scored=scored,
-            constrained=guided,
+            constrained=constrained,
         )
 
     @precondition(lambda self: self.trial.expected)

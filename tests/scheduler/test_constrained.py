@@ -9,11 +9,11 @@ from charonia.scheduler.plan import ForcedTokens, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 
-FREE, GUIDED = 1, 2
+FREE, CONSTRAINED = 1, 2
 
 
 class Loop:
-    """A scheduler over the fake executor, with one free sequence and one guided, step by step."""
+    """A scheduler over the fake executor, with one free sequence and one constrained, step by step."""
 
     def __init__(self, ahead: int, free: bool = True) -> None:
         cache = KVCacheManager(64, 4)
@@ -22,12 +22,14 @@ class Loop:
             FakeExecutor(block_size=4, threaded=False),
         )
         self.executor.allocate(64)
-        for key in (FREE, GUIDED) if free else (GUIDED,):
-            prompt, guided = np.arange(3, dtype=np.int32) + 100 * key, key == GUIDED
+        for key in (FREE, CONSTRAINED) if free else (CONSTRAINED,):
+            prompt, constrained = np.arange(3, dtype=np.int32) + 100 * key, key == CONSTRAINED
             self.scheduler.add(
-                SequenceSpec(key=key, prompt=prompt, max_tokens=40, constrained=guided, max_in_flight=int(guided))
+                SequenceSpec(
+                    key=key, prompt=prompt, max_tokens=40, constrained=constrained, max_in_flight=int(constrained)
+                )
             )
-        self.tokens: dict[int, list[int]] = {FREE: [], GUIDED: []}
+        self.tokens: dict[int, list[int]] = {FREE: [], CONSTRAINED: []}
 
     def plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
@@ -35,7 +37,7 @@ class Loop:
         return plan
 
     def apply(self, plan: StepPlan, follows: int = 0) -> None:
-        """The plan's result, and so many tokens that follow the guided sequence's."""
+        """The plan's result, and so many tokens that follow the constrained sequence's."""
         result, ways = self.executor.execute(plan).result(), {}
         for row, token in zip(result.rows.tolist(), result.tokens.tolist(), strict=True):
             if row in self.scheduler.constrained_rows and follows:
@@ -50,28 +52,28 @@ class Loop:
 def test_a_guided_row_is_not_planned_ahead_and_a_free_one_is() -> None:
     loop = Loop(ahead=1)
     first, second = loop.plan(), loop.plan()
-    (guided,) = loop.scheduler.constrained_rows
-    assert guided in first.rows
+    (constrained,) = loop.scheduler.constrained_rows
+    assert constrained in first.rows
     assert len(second.rows) == 1
-    assert guided not in second.rows
+    assert constrained not in second.rows
     loop.apply(first)
-    assert guided in loop.plan().rows
+    assert constrained in loop.plan().rows
 
 
 def test_tokens_that_follow_are_told_to_the_executor_and_computed_a_few_at_a_time_beside_others() -> None:
     loop = Loop(ahead=0)
     loop.apply(loop.plan(), follows=6)
-    assert loop.tokens[GUIDED] == list(range(203, 210))
-    (guided,) = loop.scheduler.constrained_rows
+    assert loop.tokens[CONSTRAINED] == list(range(203, 210))
+    (constrained,) = loop.scheduler.constrained_rows
     counts: list[int] = []
     given = np.zeros((0, 3), np.int32)
-    while len(loop.tokens[GUIDED]) == 7:
+    while len(loop.tokens[CONSTRAINED]) == 7:
         plan = loop.plan()
-        counts.append(int(plan.counts[plan.rows == guided][0]))
+        counts.append(int(plan.counts[plan.rows == constrained][0]))
         given = np.concatenate([given, plan.forced])
         assert plan.tokens <= len(plan.rows) + 1
         loop.apply(plan)
-    assert given.tolist() == [[guided, 4 + at, 204 + at] for at in range(6)]
+    assert given.tolist() == [[constrained, 4 + at, 204 + at] for at in range(6)]
     assert counts == [2, 2, 2, 1]
     assert loop.tokens[FREE] == list(range(103, 108))
 
@@ -82,4 +84,4 @@ def test_alone_they_are_computed_at_once() -> None:
     plan = loop.plan()
     assert plan.counts.tolist() == [7]
     loop.apply(plan)
-    assert loop.tokens[GUIDED] == list(range(203, 211))
+    assert loop.tokens[CONSTRAINED] == list(range(203, 211))
