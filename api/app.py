@@ -8,9 +8,9 @@ import asyncio
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -18,16 +18,16 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.errors import CharoniaError, NotFound, NotReady, ServerExiting, shutdown_error
+from ..core.extension_contracts import EndpointFunction
 from ..telemetry.shared_state import ServerGateway
 from .anthropic.routes import MessagesRoutes
 from .api_keys import Keyring
-from .batches.endpoints import BATCH_ENDPOINTS, BatchRoutes
-from .batches.runner import BatchRunner
 from .console.routes import ConsoleRoutes
+from .extensions import RouteExtensions
 from .http.access import AccessMiddleware, HttpRules
 from .http.connection import CLIENT_LEFT, ClientDisconnected, EventStreamResponse
 from .http.error_responses import (
@@ -61,8 +61,6 @@ from .triton.traffic import TrafficEndpoints
 
 log = logging.getLogger(__name__)
 
-Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
-
 _CACHED_PATHS = 256
 _LONGEST_CACHED = 256
 """The number and the length of the paths whose routes are cached."""
@@ -85,7 +83,6 @@ _ENDPOINTS = {
     "vllm": "/score, /classify, /pooling, /invocations, /load, /tokenizer_info",
     "anthropic": "/v1/messages, /v1/messages/count_tokens",
     "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
-    "batches": "/v1/files, /v1/batches",
     "routes": "/v2/routes",
     "adapters": "/v1/load_lora_adapter, /v1/unload_lora_adapter",
     "tokens": "/tokenize, /detokenize",
@@ -99,17 +96,14 @@ def build_app(
     keys: Keyring | None = None,
     rules: HttpRules | None = None,
     metrics: MetricRegistries = NO_METRICS,
-    batches: BatchRunner | None = None,
-    forward: Endpoint | None = None,
+    extensions: RouteExtensions | None = None,
+    forward: EndpointFunction | None = None,
 ) -> ASGIApp:
     """The application of port 8000. `keys`: required by every route but health; `metrics`: shown by /metrics;
-    `batches`: runs those of /v1/batches; `forward`: answers in place of the endpoints of what is no model's."""
+    `forward`: answers in place of the server's endpoints of what is no model's."""
     rules = rules or HttpRules()
-    routes = all_routes(gateway, info, rules, metrics, batches)
-    if forward is not None:
-        routes = [_forwarded(each, forward) for each in routes]
-    app = routed_app(routes)
-    app = AccessMiddleware(app, keys or Keyring(), rules.required_headers, rules.web_pages)
+    app = routed_app(all_routes(gateway, info, rules, metrics, extensions, forward))
+    app = AccessMiddleware(app, keys or Keyring(), rules)
     app = RequestContextMiddleware(app, gateway)
     if not rules.allowed_origins:
         return app
@@ -124,7 +118,7 @@ def build_app(
     )
 
 
-def routed_app(routes: Sequence[Route]) -> ASGIApp:
+def routed_app(routes: Sequence[BaseRoute]) -> ASGIApp:
     """The endpoints alone: what stands around them in `build_app` has done its part before."""
     fastapi = FastAPI(openapi_url=None, redirect_slashes=False)
     fastapi.router.routes.extend(routes)
@@ -138,13 +132,11 @@ _STATIC_PATHS = ("/", "/version", "/v2", "/console", "/console/{file}")
 """What depends on no model, and on no state."""
 
 
-def _forwarded(route: Route, forward: Endpoint) -> Route:
+def _forwarded(route: Route, forward: EndpointFunction) -> Route:
     """The route, or one that `forward` answers. Health is also that of the process that is asked."""
     if asks_model(route.path) or route.path in (*_HEALTH_PATHS, *_STATIC_PATHS):
         return route
-    replaced = Route(route.path, forward, methods=sorted(route.methods or ()))
-    replaced.path_regex = route.path_regex
-    return replaced
+    return Route(route.path, forward, methods=sorted(route.methods or ()))
 
 
 def all_routes(
@@ -152,10 +144,12 @@ def all_routes(
     info: ServerInfo,
     rules: HttpRules,
     metrics: MetricRegistries = NO_METRICS,
-    batches: BatchRunner | None = None,
-) -> list[Route]:
-    """The routes of every protocol; they match to the very end of a path, a line break there included. `batches` asks
-    their endpoints from now on."""
+    extensions: RouteExtensions | None = None,
+    forward: EndpointFunction | None = None,
+) -> list[BaseRoute]:
+    """The routes of `extensions`, and after them those of every protocol; they match to the very end of a path, a line
+    break there included. `forward`: see `build_app`."""
+    extensions = extensions or RouteExtensions()
     routes = [
         *ControlEndpoints(gateway, info.max_input_size).routes(),
         *TrafficEndpoints(gateway).routes(),
@@ -166,31 +160,42 @@ def all_routes(
         *EncoderRoutes(gateway, info.max_input_size).routes(),
         *ScoringRoutes(gateway, info.max_input_size).routes(),
         *AdapterRoutes(gateway, rules.lora_root, info.max_input_size).routes(),
-        *BatchRoutes(gateway, batches).routes(),
         *(
             ConsoleRoutes({*rules.console_hosts, *rules.allowed_hosts}).routes()
             if rules.console_hosts is not None
             else ()
         ),
         *ExplainEndpoint(gateway, metrics.whole).routes(),
-        *_server_routes(gateway, info, metrics.shown),
+        *_server_routes(gateway, info, metrics.shown, [plan.listed for plan in extensions.plans]),
     ]
     endpoints = {each.path: each.endpoint for each in routes}
     routes += InvocationRoutes(gateway, info.max_input_size, endpoints).routes()
-    for route in routes:
-        route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + r"\Z")
-    if batches is not None:
-        batches.endpoints = {each.path: each.endpoint for each in routes if each.path in BATCH_ENDPOINTS}
-    return routes
+    endpoints = {each.path: each.endpoint for each in routes}
+    if forward is not None:
+        routes = [_forwarded(route, forward) for route in routes]
+    every: list[BaseRoute] = [*extensions.serve(gateway, endpoints), *routes]
+    for route in every:
+        if isinstance(route, Route):
+            route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + r"\Z")
+    return every
 
 
-def _server_routes(gateway: ServerGateway, info: ServerInfo, registry: CollectorRegistry | None) -> list[Route]:
-    """The server's health, version, metrics and list of endpoints, where clients of vLLM look for them."""
+def _server_routes(
+    gateway: ServerGateway,
+    info: ServerInfo,
+    registry: CollectorRegistry | None,
+    extensions: Iterable[Mapping[str, str]],
+) -> list[Route]:
+    """The server's health, version, metrics and list of endpoints, where clients of vLLM look for them. `extensions`:
+    what the list has of each."""
+    listed = dict(_ENDPOINTS)
+    for more in extensions:
+        listed |= more
 
     async def index(request: Request) -> Response:
         server = {"name": info.name, "server": "charonia", "version": info.version}
         docs = "docs/clients.md of charonia's repository, or `charonia serve --help` for the flags"
-        return json_response({**server, "endpoints": _ENDPOINTS, "docs": docs})
+        return json_response({**server, "endpoints": listed, "docs": docs})
 
     async def health(request: Request) -> Response:
         """200, or 503 while a known model is not ready: load balancers understand that; v2's readiness is 400."""
@@ -222,13 +227,14 @@ def _server_routes(gateway: ServerGateway, info: ServerInfo, registry: Collector
 
 
 class PostRouter:
-    """Calls the endpoint of a POST request to one of `routes`; all other requests go to `app`."""
+    """Calls the endpoint of a POST request to one of `routes`, if that is a plain one; all other requests go to `app`,
+    and so do those to routes that FastAPI made of a function with parameters, and to applications."""
 
-    def __init__(self, routes: Sequence[Route], app: ASGIApp) -> None:
+    def __init__(self, routes: Sequence[BaseRoute], app: ASGIApp) -> None:
         self._app = app
         self._ending: defaultdict[str, list[Route]] = defaultdict(list)
         for route in routes:
-            if route.methods and "POST" in route.methods:
+            if type(route) is Route and route.methods and "POST" in route.methods:
                 self._ending[_last(route.path)].append(route)
         self._find = lru_cache(_CACHED_PATHS)(self._search)
 
@@ -243,7 +249,7 @@ class PostRouter:
         await asyncio.sleep(0)
         return await self._app(scope, receive, send)
 
-    def _search(self, path: str) -> tuple[Endpoint, dict[str, Any]] | None:
+    def _search(self, path: str) -> tuple[EndpointFunction, dict[str, Any]] | None:
         """The endpoint of a path, and the path's parameters, which are cached: they must not be changed."""
         for route in self._ending.get(_last(path), ()):
             if found := route.path_regex.match(path):
@@ -263,7 +269,7 @@ def _with_answer_headers(scope: Scope, send: Send) -> Send:
     return send
 
 
-async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+async def _answer(endpoint: EndpointFunction, scope: Scope, receive: Receive, send: Send) -> None:
     try:
         response = await endpoint(Request(scope, receive))
         # A stream begins later, with warnings that there are then.

@@ -1,6 +1,6 @@
 """Metrics in Prometheus's text format: a collector of what models measured, and the responses to scrapes."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..core.metrics import Histogram, Labels, Measurement, QuantileSummary, Reading
+from ..core.metrics import Histogram, Labels, Measurement, MetricFamily, QuantileSummary, Reading
 from ..telemetry.custom_metrics import CustomMetrics
 from ..telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES, vllm_readings
 
@@ -35,24 +35,27 @@ def build_registry(
     vllm: bool = False,
     hidden: Collection[str] = (),
     custom: CustomMetrics | None = None,
+    extensions: Iterable[MetricFamily] = (),
 ) -> CollectorRegistry:
     """A registry that collects from `sources`, and the `custom` metrics that models make; with `vllm` also under vLLM's
-    names, without the `hidden` families."""
+    names, without the `hidden` families. `extensions`: families that are not the server's own."""
+    shown = [family for family in (*CHARONIA_FAMILIES, *extensions, *TRITON_FAMILIES) if family.name not in hidden]
     registry = CollectorRegistry()
-    registry.register(PrometheusCollector(tuple(sources), vllm, hidden, custom or CustomMetrics()))
+    registry.register(PrometheusCollector(tuple(sources), shown, vllm, custom or CustomMetrics()))
     return registry
 
 
 class PrometheusCollector(Collector):
-    """Collects the families of which a source has a reading; a series ends with the model that it is of."""
+    """Collects the families, of those that are `shown`, of which a source has a reading; a series ends with the model
+    that it is of."""
 
     def __init__(
-        self, sources: tuple[MetricsSource, ...], vllm: bool, hidden: Collection[str], custom: CustomMetrics
+        self, sources: tuple[MetricsSource, ...], shown: Sequence[MetricFamily], vllm: bool, custom: CustomMetrics
     ) -> None:
         self._sources = sources
         self._custom = custom
         self._vllm = vllm
-        self._shown = [family for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES) if family.name not in hidden]
+        self._shown = shown
 
     def collect(self) -> Iterator[Metric]:
         ours, theirs = _families(self._shown), _families(VLLM_FAMILIES if self._vllm else ())

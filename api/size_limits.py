@@ -1,7 +1,5 @@
 """The limits of requests, and the errors of what exceeds them, in tritonserver's words."""
 
-from typing import NamedTuple
-
 from ..core.errors import InvalidArgument
 
 MAX_RAW_BYTES = 32 * 1024 * 1024
@@ -13,24 +11,8 @@ MAX_RESPONSE_BYTES = 1 << 30
 BODY_TIMEOUT = 60.0
 """Seconds of silence within a request's body after which it is given up, unless a flag says otherwise."""
 
-
 SLOW_BODY_SECONDS, SLOW_BODY_BYTES = 30.0, 30 * 1024
 """A body of which fewer bytes come in so many seconds of waiting for it is given up: 1 KiB a second."""
-
-
-class FileLimits(NamedTuple):
-    """Bytes of one file of /v1/files, of all, and of those of one tenant; requests of a batch; seconds that a file is
-    kept."""
-
-    file_bytes: int = 200 << 20
-    total_bytes: int = 10 << 30
-    tenant_bytes: int = 10 << 30
-    lines: int = 50_000
-    seconds: int = 30 * 86_400
-
-
-FILE_LIMITS = FileLimits()
-"""The limits of files and batches unless flags say otherwise; those of one file and of a batch are OpenAI's."""
 
 _HINT = "Use --http-max-input-size to increase the limit."
 _RAW_HINT = "Use --max-raw-input-size to increase the limit."

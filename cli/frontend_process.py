@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from prometheus_client import CollectorRegistry
 
 from ..api.app import build_app
+from ..api.extensions import WorkerRoutes, worker_extensions
 from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
@@ -55,6 +56,7 @@ class FrontendSetup:
     max_lag: float
     logs: LogSettings
     logged_requests: LoggedRequests
+    extensions: tuple[WorkerRoutes, ...]
 
 
 class LogRelay(io.StringIO):
@@ -123,8 +125,9 @@ def _make_servers(setup: FrontendSetup, gateway: RemoteGateway) -> list[HttpServ
     settings, servers = setup.settings, list[HttpServer | GrpcServer]()
     forwarder, timeout = HttpForwarder(gateway, setup.info.max_input_size), settings.http.body_timeout
     # For the routes: the hub has what they show.
+    extensions = worker_extensions(setup.extensions, forwarder.answer_in_pieces)
     shown = MetricRegistries(CollectorRegistry() if setup.shows_metrics else None, CollectorRegistry())
-    app = build_app(gateway, setup.info, settings.keys, settings.http, shown, forward=forwarder.answer)
+    app = build_app(gateway, setup.info, settings.keys, settings.http, shown, extensions, forwarder.answer)
     if setup.http_port is not None:
         sock = bind_port(setup.http_address, setup.http_port, "--http-port", shared=True)
         servers.append(HttpServer(app, sock, access_log=True, tls=settings.tls, body_timeout=timeout))

@@ -7,12 +7,12 @@ import shlex
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..api.app import build_app
-from ..api.batches.runner import BatchRunner
+from ..api.extensions import RouteExtensions
 from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
@@ -50,17 +50,16 @@ class FrontendServers:
         self._plan, self._gateway, self._ports = plan, gateway, ports
         self._pool: FrontendPool | None = None
         server, settings = plan.options.server, plan.endpoints
-        self._batches: BatchRunner | None = None
-        if plan.store is not None:
-            self._batches = BatchRunner(plan.store, gateway, plan.options.files.batch_concurrency)
-            sources = (*sources, self._batches.measure)
+        self._extensions = RouteExtensions(plan.extensions)
+        sources = (*sources, self._extensions.measure)
         if server.frontends > 1:
             sources = (*sources, self._measure_frontends)
         shown = self._metrics = None
         if ports.metrics is not None:
             measured = *sources, *machine_metric_sources(server)
             vllm, custom = server.metrics_names == "vllm", gateway.shared_state.metrics
-            shown = build_registry(measured, vllm, plan.metrics.hidden, custom)
+            families = [family for extension in plan.extensions for family in extension.metrics]
+            shown = build_registry(measured, vllm, plan.metrics.hidden, custom, families)
             self._metrics = HttpServer(metrics_app(shown), ports.metrics, access_log=False)
         metrics = MetricRegistries(shown, build_registry(sources))
         sizes = server.http_max_input_size, server.max_raw_input_size, server.max_response_bytes
@@ -69,10 +68,10 @@ class FrontendServers:
         if server.frontends > 1:
             from .several_frontends import frontend_pool
 
-            self._pool = frontend_pool(plan, gateway, ports, info, metrics, self._batches)
+            self._pool = frontend_pool(plan, gateway, ports, info, metrics, self._extensions)
             self._servers.append(self._pool)
             return
-        app = build_app(gateway, info, settings.keys, settings.http, metrics, self._batches)
+        app = build_app(gateway, info, settings.keys, settings.http, metrics, self._extensions)
         timeout = settings.http.body_timeout
         if ports.http is not None:
             self._servers.append(HttpServer(app, ports.http, access_log=True, tls=settings.tls, body_timeout=timeout))
@@ -116,15 +115,9 @@ class FrontendServers:
         if self._pool is not None:
             await self._pool.settle()
 
-    def start_batches(self) -> None:
-        """Go on with the batches that earlier servers left, and take new ones, now that models are loaded."""
-        if self._batches is not None:
-            self._batches.start()
-
-    async def pause_batches(self) -> None:
-        """Begin nothing more of batches, and give up what is under way: the next server goes on."""
-        if self._batches is not None:
-            await self._batches.pause()
+    def extensions(self) -> AbstractAsyncContextManager[None]:
+        """Run what extensions do beside their endpoints during the block, now that models are loaded."""
+        return self._extensions.running()
 
     def _write_url(self) -> None:
         """Write where a client on this machine reaches the server; a file that cannot be written costs a warning."""
@@ -162,6 +155,7 @@ class FrontendServers:
             url = self._url(ports.http)
             lines += [f"Serving on {url}", *self._example(url)]
             lines += [f"Console on {url}/console"] if settings.http.console_hosts is not None else []
+            lines += [f"{name} on {url}{path}" for plan in self._plan.extensions for name, path in plan.pages.items()]
         say(*lines)
 
     def _example(self, url: str) -> Iterator[str]:

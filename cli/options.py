@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
-from ..api.size_limits import BODY_TIMEOUT, FILE_LIMITS, MAX_RAW_BYTES, MAX_RESPONSE_BYTES, FileLimits
+from ..api.size_limits import BODY_TIMEOUT, MAX_RAW_BYTES, MAX_RESPONSE_BYTES
 from ..engine.options import EngineOptions
 from ..telemetry.logging_setup import LogSettings
 from ..telemetry.request_log import LoggedRequests
+from .extensions import extension_options
 
 _BOOLEANS = ("true", "false", "1", "0")
 
@@ -336,32 +337,6 @@ class GrpcOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilesOptions:
-    """Files of clients, and batches of requests."""
-
-    files_dir: Path | None = None
-    """Directory for files and batches of /v1/files and /v1/batches, this server's alone; without it, there are none."""
-    files_max_bytes: Annotated[int, Parameter(validator=Number(gte=1))] = FILE_LIMITS.file_bytes
-    """Bytes of one file."""
-    files_total_bytes: Annotated[int, Parameter(validator=Number(gte=1))] = FILE_LIMITS.total_bytes
-    """Bytes of all files together."""
-    files_tenant_bytes: Annotated[int | None, Parameter(validator=Number(gte=1))] = None
-    """Bytes of all files of one tenant; without it, half of all where keys name several tenants."""
-    files_max_days: Annotated[int, Parameter(validator=Number(gte=1, lte=36_500))] = FILE_LIMITS.seconds // 86_400
-    """Days after which a file is removed."""
-    batch_max_requests: Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000))] = FILE_LIMITS.lines
-    """Requests of one batch."""
-    batch_concurrency: Annotated[int, Parameter(validator=Number(gte=1, lte=65_536))] = 32
-    """Requests of all batches that are under way at a time."""
-
-    def limits(self, tenants: int) -> FileLimits:
-        """The limits where keys name so many `tenants`."""
-        seconds, total = self.files_max_days * 86_400, self.files_total_bytes
-        share = self.files_tenant_bytes or (total if tenants < 2 else total // 2)
-        return FileLimits(self.files_max_bytes, total, share, self.batch_max_requests, seconds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CloudOptions:
     """Settings of the endpoints for clouds."""
 
@@ -377,21 +352,42 @@ class CloudOptions:
     """Model that Vertex AI asks; may be left out where there is one."""
 
 
-def _group(name: str, place: int) -> Parameter:
-    """The flags of one class, under a heading of their own in the help."""
-    return Parameter("*", group=Group(name, sort_key=place))
+_HEADINGS = {
+    "Models": 1,
+    "Language models": 2,
+    "Adapters": 3,
+    "Server": 4,
+    "HTTP": 5,
+    "Keys": 6,
+    "gRPC": 7,
+    "Clouds": 9,
+}
+"""Their places in the help."""
+
+_OF_EXTENSIONS = 8
+
+
+def _heading(name: str) -> Parameter:
+    """The flags of one class, under a heading in the help."""
+    return Parameter("*", group=Group(name, sort_key=_HEADINGS.get(name, _OF_EXTENSIONS)))
+
+
+if TYPE_CHECKING:
+    ExtensionOptions: TypeAlias = Any
+else:
+    ExtensionOptions = extension_options(_heading)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """All flags of `charonia serve` but those that only tritonserver has."""
 
-    repository: Annotated[RepositoryOptions, _group("Models", 1)] = RepositoryOptions()
-    engine: Annotated[EngineOptions, _group("Language models", 2)] = EngineOptions()  # noqa: RUF009
-    adapters: Annotated[AdapterOptions, _group("Adapters", 3)] = AdapterOptions()
-    server: Annotated[ServerOptions, _group("Server", 4)] = ServerOptions()
-    http: Annotated[HttpOptions, _group("HTTP", 5)] = HttpOptions()
-    keys: Annotated[KeyOptions, _group("Keys", 6)] = KeyOptions()
-    grpc: Annotated[GrpcOptions, _group("gRPC", 7)] = GrpcOptions()
-    files: Annotated[FilesOptions, _group("Files and batches", 8)] = FilesOptions()
-    cloud: Annotated[CloudOptions, _group("Clouds", 9)] = CloudOptions()
+    repository: Annotated[RepositoryOptions, _heading("Models")] = RepositoryOptions()
+    engine: Annotated[EngineOptions, _heading("Language models")] = EngineOptions()  # noqa: RUF009
+    adapters: Annotated[AdapterOptions, _heading("Adapters")] = AdapterOptions()
+    server: Annotated[ServerOptions, _heading("Server")] = ServerOptions()
+    http: Annotated[HttpOptions, _heading("HTTP")] = HttpOptions()
+    keys: Annotated[KeyOptions, _heading("Keys")] = KeyOptions()
+    grpc: Annotated[GrpcOptions, _heading("gRPC")] = GrpcOptions()
+    cloud: Annotated[CloudOptions, _heading("Clouds")] = CloudOptions()
+    extensions: Annotated[ExtensionOptions, Parameter("*")] = ExtensionOptions()  # noqa: RUF009

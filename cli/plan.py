@@ -3,12 +3,11 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..api.api_keys import Keyring, load_keyring
-from ..api.batches.store import FileStore, open_store
 from ..api.console.routes import parse_console_hosts
 from ..api.grpc.settings import GrpcCallPolicy, GrpcSettings, build_call_policy
 from ..api.header_rules import HeaderForwarding, read_restrictions
@@ -17,13 +16,16 @@ from ..api.http.web_pages import parse_allowed_hosts
 from ..api.tls import KeyPair, load_tls_files, parse_key_pair
 from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_endpoint
 from ..core.errors import InvalidArgument
+from ..core.extension_contracts import RoutesPlan, ServerFacts
 from ..engine.options import declare_drafters
 from ..processes.client_shared_memory import SharedMemoryRegistry
+from ..telemetry.custom_metrics import CustomMetrics
 from ..telemetry.logging_setup import LogControl
 from ..telemetry.metric_families import MetricsConfig, parse_metrics_config
 from ..telemetry.request_trace import check_trace_file
 from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config
+from .extensions import plan_extensions
 from .model_selection import ModelSelection, parse_lora_modules, select_models
 from .options import AdapterOptions, CloudOptions, GrpcOptions, HttpOptions, ServeOptions, ServerOptions, is_true
 from .roofline_file import read_rooflines
@@ -48,14 +50,14 @@ class EndpointSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """The models to serve, and how. `store`: where files and batches of clients lie, if they are wanted."""
+    """The models to serve, and how."""
 
     options: ServeOptions
     endpoints: EndpointSettings
     selection: ModelSelection
     shared: SharedState
     metrics: MetricsConfig
-    store: FileStore | None = None
+    extensions: tuple[RoutesPlan, ...] = ()
 
 
 def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> ServePlan:
@@ -90,9 +92,27 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
     if options.adapters.lora_modules:
         engine["lora_modules"] = json.dumps(parse_lora_modules(options.adapters.lora_modules))
     selection = select_models(model, repository, engine, metrics.quantiles if metrics.summaries else ())
-    directory = options.files.files_dir
-    store = None if directory is None else open_store(directory, options.files.limits(endpoints.keys.tenant_count))
-    return ServePlan(options, endpoints, selection, _shared_state(options.server, logs), metrics, store)
+    extensions = tuple(plan_extensions(options.extensions, server_facts(options, endpoints)))
+    endpoints = replace(endpoints, http=extended_rules(endpoints.http, extensions))
+    shared = _shared_state(options.server, logs, extensions)
+    return ServePlan(options, endpoints, selection, shared, metrics, extensions)
+
+
+def server_facts(options: ServeOptions, endpoints: EndpointSettings) -> ServerFacts:
+    """What extensions are told before they plan."""
+    return ServerFacts(
+        serves_http=is_true(options.server.allow_http),
+        http_address=options.server.http_address,
+        host_names=endpoints.http.allowed_hosts,
+        tenants=endpoints.keys.tenant_count,
+    )
+
+
+def extended_rules(rules: HttpRules, extensions: Iterable[RoutesPlan]) -> HttpRules:
+    """The rules of the server, and those of what extensions serve."""
+    access = tuple(path for plan in extensions for path in plan.access)
+    names = [name for plan in extensions for name in plan.host_names]
+    return replace(rules, extensions=access, allowed_hosts=(*rules.allowed_hosts, *names))
 
 
 def endpoint_settings(options: ServeOptions) -> EndpointSettings:
@@ -175,7 +195,7 @@ def unprotected_routes(options: ServeOptions, endpoints: EndpointSettings) -> bo
     return options.repository.state_dir is not None and is_true(options.server.allow_http) and not protected
 
 
-def _shared_state(server: ServerOptions, logs: LogControl) -> SharedState:
+def _shared_state(server: ServerOptions, logs: LogControl, extensions: Iterable[RoutesPlan]) -> SharedState:
     traces = parse_trace_config(server.trace_config)
     check_trace_file(traces)
     if traces.spans is not None and TENSORS in traces.trace_level:
@@ -183,4 +203,5 @@ def _shared_state(server: ServerOptions, logs: LogControl) -> SharedState:
     if traces.spans is not None and not traces.enabled:
         log.warning("nothing is traced: --trace-config level=TIMESTAMPS is not given")
     regions, rooflines = SharedMemoryRegistry(is_true(server.allow_client_shm)), read_rooflines(server.machine)
-    return SharedState(regions, logs, TraceControl(traces), rooflines=rooflines)
+    custom = CustomMetrics(family.name for plan in extensions for family in plan.metrics)
+    return SharedState(regions, logs, TraceControl(traces), custom, rooflines=rooflines)

@@ -102,10 +102,11 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
                 gc_tuning.collect_and_freeze(frozen_too=False)
                 sys.setswitchinterval(_TURN_SECONDS)
                 await servers.settle()
-                servers.start_batches()
-                servers.print_addresses()
                 async with plan.selection.polling(watcher), gateway.rollouts.running():
-                    await wait_for_first(stop.stop_requested.wait(), servers.ended())
+                    async with servers.extensions():
+                        servers.print_addresses()
+                        await wait_for_first(stop.stop_requested.wait(), servers.ended())
+                        gateway.begin_exit()
                     await _shut_down(gateway, servers, stop, options.exit_timeout_secs)
             return 0
         finally:
@@ -150,7 +151,6 @@ async def _make_servers(
 async def _shut_down(gateway: InProcessGateway, servers: "FrontendServers", stop: StopSignals, timeout: float) -> None:
     """Refuse new requests, wait for running ones, `timeout` seconds or until a second signal, and close the servers."""
     gateway.begin_exit()
-    await servers.pause_batches()
     log.info("shutting down: up to %g s for running requests; another signal forces", timeout)
     await wait_for_first(gateway.in_flight.wait_drained(), stop.force_requested.wait(), timeout=timeout)
     await servers.stop(force=gateway.in_flight.count > 0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..api.app import all_routes, routed_app
-from ..api.batches.runner import BatchRunner
+from ..api.extensions import RouteExtensions
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricRegistries
 from ..http_workers.forwarding import answer_rpc
@@ -25,12 +25,11 @@ def frontend_pool(
     ports: ReservedPorts,
     info: ServerInfo,
     metrics: MetricRegistries,
-    batches: BatchRunner | None,
+    extensions: RouteExtensions,
 ) -> FrontendPool:
-    """The frontends that `plan` asks for, on the reserved ports. `metrics`: what endpoints show and explain; `batches`:
-    runs those of files, in this process."""
+    """The frontends that `plan` asks for, on the reserved ports. `metrics`: what endpoints show and explain."""
     server, settings = plan.options.server, plan.endpoints
-    app = routed_app(all_routes(gateway, info, settings.http, metrics, batches))
+    app = routed_app(all_routes(gateway, info, settings.http, metrics, extensions))
     hub = FrontendHub(gateway, app, partial(answer_rpc, gateway))
     options = [option for option in settings.grpc.channel_options if option[0] != _REUSE_PORT]
     grpc = settings.grpc._replace(channel_options=(*options, (_REUSE_PORT, 1)))
@@ -49,5 +48,6 @@ def frontend_pool(
         server.max_loop_lag_secs,
         server.log_settings,
         server.log_requests,
+        extensions.in_workers(),
     )
     return FrontendPool(hub, server.frontends, main, setup)

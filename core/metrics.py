@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, zip_longest
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -144,6 +144,7 @@ class QuantileSummary:
 
 
 Labels: TypeAlias = Mapping[str, str]
+MetricType: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
 
 
 class Reading(NamedTuple):
@@ -152,6 +153,14 @@ class Reading(NamedTuple):
     family: str
     value: float | Histogram | QuantileSummary
     labels: Labels = {}
+
+
+class MetricFamily(NamedTuple):
+    """A metric by its name on the wire, counters with or without `_total`."""
+
+    name: str
+    kind: MetricType
+    help: str
 
 
 class Measurement(NamedTuple):

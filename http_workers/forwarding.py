@@ -1,14 +1,13 @@
 """What a frontend does not answer itself: requests and calls that are no inference cross to the hub, whose endpoints
 answer them."""
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from ..api.grpc.control_rpcs import CONTROL_RPCS, ControlRpc
 from ..api.http.connection import CLIENT_LEFT, CancelOnDisconnect, ClientDisconnected, receive_body
@@ -19,9 +18,6 @@ from ..telemetry.shared_state import ServerGateway
 from .messages import HttpCall
 from .pieces import ForwardedInPieces
 from .remote_gateway import RemoteGateway
-
-_IN_PIECES = re.compile(r"/v1/files(/[^/]*/content)?")
-"""Paths whose bodies may be files."""
 
 _ANSWERED_HERE = ("ServerLive", "ServerReady")
 """RPCs whose answer is also that of the process that is asked."""
@@ -34,27 +30,28 @@ class HttpForwarder:
         self._gateway, self._max_size = gateway, max_size
 
     async def answer(self, request: Request) -> ASGIApp:
-        scope, body = request.scope, b""
-        in_pieces = _IN_PIECES.fullmatch(scope["path"]) is not None
-        if request.method != "GET" and not in_pieces:
+        body = b""
+        if request.method != "GET":
             announced = request.headers.get("content-length", "").encode()
             body = bytes(await receive_body(request, announced, partial(check_json_size, limit=self._max_size)))
-        tenant = tenant_of(scope)
-
-        def call(key: int) -> HttpCall:
-            asked = scope["path"], scope["query_string"], [*scope["headers"]], body
-            return HttpCall(key, request.method, *asked, tenant.name, tenant.weight, in_pieces)
-
-        if in_pieces:
-            return ForwardedInPieces(self._gateway, call)
         try:
             async with CancelOnDisconnect(request.receive):
-                answer = await self._gateway.ask_http(call)
+                answer = await self._gateway.ask_http(partial(_call, request.scope, body, False))
         except ClientDisconnected:
             return Response(status_code=CLIENT_LEFT)
         response = Response(answer.body, answer.status)
         response.raw_headers = answer.headers
         return response
+
+    async def answer_in_pieces(self, request: Request) -> ASGIApp:
+        """As `answer`, where bodies may be long, or be made while they are read."""
+        return ForwardedInPieces(self._gateway, partial(_call, request.scope, b"", True))
+
+
+def _call(scope: Scope, body: bytes, in_pieces: bool, key: int) -> HttpCall:
+    tenant = tenant_of(scope)
+    asked = scope["path"], scope["query_string"], [*scope["headers"]], body
+    return HttpCall(key, scope["method"], *asked, tenant.name, tenant.weight, in_pieces)
 
 
 def forwarded_rpcs(gateway: RemoteGateway) -> Mapping[str, ControlRpc]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,10 +53,11 @@ def _body(data: bytes, more: bool) -> Message:
 
 
 class AnsweredInPieces:
-    """The same call in the hub: `receive` and `send` are those of the application that answers."""
+    """The same call in the hub: `receive` and `send` are those of the application that answers. `before_answer`: waited
+    for when that begins."""
 
-    def __init__(self, key: int, link: HubLink) -> None:
-        self._key, self._link = key, link
+    def __init__(self, key: int, link: HubLink, before_answer: Callable[[], Awaitable[None]] | None = None) -> None:
+        self._key, self._link, self._before_answer = key, link, before_answer
         self._arrived: asyncio.Queue[HttpPiece] = asyncio.Queue()
         self._whole = False
         self._wanted = asyncio.Event()
@@ -91,6 +92,8 @@ class AnsweredInPieces:
         data, more, start = message.get("body", b""), message.get("more_body", False), self._start
         if start is not None and not self._begun:
             self._begun = True
+            if self._before_answer is not None:
+                await self._before_answer()
             headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
             self._link.send(HttpAnswer(self._key, start["status"], headers, data, more))
             return

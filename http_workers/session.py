@@ -533,7 +533,9 @@ class FrontendSession:
     async def _http(self, call: HttpCall) -> None:
         request = ControlRequest(call.method, call.path, call.query, call.headers, call.body)
         if call.in_pieces:
-            answered = self._in_pieces[call.key] = AnsweredInPieces(call.key, self.link)
+            changes = not _READING.fullmatch(f"{call.method} {call.path}")
+            before = self._hub.settle if changes else None
+            answered = self._in_pieces[call.key] = AnsweredInPieces(call.key, self.link, before)
             try:
                 await answered.answer(self._hub.app, request, Tenant(call.tenant, call.tenant_weight))
             finally:

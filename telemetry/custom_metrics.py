@@ -4,14 +4,14 @@ Belongs to the event loop.
 """
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal, TypeAlias
 
 from ..core.errors import AlreadyExists, InvalidArgument
-from ..core.metrics import Histogram, Reading
-from .metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES, MetricFamily
+from ..core.metrics import Histogram, MetricFamily, Reading
+from .metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES
 
 MetricKind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
@@ -52,9 +52,10 @@ class _Use:
 
 class CustomMetrics:
     """All families. An `owner`, a process, has its series until it removes them or ends; owners that name the same
-    labels share a series."""
+    labels share a series. `reserved`: names of the server's extensions, which no model may take."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserved: Iterable[str] = ()) -> None:
+        self._reserved = _RESERVED.union(reserved)
         self._families: dict[str, CustomFamily] = {}
         self._uses: dict[int, _Use] = {}
         self._numbers = count()
@@ -72,7 +73,7 @@ class CustomMetrics:
 
     def add_family(self, name: str, description: str, kind: MetricKind) -> None:
         """Raises `InvalidArgument` for a name that Prometheus refuses, `AlreadyExists` for one of another kind."""
-        if not _NAME.fullmatch(name) or name in _RESERVED:
+        if not _NAME.fullmatch(name) or name in self._reserved:
             raise InvalidArgument(f"'{name}' is no name for a metric of a model")
         family = self._families.setdefault(name, CustomFamily(name, description, kind))
         if family.kind != kind:

@@ -5,21 +5,12 @@ Names are as they stand on the wire, counters with or without `_total`. Knows no
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
-from ..core.metrics import Histogram, QuantileSummary, Reading
+from ..core.metrics import Histogram, MetricFamily, QuantileSummary, Reading
 
 log = logging.getLogger(__name__)
-
-MetricType: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
-
-
-class MetricFamily(NamedTuple):
-    name: str
-    kind: MetricType
-    help: str
-
 
 CHARONIA_FAMILIES = (
     MetricFamily(
@@ -122,9 +113,6 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_model_cache_bytes", "gauge", "What --model-cache-dir holds"),
     MetricFamily("charonia_model_cache_downloaded_bytes_total", "counter", "Bytes of models that were downloaded"),
     MetricFamily("charonia_model_cache_evicted_bytes_total", "counter", "Bytes of models that made room for others"),
-    MetricFamily("charonia_batch_requests_total", "counter", "Requests of batches by how they ended, or were repeated"),
-    MetricFamily("charonia_batches_unfinished", "gauge", "Batches that have not ended, by status"),
-    MetricFamily("charonia_files_bytes", "gauge", "What files of clients and of batches hold of --files-total-bytes"),
 )
 
 DURATION_FAMILIES = (

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "extras/trtllm": {"core", "telemetry", "scheduler", "tokenization", "engine", "ensembles"},
     "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository", "routing", "planning"},
     "analyzer": {"core", "processes", "engine", "repository", "planning", "bench"},
+    "extras/batches": {"core", "processes", "api"},
     "cli": {
         "analyzer",
         "bench",
@@ -72,7 +73,7 @@ INNER_FLOORS = {
         ".build",
         "vllm",
     ),
-    "api": ("http", "triton openai grpc console", "anthropic batches", ".app"),
+    "api": ("http", "triton openai grpc console", "anthropic", ".app"),
     "classic_backends": (
         "python_stub",
         "batching",

@@ -9,6 +9,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import CharoniaError, InvalidArgument, Unauthenticated
+from ...core.extension_contracts import PathAccess
 from ..api_keys import Keyring, bearer, same_key
 from ..header_rules import HeaderForwarding, RequiredHeader, restricted_api_of
 from ..size_limits import BODY_TIMEOUT
@@ -27,7 +28,8 @@ class HttpRules:
     """`forwarding`: headers that models get; `required_headers`: of restricted APIs, by API; `allowed_origins`: of web
     pages that may ask; `body_timeout`: seconds to wait for the next piece of a body; `lora_root`: the directory that
     requests may load adapters from, None where they may not; `console_hosts`: names that the console is served under,
-    None where it is not; `allowed_hosts`: names of this server, `*` for any."""
+    None where it is not; `allowed_hosts`: names of this server, `*` for any; `extensions`: who may ask what
+    they serve."""
 
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
@@ -36,10 +38,25 @@ class HttpRules:
     lora_root: Path | None = None
     console_hosts: Collection[str] | None = None
     allowed_hosts: Collection[str] = ()
+    extensions: tuple[PathAccess, ...] = ()
 
     @property
     def web_pages(self) -> WebPageRules:
-        return WebPageRules((*self.allowed_hosts, *(self.console_hosts or ())), self.allowed_origins)
+        private = [access.path for access in self.extensions if access.is_private]
+        return WebPageRules((*self.allowed_hosts, *(self.console_hosts or ())), self.allowed_origins, private)
+
+    @property
+    def open_paths(self) -> re.Pattern[str]:
+        """Those that need no key."""
+        more = [f"|{re.escape(access.path)}(/.*)?" for access in self.extensions if not access.needs_key]
+        return re.compile(_OPEN.pattern + "".join(more), re.DOTALL)
+
+    def restricted_api_of(self, path: str) -> str:
+        """The part of v2 that an HTTP path belongs to; empty for a path that cannot be restricted."""
+        for access in self.extensions:
+            if access.restricted_api and f"{path}/".startswith(f"{access.path}/"):
+                return access.restricted_api
+        return restricted_api_of(path) or ""
 
 
 def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
@@ -61,28 +78,26 @@ def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
 
 class AccessMiddleware:
     """Refuses requests before anything of a body is read: 401 without a key, 403 without the header that a restricted
-    API requires (`required`, by the name of the API).
+    API requires.
 
     The key's tenant is noted in the request's context. Health needs no key, nor do the console's files, which tell
-    nothing. Where no key has to be shown, nor a header that no web page knows, `pages` says what pages may do.
+    nothing. Where no key has to be shown, nor a header that no web page knows, the rules say what pages may do.
     """
 
-    def __init__(
-        self, app: ASGIApp, keys: Keyring, required: Mapping[str, RequiredHeader], pages: WebPageRules
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: Keyring, rules: HttpRules) -> None:
         self._app = app
         self._keys = keys
-        self._required = required
-        self._pages = pages
+        self._required, self._api_of = rules.required_headers, rules.restricted_api_of
+        self._pages, self._open = rules.web_pages, rules.open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        required = self._required.get(restricted_api_of(scope["path"]) or "") if self._required else None
+        required = self._required.get(self._api_of(scope["path"])) if self._required else None
         try:
             if not self._keys:
                 if required is None:
                     self._pages.check(scope)
-            elif not _OPEN.fullmatch(scope["path"]):
+            elif not self._open.fullmatch(scope["path"]):
                 record_tenant(scope, self._keys.authenticate(_shown_key(scope)))
         except CharoniaError as error:
             record_error(scope, error)

@@ -3,14 +3,14 @@ is called as for a request that came over HTTP, with a context of its own, and n
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message
+from starlette.types import Message
 
 from ...core.errors import CharoniaError
+from ...core.extension_contracts import EndpointFunction
 from ...core.gateway import Gateway
 from ...core.native_calls import CONTROL_FLOW
 from ..api_keys import Tenant
@@ -18,8 +18,6 @@ from .error_responses import INTERNAL_SERVER_ERROR, error_response
 from .request_context import LONGEST_WARNING, endpoint_name, internal_scope
 
 log = logging.getLogger(__name__)
-
-EndpointFunction: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class InternalAnswer(NamedTuple):

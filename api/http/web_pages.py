@@ -86,18 +86,20 @@ class HostPort(NamedTuple):
 
 class WebPageRules:
     """What pages may do. `hosts`: names of this server, beside those that can be nobody else's; `origins`: of pages
-    that may ask, `*` for all pages, which may not change anything for that."""
+    that may ask, `*` for all pages, which may not change anything for that; `private`: beginnings of paths that have to
+    do with clients' data."""
 
-    def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = ()) -> None:
+    def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = (), private: Iterable[str] = ()) -> None:
         self._hosts = frozenset((*hosts, plain_name(socket.gethostname())))
         self._origins = frozenset(origins)
+        self._private = tuple(private)
 
     def check(self, scope: Scope) -> None:
-        """Raises `ApiError`: 403 for a request that changes this server, or has to do with files, under a name that is
-        not known, or of a page from elsewhere; and for a page's under a name that leads here by a trick. 415 for what a
-        page from elsewhere sends as a form."""
-        headers, method = dict(scope["headers"]), scope["method"]
-        origin, protected = headers.get(b"origin"), is_protected(method, scope["path"])
+        """Raises `ApiError`: 403 for a request that changes this server, or is for what is private, under a name that
+        is not known, or of a page from elsewhere; and for a page's under a name that leads here by a trick. 415 for
+        what a page from elsewhere sends as a form."""
+        headers, method, path = dict(scope["headers"]), scope["method"], scope["path"]
+        origin, protected = headers.get(b"origin"), is_protected(method, path) or path.startswith(self._private)
         if origin is None and not protected and headers.get(b"sec-fetch-site") not in _FOREIGN_SITES:
             return
         host, changes = HostPort.of_header(headers.get(b"host", b"")), method not in _SAFE_METHODS
@@ -149,9 +151,7 @@ def _page_name(origin: bytes | None) -> str:
 
 
 def is_protected(method: str, path: str) -> bool:
-    """Whether a request changes the server, or has to do with clients' files."""
-    if path.startswith(("/v1/files", "/v1/batches")):
-        return True
+    """Whether a request changes the server."""
     if method in _SAFE_METHODS:
         return False
     if path.startswith("/v2/models/"):

@@ -17,11 +17,14 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.api.anthropic import messages_request
 from charonia.api.app import build_app
+from charonia.api.extensions import RouteExtensions
 from charonia.api.metadata import ServerInfo
 from charonia.api.openai import chat_messages, json_body, responses_request, schemas
 from charonia.api.prometheus import MetricRegistries
 from charonia.cli.app import app
-from charonia.cli.options import BooleanFlag
+from charonia.cli.extensions import plan_extensions
+from charonia.cli.options import BooleanFlag, ServeOptions
+from charonia.cli.plan import endpoint_settings, server_facts
 from charonia.core.foreign_parameters import FOREIGN_PARAMETERS
 from charonia.core.request import SamplingParams
 from charonia.engine.attention.selector import BACKENDS
@@ -258,7 +261,10 @@ def test_every_bench_and_make_target_stands_there(root: Path, page: Any) -> None
 
 
 def test_every_route_stands_there(page: Any, codes: Any) -> None:
-    outer: Any = build_app(cast(Any, None), ServerInfo(), metrics=MetricRegistries(CollectorRegistry()))
+    options = ServeOptions()
+    plans = plan_extensions(options.extensions, server_facts(options, endpoint_settings(options)))
+    metrics = MetricRegistries(CollectorRegistry())
+    outer: Any = build_app(cast(Any, None), ServerInfo(), metrics=metrics, extensions=RouteExtensions(plans))
     while not hasattr(outer, "routes"):
         outer = outer._app
     served = {(method, plain(route.path)) for route in outer.routes for method in route.methods - {"HEAD"}}

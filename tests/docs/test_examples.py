@@ -13,6 +13,9 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2
 
+from charonia.cli.extensions import plan_extensions
+from charonia.cli.options import ServeOptions
+from charonia.cli.plan import endpoint_settings, server_facts
 from charonia.telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES
 from charonia.telemetry.request_log import RequestLogFields
 
@@ -157,7 +160,10 @@ def shape(value: Any, exact: set[str] = EXACT, name: str = "") -> Any:
 def test_every_metric_stands_there(demo: Any, page: Any, codes: Any) -> None:
     scrape = httpx.get(demo.metrics_url).text
     rows = {codes(cells[0])[0]: cells for cells in page("metrics.md").rows("family")}
-    kinds = {family.name: family.kind for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES, *VLLM_FAMILIES)}
+    options = ServeOptions()
+    plans = plan_extensions(options.extensions, server_facts(options, endpoint_settings(options)))
+    extended = [family for plan in plans for family in plan.metrics]
+    kinds = {family.name: family.kind for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES, *VLLM_FAMILIES, *extended)}
     missing = [f"| `{name}` | {kind} | | ... |" for name, kind in kinds.items() if name not in rows]
     assert missing == [], "add to a table in docs/metrics.md"
     assert sorted(rows.keys() - kinds.keys()) == [], "docs/metrics.md has families that are not there"

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from ...api.http.error_responses import ApiError, json_response
+from ...api.http.request_context import tenant_of
+from ...api.openai.json_body import body_shape, decode_body, read_members
 from ...core.errors import InvalidArgument, ServerExiting
 from ...core.gateway import Gateway
-from ..http.error_responses import ApiError, json_response
-from ..http.request_context import tenant_of
-from ..openai.json_body import body_shape, decode_body, read_members
 from .records import BatchRecord, BatchStatus, FilePurpose, StoredFile, lifetime_of, new_id
 from .runner import BatchRunner
 

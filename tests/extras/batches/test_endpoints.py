@@ -12,10 +12,15 @@ import pytest
 
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app
-from charonia.api.batches import uploads
-from charonia.api.batches.runner import BatchRunner
-from charonia.api.batches.store import FILE_CHARGE
+from charonia.api.extensions import RouteExtensions
 from charonia.api.metadata import ServerInfo
+from charonia.core.extension_contracts import ExtensionHost, RoutesPlan, ServedRoutes, ServerFacts
+from charonia.extras.batches import uploads
+from charonia.extras.batches.endpoints import BATCH_ENDPOINTS, BatchRoutes
+from charonia.extras.batches.extension import plan_batches
+from charonia.extras.batches.options import FilesOptions
+from charonia.extras.batches.runner import BatchRunner
+from charonia.extras.batches.store import FILE_CHARGE
 
 KEYS = Keyring([("a", Tenant("alpha")), ("b", Tenant("beta"))])
 BATCH = {"endpoint": "/v1/completions", "completion_window": "24h"}
@@ -31,7 +36,12 @@ async def runner(store: Any, gateway: Any) -> AsyncIterator[BatchRunner]:
 
 @pytest.fixture
 async def client(runner: BatchRunner, gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(gateway, ServerInfo(max_input_size=2000), KEYS, batches=runner)
+    def serve(host: ExtensionHost) -> ServedRoutes:
+        runner.endpoints = {path: host.endpoints[path] for path in BATCH_ENDPOINTS}
+        return ServedRoutes(routes=BatchRoutes(host.gateway, runner).routes())
+
+    extensions = RouteExtensions([RoutesPlan(serve=serve)])
+    app = build_app(gateway, ServerInfo(max_input_size=2000), KEYS, extensions=extensions)
     headers = {"authorization": "Bearer a"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=headers) as connected:
         yield connected
@@ -42,7 +52,9 @@ async def upload(client: httpx.AsyncClient, content: bytes = b"{}\n", **fields: 
 
 
 async def test_without_the_flag_the_endpoints_name_it(gateway: Any) -> None:
-    transport = httpx.ASGITransport(build_app(gateway, ServerInfo()))
+    facts = ServerFacts(serves_http=True, http_address="", host_names=(), tenants=0)
+    extensions = RouteExtensions([plan_batches(FilesOptions(), facts)])
+    transport = httpx.ASGITransport(build_app(gateway, ServerInfo(), extensions=extensions))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         for method, path in (("POST", "/v1/files"), ("GET", "/v1/batches"), ("DELETE", "/v1/files/x")):
             response = await client.request(method, path)

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from charonia.api.batches.records import FilePurpose, StoredFile, new_id
-from charonia.api.batches.store import FILE_CHARGE, StorageFull, open_store
 from charonia.api.http.error_responses import ApiError
 from charonia.core.errors import InvalidArgument
+from charonia.extras.batches.records import FilePurpose, StoredFile, new_id
+from charonia.extras.batches.store import FILE_CHARGE, StorageFull, open_store
 
 
 def file(store: Any, content: bytes = b"x", tenant: str = "", seconds: int = 10**6) -> StoredFile:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from charonia.api.batches.store import FileStore, open_store
-from charonia.api.size_limits import FileLimits
+from charonia.extras.batches.options import FileLimits
+from charonia.extras.batches.store import FileStore, open_store
 
 LIMITS = FileLimits(file_bytes=200_000, total_bytes=1 << 20, tenant_bytes=1 << 20, lines=50, seconds=30 * 86_400)
 

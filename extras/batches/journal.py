@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 import orjson
 
-from ..http.error_responses import printable
+from ...api.http.error_responses import printable
 from .store import write_failed
 
 _READ_BYTES = 1 << 20

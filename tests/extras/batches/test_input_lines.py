@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.api.batches import input_lines
-from charonia.api.batches.input_lines import BatchLine, asks_for_stream, check_input, find_lines, read_line
+from charonia.extras.batches import input_lines
+from charonia.extras.batches.input_lines import BatchLine, asks_for_stream, check_input, find_lines, read_line
 
 PATH = "/v1/completions"
 

@@ -23,10 +23,10 @@ from typing import ParamSpec, TypeVar
 
 import msgspec
 
+from ...api.http.error_responses import ApiError
 from ...core.errors import InvalidArgument
 from ...processes.private_directory import PART_SUFFIX, replace_file
-from ..http.error_responses import ApiError
-from ..size_limits import FileLimits
+from .options import FileLimits
 from .records import BatchRecord, StoredFile
 
 log = logging.getLogger(__name__)

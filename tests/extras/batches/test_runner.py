@@ -13,13 +13,13 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from charonia.api.batches import runner, running_batch, store
-from charonia.api.batches.records import BatchRecord, BatchStatus, FilePurpose, StoredFile, new_id
-from charonia.api.batches.runner import BatchRunner
-from charonia.api.batches.store import FileStore, StorageFull, open_store
 from charonia.api.http.error_responses import json_response
 from charonia.api.http.request_context import context_of, record_warning
 from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, NotReady, QueueFull, RequestTimeout
+from charonia.extras.batches import runner, running_batch, store
+from charonia.extras.batches.records import BatchRecord, BatchStatus, FilePurpose, StoredFile, new_id
+from charonia.extras.batches.runner import BatchRunner
+from charonia.extras.batches.store import FileStore, StorageFull, open_store
 
 PATH = "/v1/completions"
 Script = Callable[[Request, str], Awaitable[Response | None]]

@@ -10,15 +10,17 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from ...api.api_keys import Tenant
+from ...api.http.internal_request import InternalAnswer, ask_endpoint
 from ...core.errors import NotFound, NotReady, RequestTimeout
+from ...core.extension_contracts import EndpointFunction
 from ...core.gateway import Gateway
 from ...core.metrics import Measurement, Reading
-from ..api_keys import Tenant
-from ..http.internal_request import EndpointFunction, InternalAnswer, ask_endpoint
 from .input_lines import check_input
 from .journal import LineOutcome, encode_outcome
 from .records import BatchError, BatchRecord, BatchStatus, FilePurpose, StoredFile
@@ -95,11 +97,17 @@ _UNFINISHED = tuple(status.value for status in BatchStatus if not status.ended)
 
 class BatchRunner:
     """The batches of `store` that have not ended, each a task. `concurrency`: requests under way in all. `endpoints`:
-    by path, those that a batch may ask; set before it starts."""
+    by path, those that a batch may ask."""
 
-    def __init__(self, store: FileStore, gateway: Gateway, concurrency: int) -> None:
+    def __init__(
+        self,
+        store: FileStore,
+        gateway: Gateway,
+        concurrency: int,
+        endpoints: Mapping[str, EndpointFunction] = MappingProxyType({}),
+    ) -> None:
         self.store, self._gateway = store, gateway
-        self.endpoints: Mapping[str, EndpointFunction] = {}
+        self.endpoints = endpoints
         self._concurrency = concurrency
         self._slots = FairSlots(concurrency)
         self._checking, self._saving = asyncio.Lock(), asyncio.Lock()

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 
-from charonia.api.batches.runner import FairSlots
+from charonia.extras.batches.runner import FairSlots
 
 
 async def test_tenants_have_the_same_number() -> None:

@@ -15,10 +15,10 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
+from ...api.http.connection import ClientDisconnected
+from ...api.http.error_responses import ApiError
 from ...core.errors import InvalidArgument
 from ...processes.private_directory import sync_directory
-from ..http.connection import ClientDisconnected
-from ..http.error_responses import ApiError
 from .records import FilePurpose, StoredFile, lifetime_of, new_id
 from .store import FILE_CHARGE, FileStore, charged, write_failed
 

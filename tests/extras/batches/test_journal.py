@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.api.batches.journal import Journal, LineOutcome, encode_outcome
-from charonia.api.batches.store import StorageFull
+from charonia.extras.batches.journal import Journal, LineOutcome, encode_outcome
+from charonia.extras.batches.store import StorageFull
 
 BATCH = "batch_" + "ab" * 16
 ANSWER = LineOutcome(200, "id", b'{"text":"a \\n b",\n"n":1}')

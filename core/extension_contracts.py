@@ -1,0 +1,105 @@
+"""What an entry point of `charonia.routes` names: endpoints of HTTP that another package adds to the server.
+
+    EXTENSION = RoutesExtension(GreetingOptions, "Greetings", plan_greetings)
+
+Its flags are those of its dataclass. The server calls `plan` with them before it opens a port, and `RoutesPlan.serve`
+once in the process that has the models. Knows no library of HTTP: routes are Starlette's or FastAPI's.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from .gateway import Gateway
+from .metrics import Measurement, MetricFamily
+
+OptionsT = TypeVar("OptionsT")
+
+EndpointFunction: TypeAlias = Callable[[Any], Awaitable[Any]]
+"""Takes a request, and returns the response, which is an application, or raises `CharoniaError`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What the server's own flags say, as far as extensions plan by it."""
+
+    serves_http: bool
+    """Whether there is HTTP at all."""
+    http_address: str
+    """What it listens on."""
+    host_names: Collection[str]
+    """Names that this server is known by, `*` for any: those of `--allowed-hosts`."""
+    tenants: int
+    """How many tenants the API keys name; 0 where every client may ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtensionHost:
+    """The server, as its extensions know it."""
+
+    gateway: Gateway
+    """The models."""
+    endpoints: Mapping[str, EndpointFunction]
+    """The server's own endpoints by path, for what asks them as a client would."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRoutes:
+    """What an extension serves from now on."""
+
+    routes: Sequence[Any] = ()
+    """Routes of Starlette or FastAPI, which are tried before the server's own. The endpoint of a plain
+    `starlette.routing.Route` for POST is called without FastAPI's middleware, as the server's are."""
+    running: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
+    """A block around the time in which models are served: it begins when those of the start are loaded, and ends when
+    the server begins to exit, before it waits for requests that run."""
+    measure: Callable[[], Iterable[Measurement]] | None = None
+    """Called at each scrape."""
+
+
+class PathAccess(NamedTuple):
+    """Who may ask a path, and those below it."""
+
+    path: str
+    needs_key: bool = True
+    """Whether a client has to show an API key, where there are some."""
+    restricted_api: str = ""
+    """The part of the API that it belongs to, as `--http-restricted-api` names it; empty for none."""
+    is_private: bool = False
+    """Whether web pages from elsewhere are kept from it where no keys are, even from reading: it has clients' data.
+    What a page may change is for its endpoints to say otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutesPlan:
+    """What an extension will serve, as its flags have it. Nothing runs yet."""
+
+    serve: Callable[[ExtensionHost], ServedRoutes]
+    """Called once, in the event loop of the process that has the models; of several workers each forwards to there."""
+    in_each_worker: bool = False
+    """Whether every worker answers by itself: the routes depend on no model and on no state. `serve` is then called in
+    each of them, and has to be one that `pickle` takes."""
+    access: Sequence[PathAccess] = ()
+    """Of paths that are not open to every client with a key."""
+    host_names: Collection[str] = ()
+    """Names of this server, beside those of `ServerFacts`."""
+    listed: Mapping[str, str] = field(default_factory=dict)
+    """A name and the paths for the list of endpoints on `/`."""
+    pages: Mapping[str, str] = field(default_factory=dict)
+    """A name and the path of each page for people, which are told when the server has started."""
+    metrics: Sequence[MetricFamily] = ()
+    """The families of what is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutesExtension(Generic[OptionsT]):
+    """An extension of the server's routes."""
+
+    options: type[OptionsT]
+    """A frozen dataclass with keyword-only fields that have defaults: each is a flag of `charonia serve`, as cyclopts
+    reads it, and the text under it is its help."""
+    heading: str
+    """What its flags stand under in the help."""
+    plan: Callable[[OptionsT, ServerFacts], RoutesPlan]
+    """Raises `CharoniaError` for flags that mean nothing. It is the place to import what takes long."""

@@ -1,0 +1,3 @@
+"""The endpoints' gateway that needs no model."""
+
+from ..api.conftest import gateway as gateway
