@@ -13,12 +13,14 @@ from charonia.api.http.access import HttpRules
 from charonia.api.http.web_pages import is_protected, parse_allowed_hosts
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import InvalidArgument
+from charonia.core.extension_contracts import PathAccess
 
 INFO = ServerInfo("triton", "0", 1 << 20)
 PAGE = "https://app.example"
 LOAD, CHAT = "/v2/repository/models/m/unload", "/v1/chat/completions"
 BODY = b'{"model": "llm", "messages": [{"role": "user", "content": "hi"}]}'
 RULES = HttpRules()
+EXTENDED = HttpRules(extensions=(PathAccess("/v1/files", is_private=True),))
 FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 
@@ -53,7 +55,7 @@ async def test_a_page_from_elsewhere_or_under_another_name_changes_nothing(
     gateway: Any, headers: dict[str, str]
 ) -> None:
     for path in (LOAD, "/v1/unload_lora_adapter", "/v2/logging", "/v1/files", "/v2/models/m/trace/setting"):
-        assert await status(gateway, path, headers) == 403, path
+        assert await status(gateway, path, headers, EXTENDED) == 403, path
     for rules in (HttpRules(required_headers={"model-repository": RequiredHeader("x-pass", "v")}), RULES):
         keys = None if rules.required_headers else Keyring([("secret", Tenant("alpha"))])
         shown = headers | {"authorization": "Bearer secret", "x-pass": "v"}
