@@ -27,7 +27,7 @@ def test_every_path_is_private() -> None:
     private = tuple(access.path for access in plan.access if access.is_private and access.needs_key)
     routes = served(None, FilesOptions()).routes
     assert {route.path.startswith(private) for route in routes} == {True}
-    assert {path for path in plan.listed["batches"].split(", ")} == set(private)
+    assert set(plan.listed["batches"].split(", ")) == set(private)
 
 
 async def test_what_is_measured_has_its_family(gateway: Any, tmp_path: Path) -> None:
@@ -46,5 +46,5 @@ def test_a_tenant_has_half_of_all_where_there_are_several() -> None:
 
 def test_a_directory_that_cannot_be_used_is_refused_before_a_port_is_open(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidArgument, match="--files-dir .* cannot be used"):
+    with pytest.raises(InvalidArgument, match=r"--files-dir .* cannot be used"):
         plan_batches(FilesOptions(files_dir=tmp_path / "file"), FACTS)
