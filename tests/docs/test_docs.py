@@ -57,6 +57,7 @@ PAGES = (
     "performance.md",
     "benchmarks.md",
     "capacity.md",
+    "extending.md",
 )
 OTHERS = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 MANNERS = ("streaming", "exclude_input_from_output")
