@@ -19,7 +19,7 @@ from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricRegistries
 from ..api.triton.clouds import CloudMiddleware
 from ..core.errors import CharoniaError
-from ..core.tasks import wait_for_first
+from ..core.tasks import end_within, wait_for_first
 from ..http_workers.forwarding import HttpForwarder, forwarded_rpcs
 from ..http_workers.messages import FrontendListening, LogText
 from ..http_workers.remote_gateway import RemoteGateway
@@ -32,7 +32,7 @@ from ..telemetry.request_log import LoggedRequests
 from ..telemetry.shared_state import SharedState
 from .options import CloudOptions
 from .plan import EndpointSettings, parse_clouds
-from .ports import bind_port
+from .ports import SOCKETS_CLOSE_SECONDS, bind_port
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,8 @@ async def _serve(
         gc_tuning.collect_and_freeze(frozen_too=False)
         gateway.send(FrontendListening())
         await wait_for_first(gateway.stop_requested.wait(), gateway.lost.wait(), *(each.ended() for each in servers))
-        await asyncio.gather(*(server.stop(gateway.stop_by_force) for server in servers))
+        if await end_within(SOCKETS_CLOSE_SECONDS, *(server.stop(gateway.stop_by_force) for server in servers)):
+            log.warning("%s ends before its sockets are closed", name)
         for handler in logging.getLogger().handlers:
             await asyncio.to_thread(handler.flush)
         gateway.link.close()

@@ -1,6 +1,5 @@
 """The servers of one process, over one gateway: HTTP, gRPC and the clouds' for requests, another one for metrics."""
 
-import asyncio
 import logging
 import os
 import shlex
@@ -19,12 +18,12 @@ from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricRegistries, MetricsSource, build_registry, metrics_app
 from ..api.triton.clouds import CloudMiddleware
 from ..core.metrics import Measurement
-from ..core.tasks import wait_for_first
+from ..core.tasks import end_within, wait_for_first
 from ..repository.gateway import InProcessGateway
 from ..telemetry.host_metrics import Gpus, HostMetrics
 from .options import ServerOptions, is_true
 from .plan import ServePlan
-from .ports import ReservedPorts
+from .ports import SOCKETS_CLOSE_SECONDS, ReservedPorts
 
 if TYPE_CHECKING:
     from ..http_workers.supervisor import FrontendPool
@@ -139,7 +138,9 @@ class FrontendServers:
         if self._plan.options.server.url_file is not None:
             with suppress(OSError):
                 self._plan.options.server.url_file.unlink(missing_ok=True)
-        await asyncio.gather(*(server.stop(force) for server in self._servers))
+        seconds = SOCKETS_CLOSE_SECONDS if self._pool is None else None  # a pool ends what does not
+        if await end_within(seconds, *(server.stop(force) for server in self._servers)):
+            log.warning("the server ends before its sockets are closed")
 
     def print_addresses(self) -> None:
         """Print the URLs, and a command line to try, once models are loaded."""

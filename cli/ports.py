@@ -14,6 +14,10 @@ from .options import GrpcOptions, ServerOptions, is_true
 _EVERYWHERE = {"0.0.0.0", "::"}
 _PORTS_FAULT = (errno.EADDRINUSE, errno.EACCES)
 
+SOCKETS_CLOSE_SECONDS = 3.0
+"""For servers that are told to stop to close their sockets: longer than they give what is written to reach its clients.
+What is not closed then ends with its process."""
+
 
 class ReservedPorts(NamedTuple):
     """Sockets that do not listen yet; None for an endpoint that is not wanted."""

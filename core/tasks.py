@@ -26,6 +26,23 @@ async def wait_for_first(*waits: Awaitable[Any], timeout: float | None = None) -
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def end_within(seconds: float | None, *endings: Awaitable[Any]) -> int:
+    """Wait for all of `endings` at once, and cancel those that take longer than `seconds`; how many did. For what must
+    come to an end, whatever a library below waits for; None: however long that is. Raises what one of them raised.
+    """
+    tasks = [asyncio.ensure_future(ending) for ending in endings]
+    try:
+        if not tasks:
+            return 0
+        done, late = await asyncio.wait(tasks, timeout=seconds)
+        for task in done:
+            task.result()
+        return len(late)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 class RequestTaskGroup(asyncio.TaskGroup):
     """The tasks of one request.
 

@@ -54,6 +54,7 @@ class FrontendPool:
         self._sessions: dict[int, FrontendSession] = {}
         self._started = [asyncio.Event() for _ in range(count)]
         self._stopping = asyncio.Event()
+        self._late = False  # a frontend did not leave in time
         self._restarts = 0
 
     async def start(self) -> None:
@@ -92,6 +93,7 @@ class FrontendPool:
             session.stop(force)
         if self._keepers:
             _, late = await asyncio.wait(self._keepers, timeout=_STOP_SECONDS)
+            self._late = bool(late)
             for keeper in late:  # its process is killed
                 keeper.cancel()
             await asyncio.wait(self._keepers)
@@ -134,9 +136,8 @@ class FrontendPool:
             await self._watch(child, session, number, name)
         finally:
             session.link.close()
-            exit_code = await asyncio.to_thread(
-                child.close, _STOP_SECONDS if self._stopping.is_set() else _EXIT_SECONDS
-            )
+            patience = 0.0 if self._late else _STOP_SECONDS if self._stopping.is_set() else _EXIT_SECONDS
+            exit_code = await asyncio.to_thread(child.close, patience)
         return exit_code, session.listening.is_set()
 
     async def _watch(self, child: ChildProcess, session: FrontendSession, number: int, name: str) -> None:

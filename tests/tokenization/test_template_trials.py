@@ -5,14 +5,16 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from charonia.processes.limited_process import CallLimits, LimitedProcess
+from charonia.processes.limited_process import CallLimits, CallLost, LimitedProcess, TimeLimitExceeded
 from charonia.tokenization.chat_template import template_environment
 from charonia.tokenization.template_sandbox import metered
 from charonia.tokenization.template_work import TemplateLimitExceeded, WorkMeter
 
 from .template_trials import make_renderer, trials
 
-LIMITS = CallLimits(seconds=10.0, memory=256 << 20)
+LIMITS = CallLimits(seconds=100.0, memory=256 << 20)
+CPU_SECONDS = 10.0
+"""What a template may compute: the wall's time is that of whatever else the machine does, too."""
 
 
 class Renderer:
@@ -35,8 +37,16 @@ def renderer() -> Iterator[Renderer]:
 
 
 def check(renderer: Renderer, sources: Sequence[str]) -> None:
-    ends = {source: renderer.render(source).partition(":")[0] for source in sources}
-    assert {source: end for source, end in ends.items() if end not in ("rendered", "refused")} == {}
+    wrong = {}
+    for source in sources:
+        try:
+            end, _, cpu_seconds = renderer.render(source).partition(" after ")
+        except (TimeLimitExceeded, CallLost) as error:
+            wrong[source] = repr(error)
+        else:
+            if not end.startswith(("rendered", "refused")) or float(cpu_seconds) > CPU_SECONDS:
+                wrong[source] = f"{end} after {cpu_seconds} s"
+    assert wrong == {}
 
 
 def test_some_of_what_is_offered_ends_within_bounds(renderer: Renderer) -> None:
@@ -61,4 +71,4 @@ def test_lists_are_paid_for_before_they_are_filled(name: str) -> None:
 
 @pytest.mark.parametrize("given", ["'%c' * 10000000", "'%9999999Y' * 1000", "'%c' * 2000"])
 def test_the_time_is_no_way_around_the_meter(renderer: Renderer, given: str) -> None:
-    assert renderer.render(f"{{{{ strftime_now({given}) }}}}") == "refused: TemplateLimitExceeded"
+    assert renderer.render(f"{{{{ strftime_now({given}) }}}}").startswith("refused: TemplateLimitExceeded after ")
