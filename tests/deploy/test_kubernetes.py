@@ -141,7 +141,7 @@ def test_the_command_line_is_this_versions(overlay: str, rendered: Callable[[str
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_variables_are_read_by_somebody(overlay: str, rendered: Callable[[str], list[Any]], root: Path) -> None:
-    told = (root / "docs" / "operating.md").read_text().partition("### Environment\n")[2].partition("\n## ")[0]
+    told = (root / "docs" / "flags.md").read_text().partition("## Environment\n")[2].partition("\n## ")[0]
     known = set(re.findall(r"`([A-Z][A-Z_]+)`", told))
     named = [v["name"] for pod in pods(rendered(overlay)) for each in pod.containers() for v in each.get("env", [])]
     assert [name for name in named if name not in known and not name.startswith(RAYS_OWN)] == []

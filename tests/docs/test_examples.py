@@ -187,7 +187,7 @@ def test_every_field_of_the_request_record_stands_there(demo: Any, page: Any, co
     httpx.post(f"{demo.url}/v2/models/demo/generate", json={"input_ids": [1], "max_tokens": 1}).raise_for_status()
     records: list[Any] = []
     demo.until(lambda: bool(records.extend(read_records(demo.said)) or records))
-    told = [name for cells in page("operating.md").rows("field") for name in codes(cells[0])]
+    told = [name for cells in page("logs-and-traces.md").rows("field") for name in codes(cells[0])]
     assert sorted(told) == sorted(RequestLogFields._fields)
     shown = records[-1].keys() - {"time", "level", "logger", "message"}
     assert {"client", "door", "model", "generated_tokens", "ttft_ms"} <= shown <= set(told)
