@@ -183,9 +183,7 @@ def test_every_choice_stands_there(page: Any, codes: Any) -> None:
     choices = {name: {*names(argument.hint)} - {*names(BooleanFlag)} for name, argument in arguments().items()}
     choices["--attention"] = {*BACKENDS}
     assert {name: left for name, wanted in choices.items() if (left := wanted - {*told[name]})} == {}
-    [kernels] = [
-        codes(cells[1]) for cells in page("flags.md").rows("variable") if library.LEVEL_VARIABLE in cells[0]
-    ]
+    [kernels] = [codes(cells[1]) for cells in page("flags.md").rows("variable") if library.LEVEL_VARIABLE in cells[0]]
     assert {"portable"}.union(*library.LEVELS_OF.values()) <= {*kernels}
 
 
