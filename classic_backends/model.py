@@ -15,13 +15,12 @@ from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavai
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
-from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
+from ..core.request_context import ExecutionTimes, RequestContext, RequestEnd
 from ..core.runtime import InstancePlacement, Parameters, Runtime, RuntimeLoader
 from ..core.wait_graph import QueueWaits
 from ..processes.rate_limiter import RateLimiter
 from ..telemetry.model_metrics import (
     CloseReason,
-    ExecutionTiming,
     FailureReason,
     LatencyMetrics,
     ModelMetrics,
@@ -165,45 +164,27 @@ class ClassicModel:
     def infer(self, request: InferRequest, context: RequestContext) -> AsyncIterator[InferResponse]:
         """Raises the runtime's error; `Unavailable` if the queue is full or the model is not loaded, and
         `RequestTimeout` if the request waited too long."""
-        if self._inline_runtime is not None:
-            return SingleResponseStream(partial(self._infer_in_loop, self._inline_runtime, request, context))
         if self.config.decoupled:
-            return self._infer_decoupled(request, context)
-        return SingleResponseStream(partial(self._infer_queued, request, context))
+            return self._stream(request, context)
+        return SingleResponseStream(partial(self._respond, request, context))
 
     @property
     def answers_inline(self) -> bool:
         return self._inline_runtime is not None
 
-    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
-        """As `infer`, for models whose runtime computes in the event loop."""
-        if self._inline_runtime is None:
+    def answer_now(
+        self, request: InferRequest, context: RequestContext | None = None
+    ) -> tuple[InferResponse, ExecutionTimes] | None:
+        """See `InlineModel`. `context`: gets the times, also those of a failure."""
+        runtime = self._inline_runtime
+        if runtime is None:
             return None
-        try:
-            response, begun, timing = self._compute(self._inline_runtime, request)
-        except Exception as error:
-            self._metrics.ended_requests[end_for_error(error, False)] += 1
-            raise
-        self._metrics.ended_requests[DONE] += 1
-        return response, ExecutionTimes(begun, begun, timing)
-
-    def compute_inline(self, request: InferRequest) -> InferResponse | None:
-        """As `infer_inline`, but whoever asks counts the request."""
-        return None if self._inline_runtime is None else self._compute(self._inline_runtime, request)[0]
-
-    async def _infer_in_loop(self, runtime: Runtime, request: InferRequest, context: RequestContext) -> InferResponse:
-        return self._compute(runtime, request, context)[0]
-
-    def _compute(
-        self, runtime: Runtime, request: InferRequest, context: RequestContext | None = None
-    ) -> tuple[InferResponse, int, ExecutionTiming]:
-        """The response, when its execution began, by `time.monotonic_ns`, and what that took. `context`: gets these
-        times, also of a failure."""
         started_at = time.monotonic_ns()
         result = execute_single(runtime, self._layout, request, self._placements[0].name)
         latency = time.monotonic_ns() - started_at
+        times = ExecutionTimes(started_at, started_at, result.timing)
         if context is not None:
-            context.execution = ExecutionTimes(started_at, started_at, result.timing)
+            context.execution = times
         if result.error is not None:
             self._metrics.record_failure(FailureReason.BACKEND, latency)
             raise result.error
@@ -213,9 +194,15 @@ class ClassicModel:
         self._metrics.record_success(size, latency, 0, result.timing)
         [response] = result.responses
         assert isinstance(response, InferResponse)
-        return response, started_at, result.timing
+        return response, times
 
-    async def _infer_queued(self, request: InferRequest, context: RequestContext) -> InferResponse:
+    def count_end(self, end: RequestEnd) -> None:
+        self._metrics.ended_requests[end] += 1
+
+    async def _respond(self, request: InferRequest, context: RequestContext) -> InferResponse:
+        answer = self.answer_now(request, context)
+        if answer is not None:
+            return answer[0]
         queued = self._submit(request, context)
         try:
             response = await queued.channel.next_response()
@@ -224,9 +211,7 @@ class ClassicModel:
         assert response is not None
         return response
 
-    async def _infer_decoupled(
-        self, request: InferRequest, context: RequestContext
-    ) -> AsyncGenerator[InferResponse, None]:
+    async def _stream(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         queued = self._submit(request, context)
         try:
             while (response := await queued.channel.next_response()) is not None:

@@ -164,7 +164,7 @@ class ModelHandle(Protocol):
     def for_request(self, context: RequestContext) -> "ModelHandle":
         """The same version, held by another request too: one that a model makes of it for the same client."""
 
-    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+    def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         """The answer of a model that computes in the event loop, without a context for the request; None if it does
         not, or would refuse the request: ask `for_request`."""
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from .adapter import Adapter
 from .metrics import Reading, VersionStatistics
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from .request_context import ExecutionTimes, RequestContext
+from .request_context import ExecutionTimes, RequestContext, RequestEnd
 from .tensor import Tensor, TensorSpec
 
 MODELS_PARAMETER = "models"
@@ -211,12 +211,12 @@ class InlineModel(Model, Protocol):
     def answers_inline(self) -> bool:
         """Whether it does, once it is loaded."""
 
-    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
-        """The one response to a valid request, which the model has counted; None if it does not compute so. Raises as
-        `infer` does."""
+    def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        """The one response to a valid request; None if the model does not compute so. Raises as `infer` does. Whoever
+        asks calls `count_end` when the request has ended."""
 
-    def compute_inline(self, request: InferRequest) -> InferResponse | None:
-        """As `infer_inline`, for a request that `MeasuredModel.count` is told of when it ends."""
+    def count_end(self, end: RequestEnd) -> None:
+        """Count a request for this model that had no context."""
 
 
 @runtime_checkable

@@ -192,7 +192,7 @@ class EnsembleRun:
             return {}
         request, handle = self._request_of(step, inputs), self._handles[step.number]
         # A trace has a span for each request: then each needs a context.
-        answer = handle.infer_inline(request) if self._context.children is None else None
+        answer = handle.answer_now(request) if self._context.children is None else None
         if answer is None:
             response = await self._ask(step, handle, request)
         else:

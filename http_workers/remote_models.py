@@ -155,7 +155,7 @@ class RemoteModelHandle:
     def check_room(self) -> None:
         """The hub refuses."""
 
-    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+    def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         return None
 
     def stats(self) -> ModelStats:

@@ -100,16 +100,6 @@ _BODY_TO_COME = ("infer", "generate", "generate_stream")
 """Endpoints that look their model up before they read what is asked of it."""
 
 
-def _ended_context(end: RequestEnd) -> RequestContext:
-    """Stands for a request without a context: models count ends."""
-    context = RequestContext("")
-    context.end = end
-    return context
-
-
-_ANSWERED = _ended_context(DONE)
-
-
 class OpenRequest:
     """A request of a frontend that has not ended, with its calls. `tickets`: places in the queue of sequences that are
     not submitted yet."""
@@ -315,7 +305,7 @@ class FrontendSession:
             except InvalidArgument:
                 return False
         try:
-            response = loaded.inline.compute_inline(request)
+            answer = loaded.inline.answer_now(request)
         except CharoniaError as error:
             self.link.send(CallFailed(call.key, SentError.of(error)))
         except CONTROL_FLOW:
@@ -324,8 +314,9 @@ class FrontendSession:
             log.exception("%s: a request failed", self._name)
             self.link.send(CallFailed(call.key, SentError.of(INTERNAL_SERVER_ERROR)))
         else:
-            if response is None:
+            if answer is None:
                 return False
+            response, _ = answer
             self.link.send(self._answer(call.key, response, last=True))
         if call.request not in self._inline:
             loaded.in_flight.increment()
@@ -491,8 +482,8 @@ class FrontendSession:
             loaded.in_flight.decrement()
             self._gateway.in_flight.decrement()
         if opened is None:
-            if loaded is not None and loaded.measured is not None:
-                loaded.measured.count(_ANSWERED if end == DONE else _ended_context(end))
+            if loaded is not None and loaded.inline is not None:
+                loaded.inline.count_end(end)
             return
         context = opened.context
         if end != DONE:

@@ -14,7 +14,7 @@ from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseS
 from ..core.metrics import Measurement, ModelStatistics
 from ..core.model import ModelConfig, ModelStats, SelfCheckingModel, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
-from ..core.request_context import ExecutionTimes, Headers, RequestContext, RequestEnd
+from ..core.request_context import DONE, ExecutionTimes, Headers, RequestContext, RequestEnd, end_for_error
 from ..routing.arm_selector import ArmName
 from ..telemetry.llm_metrics import ended_readings
 from ..telemetry.request_log import log_request
@@ -82,7 +82,7 @@ class LoadedModelHandle:
         context.adapter = self._adapter
         return LoadedModelHandle(self._gateway, self._loaded, context)
 
-    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+    def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         inline = self._loaded.inline
         if inline is None or self._gateway.exiting():
             return None
@@ -90,7 +90,14 @@ class LoadedModelHandle:
             validate_request(self.config, request)
         except InvalidArgument:
             return None
-        return inline.infer_inline(request)
+        try:
+            answer = inline.answer_now(request)
+        except Exception as error:
+            inline.count_end(end_for_error(error, submitted=False))
+            raise
+        if answer is not None:
+            inline.count_end(DONE)
+        return answer
 
     def check_room(self) -> None:
         if self._loaded.queueing is not None:
@@ -193,8 +200,8 @@ class RoutedModelHandle(LoadedModelHandle):
         if self._arm is not None:
             super().check_room()
 
-    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
-        return None if self._arm is None else super().infer_inline(request)
+    def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        return None if self._arm is None else super().answer_now(request)
 
     def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
         if self._arm is None or request.parameters.get("sequence_id"):

@@ -253,7 +253,7 @@ class FakeHandle:
     def check_room(self) -> None:
         self._gateway.check_room()
 
-    def infer_inline(self, request: InferRequest) -> None: ...
+    def answer_now(self, request: InferRequest) -> None: ...
 
     def validate(self, request: InferRequest) -> None:
         validate_request(self.config, request)

@@ -23,7 +23,9 @@ from charonia.core.request import InferRequest
 from charonia.core.request_context import ExecutionTimes, RequestContext
 from charonia.core.runtime import Arrays, InstancePlacement, RawConfig, RuntimeTraits
 from charonia.core.tensor import Tensor, TensorSpec
+from charonia.repository.gateway import InProcessGateway
 
+from ..built_models import serve_model
 from ..waiting import until
 from .asking import answers, serving, waiting
 
@@ -580,17 +582,23 @@ async def test_inline_models_answer_without_a_thread() -> None:
 
 
 async def test_inline_models_count_requests_without_a_context() -> None:
-    async with serving(Gated(RuntimeTraits(inline=True)), config({})) as model:
-        answer = model.infer_inline(ask(1))
+    model = ClassicModel(config({}), Gated(RuntimeTraits(inline=True)), Path())
+    gateway = InProcessGateway()
+    await serve_model(gateway, model, "1")
+    with gateway.open_request("test") as context:
+        handle = await gateway.acquire(context, "gated")
+        answer = handle.answer_now(ask(1))
         assert answer is not None
         assert answer[0].outputs[0].data.tolist() == [[2]]
         with pytest.raises(CharoniaError, match="negative"):
-            model.infer_inline(ask(-1))
+            handle.answer_now(ask(-1))
         ended = {each.labels["outcome"]: each.value for each in model.readings() if "outcome" in each.labels}
-        assert (ended["done"], ended["error"]) == (1, 1)
-        assert (model.stats().success, model.stats().failure) == (1, 1)
+    assert (ended["done"], ended["error"]) == (1, 1)
+    assert (model.stats().success, model.stats().failure) == (1, 1)
+    await gateway.lifecycle.close()
+    assert model.answer_now(ask(1)) is None
     async with serving(Gated(), config({})) as model:
-        assert model.infer_inline(ask(1)) is None
+        assert model.answer_now(ask(1)) is None
 
 
 async def test_identity_gives_back_what_it_gets() -> None:

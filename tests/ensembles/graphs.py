@@ -126,7 +126,7 @@ class Handle:
     def for_request(self, context: RequestContext) -> "Handle":
         return self
 
-    def infer_inline(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+    def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         if not self.inline or self.name not in ("identity", "default", "add_sub"):
             return None
         self.requests.append(request)

@@ -106,7 +106,7 @@ async def test_fields_of_a_request_choose_where_it_is_known() -> None:
         held = await gateway.acquire(outer, "r")
         for tier, version in (("gold", "2"), ("iron", "1")):
             request = InferRequest(inputs={"A": A}, parameters={"tier": tier})
-            assert held.infer_inline(request) is None
+            assert held.answer_now(request) is None
             with outer.child("step") as context:
                 model = held.for_request(context)
                 async with aclosing(model.infer(request)) as responses:
