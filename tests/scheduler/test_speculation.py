@@ -29,6 +29,9 @@ class Counting:
         lasts = [int([*request.prompt, *request.outputs][-1]) for request in requests]
         return [[last + 1 + at if at < self.right else 7 for at in range(9)] for last in lasts]
 
+EXTRAS = ("", "", "")
+"""Of a sequence without adapter, tenant and salt."""
+
 
 class Loop:
     """A scheduler that speculates over the fake executor, step by step."""
@@ -219,8 +222,8 @@ def test_only_accepted_tokens_are_found_by_others() -> None:
         loop.step()
     said = np.arange(100, 112, dtype=np.int32)
     wrong = np.concatenate([said[:5], [7, 7, 7]]).astype(np.int32)
-    assert loop.cache.shareable(loop.cache.digest(said), 12) == 8
-    assert loop.cache.shareable(loop.cache.digest(wrong), 9) == 4
+    assert loop.cache.shareable(loop.cache.digest(said, EXTRAS), 12) == 8
+    assert loop.cache.shareable(loop.cache.digest(wrong, EXTRAS), 9) == 4
 
 
 def test_with_plans_ahead_a_sequence_that_drafts_is_in_one_at_a_time() -> None:
