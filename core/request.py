@@ -7,8 +7,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from .adapter import LoraTask
+from .drafts import DraftLimit, DraftSummary
 from .errors import InvalidArgument
-from .logprobs import MAX_LOGPROBS, PromptToken, TokenLogprob
+from .logprobs import PromptToken, TokenLogprob
+from .sampling import SamplingParams, check_range
 from .tensor import Tensor
 
 ParameterValue: TypeAlias = str | int | float | bool
@@ -48,103 +50,8 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-MAX_LISTED_TOKENS = 1024
-"""Tokens that a request may name to stop at, or to bias."""
-
-_MAX_STOP_STRINGS = 64
-_MAX_STOP_STRING_LENGTH = 256
 _MAX_WORDS = 256
 _LONGEST_TARGET = 3_600_000
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to choose tokens. None leaves the choice to the model's generation_config.
-
-    `temperature` 0 is greedy; `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `max_tokens` None means up to the
-    model's length, 0 to compute the prompt alone. Without a `seed`, which -1 is too, the engine draws one.
-
-    `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
-    `logit_bias`: token id -> number added to its logit. `bad_words` are never written. Neither stop tokens nor `stop`
-    strings end a text of less than `min_tokens` tokens, nor do those that begin in it; a stop string is cut off unless
-    `include_stop_str_in_output`. `allowed_token_ids`: no others are chosen. `truncate_prompt_tokens`: how many of the
-    prompt's last tokens to keep, -1 for as many as fit. Unless `skip_special_tokens`, these are in the text;
-    `spaces_between_special_tokens`: with the spaces that a tokenizer puts between them. `logprobs`: how many of the
-    likeliest tokens to name beside each chosen one; `prompt_logprobs`: beside each one of the prompt. None asks for no
-    logprob at all.
-
-    Raises:
-        InvalidArgument: a value is out of range; `field` names it.
-    """
-
-    max_tokens: int | None = 16
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    bad_words: tuple[str, ...] = ()
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    allowed_token_ids: tuple[int, ...] | None = None
-    truncate_prompt_tokens: int | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens, "at least 0", lambda v: v >= 0)
-        _check("temperature", self.temperature, "a finite number of at least 0", lambda v: 0 <= v < float("inf"))
-        _check("top_k", self.top_k, "-1, 0 (both off) or a positive number", lambda v: v >= -1)
-        _check("top_p", self.top_p, "above 0 and at most 1", lambda v: 0 < v <= 1)
-        _check("seed", self.seed, "between -2**63 and 2**64 - 1", lambda v: -(2**63) <= v < 2**64)
-        for name in ("stop_token_ids", "logit_bias"):
-            tokens = getattr(self, name)
-            _check(name, tokens, f"at most {MAX_LISTED_TOKENS} tokens", lambda v: len(v) <= MAX_LISTED_TOKENS)
-        for token in self.stop_token_ids:
-            _check("stop_token_ids", token, "made of numbers of at least 0", lambda v: v >= 0)
-        truncated = self.truncate_prompt_tokens
-        _check("truncate_prompt_tokens", truncated, "-1 or at least 1", lambda v: v == -1 or v >= 1)
-        _check("min_p", self.min_p, "between 0 and 1", lambda v: 0 <= v <= 1)
-        _check("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda v: 0 < v < float("inf"))
-        _check("presence_penalty", self.presence_penalty, "between -2 and 2", lambda v: -2 <= v <= 2)
-        _check("frequency_penalty", self.frequency_penalty, "between -2 and 2", lambda v: -2 <= v <= 2)
-        for token, bias in self.logit_bias.items():
-            _check("logit_bias", token, "given for token ids of at least 0", lambda v: v >= 0)
-            _check("logit_bias", bias, "between -100 and 100", lambda v: -100 <= v <= 100)
-        allowed = self.allowed_token_ids
-        _check("allowed_token_ids", allowed, "at least one token", len)
-        _check("allowed_token_ids", min(allowed or (0,)), "made of numbers of at least 0", lambda v: v >= 0)
-        most = float("inf") if self.max_tokens is None else self.max_tokens
-        _check("min_tokens", self.min_tokens, "between 0 and max_tokens", lambda v: 0 <= v <= most)
-        for name in ("logprobs", "prompt_logprobs"):
-            _check(name, getattr(self, name), f"between 0 and {MAX_LOGPROBS}", lambda v: 0 <= v <= MAX_LOGPROBS)
-        _check_words("stop", self.stop)
-        _check_words("bad_words", self.bad_words)
-
-    @property
-    def chosen_seed(self) -> int | None:
-        """The seed, if the client chose one."""
-        return None if self.seed == -1 else self.seed
-
-
-def _check(name: str, value: Any, must_be: str, holds: Any) -> None:
-    if value is not None and not holds(value):
-        got = len(value) if isinstance(value, tuple | dict) else repr(value)
-        raise InvalidArgument(f"{name} must be {must_be}, got {got}", field=name)
-
-
-def _check_words(name: str, words: tuple[str, ...]) -> None:
-    if len(words) > _MAX_STOP_STRINGS or not all(0 < len(word) <= _MAX_STOP_STRING_LENGTH for word in words):
-        message = f"{name} must be at most {_MAX_STOP_STRINGS} strings of 1 to {_MAX_STOP_STRING_LENGTH} characters"
-        raise InvalidArgument(message, field=name)
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -267,34 +174,8 @@ class GuidedDecoding(NamedTuple):
         return None if kind is None else cls(kind, text)
 
 
-MAX_DRAFTS = 32
-"""Tokens that a step may draft for a sequence, whoever says how many."""
-
-
-class DraftLimit(NamedTuple):
-    """The most tokens that a step may draft for a sequence; 0 drafts none. `parameter`: the request's, for errors."""
-
-    most: int
-    parameter: str = "speculative_k"
-
-
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One text generation. `priority` 0 is the most urgent class; `cache_salt` and the tenant part the prefix cache.
-
-    `timeout`: seconds from the arrival to the last token; 0 leaves it to the model. `target_ttft_ms`, `target_itl_ms`:
-    milliseconds to the first token and between tokens that are wanted; 0 leaves them to the model. `choice` numbers the
-    answers to one prompt: with the same seed, each has random numbers of its own. `choice_count` answers to each of
-    `prompt_count` prompts: the API request that was split into requests like this one. `adapter`: the LoRA adapter's
-    name, empty for the model itself; `lora_task`: one that the client sent itself. Not every engine has adapters or
-    `guided_decoding`. `echo`: the answer begins with
-    the prompt's text. `return_prompt_ids`: its first chunk has the prompt's token ids. `reads_answer`: reasoning and
-    tool calls are told apart from the text, which has neither. `lenient_limits`: those that the model can't have are no
-    errors: `max_tokens` that don't fit beside the prompt are as many as do, reasoning that there is none of has no
-    budget. `tools`: which of them may be called. `thinking_budget`: tokens of reasoning after which the model is made
-    to end it; None is no limit; where it is `optional`, a model that does not reason has nothing to limit. `drafts`:
-    None leaves speculation to the model. `prediction`: what the answer will likely be; where it is right, it comes
-    faster. `bad_word_ids`, `stop_word_ids`: words as sequences of token ids; the first ones are never written, the
-    others end the text and stay in it.
+    """One text generation. Not every engine can satisfy all of it, see `EngineSpec.capabilities`.
 
     Raises:
         InvalidArgument: `priority` or a target is negative, or the request asks for nothing at all.
@@ -304,34 +185,59 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Prompt
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
+    """The class; 0 is the most urgent one."""
     cache_salt: str = ""
+    """Parts the prefix cache, as the tenant does."""
     timeout: float = 0.0
+    """Seconds from the arrival to the last token; 0 leaves it to the model."""
     target_ttft_ms: float = 0.0
+    """Milliseconds to the first token that are wanted; 0 leaves them to the model."""
     target_itl_ms: float = 0.0
+    """Milliseconds between tokens that are wanted, in the same way."""
     choice: int = 0
+    """The number of this answer to its prompt: with the same seed, each has random numbers of its own."""
     choice_count: int = 1
+    """Answers to each prompt of the API request that was split into requests like this one."""
     prompt_count: int = 1
+    """Prompts of that API request."""
     adapter: str = ""
+    """The LoRA adapter's name; empty for the model itself."""
     lora_task: LoraTask | None = None
+    """A LoRA adapter that the client sent itself."""
     guided_decoding: GuidedDecoding | None = None
+    """What the text is held to."""
     echo: bool = False
+    """The answer begins with the prompt's text."""
     return_prompt_ids: bool = False
+    """The first chunk has the prompt's token ids."""
     reads_answer: bool = False
+    """Reasoning and tool calls are told apart from the text, which has neither."""
     lenient_limits: bool = False
+    """Limits that the model can't have are no errors: `max_tokens` that don't fit beside the prompt are as many as do,
+    and a budget for reasoning that there is none of is no budget."""
     tools: ToolUse | None = None
+    """The tools that may be called."""
     thinking_budget: int | None = None
+    """Tokens of reasoning after which the model is made to end it; None is no limit."""
     thinking_budget_optional: bool = False
+    """A model that does not reason has nothing to limit, and takes the request."""
     drafts: DraftLimit | None = None
+    """None leaves speculation to the model."""
     prediction: str = ""
+    """What the answer will likely be."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Words that are never written, as token ids."""
     stop_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Words that end the text and stay in it, as token ids."""
 
     def __post_init__(self) -> None:
-        _check("priority", self.priority, "at least 0", lambda v: v >= 0)
+        check_range("priority", self.priority, "at least 0", lambda v: v >= 0)
         for name in ("target_ttft_ms", "target_itl_ms"):
-            _check(name, getattr(self, name), f"from 0 to {_LONGEST_TARGET:,}", lambda v: 0 <= v <= _LONGEST_TARGET)
+            check_range(
+                name, getattr(self, name), f"from 0 to {_LONGEST_TARGET:,}", lambda v: 0 <= v <= _LONGEST_TARGET
+            )
         for name in ("bad_word_ids", "stop_word_ids"):
-            _check(name, getattr(self, name), f"at most {_MAX_WORDS} words", lambda v: len(v) <= _MAX_WORDS)
+            check_range(name, getattr(self, name), f"at most {_MAX_WORDS} words", lambda v: len(v) <= _MAX_WORDS)
         if self.prompt_only and not (self.echo or self.wants_prompt_logprobs or self.choice):
             message = "max_tokens must be at least 1 unless the prompt is to be echoed or scored, got 0"
             raise InvalidArgument(message, field="max_tokens")
@@ -371,74 +277,31 @@ class Usage(msgspec.Struct, frozen=True):
     rejected_prediction_tokens: int | None = None
 
 
-DraftReport: TypeAlias = Literal["none", "summary", "detailed"]
-"""What the last chunk of a text tells of its drafts: nothing, sums, or those of each step too."""
-
-
-class DraftSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The drafts of one text, as vLLM's `metrics.speculative_decoding` has them. A histogram counts steps by how many
-    of their drafts were accepted; steps without drafts are not counted. `num_spec_tokens`: the most of a step.
-
-    Source: https://docs.vllm.ai/en/stable/features/speculative_decoding/acceptance_metrics/
-    """
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: list[int]
-    acceptance_histogram_by_draft_length: dict[str, list[int]]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    num_spec_tokens: int
-    per_step_accepted: list[int] | None = None
-    per_step_drafted: list[int] | None = None
-
-
-def summarize_drafts(steps: Sequence[tuple[int, int]], most: int, detailed: bool = False) -> DraftSummary:
-    """The summary of steps with so many drafts each, and so many of them accepted, where `most` may be drafted."""
-    by_length = {drafted: [0] * (drafted + 1) for drafted in sorted({drafted for drafted, _ in steps})}
-    histogram = [0] * (most + 1)
-    for drafted, right in steps:
-        by_length[drafted][right] += 1
-        histogram[right] += 1
-    total, accepted = sum(drafted for drafted, _ in steps), sum(right for _, right in steps)
-    return DraftSummary(
-        mean_acceptance_length=1 + accepted / max(len(steps), 1),
-        draft_acceptance_rate=accepted / max(total, 1),
-        acceptance_histogram=histogram,
-        acceptance_histogram_by_draft_length={str(length): counts for length, counts in by_length.items()},
-        num_spec_steps=len(steps),
-        num_accepted_draft_tokens=accepted,
-        num_draft_tokens=total,
-        num_spec_tokens=most,
-        per_step_accepted=[right for _, right in steps] if detailed else None,
-        per_step_drafted=[drafted for drafted, _ in steps] if detailed else None,
-    )
-
-
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """The output since the last chunk; tokens that were not read in time arrive merged.
-
-    `text` may be empty while a character is incomplete, or a stop string may have begun. The last chunk, and only it,
-    has a `finish_reason`; `stop_reason` is the stop string or stop token id of the request that ended the text, if one
-    did. `reasoning` and `tool_calls`: of requests whose answer is read. `logprobs`: one for each of `token_ids`, if
-    asked for. `end_token`: the last token ended the text and is no part of it. In the first chunk, if asked for:
-    `prompt_logprobs`, all tokens of the prompt, and `prompt_ids`. `drafts`: in the last chunk, where the model reports
-    them.
-    """
+    """The output since the last chunk; tokens that were not read in time arrive merged."""
 
     text: str
+    """May be empty while a character is incomplete, or a stop string may have begun."""
     token_ids: tuple[int, ...]
     usage: Usage
     finish_reason: FinishReason | None = None
+    """The last chunk has one, and only the last."""
     stop_reason: str | int | None = None
+    """The stop string or stop token id of the request that ended the text, if one did."""
     logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids`, if asked for."""
     prompt_logprobs: tuple[PromptToken, ...] = ()
+    """In the first chunk, if asked for: all tokens of the prompt."""
     prompt_ids: tuple[int, ...] = ()
+    """In the first chunk, if asked for."""
     reasoning: str = ""
+    """Of a request whose answer is read."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    """Of a request whose answer is read."""
     end_token: bool = False
+    """The last token ended the text and is no part of it."""
     drafts: DraftSummary | None = None
+    """In the last chunk, where the model reports them."""
 
 
 def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:

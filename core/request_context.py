@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from .errors import Cancelled, CharoniaError, ErrorCode, QueueFull, RequestTimeout, shutdown_error
 from .native_calls import CONTROL_FLOW
-from .request import FinishReason, SamplingParams, Usage
+from .request import FinishReason, Usage
+from .sampling import SamplingParams
 
 Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
 """HTTP headers or gRPC metadata of a request, names in lower case."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
-from ..core.request import MAX_DRAFTS, DraftReport
+from ..core.drafts import MAX_DRAFTS, DraftReport
 from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
+from ..core.drafts import DraftReport
 from ..core.errors import InvalidArgument, describe_validation_error, did_you_mean
-from ..core.request import DraftReport
 from ..scheduler.config import SchedulerConfig
 from .config import (
     SPECULATION_METHODS,

@@ -29,8 +29,9 @@ from ..core.errors import (
     Unsupported,
 )
 from ..core.logprobs import Logprobs, PromptLogprobs
-from ..core.request import FinishReason, GenerateChunk, GenerateRequest, ParameterValue, SamplingParams
+from ..core.request import FinishReason, GenerateChunk, GenerateRequest, ParameterValue
 from ..core.request_context import RequestContext, RequestEnd, SequenceRecord
+from ..core.sampling import SamplingParams
 from ..engine.core.messages import AddRequest, decode_tokens
 from ..processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegion
 from ..telemetry.logging_setup import LogSettings

@@ -16,8 +16,9 @@ from ..api.http.eager import start_eagerly
 from ..api.http.error_responses import INTERNAL_SERVER_ERROR
 from ..core.adapter import LoraTask
 from ..core.errors import CharoniaError
-from ..core.request import GenerateRequest, SamplingParams
+from ..core.request import GenerateRequest
 from ..core.request_context import RequestContext
+from ..core.sampling import SamplingParams
 from ..engine.client.admission import QueueTicket
 from ..engine.client.llm import LlmModel
 from ..engine.client.token_stream import SequenceStats, TokenStream

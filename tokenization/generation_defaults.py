@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument, shorten
-from ..core.request import SamplingParams
+from ..core.sampling import SamplingParams
 from .checkpoint_files import read_json
 from .gguf_file import read_gguf
 from .gguf_tokenizer import read_gguf_generation

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...core.request import GenerateRequest, Prompt, SamplingParams, TokenizeRequest, ToolUse
+from ...core.request import GenerateRequest, Prompt, TokenizeRequest, ToolUse
+from ...core.sampling import SamplingParams
 from .chat_messages import (
     MESSAGE_SHAPE,
     TOOL_SHAPE,

@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 import msgspec
 import orjson
 
+from ...core.drafts import DraftSummary
 from ...core.gateway import ServedAdapter
 from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.model import ModelConfig
-from ...core.request import DraftSummary, FinishReason, GenerateChunk, ToolCallDelta, Usage
+from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
 from .custom_tools import CustomInput, whole_input
 from .request_parsing import ResponseSpec

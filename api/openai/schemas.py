@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 import msgspec
 
+from ...core.drafts import MAX_DRAFTS, DraftLimit
 from ...core.errors import InvalidArgument
 from ...core.foreign_parameters import FOREIGN_PARAMETERS
 from ...core.logprobs import MAX_LOGPROBS
-from ...core.request import MAX_DRAFTS, DraftLimit, GuidedDecoding, GuidedDecodingKind, SamplingParams
+from ...core.request import GuidedDecoding, GuidedDecodingKind
+from ...core.sampling import SamplingParams
 from ...core.structured_outputs import JsonText, StructuredOutputs, make_guide, only_guide
 from .json_body import NoOpValues, shortened
 from .known_fields import Shape, ShapeByType, shape_of

@@ -14,17 +14,9 @@ import orjson
 from ...core.errors import Internal, InvalidArgument
 from ...core.gateway import ModelHandle
 from ...core.model import ModelConfig
-from ...core.request import (
-    ChatMessage,
-    Conversation,
-    FinishReason,
-    GenerateChunk,
-    InferRequest,
-    ParameterValue,
-    Prompt,
-    SamplingParams,
-)
+from ...core.request import ChatMessage, Conversation, FinishReason, GenerateChunk, InferRequest, ParameterValue, Prompt
 from ...core.request_context import RequestContext
+from ...core.sampling import SamplingParams
 from ...core.tensor import Tensor, TensorSpec
 from .. import json_tensors
 from ..infer_call import ResponseSize

@@ -10,7 +10,8 @@ import msgspec
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, TokenLogprob
-from ...core.request import FinishReason, GenerateChunk, SamplingParams, Usage
+from ...core.request import FinishReason, GenerateChunk, Usage
+from ...core.sampling import SamplingParams
 from ...tokenization.detokenizer import StopStrings, make_detokenizer
 from ...tokenization.tokenizer import Tokenizer
 from .token_stream import TokenDelta

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from ...core.drafts import DraftReport
 from ...core.errors import InvalidArgument
-from ...core.request import DraftReport, GenerateRequest, GuidedDecoding
+from ...core.request import GenerateRequest, GuidedDecoding
 from ...scheduler.speculation import PREDICTED_DRAFTS
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers

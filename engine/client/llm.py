@@ -16,19 +16,12 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ...core.adapter import Adapter
+from ...core.drafts import summarize_drafts
 from ...core.errors import Cancelled, InvalidArgument, Unavailable
 from ...core.metrics import Reading, VersionStatistics
 from ...core.model import MemoryHolder, ModelConfig, ModelStats, ReservedMemory
 from ...core.regular_files import MAX_TEXT_BYTES, read_regular
-from ...core.request import (
-    GenerateChunk,
-    GenerateRequest,
-    GuidedDecoding,
-    InferRequest,
-    InferResponse,
-    TokenizeRequest,
-    summarize_drafts,
-)
+from ...core.request import GenerateChunk, GenerateRequest, GuidedDecoding, InferRequest, InferResponse, TokenizeRequest
 from ...core.request_context import Outcome, RequestContext
 from ...core.token_limit import TokenLimit
 from ...telemetry.llm_metrics import LlmMetrics
@@ -40,8 +33,9 @@ from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
 from ..drafters.prediction import PredictionFollower
 from .adapters import AdapterEngine, AdapterTable
-from .add_request import build_add_request, check_vocabulary, plan_answer, prompt_tokens_to_keep
+from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
 from .admission import BackgroundLimit, QueueLimits, QueueTicket, most_in_background
+from .answer_plan import plan_answer
 from .chunk_builder import TextEnds
 from .client import EngineClient
 from .engine import Engine, EngineSpec, SharedEngine

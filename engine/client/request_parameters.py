@@ -12,9 +12,11 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 import orjson
 
+from ...core.drafts import MAX_DRAFTS, DraftLimit
 from ...core.errors import InvalidArgument, describe_validation_error, did_you_mean
 from ...core.foreign_parameters import FOREIGN_PARAMETERS
-from ...core.request import MAX_DRAFTS, DraftLimit, GuidedDecoding, GuidedDecodingKind, ParameterValue, SamplingParams
+from ...core.request import GuidedDecoding, GuidedDecodingKind, ParameterValue
+from ...core.sampling import SamplingParams
 from ...core.structured_outputs import JsonText, only_guide, parse_structured_outputs
 from ...core.tensor import Tensor
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 from ...core.errors import CharoniaError, RequestTimeout
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...core.metrics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
-from ...core.request import FinishReason, GenerateRequest, SamplingParams
+from ...core.request import FinishReason, GenerateRequest
 from ...core.request_context import CANCELLED, Outcome, RequestContext, RequestEnd, end_for_error
+from ...core.sampling import SamplingParams
 from ...telemetry.llm_metrics import LlmMetrics
 from .admission import QueueTicket
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from math import inf
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeAlias
 
@@ -143,32 +142,3 @@ def _guide(message: AddRequest, grammar: CompiledGrammar | None) -> SequenceGuid
     parameter = "" if message.constraint is None else message.constraint.parameter
     make = None if grammar is None else grammar.matcher
     return SequenceGuide(make, _thinking(message), parameter, jumps=message.spec.sampling.logprobs is None)
-
-
-class Deadlines:
-    """A deadline per key, in seconds of the caller's clock; looking costs nothing while none has passed."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, float] = {}
-        self._earliest = inf  # or earlier, where its key was discarded
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def set(self, key: int, deadline: float) -> None:
-        self._of[key] = deadline
-        self._earliest = min(self._earliest, deadline)
-
-    def discard(self, key: int) -> None:
-        """The key has ended; unknown ones are ignored."""
-        self._of.pop(key, None)
-
-    def pop_expired(self, now: float) -> list[int]:
-        """Remove the keys whose deadline has passed, the earliest first."""
-        if now < self._earliest:
-            return []
-        passed = sorted((deadline, key) for key, deadline in self._of.items() if deadline <= now)
-        for _, key in passed:
-            del self._of[key]
-        self._earliest = min(self._of.values(), default=inf)
-        return [key for _, key in passed]

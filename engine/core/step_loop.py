@@ -21,8 +21,9 @@ from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceSpec
 from ..worker.executor import Executor, StepFuture
 from .adapters import CoreAdapters
+from .deadlines import Deadlines
 from .guides import GrammarPool, Guides
-from .inbox import Deadlines, Inbox, NewRequest
+from .inbox import Inbox, NewRequest
 from .messages import (
     NO_STEP,
     AbortRequests,

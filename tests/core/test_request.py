@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from charonia.core.errors import ErrorCode, InvalidArgument
-from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.core.request import GenerateRequest
+from charonia.core.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(

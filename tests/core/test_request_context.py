@@ -14,8 +14,9 @@ from charonia.core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from charonia.core.request import FinishReason, SamplingParams, Usage
+from charonia.core.request import FinishReason, Usage
 from charonia.core.request_context import Outcome, RequestContext, RequestEnd, end_for_error
+from charonia.core.sampling import SamplingParams
 
 REJECTED = Outcome.REJECTED
 STOP = RequestEnd(Outcome.STOP)

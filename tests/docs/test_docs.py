@@ -26,7 +26,7 @@ from charonia.cli.extensions import plan_extensions
 from charonia.cli.options import BooleanFlag, ServeOptions
 from charonia.cli.plan import endpoint_settings, server_facts
 from charonia.core.foreign_parameters import FOREIGN_PARAMETERS
-from charonia.core.request import SamplingParams
+from charonia.core.sampling import SamplingParams
 from charonia.engine.attention.selector import BACKENDS
 from charonia.engine.client import infer, request_parameters
 from charonia.engine.cpu import library

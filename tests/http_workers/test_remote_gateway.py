@@ -7,7 +7,8 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.metrics import TimeInState
-from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.core.request import GenerateRequest
+from charonia.core.sampling import SamplingParams
 from charonia.engine.client.token_stream import SequenceStats
 from charonia.engine.core.messages import AddRequest, CoreReady
 from charonia.http_workers.messages import (

@@ -20,11 +20,11 @@ from charonia.core.request import (
     GenerateRequest,
     InferRequest,
     InferResponse,
-    SamplingParams,
     TokenizeRequest,
     Usage,
 )
 from charonia.core.request_context import RequestContext
+from charonia.core.sampling import SamplingParams
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.processes.client_shared_memory import is_lent
 from charonia.repository.gateway import InProcessGateway

@@ -19,8 +19,9 @@ from charonia.bench.proofs.rollout_guards import (
     count_found,
 )
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import FinishReason, SamplingParams
+from charonia.core.request import FinishReason
 from charonia.core.request_context import CANCELLED, DONE, Outcome, RequestContext, RequestEnd
+from charonia.core.sampling import SamplingParams
 from charonia.routing.arm_samples import LatencyCounts
 from charonia.routing.arm_selector import StickyHash
 from charonia.routing.guard import Latency

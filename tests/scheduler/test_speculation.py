@@ -29,6 +29,7 @@ class Counting:
         lasts = [int([*request.prompt, *request.outputs][-1]) for request in requests]
         return [[last + 1 + at if at < self.right else 7 for at in range(9)] for last in lasts]
 
+
 EXTRAS = ("", "", "")
 """Of a sequence without adapter, tenant and salt."""
 

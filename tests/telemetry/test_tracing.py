@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull, Unsupported
-from charonia.core.request import FinishReason, SamplingParams
+from charonia.core.request import FinishReason
 from charonia.core.request_context import Outcome, RequestContext, RequestEnd
+from charonia.core.sampling import SamplingParams
 from charonia.telemetry.otlp import phase_spans, request_span
 from charonia.telemetry.trace_settings import SpanSettings, TraceControl, parse_trace_config
 from charonia.telemetry.tracing import SamplingTracer, open_tracer, otlp_endpoint

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import SamplingParams
+from charonia.core.sampling import SamplingParams
 from charonia.tokenization.generation_defaults import GenerationDefaults, read_generation_defaults
 from charonia.tokenization.tokenizer import Tokenizer
 

@@ -8,17 +8,9 @@ import httpx
 import pytest
 
 from charonia.api.openai.response_writer import system_fingerprint
+from charonia.core.drafts import DraftLimit, summarize_drafts
 from charonia.core.errors import ContextLengthExceeded, Internal, InvalidArgument, QueueFull
-from charonia.core.request import (
-    ChatMessage,
-    Conversation,
-    DraftLimit,
-    FinishReason,
-    GenerateChunk,
-    GenerateRequest,
-    Usage,
-    summarize_drafts,
-)
+from charonia.core.request import ChatMessage, Conversation, FinishReason, GenerateChunk, GenerateRequest, Usage
 
 from ..conftest import LLM
 

@@ -11,11 +11,11 @@ from pydantic import TypeAdapter
 
 from charonia.api.anthropic.messages_request import parse_messages_body
 from charonia.api.openai.responses_request import parse_responses
+from charonia.core.drafts import DraftLimit
 from charonia.core.errors import ContextLengthExceeded, Internal, InvalidArgument, QueueFull
 from charonia.core.request import (
     ChatMessage,
     Conversation,
-    DraftLimit,
     FinishReason,
     GenerateChunk,
     GenerateRequest,

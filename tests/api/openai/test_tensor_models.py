@@ -10,8 +10,9 @@ import pytest
 from charonia.api.app import build_app
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import Internal
-from charonia.core.request import FinishReason, InferResponse, SamplingParams
+from charonia.core.request import FinishReason, InferResponse
 from charonia.core.request_context import RequestEnd
+from charonia.core.sampling import SamplingParams
 from charonia.core.tensor import Tensor
 
 from .test_openai import CHAT, TEXT, events

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from charonia.core.errors import ContextLengthExceeded, InvalidArgument
-from charonia.core.request import ChatMessage, Conversation, GenerateRequest, Prompt, SamplingParams
+from charonia.core.request import ChatMessage, Conversation, GenerateRequest, Prompt
 from charonia.core.request_context import RequestContext
+from charonia.core.sampling import SamplingParams
 from charonia.engine.client.add_request import build_add_request, prompt_tokens_to_keep
 from charonia.engine.core.messages import AddRequest, CoreReady, decode_tokens, encode_tokens
 from charonia.scheduler.plan import LogitsParams

@@ -19,12 +19,12 @@ from charonia.core.request import (
     GenerateChunk,
     GenerateRequest,
     GuidedDecoding,
-    SamplingParams,
     Tool,
     ToolUse,
     join_chunks,
 )
 from charonia.core.request_context import RequestContext
+from charonia.core.sampling import SamplingParams
 from charonia.engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
 from charonia.engine.client.engine import EngineSpec
 from charonia.engine.client.llm import LlmModel

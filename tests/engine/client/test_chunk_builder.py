@@ -11,8 +11,9 @@ from tokenizers import decoders, models
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import Logprobs, PromptLogprobs
-from charonia.core.request import FinishReason, GenerateChunk, SamplingParams, Usage
+from charonia.core.request import FinishReason, GenerateChunk, Usage
 from charonia.core.request import join_chunks as join
+from charonia.core.sampling import SamplingParams
 from charonia.engine.client.chunk_builder import ChunkBuilder, TextEnds
 from charonia.engine.client.token_stream import TokenDelta
 from charonia.tokenization.tokenizer import Tokenizer

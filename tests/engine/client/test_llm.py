@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from charonia.core.errors import InvalidArgument, NotFound, Unavailable
-from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.core.request import GenerateRequest
 from charonia.core.request_context import RequestContext
+from charonia.core.sampling import SamplingParams
 from charonia.engine.client.add_request import build_add_request
 from charonia.engine.client.engine import EngineSpec
 from charonia.engine.client.llm import LlmModel, own_engine_spec

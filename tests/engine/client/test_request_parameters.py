@@ -3,8 +3,10 @@ from typing import Any
 
 import pytest
 
+from charonia.core.drafts import DraftLimit
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import DraftLimit, GuidedDecoding, InferRequest, SamplingParams
+from charonia.core.request import GuidedDecoding, InferRequest
+from charonia.core.sampling import SamplingParams
 from charonia.core.tensor import Tensor
 from charonia.engine.client.infer import OWN_LAYOUT, parse_infer_request
 from charonia.engine.client.request_parameters import ResponseOptions, parse_request_parameters

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.core.request import GenerateRequest
 from charonia.core.request_context import RequestContext
+from charonia.core.sampling import SamplingParams
 from charonia.engine.client.llm import LlmModel
 from charonia.engine.config import EngineConfig
 

@@ -8,24 +8,24 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
+from charonia.core.drafts import DraftLimit
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.metrics import Histogram
 from charonia.core.model import MeasuredModel, TextModel
 from charonia.core.request import (
     ChatMessage,
     Conversation,
-    DraftLimit,
     FinishReason,
     GenerateChunk,
     GenerateRequest,
     GuidedDecoding,
     Prompt,
-    SamplingParams,
     TokenizeRequest,
     Usage,
     join_chunks,
 )
 from charonia.core.request_context import RequestContext
+from charonia.core.sampling import SamplingParams
 from charonia.engine.client.llm import LlmModel
 from charonia.tokenization.tokenizer import Tokenizer
 

@@ -7,7 +7,8 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import TokenLogprob
-from charonia.core.request import FinishReason, GenerateChunk, InferRequest, SamplingParams, Usage
+from charonia.core.request import FinishReason, GenerateChunk, InferRequest, Usage
+from charonia.core.sampling import SamplingParams
 from charonia.core.tensor import Tensor
 from charonia.engine.client.infer import ParsedInferRequest, StreamedResponses, parse_infer_request
 from charonia.engine.vllm.build import VLLM_LAYOUT

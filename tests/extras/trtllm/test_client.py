@@ -14,15 +14,9 @@ import pytest
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, Unavailable, Unsupported
 from charonia.core.metrics import Histogram
 from charonia.core.model import ModelConfig
-from charonia.core.request import (
-    FinishReason,
-    GenerateChunk,
-    GenerateRequest,
-    GuidedDecoding,
-    SamplingParams,
-    join_chunks,
-)
+from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, GuidedDecoding, join_chunks
 from charonia.core.request_context import RequestContext
+from charonia.core.sampling import SamplingParams
 from charonia.engine.client.llm import LlmModel
 from charonia.extras.trtllm.build import tensorrt_llm_model, trtllm_engine_spec
 from charonia.extras.trtllm.client import IterationStats

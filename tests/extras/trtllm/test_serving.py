@@ -13,7 +13,8 @@ from charonia.cli.model_selection import select_models
 from charonia.cli.options import ConfigOptions, RepositoryOptions
 from charonia.cli.repository_check import print_check_report
 from charonia.core.errors import InvalidArgument
-from charonia.core.request import GenerateRequest, SamplingParams
+from charonia.core.request import GenerateRequest
+from charonia.core.sampling import SamplingParams
 from charonia.repository.builder import ModelBuilder, parse_backend_config
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway

@@ -1,6 +1,6 @@
 """Deadlines: who is late, said once, and nothing kept of those that ended."""
 
-from charonia.engine.core.inbox import Deadlines
+from charonia.engine.core.deadlines import Deadlines
 
 
 def test_each_is_late_once_and_not_before_its_time() -> None:

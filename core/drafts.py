@@ -1,0 +1,61 @@
+"""Speculation as requests ask for it and answers report it."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+MAX_DRAFTS = 32
+"""Tokens that a step may draft for a sequence, whoever says how many."""
+
+
+class DraftLimit(NamedTuple):
+    """The most tokens that a step may draft for a sequence; 0 drafts none. `parameter`: the request's, for errors."""
+
+    most: int
+    parameter: str = "speculative_k"
+
+
+DraftReport: TypeAlias = Literal["none", "summary", "detailed"]
+"""What the last chunk of a text tells of its drafts: nothing, sums, or those of each step too."""
+
+
+class DraftSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The drafts of one text, as vLLM's `metrics.speculative_decoding` has them. A histogram counts steps by how many
+    of their drafts were accepted; steps without drafts are not counted. `num_spec_tokens`: the most of a step.
+
+    Source: https://docs.vllm.ai/en/stable/features/speculative_decoding/acceptance_metrics/
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] | None = None
+    per_step_drafted: list[int] | None = None
+
+
+def summarize_drafts(steps: Sequence[tuple[int, int]], most: int, detailed: bool = False) -> DraftSummary:
+    """The summary of steps with so many drafts each, and so many of them accepted, where `most` may be drafted."""
+    by_length = {drafted: [0] * (drafted + 1) for drafted in sorted({drafted for drafted, _ in steps})}
+    histogram = [0] * (most + 1)
+    for drafted, right in steps:
+        by_length[drafted][right] += 1
+        histogram[right] += 1
+    total, accepted = sum(drafted for drafted, _ in steps), sum(right for _, right in steps)
+    return DraftSummary(
+        mean_acceptance_length=1 + accepted / max(len(steps), 1),
+        draft_acceptance_rate=accepted / max(total, 1),
+        acceptance_histogram=histogram,
+        acceptance_histogram_by_draft_length={str(length): counts for length, counts in by_length.items()},
+        num_spec_steps=len(steps),
+        num_accepted_draft_tokens=accepted,
+        num_draft_tokens=total,
+        num_spec_tokens=most,
+        per_step_accepted=[right for _, right in steps] if detailed else None,
+        per_step_drafted=[drafted for drafted, _ in steps] if detailed else None,
+    )

@@ -1,0 +1,162 @@
+"""Plans an answer and reads it: which of its text is reasoning, which are calls of tools, and what holds it to them.
+
+Knows nothing of sockets.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from ...core.errors import InvalidArgument
+from ...core.request import Conversation, FinishReason, GenerateChunk, GenerateRequest, GuidedDecoding, join_chunks
+from ...core.sampling import SamplingParams
+from ...tokenization.answers.answer_formats import HERMES, AnswerParsers, choose_format
+from ...tokenization.answers.answer_reader import AnswerReader
+from ...tokenization.answers.marked_answer import ReasoningFormat
+from ...tokenization.answers.tool_grammars import tool_guide
+from ...tokenization.tokenizer import Tokenizer
+from ..core.messages import AddRequest
+from .chunk_builder import ChunkBuilder, TextEnds
+from .token_stream import TokenDelta
+
+_UNKNOWN_TOOLS = "tools: this model's chat template does not know them; only required calls can be made"
+_TAIL = 32
+"""The prompt's last tokens: enough for the marker that opens the reasoning there."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """The plan of one answer. `prompt`: the request's, and what opens the answer. `tokenizer`: by it the text has the
+    format's markers. `reader`: None if all of the text is content. `warning`: for the client. The others are as in
+    `AddRequest`."""
+
+    prompt: list[int]
+    tokenizer: Tokenizer
+    reader: AnswerReader | None = None
+    guide: GuidedDecoding | None = None
+    thinking: int | None = None
+    thinking_end: str = ""
+    warning: str = ""
+
+    def complete(self, add: AddRequest) -> AddRequest:
+        end = [] if self.thinking is None else self.tokenizer.encode(self.thinking_end, special=False)
+        return replace(add, constraint=self.guide, thinking=self.thinking, thinking_end=end)
+
+    def builder(
+        self, asked: SamplingParams, ends: TextEnds, echo: str = "", prompt_ids: tuple[int, ...] = ()
+    ) -> "ChunkBuilder | AnswerBuilder":
+        """The builder of the answer's chunks. Raises as `ChunkBuilder` does."""
+        if self.reader is None:
+            return ChunkBuilder(self.tokenizer, self.prompt, asked, ends, echo, prompt_ids)
+        return AnswerBuilder(ChunkBuilder(self.tokenizer, self.prompt, asked, ends, "", prompt_ids), self.reader, echo)
+
+
+def plan_answer(
+    request: GenerateRequest, prompt: list[int], tokenizer: Tokenizer, parsers: AnswerParsers
+) -> AnswerPlan:
+    """The plan for a request with this prompt.
+
+    Raises:
+        InvalidArgument: it limits the reasoning of a model that has none, or nothing can hold it to what it asks for.
+    """
+    if not request.reads_answer:
+        return AnswerPlan(prompt, tokenizer, guide=request.guided_decoding)
+    form, use = choose_format(tokenizer.template_source(request.prompt), parsers), request.tools
+    if use is not None and form.tools is None and use.constrained:
+        form = dataclasses.replace(form, tools=HERMES)  # a model that was not trained for any
+    warning = _UNKNOWN_TOOLS if use is not None and form.tools is None and use.choice != "none" else ""
+    guide = request.guided_decoding
+    if use is not None and form.tools is not None:
+        guide = tool_guide(form.tools, use, guide)
+        use = replace(use, parallel=False) if use.named else use
+    shown, reasoning, budget = tokenizer.showing(form.markers), form.reasoning, request.thinking_budget
+    if reasoning is None:
+        if request.needs_thinking_limit:
+            field = "thinking_token_budget"
+            raise InvalidArgument(f"{field}: this model's chat template has no reasoning to limit", field=field)
+        return AnswerPlan(prompt, shown, form.reader(use), guide, warning=warning)
+    tail = tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
+    inside = tail.endswith(reasoning.start) or _continues(request, reasoning)
+    # What is held to a grammar behind its reasoning, or may reason for so long, has to begin with it.
+    limited, asked = guide is not None or budget is not None, _asks_for_reasoning(request)
+    reasons = form.reasons or bool(budget) if asked is None or reasoning.content else asked
+    if limited and reasons and not (inside or tail.endswith(reasoning.end)):
+        prompt, inside = prompt + tokenizer.encode(reasoning.opening, special=False), True
+    if inside and guide is not None and not guide.after:
+        with_tools = guide is not request.guided_decoding
+        guide = guide._replace(after=reasoning.end if with_tools else reasoning.content or reasoning.end)
+    return AnswerPlan(
+        prompt, shown, form.reader(use, inside), guide, budget if inside else None, reasoning.end, warning
+    )
+
+
+def _asks_for_reasoning(request: GenerateRequest) -> bool | None:
+    """Whether it asks the chat template for reasoning or against it, by either of the customary names."""
+    variables = request.prompt.variables if isinstance(request.prompt, Conversation) else {}
+    asked = variables.get("enable_thinking", variables.get("thinking"))
+    return None if asked is None else bool(asked)
+
+
+def _continues(request: GenerateRequest, reasoning: ReasoningFormat) -> bool:
+    """Whether the prompt ends within the reasoning of a message that is to be continued."""
+    chat = request.prompt
+    if not (isinstance(chat, Conversation) and chat.continue_final_message):
+        return False
+    text = chat.messages[-1].content
+    return text.rfind(reasoning.start) > text.rfind(reasoning.end)
+
+
+class AnswerBuilder:
+    """Builds the chunks of an answer that is read: `builder` writes its text, `reader` parts it. `echo`: a text before
+    it that is not read.
+
+    Tokens of reasoning are counted up to the last one of the marker that ends it.
+    """
+
+    def __init__(self, builder: ChunkBuilder, reader: AnswerReader, echo: str = "") -> None:
+        self._builder = builder
+        self._reader = reader
+        self._echo = echo
+        self._begun = False
+        self._reasoning_tokens = 0
+
+    def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
+        """See `ChunkBuilder.build_chunk`. An answer of which no more is wanted ends as if the model had ended it."""
+        # Tokens are counted by where the text is when they come: one by one.
+        single = len(delta.token_ids) < 2 or (self._begun and not self._reader.thinking)
+        chunks: list[GenerateChunk] = []
+        for part in [delta] if single else _each_token(delta):
+            chunks.append(self._read(part))
+            if chunks[-1].finish_reason is not None:
+                break
+        return chunks[0] if single else join_chunks(chunks)
+
+    def _read(self, delta: TokenDelta) -> GenerateChunk:
+        chunk, reader = self._builder.build_chunk(delta), self._reader
+        thinking, self._begun = reader.thinking, True
+        read = reader.push(chunk.text, chunk.finish_reason is not None)
+        if thinking or reader.thinking:
+            self._reasoning_tokens += len(chunk.token_ids)
+        echo, self._echo = self._echo, ""
+        return replace(
+            chunk,
+            text=echo + read.text,
+            reasoning=read.reasoning,
+            tool_calls=read.tool_calls,
+            usage=replace(chunk.usage, reasoning_tokens=self._reasoning_tokens),
+            finish_reason=FinishReason.STOP if reader.over and chunk.finish_reason is None else chunk.finish_reason,
+        )
+
+
+def _each_token(delta: TokenDelta) -> Iterator[TokenDelta]:
+    last = len(delta.token_ids) - 1
+    for at, token in enumerate(delta.token_ids):
+        yield TokenDelta(
+            (token,),
+            delta.cached_tokens,
+            delta.finish_reason if at == last else None,
+            delta.logprobs[at : at + 1],
+            delta.scores if at == 0 else (),
+        )
