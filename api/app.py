@@ -1,4 +1,4 @@
-"""The HTTP application: the routes of all protocols over one gateway, and the responses to what goes wrong.
+"""The HTTP application: the routes of all protocols, and the responses to what goes wrong.
 
 POST requests never reach FastAPI: its middleware costs a third of a short request, and something for every event of a
 stream.
@@ -23,7 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.errors import CharoniaError, NotFound, NotReady, ServerExiting, shutdown_error
 from ..core.extension_contracts import EndpointFunction
-from ..telemetry.shared_state import ServerGateway
+from ..core.gateway import Administration, ModelLookup
+from ..telemetry.shared_state import ServerAdministration, ServerLookup
 from .anthropic.routes import MessagesRoutes
 from .api_keys import Keyring
 from .console.routes import ConsoleRoutes
@@ -42,7 +43,6 @@ from .http.request_context import (
     WARNING_HEADER,
     RequestContextMiddleware,
     answer_headers,
-    asks_model,
     record_error,
 )
 from .http.request_cycle import add_response_header, response_started, send_response
@@ -51,7 +51,7 @@ from .openai.adapter_routes import AdapterRoutes
 from .openai.embeddings import EncoderRoutes
 from .openai.invocations import InvocationRoutes
 from .openai.responses_routes import ResponsesRoutes
-from .openai.routes import OpenAIRoutes
+from .openai.routes import ModelListRoutes, OpenAIRoutes
 from .openai.scoring import ScoringRoutes
 from .prometheus import NO_METRICS, MetricRegistries, metrics_response
 from .triton.control import ControlEndpoints
@@ -91,20 +91,40 @@ _ENDPOINTS = {
 
 
 def build_app(
-    gateway: ServerGateway,
+    administration: ServerAdministration,
     info: ServerInfo,
     keys: Keyring | None = None,
     rules: HttpRules | None = None,
     metrics: MetricRegistries = NO_METRICS,
     extensions: RouteExtensions | None = None,
-    forward: EndpointFunction | None = None,
 ) -> ASGIApp:
-    """The application of port 8000. `keys`: required by every route but health; `metrics`: shown by /metrics;
-    `forward`: answers in place of the server's endpoints of what is no model's."""
+    """The application of port 8000, in the process that has the models. `keys`: required by every route but health;
+    `metrics`: shown by /metrics."""
     rules = rules or HttpRules()
-    app = routed_app(all_routes(gateway, info, rules, metrics, extensions, forward))
+    return protected_app(all_routes(administration, info, rules, metrics, extensions), administration, keys, rules)
+
+
+def build_worker_app(
+    lookup: ServerLookup,
+    info: ServerInfo,
+    keys: Keyring | None,
+    rules: HttpRules,
+    forwarded: Sequence[Route],
+    extensions: RouteExtensions | None = None,
+) -> ASGIApp:
+    """The application of port 8000, in a process that has no models. `forwarded`: `control_routes`, as this process
+    answers them."""
+    extensions = extensions or RouteExtensions()
+    own = lookup_routes(lookup, info, rules, extensions)
+    every = [*extensions.serve(lookup, _endpoints(own)), *own, *forwarded]
+    return protected_app(_match_to_the_end(every), lookup, keys, rules)
+
+
+def protected_app(routes: Sequence[BaseRoute], lookup: ModelLookup, keys: Keyring | None, rules: HttpRules) -> ASGIApp:
+    """The endpoints, behind keys and rules, each request to a model with its context."""
+    app = routed_app(routes)
     app = AccessMiddleware(app, keys or Keyring(), rules)
-    app = RequestContextMiddleware(app, gateway)
+    app = RequestContextMiddleware(app, lookup)
     if not rules.allowed_origins:
         return app
     # Browsers show a response to a page of another origin only where headers allow it, and ask before they send JSON
@@ -119,7 +139,7 @@ def build_app(
 
 
 def routed_app(routes: Sequence[BaseRoute]) -> ASGIApp:
-    """The endpoints alone: what stands around them in `build_app` has done its part before."""
+    """The endpoints alone: what stands around them in `protected_app` has done its part before."""
     fastapi = FastAPI(openapi_url=None, redirect_slashes=False)
     fastapi.router.routes.extend(routes)
     fastapi.add_exception_handler(CharoniaError, _charonia_error)
@@ -127,67 +147,71 @@ def routed_app(routes: Sequence[BaseRoute]) -> ASGIApp:
     return PostRouter(routes, fastapi)
 
 
-_HEALTH_PATHS = ("/health", "/ping", "/v2/health/live", "/v2/health/ready")
-_STATIC_PATHS = ("/", "/version", "/v2", "/console", "/console/{file}")
-"""What depends on no model, and on no state."""
-
-
-def _forwarded(route: Route, forward: EndpointFunction) -> Route:
-    """The route, or one that `forward` answers. Health is also that of the process that is asked."""
-    if asks_model(route.path) or route.path in (*_HEALTH_PATHS, *_STATIC_PATHS):
-        return route
-    return Route(route.path, forward, methods=sorted(route.methods or ()))
-
-
 def all_routes(
-    gateway: ServerGateway,
+    administration: ServerAdministration,
     info: ServerInfo,
     rules: HttpRules,
     metrics: MetricRegistries = NO_METRICS,
     extensions: RouteExtensions | None = None,
-    forward: EndpointFunction | None = None,
 ) -> list[BaseRoute]:
-    """The routes of `extensions`, and after them those of every protocol; they match to the very end of a path, a line
-    break there included. `forward`: see `build_app`."""
+    """The routes of `extensions`, and after them those of every protocol."""
     extensions = extensions or RouteExtensions()
+    own = lookup_routes(administration, info, rules, extensions)
+    own += control_routes(administration, info, rules, metrics)
+    return _match_to_the_end([*extensions.serve(administration, _endpoints(own)), *own])
+
+
+def lookup_routes(
+    lookup: ServerLookup, info: ServerInfo, rules: HttpRules, extensions: RouteExtensions | None = None
+) -> list[Route]:
+    """The server's routes that every process answers by itself: endpoints of models, health, and what never changes.
+    `extensions`: for the list of endpoints."""
     routes = [
-        *ControlEndpoints(gateway, info.max_input_size).routes(),
-        *TrafficEndpoints(gateway).routes(),
-        *V2Endpoints(gateway, info, rules.forwarding).routes(),
-        *OpenAIRoutes(gateway, info).routes(),
-        *ResponsesRoutes(gateway, info).routes(),
-        *MessagesRoutes(gateway, info).routes(),
-        *EncoderRoutes(gateway, info.max_input_size).routes(),
-        *ScoringRoutes(gateway, info.max_input_size).routes(),
-        *AdapterRoutes(gateway, rules.lora_root, info.max_input_size).routes(),
+        *V2Endpoints(lookup, info, rules.forwarding).routes(),
+        *OpenAIRoutes(lookup, info).routes(),
+        *ResponsesRoutes(lookup, info).routes(),
+        *MessagesRoutes(lookup, info).routes(),
+        *EncoderRoutes(lookup, info.max_input_size).routes(),
+        *ScoringRoutes(lookup, info.max_input_size).routes(),
         *(
             ConsoleRoutes({*rules.console_hosts, *rules.allowed_hosts}).routes()
             if rules.console_hosts is not None
             else ()
         ),
-        *ExplainEndpoint(gateway, metrics.whole).routes(),
-        *_server_routes(gateway, info, metrics.shown, [plan.listed for plan in extensions.plans]),
+        *_server_routes(lookup, info, [] if extensions is None else [plan.listed for plan in extensions.plans]),
     ]
-    endpoints = {each.path: each.endpoint for each in routes}
-    routes += InvocationRoutes(gateway, info.max_input_size, endpoints).routes()
-    endpoints = {each.path: each.endpoint for each in routes}
-    if forward is not None:
-        routes = [_forwarded(route, forward) for route in routes]
-    every: list[BaseRoute] = [*extensions.serve(gateway, endpoints), *routes]
-    for route in every:
+    return [*routes, *InvocationRoutes(lookup, info.max_input_size, _endpoints(routes)).routes()]
+
+
+def control_routes(
+    administration: ServerAdministration, info: ServerInfo, rules: HttpRules, metrics: MetricRegistries = NO_METRICS
+) -> list[Route]:
+    """The server's routes that the process answers that has the models: others forward their requests as they are."""
+    return [
+        *ControlEndpoints(administration, info.max_input_size).routes(),
+        *TrafficEndpoints(administration).routes(),
+        *ModelListRoutes(administration).routes(),
+        *AdapterRoutes(administration, rules.lora_root, info.max_input_size).routes(),
+        *ExplainEndpoint(administration, metrics.whole).routes(),
+        *_measured_routes(administration, metrics.shown),
+    ]
+
+
+def _endpoints(routes: Iterable[Route]) -> dict[str, EndpointFunction]:
+    return {route.path: route.endpoint for route in routes}
+
+
+def _match_to_the_end(routes: list[BaseRoute]) -> list[BaseRoute]:
+    """The same routes: they match to the very end of a path, a line break there included."""
+    for route in routes:
         if isinstance(route, Route):
             route.path_regex = re.compile(route.path_regex.pattern.removesuffix("$") + r"\Z")
-    return every
+    return routes
 
 
-def _server_routes(
-    gateway: ServerGateway,
-    info: ServerInfo,
-    registry: CollectorRegistry | None,
-    extensions: Iterable[Mapping[str, str]],
-) -> list[Route]:
-    """The server's health, version, metrics and list of endpoints, where clients of vLLM look for them. `extensions`:
-    what the list has of each."""
+def _server_routes(lookup: ModelLookup, info: ServerInfo, extensions: Iterable[Mapping[str, str]]) -> list[Route]:
+    """The server's health, version and list of endpoints, where clients of vLLM look for them. `extensions`: what the
+    list has of each."""
     listed = dict(_ENDPOINTS)
     for more in extensions:
         listed |= more
@@ -199,24 +223,29 @@ def _server_routes(
 
     async def health(request: Request) -> Response:
         """200, or 503 while a known model is not ready: load balancers understand that; v2's readiness is 400."""
-        if not gateway.ready():
-            raise ServerExiting if gateway.exiting() else NotReady("the server is not ready")
+        if not lookup.ready():
+            raise ServerExiting if lookup.exiting() else NotReady("the server is not ready")
         return Response()
 
     async def version(request: Request) -> Response:
         return json_response({"version": info.version})
 
-    async def load(request: Request) -> Response:
-        """How many requests are being answered, as vLLM tells it."""
-        return json_response({"server_load": gateway.requests_in_flight()})
-
-    routes = [
+    return [
         Route("/", index, methods=["GET"]),
-        Route("/load", load, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
     ]
+
+
+def _measured_routes(administration: Administration, registry: CollectorRegistry | None) -> list[Route]:
+    """The server's load and metrics."""
+
+    async def load(request: Request) -> Response:
+        """How many requests are being answered, as vLLM tells it."""
+        return json_response({"server_load": administration.requests_in_flight()})
+
+    routes = [Route("/load", load, methods=["GET"])]
     if registry is not None:
 
         async def metrics(request: Request) -> Response:

@@ -5,12 +5,12 @@ crosses of them to workers, each of which forwards most of their requests.
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.routing import Route
 
 from ..core.extension_contracts import EndpointFunction, ExtensionHost, RoutesPlan, ServedRoutes
-from ..core.gateway import Gateway
+from ..core.gateway import ModelLookup
 from ..core.metrics import Measurement
 
 
@@ -21,7 +21,7 @@ class RouteExtensions:
         self.plans = tuple(plans)
         self._served: list[ServedRoutes] = []
 
-    def serve(self, gateway: Gateway, endpoints: Mapping[str, EndpointFunction]) -> list[Any]:
+    def serve(self, gateway: ModelLookup, endpoints: Mapping[str, EndpointFunction]) -> list[Any]:
         """The routes of all. `endpoints`: the server's own, by path."""
         host = ExtensionHost(gateway, endpoints)
         self._served = [plan.serve(host) for plan in self.plans]
@@ -46,13 +46,26 @@ class RouteExtensions:
             yield
 
 
+class ForwardedRoute(NamedTuple):
+    """A route as a worker knows it that forwards its requests. `path`: with the names in it."""
+
+    path: str
+    methods: tuple[str, ...]
+
+    @classmethod
+    def of(cls, route: Route) -> "ForwardedRoute":
+        return cls(route.path, tuple(sorted(route.methods or ())))
+
+    def answered_by(self, forward: EndpointFunction) -> Route:
+        return Route(self.path, forward, methods=[*self.methods])
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerRoutes:
-    """An extension as a worker knows it. `plan`: of one that answers in each worker, else None, and the worker forwards
-    what matches a path and a method."""
+    """An extension as a worker knows it. `plan`: of one that answers in each worker, else None."""
 
     plan: RoutesPlan | None
-    forwarded: tuple[tuple[str, tuple[str, ...]], ...]
+    forwarded: tuple[ForwardedRoute, ...]
     listed: Mapping[str, str]
 
     @classmethod
@@ -63,15 +76,14 @@ class WorkerRoutes:
         for route in served.routes:
             if not isinstance(route, Route):
                 raise TypeError(f"{route!r} of an extension is no Route, and several workers can forward no other")
-        forwarded = tuple((route.path, tuple(sorted(route.methods or ()))) for route in served.routes)
-        return cls(None, forwarded, plan.listed)
+        return cls(None, tuple(map(ForwardedRoute.of, served.routes)), plan.listed)
 
 
 def worker_extensions(told: Sequence[WorkerRoutes], forward: EndpointFunction) -> RouteExtensions:
     """The extensions of a worker. `forward`: answers in place of endpoints that are not the worker's."""
 
     def forwarding(routes: WorkerRoutes) -> RoutesPlan:
-        made = [Route(path, forward, methods=[*methods]) for path, methods in routes.forwarded]
+        made = [route.answered_by(forward) for route in routes.forwarded]
         return RoutesPlan(serve=lambda _: ServedRoutes(routes=made), listed=routes.listed)
 
     return RouteExtensions(routes.plan or forwarding(routes) for routes in told)

@@ -6,7 +6,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..core.gateway import Gateway
+from ..core.gateway import ModelLookup
 from ..core.metrics import ModelStatistics, StatisticDuration
 from ..core.tensor import TensorSpec
 from ..processes.client_shared_memory import CudaMemoryRegion
@@ -46,9 +46,9 @@ def server_metadata(info: ServerInfo) -> dict[str, Any]:
     return {"name": info.name, "version": info.version, "extensions": list(EXTENSIONS)}
 
 
-def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
+def model_metadata(lookup: ModelLookup, name: str, version: str) -> dict[str, Any]:
     """The metadata of a version; without one, of the latest, with all versions that are served."""
-    config = gateway.model_config(name, version)
+    config = lookup.model_config(name, version)
     batch = [-1] if config.max_batch_size > 0 else []
 
     def describe(spec: TensorSpec) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
 
     return {
         "name": config.name,
-        "versions": [version] if version else list(gateway.served_versions(name)),
+        "versions": [version] if version else list(lookup.served_versions(name)),
         "platform": config.platform or config.backend,
         "inputs": [describe(spec) for spec in config.inputs],
         "outputs": [describe(spec) for spec in config.outputs],

@@ -9,14 +9,11 @@ import socket
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from prometheus_client import CollectorRegistry
-
-from ..api.app import build_app
-from ..api.extensions import WorkerRoutes, worker_extensions
+from ..api.app import build_worker_app
+from ..api.extensions import ForwardedRoute, WorkerRoutes, worker_extensions
 from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
-from ..api.prometheus import MetricRegistries
 from ..api.triton.clouds import CloudMiddleware
 from ..core.errors import CharoniaError
 from ..core.tasks import end_within, wait_for_first
@@ -39,21 +36,34 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FrontendSetup:
-    """What a frontend is told when it starts. `http_port`, `grpc_port`: None for an endpoint that is not wanted.
-    `clouds`: which of their endpoints are wanted, on `cloud_ports`. `shows_metrics`: HTTP has /metrics. `sends_spans`:
-    the hub does. `max_lag`: seconds of silence of the hub, or of late answers, after which nothing is ready."""
+    """What a frontend is told when it starts."""
 
     settings: EndpointSettings
     info: ServerInfo
     http_address: str
+
     http_port: int | None
+    """None where HTTP is not wanted."""
+
     grpc_port: int | None
+    """None where gRPC is not wanted."""
+
     clouds: CloudOptions
+    """The clouds whose endpoints are wanted, on `cloud_ports`."""
+
     cloud_ports: tuple[int, ...]
-    shows_metrics: bool
+
+    forwarded: tuple[ForwardedRoute, ...]
+    """The server's routes that the hub answers."""
+
     allows_client_memory: bool
+
     sends_spans: bool
+    """Whether the hub does."""
+
     max_lag: float
+    """Seconds of silence of the hub, or of late answers, after which nothing is ready."""
+
     logs: LogSettings
     logged_requests: LoggedRequests
     extensions: tuple[WorkerRoutes, ...]
@@ -125,10 +135,9 @@ async def _serve(
 def _make_servers(setup: FrontendSetup, gateway: RemoteGateway) -> list[HttpServer | GrpcServer]:
     settings, servers = setup.settings, list[HttpServer | GrpcServer]()
     forwarder, timeout = HttpForwarder(gateway, setup.info.max_input_size), settings.http.body_timeout
-    # For the routes: the hub has what they show.
     extensions = worker_extensions(setup.extensions, forwarder.answer_in_pieces)
-    shown = MetricRegistries(CollectorRegistry() if setup.shows_metrics else None, CollectorRegistry())
-    app = build_app(gateway, setup.info, settings.keys, settings.http, shown, extensions, forwarder.answer)
+    forwarded = [route.answered_by(forwarder.answer) for route in setup.forwarded]
+    app = build_worker_app(gateway, setup.info, settings.keys, settings.http, forwarded, extensions)
     if setup.http_port is not None:
         sock = bind_port(setup.http_address, setup.http_port, "--http-port", shared=True)
         servers.append(HttpServer(app, sock, access_log=True, tls=settings.tls, body_timeout=timeout))

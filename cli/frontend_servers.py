@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .. import __version__
 from ..api.app import build_app
 from ..api.extensions import RouteExtensions
+from ..api.grpc.control_rpcs import bound_rpcs
 from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
@@ -78,7 +79,9 @@ class FrontendServers:
             translated = CloudMiddleware(app, cloud, self._model_names)
             self._servers.append(HttpServer(translated, sock, access_log=True, body_timeout=timeout))
         if ports.grpc is not None:
-            self._servers.append(GrpcServer(gateway, info, settings.grpc, ports.grpc, settings.grpc_policy))
+            self._servers.append(
+                GrpcServer(gateway, info, settings.grpc, ports.grpc, settings.grpc_policy, bound_rpcs(gateway))
+            )
 
     def _measure_frontends(self) -> Iterator[Measurement]:
         if self._pool is not None:

@@ -12,12 +12,12 @@ from urllib.parse import quote
 from ..api.graph_formats import GRAPH_FORMATS
 from ..api.model_graph import GraphModel, graph_of_models, node_times, roots_of
 from ..core.errors import CharoniaError, NotFound, Unavailable
-from ..core.gateway import ModelServices
 from ..repository.builder import ModelBuilder, parse_backend_config, with_config_defaults
 from ..repository.catalog import RepositoryCatalog
 from ..repository.gateway import InProcessGateway
 from ..repository.lifecycle import ignore_progress
 from ..repository.memory_budget import DeviceMemory, MemoryBudget
+from ..telemetry.shared_state import ModelServices
 from .options import ConfigOptions
 from .server_client import check_url, fetch, parse_header
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.gateway import ModelServices
 from ..core.model import ModelConfig
 from ..engine.build import describe, is_model_file
 from ..repository.backend_registry import LANGUAGE_MODEL_BACKEND
@@ -28,6 +27,7 @@ from ..repository.model_source import ModelSource, config_position, is_checkpoin
 from ..repository.object_storage.bucket_repository import open_buckets
 from ..repository.object_storage.locations import is_bucket_url
 from ..repository.route_file import ROUTES_FILE
+from ..telemetry.shared_state import ModelServices
 from .options import ConfigOptions
 
 

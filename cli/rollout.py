@@ -12,7 +12,7 @@ from rich.status import Status
 from rich.text import Text
 
 from ..core.errors import InvalidArgument, Unavailable
-from ..core.gateway import RolloutState
+from ..core.traffic import RolloutState
 from .server_client import ServerRefused, check_url, fetch, parse_header
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)?")

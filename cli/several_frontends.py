@@ -3,8 +3,8 @@
 from dataclasses import replace
 from functools import partial
 
-from ..api.app import all_routes, routed_app
-from ..api.extensions import RouteExtensions
+from ..api.app import all_routes, control_routes, routed_app
+from ..api.extensions import ForwardedRoute, RouteExtensions
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricRegistries
 from ..http_workers.forwarding import answer_rpc
@@ -42,7 +42,7 @@ def frontend_pool(
         grpc_port,
         plan.options.cloud,
         tuple(sock.getsockname()[1] for sock in ports.clouds),
-        metrics.shown is not None,
+        tuple(map(ForwardedRoute.of, control_routes(gateway, info, settings.http, metrics))),
         is_true(server.allow_client_shm),
         gateway.shared_state.traces.sends_spans,
         server.max_loop_lag_secs,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from .gateway import Gateway
+from .gateway import ModelLookup
 from .model import MemoryNeed, Model, ModelConfig, RawConfig
 from .request import InferRequest, InferResponse
 from .request_context import ExecutionTimes, RequestContext
@@ -119,7 +119,7 @@ class Composition(Protocol):
 class CompositionBackend(NamedTuple):
     """A backend of models that only ask others."""
 
-    compose: Callable[[ModelConfig, Gateway, Path], Composition]
+    compose: Callable[[ModelConfig, ModelLookup, Path], Composition]
     """Makes a version's, from its config, the models of the server, and its directory. Raises `CharoniaError` if the
     config is wrong."""
 

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from .gateway import Gateway
+from .gateway import ModelLookup
 from .metrics import Measurement, MetricFamily
 
 OptionsT = TypeVar("OptionsT")
@@ -38,7 +38,7 @@ class ServerFacts:
 class ExtensionHost:
     """The server, as its extensions know it."""
 
-    gateway: Gateway
+    gateway: ModelLookup
     """The models."""
     endpoints: Mapping[str, EndpointFunction]
     """The server's own endpoints by path, for what asks them as a client would."""

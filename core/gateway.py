@@ -1,7 +1,7 @@
-"""The seam between endpoints and models: an endpoint knows a `Gateway`, and nothing of how models are served."""
+"""The seam between endpoints and models: an endpoint asks models through a `ModelLookup`, changes them through an
+`Administration`, and knows nothing of how they are served."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -11,6 +11,7 @@ from .metrics import ModelStatistics
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .request_context import ExecutionTimes, Headers, RequestContext
+from .traffic import ChangeableRoutes, Rollouts
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
@@ -59,94 +60,6 @@ class ServedAdapter(NamedTuple):
         return name in (self.name, f"{self.config.name}:{self.adapter.name}")
 
 
-class RouteEntry(NamedTuple):
-    """A route that is served. `route`: as `routes.yaml` has it; `version`: grows with each change."""
-
-    name: str
-    version: int
-    route: Mapping[str, Any]
-    changed_by: str
-
-
-class ChangeableRoutes(Protocol):
-    """The routes of the server, for endpoints that list and change them."""
-
-    def entries(self) -> list[RouteEntry]:
-        """Every route, by name."""
-
-    def entry(self, name: str) -> RouteEntry:
-        """Raises `NotFound`."""
-
-    async def put_document(self, name: str, document: Any, who: str, expect: int | None = None) -> RouteEntry:
-        """Serve a route, as `routes.yaml` has it, by that name from now on; `who` is told in the log.
-
-        Raises:
-            Unsupported: requests may not change routes.
-            InvalidArgument: it is no route, or one that its file would be refused for.
-            Conflict: the route is at another version than `expect`, 0 for none.
-            Internal: it cannot be kept.
-        """
-
-    async def delete(self, name: str, who: str, expect: int | None = None) -> None:
-        """Serve no route by that name. Raises `NotFound` if there is none, and as `put_document` does."""
-
-
-class RolloutState(StrEnum):
-    """How a rollout is going, or ended. `SUPERSEDED`: somebody changed its route."""
-
-    RUNNING = "running"
-    FORWARD = "forward"
-    BACK = "back"
-    ABORTED = "aborted"
-    SUPERSEDED = "superseded"
-
-
-class RolloutEvent(NamedTuple):
-    """`at`: seconds since the epoch."""
-
-    at: float
-    text: str
-
-
-class RolloutEntry(NamedTuple):
-    """The last rollout of a route. `to`: its new arm, which has `steps[step]` per cent of the requests, or had when it
-    ended; `progress`: what the step still waits for; `reason`: why it ended. Times are in seconds since the epoch."""
-
-    name: str
-    to: str
-    state: RolloutState
-    step: int
-    steps: Sequence[float]
-    progress: str
-    reason: str
-    plan: Mapping[str, Any]
-    started_by: str
-    began_at: float
-    ended_at: float | None
-    events: Sequence[RolloutEvent]
-
-
-class Rollouts(Protocol):
-    """The rollouts of the server's routes, for endpoints that start and end them."""
-
-    def rollout(self, name: str) -> RolloutEntry:
-        """The last rollout of a route. Raises `NotFound` if there was none."""
-
-    async def start(self, name: str, document: Any, who: str) -> RolloutEntry:
-        """Begin a rollout of a route. `document`: its plan in JSON; `who` is told in the log.
-
-        Raises:
-            Unsupported: requests may not change routes.
-            NotFound: there is no such route, or no such version.
-            InvalidArgument: it is no plan, or one for which the route would be refused.
-            Conflict: the route has one already, or was changed at the same time.
-            Internal: it cannot be kept.
-        """
-
-    async def abort(self, name: str, who: str) -> RolloutEntry:
-        """End the rollout that a route has, and go back. Raises `NotFound`, `Conflict` if none runs, and `Internal`."""
-
-
 class ModelHandle(Protocol):
     """One loaded version of a model, held by one request until that request ends. `name`: its own, or that of the
     adapter that it was acquired by, with which it answers.
@@ -193,16 +106,9 @@ class ModelHandle(Protocol):
         """The vocabulary's entry of each token, as its tokenizer spells it. Raises as `generate` does."""
 
 
-class ModelServices(NamedTuple):
-    """What a model that asks others may use of its server: the gateway to them, and the event loop that both live
-    in."""
-
-    gateway: "Gateway"
-    loop: asyncio.AbstractEventLoop
-
-
-class Gateway(Protocol):
-    """The models of the server, for endpoints: lookup, dispatch, health, the model repository.
+class ModelLookup(Protocol):
+    """The models of the server, for whoever asks them: endpoints, and models that ask others. Every process that has
+    endpoints has one; one that has no models answers by what it was told last.
 
     An empty `version` means the latest. Every lookup raises `NotFound` for an unknown model or version, `Unavailable`
     for one that is not served, and `NotReady` for one that is being loaded.
@@ -236,6 +142,25 @@ class Gateway(Protocol):
     def served_versions(self, name: str) -> tuple[str, ...]:
         """The versions of a model that are served, lowest first. Raises as `model_config` does."""
 
+    def is_model_ready(self, name: str, version: str = "") -> bool:
+        """Whether that version, or the latest, can be asked now; False for an unknown one."""
+
+    async def unready_reason(self, name: str, version: str = "") -> str:
+        """Why `is_model_ready` does not hold, or why the model itself says that it is not ready; empty where it is."""
+
+
+class Administration(ModelLookup, Protocol):
+    """What changes the models of the server, and what is known of them where they are: in one process of a server."""
+
+    @property
+    def route_control(self) -> ChangeableRoutes: ...
+
+    @property
+    def rollouts(self) -> Rollouts: ...
+
+    def requests_in_flight(self) -> int:
+        """How many requests to models are being answered."""
+
     def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         """Statistics of every served version, or of those asked for.
 
@@ -243,11 +168,9 @@ class Gateway(Protocol):
             InvalidArgument: none that was asked for is served.
         """
 
-    def is_model_ready(self, name: str, version: str = "") -> bool:
-        """Whether that version, or the latest, can be asked now; False for an unknown one."""
-
-    async def unready_reason(self, name: str, version: str = "") -> str:
-        """Why `is_model_ready` does not hold, or why the model itself says that it is not ready; empty where it is."""
+    async def tokenizer_info(self, name: str) -> dict[str, Any]:
+        """What the checkpoint of a language model says of its tokenizer. Raises as `model_config`, and
+        `InvalidArgument` for another model."""
 
     @property
     def loads_on_request(self) -> bool:

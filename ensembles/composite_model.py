@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from ..core.backends import Composition, RequestTimes
 from ..core.errors import CharoniaError, NotReady
-from ..core.gateway import Gateway
+from ..core.gateway import ModelLookup
 from ..core.metrics import Reading
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import InferRequest, InferResponse
@@ -30,7 +30,7 @@ class CompositeModel:
     """One version of a model that only asks others. `quantiles`: of the latency summaries, empty for no summaries."""
 
     def __init__(
-        self, config: ModelConfig, gateway: Gateway, composition: Composition, quantiles: Sequence[float] = ()
+        self, config: ModelConfig, gateway: ModelLookup, composition: Composition, quantiles: Sequence[float] = ()
     ) -> None:
         self.config = config
         self._gateway = gateway

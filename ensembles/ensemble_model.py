@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from ..core.backends import AskedVersion, CompositionBackend, RequestTimes
 from ..core.errors import CharoniaError, Internal, InvalidArgument
-from ..core.gateway import Gateway, ModelHandle
+from ..core.gateway import ModelHandle, ModelLookup
 from ..core.model import ModelConfig
 from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.request_context import ENSEMBLE_ENDPOINT as ENDPOINT
@@ -286,7 +286,7 @@ class Ensemble:
         InvalidArgument: the config's steps do not fit together.
     """
 
-    def __init__(self, config: ModelConfig, gateway: Gateway) -> None:
+    def __init__(self, config: ModelConfig, gateway: ModelLookup) -> None:
         read_steps(config)
         self._config = config
         self._gateway = gateway

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypeAlias
 
 from ..core.backends import RequestTimes
 from ..core.errors import CharoniaError, Internal, InvalidArgument, RequestTimeout
-from ..core.gateway import Gateway
+from ..core.gateway import ModelLookup
 from ..core.model import DeclaredModels, ModelConfig
 from ..core.request import InferRequest, ParameterValue
 from ..core.request_context import RequestContext
@@ -54,7 +54,7 @@ class ModelRequests:
         self,
         name: str,
         declared: DeclaredModels,
-        gateway: Gateway,
+        gateway: ModelLookup,
         request: InferRequest,
         context: RequestContext,
         times: RequestTimes,
@@ -181,7 +181,7 @@ class AskedModel:
     """
 
     def __init__(
-        self, requests: ModelRequests, gateway: Gateway, name: str, version: str = "", inherit: Inherited = True
+        self, requests: ModelRequests, gateway: ModelLookup, name: str, version: str = "", inherit: Inherited = True
     ) -> None:
         self.name, self.version, self.inherit = name, version, inherit
         self._requests, self._gateway = requests, gateway

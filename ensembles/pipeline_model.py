@@ -17,7 +17,7 @@ import msgspec
 
 from ..core.backends import AskedVersion, CompositionBackend, RequestTimes
 from ..core.errors import CharoniaError, Internal, InvalidArgument
-from ..core.gateway import Gateway
+from ..core.gateway import ModelLookup
 from ..core.model import MODELS_PARAMETER, DeclaredModels, ModelConfig
 from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.request_context import RequestContext
@@ -139,7 +139,7 @@ class Pipeline:
         InvalidArgument: its config or its file is no pipeline's; the message says where.
     """
 
-    def __init__(self, config: ModelConfig, gateway: Gateway, directory: Path) -> None:
+    def __init__(self, config: ModelConfig, gateway: ModelLookup, directory: Path) -> None:
         if not config.inputs or not config.outputs:
             side = "input" if not config.inputs else "output"
             raise InvalidArgument(f"pipeline '{config.name}' must declare at least one {side}", field=side)

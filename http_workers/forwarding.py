@@ -9,18 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-from ..api.grpc.control_rpcs import CONTROL_RPCS, ControlRpc
+from ..api.grpc.control_rpcs import CONTROL_RPCS, BoundRpc, server_live, server_ready
 from ..api.http.connection import CLIENT_LEFT, CancelOnDisconnect, ClientDisconnected, receive_body
 from ..api.http.request_context import tenant_of
 from ..api.size_limits import check_json_size
 from ..repository.gateway import InProcessGateway
-from ..telemetry.shared_state import ServerGateway
 from .messages import HttpCall
 from .pieces import ForwardedInPieces
 from .remote_gateway import RemoteGateway
-
-_ANSWERED_HERE = ("ServerLive", "ServerReady")
-"""RPCs whose answer is also that of the process that is asked."""
 
 
 class HttpForwarder:
@@ -54,13 +50,15 @@ def _call(scope: Scope, body: bytes, in_pieces: bool, key: int) -> HttpCall:
     return HttpCall(key, scope["method"], *asked, tenant.name, tenant.weight, in_pieces)
 
 
-def forwarded_rpcs(gateway: RemoteGateway) -> Mapping[str, ControlRpc]:
+def forwarded_rpcs(gateway: RemoteGateway) -> Mapping[str, BoundRpc]:
     """The control RPCs of a frontend, by their names."""
 
-    async def ask(name: str, _: ServerGateway, request: Any) -> dict[str, Any]:
+    async def ask(name: str, request: Any) -> dict[str, Any]:
         return dict(await gateway.ask_grpc(name, request.SerializeToString()))
 
-    return {name: rpc if name in _ANSWERED_HERE else partial(ask, name) for name, rpc in CONTROL_RPCS.items()}
+    forwarded = {name: partial(ask, name) for name in CONTROL_RPCS}
+    # Whose answer is also that of the process that is asked.
+    return {**forwarded, "ServerLive": partial(server_live, gateway), "ServerReady": partial(server_ready, gateway)}
 
 
 async def answer_rpc(gateway: InProcessGateway, name: str, message: bytes) -> dict[str, Any]:

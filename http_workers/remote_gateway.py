@@ -17,10 +17,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from ..api.http.error_responses import printable
-from ..core.adapter import Adapter
-from ..core.errors import CharoniaError, InvalidArgument, Unsupported
-from ..core.gateway import NO_FILES, ChangeableRoutes, RepositoryIndexEntry, Rollouts, ServedAdapter
-from ..core.metrics import ModelStatistics
+from ..core.errors import CharoniaError, InvalidArgument, NotFound
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import InferResponse
 from ..core.request_context import DONE, Headers, RequestContext, RequestEnd
@@ -74,8 +71,6 @@ _TELL_SECONDS = 0.01
 """After which the hub hears of requests that ended as it expects, at the latest."""
 
 PieceMessage: TypeAlias = HttpAnswer | HttpPiece | PieceWanted | CallFailed
-
-_ASKED_AS_A_WHOLE = "a frontend lets its hub answer this"
 
 
 class AcquiredHere(NamedTuple):
@@ -188,8 +183,11 @@ class RemoteGateway:
         return self._silence < HUNG_SECONDS
 
     def ready(self) -> bool:
-        healthy = self._silence < self._max_silence and not self._lag.stuck
-        return self._snapshot is not None and self._snapshot.ready and healthy
+        return self._snapshot is not None and self._snapshot.ready and self._heard_lately and not self._lag.stuck
+
+    @property
+    def _heard_lately(self) -> bool:
+        return self._silence < self._max_silence
 
     @property
     def _silence(self) -> float:
@@ -201,6 +199,25 @@ class RemoteGateway:
 
     def model_configs(self) -> list[ModelConfig]:
         return list(self._served.listed)
+
+    def model_config(self, name: str, version: str = "") -> ModelConfig:
+        if (model := self.find(name, version)) is not None:
+            return model.config
+        for config in self._served.listed:  # routes, and models that requests load
+            if name in (config.name, *config.aliases) and version in ("", config.version):
+                return config
+        raise NotFound(f"Request for unknown model: '{name}' is not found")
+
+    def served_versions(self, name: str) -> tuple[str, ...]:
+        versions = set(self._by_name.get(name, ())) - {""} or {self.model_config(name).version}
+        return tuple(sorted(versions, key=int))
+
+    def is_model_ready(self, name: str, version: str = "") -> bool:
+        return not self.exiting() and self._heard_lately and self.find(name, version) is not None
+
+    async def unready_reason(self, name: str, version: str = "") -> str:
+        """As the last snapshot has it: whether the model itself says so, the hub alone can ask."""
+        return "" if self.is_model_ready(name, version) else "Model version not ready"
 
     # For handles
 
@@ -441,59 +458,6 @@ class RemoteGateway:
             self._answered, self._ended_otherwise, self._sequences = [], [], []
         if released := self.exchange.released():
             self.send(TensorsRead(released))
-
-    # What frontends never ask by themselves: `ask_http` and `ask_grpc` do
-
-    @property
-    def route_control(self) -> ChangeableRoutes:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    @property
-    def rollouts(self) -> Rollouts:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    def requests_in_flight(self) -> int:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    async def tokenizer_info(self, name: str) -> dict[str, Any]:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    def model_config(self, name: str, version: str = "") -> ModelConfig:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    def served_versions(self, name: str) -> tuple[str, ...]:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    def is_model_ready(self, name: str, version: str = "") -> bool:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    async def unready_reason(self, name: str, version: str = "") -> str:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    @property
-    def loads_on_request(self) -> bool:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    async def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    async def unload_model(self, name: str, dependents: bool = False) -> None:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    def adapters(self) -> list[ServedAdapter]:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    async def load_adapter(self, name: str, path: str, model: str = "", replace: bool = False) -> Adapter:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
-
-    async def unload_adapter(self, name: str) -> ServedAdapter:
-        raise Unsupported(_ASKED_AS_A_WHOLE)
 
 
 def _report_region(name: str, error: CharoniaError) -> None:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from ..core.backends import CompositionBackend, NativeBackendFinder, TextBackend
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.extensions import installed_extensions, is_own_extension
-from ..core.gateway import Gateway, ModelServices
+from ..core.gateway import ModelLookup
 from ..core.model import MeasuredModel, ModelConfig, ModelSamples, RawConfig
 from ..core.runtime import RuntimeLoader
 from ..processes.rate_limiter import RateLimiter
+from ..telemetry.shared_state import ModelServices
 
 ClassicModelBuilder: TypeAlias = Callable[
     [ModelConfig, RuntimeLoader, Path, Mapping[str, str], ModelSamples, Sequence[float], RateLimiter | None],
@@ -151,12 +152,12 @@ def classic_runtime_loader(
 
 
 def composite_model(
-    backend: str, config: ModelConfig, directory: Path, gateway: Gateway, quantiles: Sequence[float]
+    backend: str, config: ModelConfig, directory: Path, lookup: ModelLookup, quantiles: Sequence[float]
 ) -> MeasuredModel:
     """A model that only asks others. `directory`: of its version, where a pipeline has its code."""
-    composition = cast(CompositionBackend, _load(backend)).compose(config, gateway, directory)
+    composition = cast(CompositionBackend, _load(backend)).compose(config, lookup, directory)
     model: MeasuredModel = _import("ensembles.composite_model", "CompositeModel")(
-        config, gateway, composition, quantiles
+        config, lookup, composition, quantiles
     )
     return model
 

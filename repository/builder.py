@@ -11,13 +11,13 @@ from pathlib import Path
 
 from ..core.backends import OnProgress, TextBackend
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.gateway import ModelServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples
 from ..core.regular_files import refuse_special_files
 from ..core.runtime import RuntimeLoader
 from ..core.tensor import TensorSpec
 from ..processes.rate_limiter import RateLimiter
 from ..telemetry.host_metrics import usable_gpus
+from ..telemetry.shared_state import ModelServices
 from .backend_registry import (
     PYTHON,
     check_backend,

@@ -446,7 +446,7 @@ class InProcessGateway:
                 await self.provide(missing, context)
 
     def check_room(self, context: RequestContext) -> None:
-        """See `core.gateway.Gateway.check_room`: the model is known without a body where no other writes text."""
+        """See `core.gateway.ModelLookup.check_room`: the model is known without a body where no other writes text."""
         entries = self.registry.entries
         if self.routes.served or len(entries) > _FEW_MODELS:
             return

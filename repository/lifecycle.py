@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from ..core.backends import OnProgress
 from ..core.errors import CharoniaError, Internal, ServerExiting
-from ..core.gateway import Gateway, ModelServices, ModelState
+from ..core.gateway import ModelState
 from ..core.model import Model, RawConfig
 from ..core.native_calls import CONTROL_FLOW, describe_panic
 from ..core.tasks import wait_for_first
@@ -24,6 +24,7 @@ from ..processes import gc_tuning
 from ..processes.host import release_free_memory, usable_cores
 from ..routing.route import Route
 from ..telemetry.host_metrics import usable_gpus
+from ..telemetry.shared_state import ModelServices, ServerAdministration
 from .backend_registry import is_text_backend
 from .builder import ModelBuilder, ModelFactory, with_config_defaults
 from .catalog import FetchedModel, RepositoryCatalog
@@ -129,7 +130,7 @@ class ModelLifecycle:
     """Loads models into a registry, and takes them out of it. `make_room` begins to unload models for one that does not
     fit, and tells whether it did."""
 
-    def __init__(self, registry: ModelRegistry, builder: ModelBuilder, gateway: Gateway) -> None:
+    def __init__(self, registry: ModelRegistry, builder: ModelBuilder, gateway: ServerAdministration) -> None:
         self._registry = registry
         self._builder = builder
         self._gateway = gateway

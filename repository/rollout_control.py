@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from ..core.errors import CharoniaError, Conflict, InvalidArgument, NotFound, describe_validation_error
-from ..core.gateway import RolloutEntry, RolloutEvent, RolloutState
 from ..core.metrics import Measurement, Reading
+from ..core.traffic import RolloutEntry, RolloutEvent, RolloutState
 from ..routing.rollout import Decision, RolloutPlan, RolloutWatch, pinned, share_of, with_all, with_share
 from ..routing.route import Route
 from .lifecycle import ModelLifecycle
@@ -238,7 +238,7 @@ class RolloutControl:
         )
 
     async def start(self, name: str, document: Any, who: str) -> RolloutEntry:
-        """Begin a rollout of a route; see `core.gateway.Rollouts`."""
+        """Begin a rollout of a route; see `core.traffic.Rollouts`."""
         if not isinstance(document, dict):
             raise InvalidArgument("the rollout must be an object", field="to")
         await self._lifecycle.run_to_completion(self._start(name, document, who))
@@ -264,7 +264,7 @@ class RolloutControl:
                 raise
 
     async def abort(self, name: str, who: str) -> RolloutEntry:
-        """End the rollout that a route has, and go back; see `core.gateway.Rollouts`."""
+        """End the rollout that a route has, and go back; see `core.traffic.Rollouts`."""
         await self._lifecycle.run_to_completion(self._abort(name, who))
         return self.rollout(name)
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..core.errors import CharoniaError, Conflict, InvalidArgument, NotFound, Unsupported, describe_validation_error
-from ..core.gateway import RouteEntry
+from ..core.traffic import RouteEntry
 from ..routing.route import Route
 from .catalog import RepositoryCatalog
 from .lifecycle import ModelLifecycle

@@ -1,10 +1,11 @@
-"""The state that a server's clients share beside its models, and the gateway that has it."""
+"""The state that a server's clients share beside its models, and the contracts of core with it."""
 
+from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
-from ..core.gateway import ChangeableRoutes, Gateway, Rollouts
+from ..core.gateway import Administration, ModelLookup
 from ..core.wait_graph import WaitGraph
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from .custom_metrics import CustomMetrics
@@ -27,21 +28,19 @@ class SharedState:
     rooflines: Mapping[str, StepRoofline] = field(default_factory=dict)
 
 
-class ServerGateway(Gateway, Protocol):
-    """The gateway as the endpoints of v2's extensions know it."""
+class ServerLookup(ModelLookup, Protocol):
+    """A `ModelLookup` with the state that the server's clients share."""
 
     @property
     def shared_state(self) -> SharedState: ...
 
-    @property
-    def route_control(self) -> ChangeableRoutes: ...
 
-    @property
-    def rollouts(self) -> Rollouts: ...
+class ServerAdministration(ServerLookup, Administration, Protocol):
+    """An `Administration` with the state that the server's clients share."""
 
-    def requests_in_flight(self) -> int:
-        """How many requests to models are being answered."""
 
-    async def tokenizer_info(self, name: str) -> dict[str, Any]:
-        """What the checkpoint of a language model says of its tokenizer. Raises as `model_config`, and
-        `InvalidArgument` for another model."""
+class ModelServices(NamedTuple):
+    """What a model that asks others may use of its server: the way to them, and the event loop that both live in."""
+
+    gateway: ServerAdministration
+    loop: AbstractEventLoop

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ...core.gateway import Gateway
+from ...core.gateway import ModelLookup
 from ...core.request import TokenizeRequest
 from ..http.connection import CancelOnDisconnect
 from ..http.error_responses import json_response
@@ -28,8 +28,8 @@ PING = KeepAlive(b'event: ping\ndata: {"type":"ping"}\n\n', 10.0)
 class MessagesRoutes:
     """The endpoints and their handlers."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo, ping: KeepAlive = PING) -> None:
-        self._gateway = gateway
+    def __init__(self, lookup: ModelLookup, info: ServerInfo, ping: KeepAlive = PING) -> None:
+        self._lookup = lookup
         self._max_input_size, self._max_response_size = info.max_input_size, info.max_response_size
         self._ping = ping
 
@@ -41,11 +41,11 @@ class MessagesRoutes:
 
     async def create(self, request: Request) -> ASGIApp:
         context = context_of(request.scope)
-        self._gateway.check_room(context)
+        self._lookup.check_room(context)
         body = await read_members(request, self._max_input_size, MESSAGES_SHAPE)
         asked = parse_messages_body(body, request_id_of(request.scope))
         with model_field():
-            model = await self._gateway.acquire(context, asked.chat.response.model)
+            model = await self._lookup.acquire(context, asked.chat.response.model)
         stream = answer_chat(model, asked.chat, asked.names, context, self._max_response_size)
         writer = AnthropicMessageWriter(asked, model.name)
         for warning in asked.warnings:
@@ -61,7 +61,7 @@ class MessagesRoutes:
         body = await read_members(request, self._max_input_size, MESSAGES_SHAPE)
         asked = parse_messages_body(body, request_id_of(request.scope), counts=True)
         with model_field():
-            model = await self._gateway.acquire(context, asked.chat.response.model)
+            model = await self._lookup.acquire(context, asked.chat.response.model)
         for warning in asked.warnings:
             context.warn(warning)
         async with CancelOnDisconnect(request.receive):

@@ -1,17 +1,19 @@
 """The RPCs of GRPCInferenceService besides inference: health, metadata, repository, shared memory, settings.
 
-Translates between the messages and the gateway. Each handler takes the gateway and the request, returns the fields of
+Translates between the messages and the administration. Each handler takes that and the request, returns the fields of
 the response as JSON has them, if there are any, and raises `CharoniaError`.
 """
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from ...core.errors import InvalidArgument, ServerExiting, Unsupported
+from ...core.gateway import ModelLookup
 from ...processes.client_shared_memory import CudaMemoryRegion
 from ...telemetry.logging_setup import parse_log_format
-from ...telemetry.shared_state import ServerGateway
+from ...telemetry.shared_state import ServerAdministration
 from ...telemetry.trace_settings import TraceSettingsChange
 from ..chunked_json import check_config_size
 from ..metadata import cuda_region_json, model_metadata, model_stats_json
@@ -21,48 +23,51 @@ from .wire_format import ProtoMessage
 JsonMessage: TypeAlias = dict[str, Any]
 """A message as JSON has it."""
 
-ControlRpc: TypeAlias = Callable[[ServerGateway, ProtoMessage], Awaitable[JsonMessage | None]]
+ControlRpc: TypeAlias = Callable[[ServerAdministration, ProtoMessage], Awaitable[JsonMessage | None]]
+
+BoundRpc: TypeAlias = Callable[[ProtoMessage], Awaitable[JsonMessage | None]]
+"""A control RPC, whoever answers it."""
 
 _FILE = "file:"
 
 
-async def server_live(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    return {"live": gateway.alive()}
+async def server_live(lookup: ModelLookup, request: ProtoMessage) -> JsonMessage:
+    return {"live": lookup.alive()}
 
 
-async def server_ready(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    if gateway.exiting():
+async def server_ready(lookup: ModelLookup, request: ProtoMessage) -> JsonMessage:
+    if lookup.exiting():
         raise ServerExiting
-    return {"ready": gateway.ready()}
+    return {"ready": lookup.ready()}
 
 
-async def model_ready(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    return {"ready": not await gateway.unready_reason(request.name, parse_version(request.version))}
+async def model_ready(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
+    return {"ready": not await administration.unready_reason(request.name, parse_version(request.version))}
 
 
-async def describe_model(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    return model_metadata(gateway, request.name, parse_version(request.version))
+async def describe_model(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
+    return model_metadata(administration, request.name, parse_version(request.version))
 
 
-async def model_config(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    return {"config": gateway.model_config(request.name, parse_version(request.version)).raw}
+async def model_config(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
+    return {"config": administration.model_config(request.name, parse_version(request.version)).raw}
 
 
-async def model_statistics(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    found = gateway.model_statistics(request.name, parse_version(request.version))
+async def model_statistics(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
+    found = administration.model_statistics(request.name, parse_version(request.version))
     return {"model_stats": [model_stats_json(each) for each in found]}
 
 
 # The repository
 
 
-async def repository_index(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
+async def repository_index(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
     _refuse_repository(request)
-    found = await gateway.repository_index(request.ready)
+    found = await administration.repository_index(request.ready)
     return {"models": [{**entry._asdict(), "state": entry.state or ""} for entry in found]}
 
 
-async def load_model(gateway: ServerGateway, request: ProtoMessage) -> None:
+async def load_model(administration: ServerAdministration, request: ProtoMessage) -> None:
     _refuse_repository(request)
     config, files = None, {}
     for key, parameter in request.parameters.items():
@@ -73,17 +78,17 @@ async def load_model(gateway: ServerGateway, request: ProtoMessage) -> None:
             files[key.removeprefix(_FILE)] = read_parameter(parameter, "bytes_param", f"load parameter '{key}'", key)
         else:
             raise InvalidArgument(f"unrecognized load parameter '{key}'", field=key)
-    await gateway.load_model(request.model_name, config, files)
+    await administration.load_model(request.model_name, config, files)
 
 
-async def unload_model(gateway: ServerGateway, request: ProtoMessage) -> None:
+async def unload_model(administration: ServerAdministration, request: ProtoMessage) -> None:
     _refuse_repository(request)
     dependents = False
     for key, parameter in request.parameters.items():
         if key != "unload_dependents":
             raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
         dependents = bool(read_parameter(parameter, "bool_param", f"'{key}' parameter", key))
-    await gateway.unload_model(request.model_name, dependents)
+    await administration.unload_model(request.model_name, dependents)
 
 
 def _refuse_repository(request: ProtoMessage) -> None:
@@ -94,41 +99,41 @@ def _refuse_repository(request: ProtoMessage) -> None:
 # Shared memory
 
 
-async def system_status(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    found = gateway.shared_state.shared_memory.status(request.name)
+async def system_status(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
+    found = administration.shared_state.shared_memory.status(request.name)
     return {"regions": {region.name: region._asdict() for region in found}}
 
 
-async def system_register(gateway: ServerGateway, request: ProtoMessage) -> None:
-    gateway.shared_state.shared_memory.register(request.name, request.key, request.offset, request.byte_size)
+async def system_register(administration: ServerAdministration, request: ProtoMessage) -> None:
+    administration.shared_state.shared_memory.register(request.name, request.key, request.offset, request.byte_size)
 
 
-async def system_unregister(gateway: ServerGateway, request: ProtoMessage) -> None:
-    gateway.shared_state.shared_memory.unregister(request.name)
+async def system_unregister(administration: ServerAdministration, request: ProtoMessage) -> None:
+    administration.shared_state.shared_memory.unregister(request.name)
 
 
-async def cuda_status(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    found = gateway.shared_state.shared_memory.status_cuda(request.name)
+async def cuda_status(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
+    found = administration.shared_state.shared_memory.status_cuda(request.name)
     return {"regions": {region.name: cuda_region_json(region) for region in found}}
 
 
-async def cuda_register(gateway: ServerGateway, request: ProtoMessage) -> None:
+async def cuda_register(administration: ServerAdministration, request: ProtoMessage) -> None:
     region = CudaMemoryRegion(request.name, request.raw_handle, request.device_id, request.byte_size)
-    await gateway.shared_state.shared_memory.register_cuda(region)
+    await administration.shared_state.shared_memory.register_cuda(region)
 
 
-async def cuda_unregister(gateway: ServerGateway, request: ProtoMessage) -> None:
-    gateway.shared_state.shared_memory.unregister_cuda(request.name)
+async def cuda_unregister(administration: ServerAdministration, request: ProtoMessage) -> None:
+    administration.shared_state.shared_memory.unregister_cuda(request.name)
 
 
 # Settings
 
 
-async def trace_setting(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    if request.model_name and not gateway.is_model_ready(request.model_name):
+async def trace_setting(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
+    if request.model_name and not administration.is_model_ready(request.model_name):
         raise InvalidArgument(f"Request for unknown model : {request.model_name}", field="model_name")
     change: TraceSettingsChange = {name: tuple(setting.value) for name, setting in request.settings.items()}
-    traces = gateway.shared_state.traces
+    traces = administration.shared_state.traces
     settings = traces.update(change, request.model_name) if change else traces.settings(request.model_name)
     return {"settings": {name: {"value": values} for name, values in settings.as_v2_texts().items()}}
 
@@ -144,8 +149,8 @@ _LOG_KINDS = {
 }
 
 
-async def log_settings(gateway: ServerGateway, request: ProtoMessage) -> JsonMessage:
-    logs = gateway.shared_state.logs
+async def log_settings(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
+    logs = administration.shared_state.logs
     changed: dict[str, Any] = {}
     for name, setting in request.settings.items():
         if name not in _LOG_KINDS:
@@ -179,3 +184,8 @@ CONTROL_RPCS: dict[str, ControlRpc] = {
     "LogSettings": log_settings,
 }
 """The handlers, by the names of their RPCs."""
+
+
+def bound_rpcs(administration: ServerAdministration) -> dict[str, BoundRpc]:
+    """The control RPCs of a process that has models, by their names."""
+    return {name: partial(rpc, administration) for name, rpc in CONTROL_RPCS.items()}

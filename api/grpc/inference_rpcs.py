@@ -20,7 +20,7 @@ from ...core.native_calls import CONTROL_FLOW
 from ...core.request import InferResponse
 from ...core.request_context import RequestContext
 from ...core.tasks import RequestTaskGroup
-from ...telemetry.shared_state import ServerGateway
+from ...telemetry.shared_state import ServerLookup
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from ..infer_call import InferCall, read_up_to_two, supports_single_response, wants_stream
 from .messages import (
@@ -46,23 +46,23 @@ _MAX_CONCURRENT = 1024
 
 
 async def model_infer(
-    gateway: ServerGateway, policy: GrpcCallPolicy, message: ProtoMessage, rpc: RpcContext
+    lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMessage, rpc: RpcContext
 ) -> ProtoMessage:
     """The response to a ModelInfer call. Raises `CharoniaError`, as `model_stream_infer`."""
     metadata = call_metadata(rpc)
-    with gateway.open_request("ModelInfer", metadata) as context:
+    with lookup.open_request("ModelInfer", metadata) as context:
         context.client = address = peer_address(rpc)
         caller = policy.identify_caller("ModelInfer", metadata, address)
         caller.note_in(context)
         check_message(message)
         context.id = message.id
-        if gateway.exiting():
+        if lookup.exiting():
             raise ServerExiting(SHUTTING_DOWN)
-        model = await gateway.acquire(context, message.model_name, parse_version(message.model_version))
+        model = await lookup.acquire(context, message.model_name, parse_version(message.model_version))
         config = model.config
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)
-        call = await _read_call(gateway, model, message, caller)
+        call = await _read_call(lookup, model, message, caller)
         if config.decoupled and wants_stream(call.request):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
         async with aclosing(model.infer(call.request)) as stream:
@@ -74,21 +74,21 @@ async def model_infer(
 
 
 async def model_stream_infer(
-    gateway: ServerGateway, policy: GrpcCallPolicy, rpc: RpcContext, closing: asyncio.Event
+    lookup: ServerLookup, policy: GrpcCallPolicy, rpc: RpcContext, closing: asyncio.Event
 ) -> None:
     """Answer a ModelStreamInfer call, until `closing` is set or the client has no more requests."""
     metadata, address = call_metadata(rpc), peer_address(rpc)
     try:
         caller = policy.identify_caller(_STREAM, metadata, address)
     except CharoniaError:
-        with gateway.open_request(_STREAM, metadata) as context:
+        with lookup.open_request(_STREAM, metadata) as context:
             context.client = address
             raise
-    await StreamInferCall(gateway, rpc, closing, caller).run()
+    await StreamInferCall(lookup, rpc, closing, caller).run()
 
 
-async def _read_call(gateway: ServerGateway, model: ModelHandle, message: ProtoMessage, caller: Caller) -> InferCall:
-    call = parse_infer_message(message, gateway.shared_state.shared_memory, caller)
+async def _read_call(lookup: ServerLookup, model: ModelHandle, message: ProtoMessage, caller: Caller) -> InferCall:
+    call = parse_infer_message(message, lookup.shared_state.shared_memory, caller)
     return await call.decode_deferred(model) if call.deferred else call
 
 
@@ -99,8 +99,8 @@ class StreamInferCall:
     `triton_grpc_error: true` the first error of a request ends the whole stream.
     """
 
-    def __init__(self, gateway: ServerGateway, context: RpcContext, closing: asyncio.Event, caller: Caller) -> None:
-        self._gateway = gateway
+    def __init__(self, lookup: ServerLookup, context: RpcContext, closing: asyncio.Event, caller: Caller) -> None:
+        self._lookup = lookup
         self._context = context
         self._closing = closing
         self._caller = caller
@@ -134,7 +134,7 @@ class StreamInferCall:
                     return
                 yield coming.result()
         except DecodeError as error:
-            with self._gateway.open_request(_STREAM, call_metadata(self._context)) as context:
+            with self._lookup.open_request(_STREAM, call_metadata(self._context)) as context:
                 self._caller.note_in(context)
                 raise InvalidArgument(str(error)) from None
         finally:
@@ -145,14 +145,14 @@ class StreamInferCall:
     async def _answer(self, message: ProtoMessage) -> None:
         before: asyncio.Task[None] | None = None
         try:
-            with self._gateway.open_request(_STREAM, call_metadata(self._context)) as context:
+            with self._lookup.open_request(_STREAM, call_metadata(self._context)) as context:
                 self._caller.note_in(context)
                 context.id = message.id
                 model = None
                 async with self._looking_up:  # tasks begin in the order of their requests, and wait in it for a model
-                    if not self._gateway.exiting():
+                    if not self._lookup.exiting():
                         version = parse_version(message.model_version)
-                        model = await self._gateway.acquire(context, message.model_name, version)
+                        model = await self._lookup.acquire(context, message.model_name, version)
                     if model is None or not model.config.decoupled:
                         before, self._last_in_order = self._last_in_order, asyncio.current_task()
                 if model is None:
@@ -176,7 +176,7 @@ class StreamInferCall:
         """The responses to one request, each marked whether it is the last."""
         config, final, begun = model.config, False, False
         limit = self._caller.max_response_size
-        call = await _read_call(self._gateway, model, message, self._caller)
+        call = await _read_call(self._lookup, model, message, self._caller)
         async with aclosing(model.infer(call.request)) as responses:
             async for response in responses:
                 final = response.final or not config.decoupled

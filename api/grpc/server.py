@@ -17,12 +17,13 @@ from google.protobuf.message_factory import GetMessageClass  # type: ignore[impo
 from tritonclient.grpc import service_pb2
 
 from ...core.errors import CharoniaError, ServerExiting, Unavailable, shutdown_error
+from ...core.gateway import ModelLookup
 from ...core.native_calls import CONTROL_FLOW
 from ...processes import gc_tuning
-from ...telemetry.shared_state import ServerGateway
+from ...telemetry.shared_state import ServerLookup
 from ..http.error_responses import unexpected_error
 from ..metadata import ServerInfo, server_metadata
-from .control_rpcs import CONTROL_RPCS, ControlRpc
+from .control_rpcs import BoundRpc
 from .inference_rpcs import model_infer, model_stream_infer
 from .messages import SHUTTING_DOWN, abort_call, check_message
 from .settings import GrpcCallPolicy, GrpcSettings, RpcContext, call_metadata
@@ -52,21 +53,21 @@ _FLUSH_SECONDS = 2
 
 class GrpcServer:
     """The gRPC endpoint on the port that `sock` reserves, until `stop`; `policy` says which calls are answered, and
-    `control_rpcs` answer those that are no inference."""
+    `control_rpcs`, by their names, answer those that are no inference."""
 
     def __init__(
         self,
-        gateway: ServerGateway,
+        lookup: ServerLookup,
         info: ServerInfo,
         settings: GrpcSettings,
         sock: socket.socket,
         policy: GrpcCallPolicy,
-        control_rpcs: Mapping[str, ControlRpc] = CONTROL_RPCS,
+        control_rpcs: Mapping[str, BoundRpc],
     ) -> None:
         self.port: int = sock.getsockname()[1]
         self._address = f"[{settings.address}]" if ":" in settings.address else settings.address
         self._address += f":{self.port}"
-        self._gateway, self._info, self._settings = gateway, info, settings
+        self._lookup, self._info, self._settings = lookup, info, settings
         self._closing = asyncio.Event()
         self._calls: set[asyncio.Task[Any]] = set()
         self._policy = replace(policy, max_response_size=info.max_response_size)
@@ -81,7 +82,7 @@ class GrpcServer:
             *self._settings.channel_options,
         ]
         self._server = server = grpc.aio.server(options=options, compression=_COMPRESSION[self._settings.compression])
-        server.add_generic_rpc_handlers((self._inference_service(), _health_service(self._gateway)))
+        server.add_generic_rpc_handlers((self._inference_service(), _health_service(self._lookup)))
         try:
             if (tls := self._settings.tls) is None:
                 server.add_insecure_port(self._address)
@@ -108,15 +109,15 @@ class GrpcServer:
     def _inference_service(self) -> grpc.GenericRpcHandler:
         """GRPCInferenceService, as the published messages describe it."""
 
-        async def describe_server(gateway: ServerGateway, request: ProtoMessage) -> dict[str, Any]:
+        async def describe_server(request: ProtoMessage) -> dict[str, Any]:
             return server_metadata(self._info)
 
         async def stream(requests: object, context: RpcContext) -> None:
-            await model_stream_infer(self._gateway, self._policy, context, self._closing)
+            await model_stream_infer(self._lookup, self._policy, context, self._closing)
 
         controls = {"ServerMetadata": describe_server, **self._control_rpcs}
         handlers = {name: self._control(name, rpc) for name, rpc in controls.items()}
-        handlers |= {"ModelInfer": partial(model_infer, self._gateway, self._policy), "ModelStreamInfer": stream}
+        handlers |= {"ModelInfer": partial(model_infer, self._lookup, self._policy), "ModelStreamInfer": stream}
         service, methods = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"], {}
         for method in service.methods:
             many = method.client_streaming
@@ -126,14 +127,14 @@ class GrpcServer:
             methods[method.name] = new_handler(answer, partial(_deserialize, method), write)
         return grpc.method_handlers_generic_handler(service.full_name, methods)
 
-    def _control(self, name: str, rpc: ControlRpc) -> RpcHandler:
+    def _control(self, name: str, rpc: BoundRpc) -> RpcHandler:
         """The handler of an RPC that leaves no record of a request."""
         new_response = getattr(service_pb2, f"{name}Response")
 
         async def answer(request: ProtoMessage, context: RpcContext) -> ProtoMessage:
             self._policy.authorize(name, dict(call_metadata(context)))
             check_message(request)
-            return ParseDict(await rpc(self._gateway, request) or {}, new_response())
+            return ParseDict(await rpc(request) or {}, new_response())
 
         return answer
 
@@ -187,11 +188,11 @@ def _deserialize(method: Any, data: bytes) -> ProtoMessage | DecodeError:
         return error
 
 
-def _health_service(gateway: ServerGateway) -> grpc.GenericRpcHandler:
+def _health_service(lookup: ModelLookup) -> grpc.GenericRpcHandler:
     """grpc.health.v1.Health, whose Check tells whether the server is ready at the time of the call."""
 
     async def check(request: bytes, context: RpcContext) -> bytes:
-        return _SERVING if gateway.ready() else _NOT_SERVING
+        return _SERVING if lookup.ready() else _NOT_SERVING
 
     methods = {"Check": grpc.unary_unary_rpc_method_handler(check)}
     return grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)

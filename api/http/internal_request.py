@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from ...core.errors import CharoniaError
 from ...core.extension_contracts import EndpointFunction
-from ...core.gateway import Gateway
+from ...core.gateway import ModelLookup
 from ...core.native_calls import CONTROL_FLOW
 from ..api_keys import Tenant
 from .error_responses import INTERNAL_SERVER_ERROR, error_response
@@ -33,7 +33,7 @@ class InternalAnswer(NamedTuple):
 
 
 async def ask_endpoint(
-    gateway: Gateway, endpoint: EndpointFunction, path: str, body: bytes, tenant: Tenant
+    lookup: ModelLookup, endpoint: EndpointFunction, path: str, body: bytes, tenant: Tenant
 ) -> InternalAnswer:
     """The answer of `endpoint`, which stands at `path`, to a JSON body of `tenant`'s, as the lowest class of requests.
 
@@ -54,7 +54,7 @@ async def ask_endpoint(
     async def send(message: Message) -> None:
         messages.append(message)
 
-    with gateway.open_request(endpoint_name(path), headers) as context:
+    with lookup.open_request(endpoint_name(path), headers) as context:
         context.tenant, context.tenant_weight = tenant
         context.client_id, context.background = request_id, True
         scope = internal_scope(path, context, request_id)

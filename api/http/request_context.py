@@ -12,7 +12,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...core.errors import CharoniaError
-from ...core.gateway import Gateway
+from ...core.gateway import ModelLookup
 from ...core.native_calls import CONTROL_FLOW
 from ...core.request_context import Headers, RequestContext
 from ..api_keys import ANONYMOUS, Tenant
@@ -63,9 +63,9 @@ class RequestContextMiddleware:
     body; paths of v2 keep it, as in Triton.
     """
 
-    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+    def __init__(self, app: ASGIApp, lookup: ModelLookup) -> None:
         self._app = app
-        self._gateway = gateway
+        self._lookup = lookup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = _with_request_id(scope, send)
@@ -78,7 +78,7 @@ class RequestContextMiddleware:
         try:
             if not endpoint or scope["method"] != "POST":
                 return await self._app(scope, receive, send)
-            with self._gateway.open_request(endpoint, scope["headers"]) as context:
+            with self._lookup.open_request(endpoint, scope["headers"]) as context:
                 context.client_id = request_id_of(scope)
                 context.client = scope["client"][0] if scope.get("client") else ""
                 scope[_CONTEXT] = context

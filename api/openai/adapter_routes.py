@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ...core.errors import InvalidArgument
-from ...core.gateway import Gateway
+from ...core.gateway import Administration
 from ..http.error_responses import ApiError
 from ..http.request_context import tenant_of
 from .json_body import NoOpValues, body_shape, decode_body, read_members
@@ -49,8 +49,8 @@ class AdapterRoutes:
     """The endpoints and their handlers. `root`: the directory that adapters are loaded from; None where requests load
     none."""
 
-    def __init__(self, gateway: Gateway, root: Path | None, max_input_size: int) -> None:
-        self._gateway = gateway
+    def __init__(self, administration: Administration, root: Path | None, max_input_size: int) -> None:
+        self._administration = administration
         self._root = root
         self._max_input_size = max_input_size
 
@@ -69,7 +69,9 @@ class AdapterRoutes:
             raise InvalidArgument("Both 'lora_name' and 'lora_path' must be provided.", field=field)
         path = await asyncio.to_thread(path_inside, root, body.lora_path)
         inplace = bool(body.load_inplace)
-        adapter = await self._gateway.load_adapter(body.lora_name, str(path), body.base_model_name or "", inplace)
+        adapter = await self._administration.load_adapter(
+            body.lora_name, str(path), body.base_model_name or "", inplace
+        )
         tenant = tenant_of(request.scope).name
         log.info("tenant %r loaded adapter '%s' from %s, digest %s", tenant, body.lora_name, path, adapter.digest)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -80,7 +82,7 @@ class AdapterRoutes:
         body = decode_body(members, UnloadAdapterBody, _UNLOAD_NO_OPS)
         if not body.lora_name:
             raise InvalidArgument("'lora_name' needs to be provided to unload a LoRA adapter.", field="lora_name")
-        gone = await self._gateway.unload_adapter(body.lora_name)
+        gone = await self._administration.unload_adapter(body.lora_name)
         tenant = tenant_of(request.scope).name
         log.info("tenant %r unloaded adapter '%s', digest %s", tenant, body.lora_name, gone.adapter.digest)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.errors import InvalidArgument
-from ...core.gateway import Gateway
+from ...core.gateway import ModelLookup
 from ..http.connection import CancelOnDisconnect, offload_if_large
 from ..http.error_responses import json_response
 from ..http.request_context import request_id_of
@@ -129,8 +129,8 @@ _RERANK_SHAPE = body_shape(RerankBody.__struct_fields__, _RERANK_NO_OP_VALUES)
 class EncoderRoutes:
     """The endpoints and their handlers."""
 
-    def __init__(self, gateway: Gateway, max_input_size: int) -> None:
-        self._gateway = gateway
+    def __init__(self, lookup: ModelLookup, max_input_size: int) -> None:
+        self._lookup = lookup
         self._max_input_size = max_input_size
 
     def routes(self) -> list[Route]:
@@ -141,7 +141,7 @@ class EncoderRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         body = parse_embeddings(await read_members(request, self._max_input_size, _EMBEDDINGS_SHAPE))
-        model = await acquire_encoder(self._gateway, request, body.model)
+        model = await acquire_encoder(self._lookup, request, body.model)
         name, inputs = input_tensors(model, body.input)
         check_encoder(model, EMBEDDING, "embeddings", (name,))
         head = {"id": f"embd-{request_id_of(request.scope)}", "created": int(time.time()), "model": model.config.name}
@@ -152,7 +152,7 @@ class EncoderRoutes:
 
     async def rerank(self, request: Request) -> Response:
         body = parse_rerank(await read_members(request, self._max_input_size, _RERANK_SHAPE))
-        model = await acquire_encoder(self._gateway, request, body.model)
+        model = await acquire_encoder(self._lookup, request, body.model)
         check_encoder(model, SCORE, "scores of documents", (TEXT, PAIR))
         inputs = pair_tensors(model, [(body.query, str(document)) for document in body.documents])
         async with CancelOnDisconnect(request.receive):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument
-from ...core.gateway import Gateway, ModelHandle
+from ...core.gateway import ModelHandle, ModelLookup
 from ...core.request import InferRequest
 from ...core.tasks import RequestTaskGroup
 from ...core.tensor import Tensor
@@ -28,17 +28,15 @@ _PADDING = -1
 """Fills the rows of token ids that are shorter than the longest."""
 
 
-async def acquire_encoder(gateway: Gateway, request: Request, name: str | None) -> ModelHandle:
+async def acquire_encoder(lookup: ModelLookup, request: Request, name: str | None) -> ModelHandle:
     """The model of a request, which need not name the only one that makes vectors or scores."""
     if not name:
-        encoders = [
-            each.name for each in gateway.model_configs() if {EMBEDDING, SCORE} & {o.name for o in each.outputs}
-        ]
+        encoders = [each.name for each in lookup.model_configs() if {EMBEDDING, SCORE} & {o.name for o in each.outputs}]
         if len(encoders) != 1:
             raise InvalidArgument("model must be given: this server has several encoders, or none", field="model")
         name = encoders[0]
     with model_field():
-        return await gateway.acquire(context_of(request.scope), name)
+        return await lookup.acquire(context_of(request.scope), name)
 
 
 def makes(model: ModelHandle, output: str) -> bool:

@@ -8,7 +8,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...core.errors import InvalidArgument
-from ...core.gateway import Gateway
+from ...core.gateway import ModelLookup
 from ..http.request_context import context_of, endpoint_name
 from .encoder_calls import EMBEDDING
 from .json_body import JsonBody, read_ahead
@@ -29,8 +29,8 @@ _BY_MEMBER = {
 class InvocationRoutes:
     """`endpoints`: those of other paths, by these."""
 
-    def __init__(self, gateway: Gateway, max_input_size: int, endpoints: Mapping[str, Endpoint]) -> None:
-        self._gateway = gateway
+    def __init__(self, lookup: ModelLookup, max_input_size: int, endpoints: Mapping[str, Endpoint]) -> None:
+        self._lookup = lookup
         self._max_input_size = max_input_size
         self._endpoints = endpoints
 
@@ -54,5 +54,5 @@ class InvocationRoutes:
 
     def _makes_embeddings(self, name: object) -> bool:
         """Whether the model called so makes vectors; what becomes of an unknown one is for its endpoint to say."""
-        found = [each for each in self._gateway.model_configs() if not name or name in (each.name, *each.aliases)]
+        found = [each for each in self._lookup.model_configs() if not name or name in (each.name, *each.aliases)]
         return not found or any(spec.name == EMBEDDING for each in found for spec in each.outputs)

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError
-from ...core.gateway import Gateway
+from ...core.gateway import ModelLookup
 from ...core.request import GenerateChunk, TokenizeRequest
 from ..http.connection import CancelOnDisconnect, EventStreamResponse
 from ..http.error_responses import ApiError, json_response
@@ -29,8 +29,8 @@ from .translated_chat import answer_chat
 class ResponsesRoutes:
     """The endpoints and their handlers."""
 
-    def __init__(self, gateway: Gateway, info: ServerInfo) -> None:
-        self._gateway = gateway
+    def __init__(self, lookup: ModelLookup, info: ServerInfo) -> None:
+        self._lookup = lookup
         self._max_input_size, self._max_response_size = info.max_input_size, info.max_response_size
 
     def routes(self) -> list[Route]:
@@ -44,11 +44,11 @@ class ResponsesRoutes:
 
     async def create(self, request: Request) -> ASGIApp:
         context = context_of(request.scope)
-        self._gateway.check_room(context)
+        self._lookup.check_room(context)
         body = await read_members(request, self._max_input_size, RESPONSES_SHAPE)
         asked = parse_responses(body, request_id_of(request.scope))
         with model_field():
-            model = await self._gateway.acquire(context, asked.chat.response.model)
+            model = await self._lookup.acquire(context, asked.chat.response.model)
         chunks = answer_chat(model, asked.chat, asked.names, context, self._max_response_size)
         echo = asked.echo | {"model": model.name}
         output = ResponseOutput(asked.chat.requests[0].id, echo, asked.logprobs, asked.calls)
@@ -66,7 +66,7 @@ class ResponsesRoutes:
         body = await read_members(request, self._max_input_size, RESPONSES_SHAPE)
         asked = parse_responses(body, request_id_of(request.scope))
         with model_field():
-            model = await self._gateway.acquire(context_of(request.scope), asked.chat.response.model)
+            model = await self._lookup.acquire(context_of(request.scope), asked.chat.response.model)
         async with CancelOnDisconnect(request.receive):
             tokens = await model.tokenize(TokenizeRequest(prompt=asked.chat.requests[0].prompt))
         return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})

@@ -14,11 +14,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, InvalidArgument, NotReady
-from ...core.gateway import ModelHandle, ResponseStream
+from ...core.gateway import Administration, ModelHandle, ModelLookup, ResponseStream
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
 from ...core.tasks import merge_streams
-from ...telemetry.shared_state import ServerGateway
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
@@ -54,33 +53,18 @@ _DETOKENIZE_SHAPE = body_shape(DetokenizeBody.__struct_fields__)
 class OpenAIRoutes:
     """The endpoints and their handlers."""
 
-    def __init__(self, gateway: ServerGateway, info: ServerInfo) -> None:
-        self._gateway = gateway
+    def __init__(self, lookup: ModelLookup, info: ServerInfo) -> None:
+        self._lookup = lookup
         self._info = info
         self._fingerprints: dict[tuple[str, str, str], tuple[ModelConfig, str]] = {}
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
         ]
-
-    async def models(self, request: Request) -> Response:
-        configs = self._gateway.model_configs()
-        data = [model_card(config, name) for config in configs for name in (config.name, *config.aliases)]
-        return json_response({"object": "list", "data": [*data, *map(adapter_card, self._gateway.adapters())]})
-
-    async def model(self, request: Request) -> Response:
-        with model_field():
-            name = request.path_params["model"]
-            config = self._gateway.model_config(name)
-        named = (adapter_card(each) for each in self._gateway.adapters() if each.is_called(name))
-        return json_response(next(named, None) or model_card(config, name))
 
     async def completions(self, request: Request) -> ASGIApp:
         return await self._respond(request, COMPLETION_SHAPE, parse_completion, CompletionFormat())
@@ -91,7 +75,7 @@ class OpenAIRoutes:
     async def _respond(
         self, request: Request, shape: Shape, parse: Callable[[JsonBody, str], ParsedCompletion], api_format: ApiFormat
     ) -> ASGIApp:
-        self._gateway.check_room(context_of(request.scope))
+        self._lookup.check_room(context_of(request.scope))
         parsed = parse(await read_members(request, self._info.max_input_size, shape), request_id_of(request.scope))
         context, first = context_of(request.scope), parsed.requests[0]
         context.prompt_count, context.choice_count = first.prompt_count, first.choice_count
@@ -136,22 +120,9 @@ class OpenAIRoutes:
             prompt = await model.detokenize(body.tokens)
         return json_response({"prompt": prompt})
 
-    async def tokenizer_info(self, request: Request) -> Response:
-        with model_field():
-            name = request.query_params.get("model") or self._only_model()
-            return json_response(await self._gateway.tokenizer_info(name))
-
     async def _acquire(self, request: Request, name: str | None) -> ModelHandle:
         """The model of a request, which need not name the only one that there is."""
-        return await self._gateway.acquire(context_of(request.scope), name or self._only_model())
-
-    def _only_model(self) -> str:
-        models = self._gateway.model_configs()
-        if not models and not self._gateway.ready():
-            raise NotReady("the server is not ready")
-        if len(models) != 1:
-            raise InvalidArgument("model must be given: this server has several, or none", field="model")
-        return models[0].name
+        return await self._lookup.acquire(context_of(request.scope), name or only_model(self._lookup))
 
     def _fingerprint(self, config: ModelConfig) -> str:
         # Hashing is done once for each load of a model.
@@ -160,6 +131,47 @@ class OpenAIRoutes:
         if known is None or known[0] is not config:
             known = self._fingerprints[key] = config, system_fingerprint(config, self._info.version)
         return known[1]
+
+
+class ModelListRoutes:
+    """The endpoints that tell of the models, and their handlers."""
+
+    def __init__(self, administration: Administration) -> None:
+        self._administration = administration
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self.model, methods=["GET"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        configs = self._administration.model_configs()
+        data = [model_card(config, name) for config in configs for name in (config.name, *config.aliases)]
+        return json_response({"object": "list", "data": [*data, *map(adapter_card, self._administration.adapters())]})
+
+    async def model(self, request: Request) -> Response:
+        with model_field():
+            name = request.path_params["model"]
+            config = self._administration.model_config(name)
+        named = (adapter_card(adapter) for adapter in self._administration.adapters() if adapter.is_called(name))
+        return json_response(next(named, None) or model_card(config, name))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        with model_field():
+            name = request.query_params.get("model") or only_model(self._administration)
+            return json_response(await self._administration.tokenizer_info(name))
+
+
+def only_model(lookup: ModelLookup) -> str:
+    """The name of the only model that there is. Raises `InvalidArgument`, and `NotReady` while there may come one."""
+    models = lookup.model_configs()
+    if not models and not lookup.ready():
+        raise NotReady("the server is not ready")
+    if len(models) != 1:
+        raise InvalidArgument("model must be given: this server has several, or none", field="model")
+    return models[0].name
 
 
 class CompletionEvents:

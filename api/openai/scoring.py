@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.errors import InvalidArgument
-from ...core.gateway import Gateway, ModelHandle
+from ...core.gateway import ModelHandle, ModelLookup
 from ..http.connection import CancelOnDisconnect
 from ..http.error_responses import json_response
 from ..http.request_context import request_id_of
@@ -94,8 +94,8 @@ _POOLING_SHAPE = body_shape(PoolingBody.__struct_fields__, _POOLING_NO_OP_VALUES
 class ScoringRoutes:
     """The endpoints and their handlers."""
 
-    def __init__(self, gateway: Gateway, max_input_size: int) -> None:
-        self._gateway = gateway
+    def __init__(self, lookup: ModelLookup, max_input_size: int) -> None:
+        self._lookup = lookup
         self._max_input_size = max_input_size
 
     def routes(self) -> list[Route]:
@@ -108,7 +108,7 @@ class ScoringRoutes:
     async def score(self, request: Request) -> Response:
         body = decode_body(await self._read(request, _SCORE_SHAPE), ScoreBody, ENCODER_NO_OP_VALUES)
         pairs = body.pairs()
-        model = await acquire_encoder(self._gateway, request, body.model)
+        model = await acquire_encoder(self._lookup, request, body.model)
         async with CancelOnDisconnect(request.receive):
             values, tokens = await self._compare(model, pairs)
         data = [{"index": index, "object": "score", "score": float(value)} for index, value in enumerate(values)]
@@ -134,7 +134,7 @@ class ScoringRoutes:
     async def classify(self, request: Request) -> Response:
         body = decode_body(await self._read(request, _CLASSIFY_SHAPE), ClassifyBody, ENCODER_NO_OP_VALUES)
         texts = several_inputs(body.input)
-        model = await acquire_encoder(self._gateway, request, body.model)
+        model = await acquire_encoder(self._lookup, request, body.model)
         name, inputs = input_tensors(model, texts)
         check_encoder(model, SCORE, "classes", (name,))
         async with CancelOnDisconnect(request.receive):
@@ -154,7 +154,7 @@ class ScoringRoutes:
             message = f"encoding_format must be float or base64, got {body.encoding_format!r}"
             raise InvalidArgument(message, field="encoding_format")
         texts = several_inputs(body.input)
-        model = await acquire_encoder(self._gateway, request, body.model)
+        model = await acquire_encoder(self._lookup, request, body.model)
         output = EMBEDDING if makes(model, EMBEDDING) else SCORE
         task = "embed" if output == EMBEDDING else "classify"
         if body.task not in (None, task):

@@ -1,4 +1,4 @@
-"""The routes of v2 over HTTP for control: configs, statistics, the repository, shared memory, logs and traces.
+"""The routes of v2 over HTTP for control: metadata, statistics, the repository, shared memory, logs and traces.
 
 Translates between the protocol and the gateway. The extensions are described at
 https://github.com/triton-inference-server/server/tree/main/docs/protocol.
@@ -18,13 +18,13 @@ from ...core.errors import CharoniaError, InvalidArgument, Unavailable, Unsuppor
 from ...core.gateway import RepositoryIndexEntry
 from ...processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegistry
 from ...telemetry.logging_setup import parse_log_format
-from ...telemetry.shared_state import ServerGateway
+from ...telemetry.shared_state import ServerAdministration
 from ..chunked_json import check_config_size, read_whole_json_object
 from ..graph_formats import GRAPH_FORMATS
 from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
 from ..json_tensors import JsonObject, NestedTooDeeply, as_array, as_boolean, as_object, as_string, as_unsigned
-from ..metadata import cuda_region_json, model_stats_json
+from ..metadata import cuda_region_json, model_metadata, model_stats_json
 from ..model_graph import GraphModel, graph_of_models, node_times
 from .endpoints import model_and_version
 
@@ -59,8 +59,8 @@ _LOG_SETTINGS: Mapping[str, Callable[[str, Any], Any]] = {
 class ControlEndpoints:
     """The handlers. Bodies have at most `max_size` bytes."""
 
-    def __init__(self, gateway: ServerGateway, max_size: int) -> None:
-        self._gateway = gateway
+    def __init__(self, administration: ServerAdministration, max_size: int) -> None:
+        self._administration = administration
         self._max_size = max_size
 
     def routes(self) -> list[Route]:
@@ -68,6 +68,8 @@ class ControlEndpoints:
             # Before anything that may take "stats" for a model.
             Route("/v2/models/stats", self.statistics, methods=["GET"]),
             *[Route(f"{path}/stats", self.statistics, methods=["GET"]) for path in (_MODEL, _VERSION)],
+            *[Route(path, self.metadata, methods=["GET"]) for path in (_MODEL, _VERSION)],
+            *[Route(f"{path}/ready", self.model_ready, methods=["GET"]) for path in (_MODEL, _VERSION)],
             *[Route(f"{path}/config", self.config, methods=["GET"]) for path in (_MODEL, _VERSION)],
             *[Route(f"{path}/graph", self.graph, methods=["GET"]) for path in (_MODEL, _VERSION)],
             *_repositories("index", self.index),
@@ -90,11 +92,18 @@ class ControlEndpoints:
 
     # Models
 
+    async def metadata(self, request: Request) -> Response:
+        return json_response(model_metadata(self._administration, *model_and_version(request)))
+
+    async def model_ready(self, request: Request) -> Response:
+        reason = await self._administration.unready_reason(*model_and_version(request))
+        return json_response({"error": reason}, 400) if reason else Response()
+
     async def config(self, request: Request) -> Response:
-        return json_response(dict(self._gateway.model_config(*model_and_version(request)).raw))
+        return json_response(dict(self._administration.model_config(*model_and_version(request)).raw))
 
     async def statistics(self, request: Request) -> Response:
-        found = self._gateway.model_statistics(*model_and_version(request))
+        found = self._administration.model_statistics(*model_and_version(request))
         stats = []
         for each in found:
             explained = {"explain": dict(each.statistics.explain)} if each.statistics.explain else {}
@@ -105,7 +114,7 @@ class ControlEndpoints:
     async def graph(self, request: Request) -> Response:
         """The graph of a model. Query: `format`, `json` if it is not there, and `statistics`, 1 for times."""
         name, version = model_and_version(request)
-        self._gateway.model_config(name, version)
+        self._administration.model_config(name, version)
         form, timed = request.query_params.get("format", "json"), request.query_params.get("statistics", "0")
         if form not in GRAPH_FORMATS:
             known = ", ".join(GRAPH_FORMATS)
@@ -116,10 +125,10 @@ class ControlEndpoints:
 
         def find(name: str, version: str) -> GraphModel | None:
             try:
-                config = self._gateway.model_config(name, version)
+                config = self._administration.model_config(name, version)
             except CharoniaError:
                 return None
-            found = self._gateway.model_statistics(name, config.version) if timed == "1" else ()
+            found = self._administration.model_statistics(name, config.version) if timed == "1" else ()
             times = node_times(model_stats_json(found[0])["inference_stats"]) if found else None
             return GraphModel(config.version, config.raw, times)
 
@@ -141,8 +150,10 @@ class ControlEndpoints:
                 "Invalid value for 'ready': expected a boolean, attempt to access JSON non-boolean as boolean",
                 field="ready",
             )
-        control = {_CONTROL: "explicit" if self._gateway.loads_on_request else "none"}
-        return json_response([_entry(each) for each in await self._gateway.repository_index(ready)], headers=control)
+        control = {_CONTROL: "explicit" if self._administration.loads_on_request else "none"}
+        return json_response(
+            [_entry(each) for each in await self._administration.repository_index(ready)], headers=control
+        )
 
     async def load(self, request: Request) -> Response:
         _refuse_repository(request)
@@ -156,7 +167,7 @@ class ControlEndpoints:
                 files[key.removeprefix(_FILE)] = await offload_if_large(len(text), _decoded, key, text)
             else:
                 raise InvalidArgument(f"unrecognized load parameter '{key}'", field=key)
-        await self._gateway.load_model(request.path_params["model"], config, files)
+        await self._administration.load_model(request.path_params["model"], config, files)
         return Response()
 
     async def unload(self, request: Request) -> Response:
@@ -166,14 +177,14 @@ class ControlEndpoints:
             if key != "unload_dependents":
                 raise InvalidArgument(f"unrecognized unload parameter '{key}'", field=key)
             dependents = as_boolean(key, value)
-        await self._gateway.unload_model(request.path_params["model"], dependents)
+        await self._administration.unload_model(request.path_params["model"], dependents)
         return Response()
 
     # Shared memory of clients
 
     @property
     def _regions(self) -> SharedMemoryRegistry:
-        return self._gateway.shared_state.shared_memory
+        return self._administration.shared_state.shared_memory
 
     async def memory_status(self, request: Request) -> Response:
         return json_response([region._asdict() for region in self._regions.status(_named(request))])
@@ -212,7 +223,7 @@ class ControlEndpoints:
 
     async def log_settings(self, request: Request) -> Response:
         """The settings; a body changes some first."""
-        logs, changed = self._gateway.shared_state.logs, {}
+        logs, changed = self._administration.shared_state.logs, {}
         for name, value in (await self._document(request)).items():
             if name not in _LOG_SETTINGS:
                 raise InvalidArgument(f"unknown log setting '{name}'", field=name)
@@ -222,7 +233,7 @@ class ControlEndpoints:
     async def trace_settings(self, request: Request) -> Response:
         """The settings; a body changes some first, or takes back what was set with null. Levels are a list."""
         model: str = request.path_params.get("model", "")
-        if model and not self._gateway.is_model_ready(model):
+        if model and not self._administration.is_model_ready(model):
             raise InvalidArgument(f"Request for unknown model : {model}", field="model")
         change: dict[str, Sequence[str] | None] = {}
         for name, value in (await self._document(request)).items():
@@ -232,7 +243,7 @@ class ControlEndpoints:
                 change[name] = tuple(as_string(name, level) for level in as_array(name, value))
             else:
                 change[name] = (as_string(name, value),)
-        traces = self._gateway.shared_state.traces
+        traces = self._administration.shared_state.traces
         texts = (traces.update(change, model) if change else traces.settings(model)).as_v2_texts()
         shown = {name: list(each) if name == "trace_level" else ",".join(each) for name, each in texts.items()}
         return json_response(shown)

@@ -1,4 +1,4 @@
-"""The routes of the v2 protocol over HTTP: health, metadata, infer, generate.
+"""The routes of the v2 protocol over HTTP: health, infer, generate.
 
 Translates between the protocol and the gateway. KServe describes the protocol at
 https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol, Triton its extension `generate` at
@@ -19,13 +19,13 @@ from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupp
 from ...core.gateway import ModelHandle
 from ...core.model import ModelStats
 from ...core.request import InferRequest, InferResponse
-from ...telemetry.shared_state import ServerGateway
+from ...telemetry.shared_state import ServerLookup
 from ..header_rules import HeaderForwarding
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
 from ..http.error_responses import json_response, v2_error_body
 from ..http.request_context import context_of, record_error
 from ..infer_call import is_empty_final, read_up_to_two, release_memory_after
-from ..metadata import ServerInfo, model_metadata, server_metadata
+from ..metadata import ServerInfo, server_metadata
 from .generate import encode_generate_response, generate_body_to_infer_request, is_long, parse_long_generate_body
 from .infer import InferEndpoint
 
@@ -38,10 +38,10 @@ _NOT_ONE = (
 class V2Endpoints:
     """The handlers."""
 
-    def __init__(self, gateway: ServerGateway, info: ServerInfo, forwarding: HeaderForwarding) -> None:
-        self._gateway = gateway
+    def __init__(self, lookup: ServerLookup, info: ServerInfo, forwarding: HeaderForwarding) -> None:
+        self._lookup = lookup
         self._info = info
-        self._infer = InferEndpoint(gateway, info, forwarding)
+        self._infer = InferEndpoint(lookup, info, forwarding)
 
     def routes(self) -> list[Route]:
         models = "/v2/models/{model}", "/v2/models/{model}/versions/{version:int}"
@@ -52,8 +52,6 @@ class V2Endpoints:
         ]
         for path in models:
             routes += [
-                Route(path, self.metadata, methods=["GET"]),
-                Route(f"{path}/ready", self.model_ready, methods=["GET"]),
                 Route(f"{path}/infer", self._infer.answer, methods=["POST"]),
                 Route(f"{path}/generate", self.generate, methods=["POST"]),
                 Route(f"{path}/generate_stream", self.generate_stream, methods=["POST"]),
@@ -64,19 +62,12 @@ class V2Endpoints:
         return json_response(server_metadata(self._info))
 
     async def live(self, request: Request) -> Response:
-        return Response(status_code=200 if self._gateway.alive() else 400)
+        return Response(status_code=200 if self._lookup.alive() else 400)
 
     async def ready(self, request: Request) -> Response:
-        if self._gateway.exiting():
+        if self._lookup.exiting():
             raise ServerExiting
-        return Response(status_code=200 if self._gateway.ready() else 400)
-
-    async def metadata(self, request: Request) -> Response:
-        return json_response(model_metadata(self._gateway, *model_and_version(request)))
-
-    async def model_ready(self, request: Request) -> Response:
-        reason = await self._gateway.unready_reason(*model_and_version(request))
-        return json_response({"error": reason}, 400) if reason else Response()
+        return Response(status_code=200 if self._lookup.ready() else 400)
 
     async def generate(self, request: Request) -> Response:
         model, infer_request = await self._read(request, stream=False)
@@ -100,7 +91,7 @@ class V2Endpoints:
         return EventStreamResponse(model.infer(infer_request), encoder, _load_header(request, model))
 
     async def _read(self, request: Request, stream: bool) -> tuple[ModelHandle, InferRequest]:
-        model = await self._gateway.acquire(context_of(request.scope), *model_and_version(request))
+        model = await self._lookup.acquire(context_of(request.scope), *model_and_version(request))
         model.check_room()
         if request.headers.get("content-encoding", "identity") not in ("identity", ""):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from ...core.errors import InvalidArgument, Unavailable
 from ...telemetry.bottlenecks import explain
 from ...telemetry.scrape import Interval, Scrape, read_scrape
-from ...telemetry.shared_state import ServerGateway
+from ...telemetry.shared_state import ServerAdministration
 from ..http.error_responses import json_response
 from .endpoints import model_and_version
 
@@ -40,9 +40,12 @@ class ExplainEndpoint:
     taken in the event loop, as a scrape's are, and judged beside it."""
 
     def __init__(
-        self, gateway: ServerGateway, registry: CollectorRegistry | None, clock: Callable[[], float] = time.monotonic
+        self,
+        administration: ServerAdministration,
+        registry: CollectorRegistry | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._gateway, self._registry, self._clock = gateway, registry, clock
+        self._administration, self._registry, self._clock = administration, registry, clock
         self._last: MetricsReading | None = None
         self._waiting = 0
 
@@ -53,9 +56,9 @@ class ExplainEndpoint:
     async def answer(self, request: Request) -> Response:
         """Query: `seconds` between the readings."""
         name, version = model_and_version(request)
-        self._gateway.model_config(name, version)
+        self._administration.model_config(name, version)
         interval = await self._watch(_read_seconds(request.query_params.get("seconds")))
-        reports = await asyncio.to_thread(explain, interval, self._gateway.shared_state.rooflines, name)
+        reports = await asyncio.to_thread(explain, interval, self._administration.shared_state.rooflines, name)
         reports = [each for each in reports if version in ("", each.version)]
         if not reports:
             raise InvalidArgument(f"'{name}' has no metrics of its own: explain the models that serve for it")

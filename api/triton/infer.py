@@ -19,7 +19,7 @@ from ...core.gateway import ModelHandle, ResponseStream
 from ...core.model import ModelConfig
 from ...core.request import InferResponse
 from ...core.tensor import Tensor
-from ...telemetry.shared_state import ServerGateway
+from ...telemetry.shared_state import ServerLookup
 from .. import size_limits
 from ..chunked_json import PIECE_BYTES
 from ..header_rules import HeaderForwarding
@@ -145,19 +145,19 @@ HeaderMap: TypeAlias = Mapping[bytes, bytes]
 class InferEndpoint:
     """The handler of the route. `forwarding`: headers that become parameters."""
 
-    def __init__(self, gateway: ServerGateway, info: ServerInfo, forwarding: HeaderForwarding) -> None:
-        self._gateway = gateway
+    def __init__(self, lookup: ServerLookup, info: ServerInfo, forwarding: HeaderForwarding) -> None:
+        self._lookup = lookup
         self._max_size, self._max_raw_size = info.max_input_size, info.max_raw_size
         self._max_response_size = info.max_response_size
         self._forwarding = forwarding
 
     @cached_property
     def _reader(self) -> InferRequestReader:
-        return InferRequestReader(self._gateway.shared_state.shared_memory, self._max_size, self._max_raw_size)
+        return InferRequestReader(self._lookup.shared_state.shared_memory, self._max_size, self._max_raw_size)
 
     async def answer(self, request: Request) -> ASGIApp:
         path = request.scope["path_params"]
-        model = await self._gateway.acquire(context_of(request.scope), path["model"], str(path.get("version", "")))
+        model = await self._lookup.acquire(context_of(request.scope), path["model"], str(path.get("version", "")))
         config = model.config
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)

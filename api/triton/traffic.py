@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.errors import InvalidArgument
-from ...core.gateway import RolloutEntry, RouteEntry
-from ...telemetry.shared_state import ServerGateway
+from ...core.traffic import RolloutEntry, RouteEntry
+from ...telemetry.shared_state import ServerAdministration
 from ..chunked_json import read_whole_json_object
 from ..http.connection import read_json_body
 from ..http.error_responses import json_response
@@ -24,8 +24,8 @@ _MAX_BODY_BYTES = 1 << 16
 class TrafficEndpoints:
     """The handlers."""
 
-    def __init__(self, gateway: ServerGateway) -> None:
-        self._gateway = gateway
+    def __init__(self, administration: ServerAdministration) -> None:
+        self._administration = administration
 
     def routes(self) -> list[Route]:
         one = "/v2/routes/{name:path}"
@@ -40,34 +40,34 @@ class TrafficEndpoints:
         ]
 
     async def list(self, request: Request) -> Response:
-        return json_response({"routes": [_shown(each) for each in self._gateway.route_control.entries()]})
+        return json_response({"routes": [_shown(each) for each in self._administration.route_control.entries()]})
 
     async def show(self, request: Request) -> Response:
-        return json_response(_shown(self._gateway.route_control.entry(request.path_params["name"])))
+        return json_response(_shown(self._administration.route_control.entry(request.path_params["name"])))
 
     async def put(self, request: Request) -> Response:
         """Query: `version`, that the route is expected to have, 0 for none."""
         expect = _expected_version(request)
         route = await read_whole_json_object(await read_json_body(request, _MAX_BODY_BYTES))
         name, who = request.path_params["name"], _client(request)
-        return json_response(_shown(await self._gateway.route_control.put_document(name, route, who, expect)))
+        return json_response(_shown(await self._administration.route_control.put_document(name, route, who, expect)))
 
     async def delete(self, request: Request) -> Response:
         """Query: as of `put`."""
         name, expect = request.path_params["name"], _expected_version(request)
-        await self._gateway.route_control.delete(name, _client(request), expect)
+        await self._administration.route_control.delete(name, _client(request), expect)
         return json_response({"name": name, "deleted": True})
 
     async def show_rollout(self, request: Request) -> Response:
-        return json_response(_shown_rollout(self._gateway.rollouts.rollout(request.path_params["name"])))
+        return json_response(_shown_rollout(self._administration.rollouts.rollout(request.path_params["name"])))
 
     async def start_rollout(self, request: Request) -> Response:
         plan = await read_whole_json_object(await read_json_body(request, _MAX_BODY_BYTES))
-        started = await self._gateway.rollouts.start(request.path_params["name"], plan, _client(request))
+        started = await self._administration.rollouts.start(request.path_params["name"], plan, _client(request))
         return json_response(_shown_rollout(started))
 
     async def abort_rollout(self, request: Request) -> Response:
-        aborted = await self._gateway.rollouts.abort(request.path_params["name"], _client(request))
+        aborted = await self._administration.rollouts.abort(request.path_params["name"], _client(request))
         return json_response(_shown_rollout(aborted))
 
 

@@ -27,7 +27,7 @@ from ...core.request_context import RequestContext
 from ...core.tensor import Tensor
 from ...core.wait_graph import AwaitedCall
 from ...telemetry.custom_metrics import CustomMetrics
-from ...telemetry.shared_state import ServerGateway
+from ...telemetry.shared_state import ServerAdministration
 from ..python_stub.messages import (
     MAX_UNREAD_ANSWERS,
     AwaitAnswer,
@@ -111,7 +111,11 @@ class ModelCalls:
     """The calls of one process, until it ends. `max_inferences`: requests to other models that may be open at once."""
 
     def __init__(
-        self, process: StubProcess, gateway: ServerGateway, metrics: CustomMetrics, max_inferences: int = MAX_INFERENCES
+        self,
+        process: StubProcess,
+        gateway: ServerAdministration,
+        metrics: CustomMetrics,
+        max_inferences: int = MAX_INFERENCES,
     ) -> None:
         self._process, self._gateway, self._metrics = process, gateway, metrics
         self._max_inferences = max_inferences

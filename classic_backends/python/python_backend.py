@@ -8,14 +8,12 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from ...core.errors import Internal, InvalidArgument
-from ...core.gateway import ModelServices
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...core.runtime import InstancePlacement, Parameters, RuntimeLoader
 from ...core.wait_graph import WaitGraph
-from ...telemetry.shared_state import ServerGateway
+from ...telemetry.shared_state import ModelServices
 from ..backend_config import read_integer, read_placements
 from ..python_stub import messages
 from .environments import interpreter
@@ -44,7 +42,7 @@ class PythonBackend(RuntimeLoader):
 
     @property
     def waits(self) -> WaitGraph | None:
-        return None if self.services is None else cast(ServerGateway, self.services.gateway).shared_state.waits
+        return None if self.services is None else self.services.gateway.shared_state.waits
 
     def bound_to(self, services: ModelServices) -> "PythonBackend":
         return replace(self, services=services)
@@ -54,7 +52,7 @@ class PythonBackend(RuntimeLoader):
     ) -> PythonRuntime:
         assert self.services is not None
         max_calls = read_integer(parameters, "max-open-calls", MAX_INFERENCES, least=1)
-        gateway, loop = cast(ServerGateway, self.services.gateway), self.services.loop
+        gateway, loop = self.services
         datatypes = {spec.name: spec.datatype for spec in config.inputs}
         runtime = PythonRuntime(placement.name, datatypes, loop, gateway.shared_state.traces)
         message = messages.Initialize(

@@ -16,7 +16,7 @@ from ...api.http.error_responses import ApiError, json_response
 from ...api.http.request_context import tenant_of
 from ...api.openai.json_body import body_shape, decode_body, read_members
 from ...core.errors import InvalidArgument, ServerExiting
-from ...core.gateway import Gateway
+from ...core.gateway import ModelLookup
 from .records import BatchRecord, BatchStatus, FilePurpose, StoredFile, lifetime_of, new_id
 from .runner import BatchRunner
 
@@ -56,7 +56,7 @@ _BATCH_SHAPE = body_shape(BatchBody.__struct_fields__)
 class BatchRoutes:
     """The endpoints and their handlers. `runner`: None where they are off."""
 
-    def __init__(self, gateway: Gateway, runner: BatchRunner | None) -> None:
+    def __init__(self, gateway: ModelLookup, runner: BatchRunner | None) -> None:
         self._gateway = gateway
         self._runner = runner
 

@@ -19,7 +19,7 @@ from ...api.api_keys import Tenant
 from ...api.http.internal_request import InternalAnswer, ask_endpoint
 from ...core.errors import NotFound, NotReady, RequestTimeout
 from ...core.extension_contracts import EndpointFunction
-from ...core.gateway import Gateway
+from ...core.gateway import ModelLookup
 from ...core.metrics import Measurement, Reading
 from .input_lines import check_input
 from .journal import LineOutcome, encode_outcome
@@ -102,7 +102,7 @@ class BatchRunner:
     def __init__(
         self,
         store: FileStore,
-        gateway: Gateway,
+        gateway: ModelLookup,
         concurrency: int,
         endpoints: Mapping[str, EndpointFunction] = MappingProxyType({}),
     ) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...core.backends import AskedVersion, CompositionBackend, RequestTimes
 from ...core.errors import InvalidArgument
-from ...core.gateway import Gateway
+from ...core.gateway import ModelLookup
 from ...core.model import DeclaredModels, ModelConfig
 from ...core.request import InferRequest, InferResponse
 from ...core.request_context import RequestContext
@@ -140,7 +140,7 @@ class TensorRtLlmBls:
     """One version. Parameters: `tensorrt_llm_model_name`, and `accumulate_tokens`: decode the pieces of a stream with
     what came before them."""
 
-    def __init__(self, config: ModelConfig, gateway: Gateway) -> None:
+    def __init__(self, config: ModelConfig, gateway: ModelLookup) -> None:
         self._config = config
         given = {name: value for name, value in config.parameters.items() if value and not value.startswith("${")}
         self._llm = given.get("tensorrt_llm_model_name", "tensorrt_llm")

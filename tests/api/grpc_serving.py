@@ -11,6 +11,7 @@ from grpc import StatusCode
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from charonia.api.api_keys import Keyring
+from charonia.api.grpc.control_rpcs import bound_rpcs
 from charonia.api.grpc.server import GrpcServer
 from charonia.api.grpc.settings import build_call_policy
 from charonia.api.metadata import ServerInfo
@@ -40,7 +41,7 @@ async def serving(gateway: Any, keys: Keyring | None = None, **options: Any) -> 
         policy = build_call_policy(
             chosen.grpc_restricted_protocol, chosen.grpc_header_forward_pattern, keys or Keyring()
         )
-        server = GrpcServer(gateway, INFO, parse_grpc_settings(chosen), sock, policy)
+        server = GrpcServer(gateway, INFO, parse_grpc_settings(chosen), sock, policy, bound_rpcs(gateway))
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield Served(server, channel)

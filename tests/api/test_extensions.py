@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
 from charonia.api.api_keys import Keyring, Tenant
-from charonia.api.app import build_app
+from charonia.api.app import build_app, build_worker_app
 from charonia.api.extensions import RouteExtensions, worker_extensions
 from charonia.api.header_rules import RequiredHeader
 from charonia.api.http.access import HttpRules
@@ -131,7 +131,7 @@ async def test_a_worker_forwards_all_but_what_every_worker_answers(gateway: Any)
         return PlainTextResponse(f"forwarded {request.url.path}")
 
     told = pickle.loads(pickle.dumps(control.in_workers()))
-    app = build_app(gateway, ServerInfo(), extensions=worker_extensions(told, forward), forward=missing)
+    app = build_worker_app(gateway, ServerInfo(), None, HttpRules(), [], worker_extensions(told, forward))
     assert await answers(app, "GET /static", "POST /hello") == [(200, "hello "), (200, "forwarded /hello")]
     assert '"more":"/more"' in (await answers(app, "GET /"))[0][1]
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from charonia.core.errors import NotFound, Unavailable
-from charonia.core.gateway import Gateway
+from charonia.core.gateway import ModelLookup
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
@@ -106,7 +106,7 @@ def pipeline(
         outputs=(spec("Y"), spec("U", "BYTES")) if decoupled else (spec("Y"),),
         parameters={"models": asks},
     )
-    gateway = cast(Gateway, models or Models())
+    gateway = cast(ModelLookup, models or Models())
     return CompositeModel(config, gateway, Pipeline(config, gateway, write_code(directory, code, version, **beside)))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from charonia.core.backends import AskedVersion, RequestTimes
 from charonia.core.errors import NotReady
-from charonia.core.gateway import Gateway
+from charonia.core.gateway import ModelLookup
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
@@ -40,7 +40,7 @@ class Answers:
 
 
 async def made(composition: Answers) -> CompositeModel:
-    model = CompositeModel(CONFIG, cast(Gateway, Models()), composition)
+    model = CompositeModel(CONFIG, cast(ModelLookup, Models()), composition)
     await model.load()
     return model
 

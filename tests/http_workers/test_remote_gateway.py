@@ -5,8 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from charonia.core.errors import InvalidArgument
+from charonia.core.errors import InvalidArgument, NotFound
 from charonia.core.metrics import TimeInState
+from charonia.core.model import ModelConfig
 from charonia.core.request import GenerateRequest
 from charonia.core.sampling import SamplingParams
 from charonia.engine.client.token_stream import SequenceStats
@@ -21,6 +22,7 @@ from charonia.http_workers.messages import (
 )
 from charonia.http_workers.remote_engine import RemoteEngine
 from charonia.http_workers.remote_gateway import RemoteGateway
+from charonia.http_workers.snapshot import ServedModel, ServedModels
 from charonia.processes.shared_arena import new_arena_file
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.telemetry.llm_metrics import LlmMetrics
@@ -56,6 +58,30 @@ async def test_health_allows_for_the_time_between_two_words_of_the_hub() -> None
         assert (gateway.alive(), gateway.ready()) == (live, ready)
     gateway._heard = time.monotonic() - 61.5
     assert not gateway.alive()
+
+
+async def test_models_are_as_the_last_snapshot_has_them() -> None:
+    gateway, _ = make_gateway()
+    old, new, route = (ModelConfig(name, version, "b") for name, version in (("m", "1"), ("m", "10"), ("r", "3")))
+    served = ServedModels(
+        (
+            ServedModel(1, old, False, ("m", "alias"), None, False),
+            ServedModel(2, new, True, ("m", "alias"), None, False),
+        ),
+        (new, route),
+    )
+    levels = LogLevels.of(LogSettings())
+    gateway._on_snapshot(HubSnapshot(1, True, False, True, False, served.pickled(), levels, [], []))
+    assert gateway.model_configs() == [new, route]
+    assert [gateway.model_config(*asked) for asked in (("m",), ("alias", "1"), ("r",))] == [new, old, route]
+    assert (gateway.served_versions("alias"), gateway.served_versions("r")) == (("1", "10"), ("3",))
+    assert [gateway.is_model_ready(*asked) for asked in (("m",), ("m", "1"), ("m", "2"))] == [True, True, False]
+    assert [await gateway.unready_reason(name) for name in ("m", "n")] == ["", "Model version not ready"]
+    for name, version in (("n", ""), ("m", "2")):
+        with pytest.raises(NotFound, match=f"unknown model: '{name}' is not found"):
+            gateway.model_config(name, version)
+    gateway._heard = time.monotonic() - 2.5
+    assert not gateway.is_model_ready("m")
 
 
 async def test_a_sequence_that_cannot_be_told_ends_and_nobody_waits_for_its_reader() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import CharoniaError, Internal
-from charonia.core.gateway import ModelServices
 from charonia.core.metrics import InferenceStatistics, Reading, StatisticDuration, VersionStatistics
 from charonia.core.model import ModelConfig, ModelStats
 from charonia.core.request import InferRequest, InferResponse
@@ -26,6 +25,7 @@ from charonia.repository.config_validation import ignored_fields, is_response_ca
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.lifecycle import ignore_progress
 from charonia.repository.response_cache import CachedModel, ResponseCache, parse_cache_config
+from charonia.telemetry.shared_state import ModelServices
 
 MUCH = 1 << 20
 ENABLED = "response_cache { enable: true }"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import CharoniaError, Conflict, Internal, InvalidArgument, NotFound, Unsupported
-from charonia.core.gateway import RolloutState
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import TensorSpec
+from charonia.core.traffic import RolloutState
 from charonia.repository import routed_versions
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.model_registry import LoadedModel

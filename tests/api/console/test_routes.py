@@ -13,9 +13,10 @@ import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from charonia.api.api_keys import Keyring, Tenant
-from charonia.api.app import build_app
+from charonia.api.app import build_app, build_worker_app, control_routes
 from charonia.api.console.routes import parse_console_hosts
 from charonia.api.header_rules import RequiredHeader
 from charonia.api.http.access import HttpRules
@@ -190,7 +191,9 @@ async def test_one_of_several_frontends_serves_it_by_itself_as_it_does_health(ga
     async def forward(_: Request) -> Response:
         raise AssertionError("it was asked of the hub")
 
-    app = build_app(gateway, ServerInfo(), rules=HttpRules(console_hosts=frozenset()), forward=forward)
+    rules = HttpRules(console_hosts=frozenset())
+    forwarded = [Route(route.path, forward) for route in control_routes(gateway, ServerInfo(), rules)]
+    app = build_worker_app(gateway, ServerInfo(), None, rules, forwarded)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         paths = "/console", "/console/", "/console/main.js", "/v2/health/ready", "/health", "/ping"
         assert [(await client.get(path)).status_code for path in paths] == [200, 308, 200, 200, 200, 200]

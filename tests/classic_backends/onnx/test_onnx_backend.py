@@ -19,7 +19,6 @@ from charonia.classic_backends.onnx import onnx_backend
 from charonia.classic_backends.onnx.onnx_backend import ONNX
 from charonia.classic_backends.onnx.session_plan import read_session_plan
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound, Unsupported
-from charonia.core.gateway import ModelServices
 from charonia.core.model import Model, ModelConfig
 from charonia.core.request import InferRequest
 from charonia.core.request_context import RequestContext
@@ -27,6 +26,7 @@ from charonia.core.runtime import Arrays, InstancePlacement, Runtime
 from charonia.core.tensor import Tensor
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.model_source import read_model
+from charonia.telemetry.shared_state import ModelServices
 
 Describe = Callable[[Mapping[str, Any]], ModelConfig]
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.python.python_backend import PythonBackend
-from charonia.core.gateway import Gateway, ModelServices
 from charonia.core.model import ModelConfig, ModelSamples
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.gateway import InProcessGateway
+from charonia.telemetry.shared_state import ModelServices, ServerAdministration
 
 from ..asking import serving
 
@@ -60,7 +60,11 @@ def config(decoupled: bool = False, instances: int = 1, **raw: Any) -> ModelConf
 
 @asynccontextmanager
 async def python_model(
-    directory: Path, body: str, gateway: Gateway | None = None, samples: ModelSamples | None = None, **settings: Any
+    directory: Path,
+    body: str,
+    gateway: ServerAdministration | None = None,
+    samples: ModelSamples | None = None,
+    **settings: Any,
 ) -> AsyncIterator[ClassicModel]:
     """A served model with this body."""
     backend = PythonBackend(ModelServices(gateway or InProcessGateway(), asyncio.get_running_loop()))

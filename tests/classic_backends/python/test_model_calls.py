@@ -12,13 +12,13 @@ import pytest
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.python.python_backend import PythonBackend
 from charonia.core.errors import InvalidArgument, NotFound, Unavailable
-from charonia.core.gateway import ModelServices
 from charonia.core.metrics import Histogram
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import Outcome, RequestContext
 from charonia.core.tensor import Tensor
 from charonia.repository.gateway import InProcessGateway
+from charonia.telemetry.shared_state import ModelServices
 
 from ...waiting import until
 from ..asking import answers, serving
