@@ -28,7 +28,7 @@ from rich.table import Table
 
 from ..core.request import GuidedDecoding
 from ..engine.config import CacheConfig, EngineConfig
-from ..engine.core.guides import GrammarPool
+from ..engine.core.grammar_pool import GrammarPool
 from ..engine.core.messages import AddRequest, FromCore, RequestRejected, RequestUpdates, Shutdown
 from ..engine.core.step_loop import EngineCore
 from ..engine.grammars.llguidance_backend import LLGuidanceBackend
@@ -128,15 +128,15 @@ class GrammarBench:
         began = time.perf_counter()
         vocabulary = read_vocabulary(str(checkpoint), "", capacity.vocab_size)
         self.vocabulary_seconds = time.perf_counter() - began
-        self.guide = GuidedDecoding("json_schema", json.dumps(SCHEMA))
+        self.constraint = GuidedDecoding("json_schema", json.dumps(SCHEMA))
         self.pool, self._one_by_one = (
             GrammarPool(partial(LLGuidanceBackend, vocabulary, jumps=jumps)) for jumps in (True, False)
         )
         self.pool.prepare()
         began = time.perf_counter()
-        wait([self.pool.compile(self.guide)])
+        wait([self.pool.compile(self.constraint)])
         self.compile_seconds = time.perf_counter() - began
-        wait([self._one_by_one.compile(self.guide)])
+        wait([self._one_by_one.compile(self.constraint)])
 
     def run(self, arm: Arm, seed: int) -> ArmRun:
         """All streams of an arm, submitted at once."""
@@ -153,7 +153,7 @@ class GrammarBench:
 
     def first_masks(self, times: int) -> list[float]:
         """Processor seconds of a new sequence's matcher and first mask, the schema being cached."""
-        grammar, mask = self.pool.compile(self.guide).result(), np.zeros(-(-self._vocab_size // 32), np.int32)
+        grammar, mask = self.pool.compile(self.constraint).result(), np.zeros(-(-self._vocab_size // 32), np.int32)
         found: list[float] = []
         for _ in range(times):
             began = time.thread_time()
@@ -170,14 +170,14 @@ class GrammarBench:
         work = self._work
         drawn = np.random.default_rng(seed).integers(0, self._vocab_size, (work.streams, work.prompt), np.int32)
         for key, prompt in enumerate(drawn):
-            guided = _is_guided(arm, key)
+            guided = _is_constrained(arm, key)
             sampling = ResolvedSampling(temperature=work.temperature, seed=seed, choice=key)
             spec = SequenceSpec(key=key, prompt=prompt, max_tokens=work.new, sampling=sampling)
-            yield AddRequest(spec, self.guide if guided else None)
+            yield AddRequest(spec, self.constraint if guided else None)
 
     def _measured(self, arm: Arm, progress: ArmProgress) -> ArmRun:
         work, steps = self._work, progress.steps
-        free = {key for key in range(work.streams) if not _is_guided(arm, key)}
+        free = {key for key in range(work.streams) if not _is_constrained(arm, key)}
         decoding = [
             now - before for (before, _), (now, message) in pairwise(steps) if free <= set(message.updates.keys)
         ]
@@ -192,7 +192,7 @@ class GrammarBench:
         )
 
 
-def _is_guided(arm: Arm, stream: int) -> bool:
+def _is_constrained(arm: Arm, stream: int) -> bool:
     return arm != "free" and (stream % 2 == 1 or arm.startswith("all"))
 
 

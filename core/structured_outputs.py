@@ -43,7 +43,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     disable_fallback: bool | None = None
     backend: str | None = None
 
-    def guides(self, where: str) -> list[GuidedDecoding]:
+    def constraints(self, where: str) -> list[GuidedDecoding]:
         """Its constraints. `where`: the field that it is, or what stands before the names of its own.
 
         Raises:
@@ -58,7 +58,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                     message = f"{where}{name} is not supported: write additionalProperties into the schema"
                 raise InvalidArgument(message, field=f"{where}{name}")
         given = {name: getattr(self, name) for name in _KINDS}
-        found = [make_guide(_KINDS[name], value, where + name) for name, value in given.items() if value is not None]
+        found = [
+            make_constraint(_KINDS[name], value, where + name) for name, value in given.items() if value is not None
+        ]
         return [*found, GuidedDecoding("json", parameter=f"{where}json_object")] if self.json_object else found
 
 
@@ -70,7 +72,7 @@ def parse_structured_outputs(value: JsonText, parameter: str) -> list[GuidedDeco
     """
     try:
         parsed = orjson.loads(value) if isinstance(value, str) else value
-        return msgspec.convert(parsed, StructuredOutputs).guides(f"{parameter}.")
+        return msgspec.convert(parsed, StructuredOutputs).constraints(f"{parameter}.")
     except orjson.JSONDecodeError as error:
         raise InvalidArgument(f"parameter '{parameter}' is not JSON: {error}", field=parameter) from None
     except msgspec.ValidationError as error:
@@ -79,7 +81,7 @@ def parse_structured_outputs(value: JsonText, parameter: str) -> list[GuidedDeco
         raise InvalidArgument(f"parameter '{field}' {found}", field=field) from None
 
 
-def make_guide(kind: GrammarKind, value: Any, parameter: str, strict: bool = False) -> GuidedDecoding:
+def make_constraint(kind: GrammarKind, value: Any, parameter: str, strict: bool = False) -> GuidedDecoding:
     """The constraint of a field's value: text as it is, anything else as JSON text.
 
     Raises:
@@ -102,13 +104,13 @@ def json_text(value: Any, parameter: str) -> str:
         raise InvalidArgument(f"{parameter} is nested too deeply", field=parameter) from error
 
 
-def only_guide(guides: Iterable[GuidedDecoding]) -> GuidedDecoding | None:
+def only_constraint(constraints: Iterable[GuidedDecoding]) -> GuidedDecoding | None:
     """The constraint of a request.
 
     Raises:
         InvalidArgument: there are several; the message names two.
     """
-    given = list(guides)
+    given = list(constraints)
     if len(given) > 1:
         message = f"{given[0].parameter} and {given[1].parameter} both constrain the answer: give one"
         raise InvalidArgument(message, field=given[0].parameter)

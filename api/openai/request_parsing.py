@@ -252,7 +252,7 @@ def _parsed(
     _check_answers(len(prompts), spec.best_of)
     # The prompt's logprobs are told by its first choice alone; but in a stream no choice waits for another.
     further = sampling if stream else msgspec.structs.replace(sampling, prompt_logprobs=None)
-    guided_decoding, drafts = fields.guide(), fields.drafts
+    guided_decoding, drafts = fields.constraint(), fields.drafts
     requests = tuple(
         GenerateRequest(
             id=spec.id,

@@ -192,10 +192,10 @@ def _renamed(warnings: Sequence[str], tools: "ToolList") -> Iterator[str]:
 
 def _named(request: GenerateRequest, request_id: str) -> GenerateRequest:
     """The request under the id of its answer, which the log has too, and its constraint under its name here."""
-    guide = request.guided_decoding
-    if guide is not None and guide.parameter == "response_format":
-        guide = guide._replace(parameter="text.format")
-    return msgspec.structs.replace(request, id=request_id, guided_decoding=guide)
+    constraint = request.guided_decoding
+    if constraint is not None and constraint.parameter == "response_format":
+        constraint = constraint._replace(parameter="text.format")
+    return msgspec.structs.replace(request, id=request_id, guided_decoding=constraint)
 
 
 def _refuse_state(body: Mapping[str, Any]) -> None:

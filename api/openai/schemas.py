@@ -17,7 +17,7 @@ from ...core.foreign_parameters import FOREIGN_PARAMETERS
 from ...core.logprobs import MAX_LOGPROBS
 from ...core.request import GuidedDecoding, GuidedDecodingKind
 from ...core.sampling import SamplingParams
-from ...core.structured_outputs import JsonText, StructuredOutputs, make_guide, only_guide
+from ...core.structured_outputs import JsonText, StructuredOutputs, make_constraint, only_constraint
 from .json_body import NoOpValues, shortened
 from .known_fields import Shape, ShapeByType, shape_of
 
@@ -27,7 +27,7 @@ _FORMAT = "response_format"
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):
     """The `response_format` that asks for nothing."""
 
-    def guide(self) -> GuidedDecoding | None:
+    def constraint(self) -> GuidedDecoding | None:
         return None
 
 
@@ -36,10 +36,10 @@ class JsonObjectFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     schema: dict[str, Any] | None = None
 
-    def guide(self) -> GuidedDecoding | None:
+    def constraint(self) -> GuidedDecoding | None:
         if self.schema is None:
             return GuidedDecoding("json", parameter=_FORMAT)
-        return make_guide("json_schema", self.schema, _FORMAT)
+        return make_constraint("json_schema", self.schema, _FORMAT)
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,15 +62,15 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     description: str | None = None
     strict: bool | None = None
 
-    def guide(self) -> GuidedDecoding | None:
+    def constraint(self) -> GuidedDecoding | None:
         if self.json_schema is not None and self.schema is not None:
             message = f"{_FORMAT}.schema is the same field as its json_schema: give one"
             raise InvalidArgument(message, field=f"{_FORMAT}.schema")
         if self.json_schema is not None:
-            return make_guide("json_schema", self.json_schema.schema, _FORMAT, bool(self.json_schema.strict))
+            return make_constraint("json_schema", self.json_schema.schema, _FORMAT, bool(self.json_schema.strict))
         if self.schema is None:
             raise InvalidArgument(f"{_FORMAT}.json_schema is missing", field=f"{_FORMAT}.json_schema")
-        return make_guide("json_schema", self.schema, _FORMAT, bool(self.strict))
+        return make_constraint("json_schema", self.schema, _FORMAT, bool(self.strict))
 
 
 class StructuralTagFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="structural_tag"):
@@ -81,7 +81,7 @@ class StructuralTagFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
 
-    def guide(self) -> GuidedDecoding | None:
+    def constraint(self) -> GuidedDecoding | None:
         if (self.format is None) == (self.structures is None):
             raise InvalidArgument(f"{_FORMAT}: give either format, or structures and triggers", field=_FORMAT)
         tag = {
@@ -90,7 +90,7 @@ class StructuralTagFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             "triggers": self.triggers,
             "format": self.format,
         }
-        return make_guide("structural_tag", {key: each for key, each in tag.items() if each is not None}, _FORMAT)
+        return make_constraint("structural_tag", {key: each for key, each in tag.items() if each is not None}, _FORMAT)
 
 
 RESPONSE_FORMAT_SHAPE = ShapeByType(
@@ -118,19 +118,19 @@ class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
 
-    def guide(self) -> GuidedDecoding | None:
+    def constraint(self) -> GuidedDecoding | None:
         """The constraint, if there is one.
 
         Raises:
             InvalidArgument: there are two, or one that is not complete; `field` names it.
         """
-        return only_guide(self._guides())
+        return only_constraint(self._constraints())
 
-    def _guides(self) -> Iterator[GuidedDecoding]:
-        if self.response_format is not None and (guide := self.response_format.guide()) is not None:
-            yield guide
+    def _constraints(self) -> Iterator[GuidedDecoding]:
+        if self.response_format is not None and (constraint := self.response_format.constraint()) is not None:
+            yield constraint
         if self.structured_outputs is not None:
-            yield from self.structured_outputs.guides("structured_outputs.")
+            yield from self.structured_outputs.constraints("structured_outputs.")
         older = StructuredOutputs(
             json=self.guided_json,
             regex=self.guided_regex,
@@ -138,10 +138,10 @@ class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
             grammar=self.guided_grammar,
             whitespace_pattern=self.guided_whitespace_pattern,
         )
-        yield from older.guides("guided_")
-        guide = GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
-        if guide is not None:
-            yield guide
+        yield from older.constraints("guided_")
+        constraint = GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
+        if constraint is not None:
+            yield constraint
 
 
 _NO_OP_VALUES: NoOpValues = {

@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from ...core.request import GuidedDecoding
 from ...engine.grammars.backend import GrammarMatcher
-from ...engine.grammars.guide_check import check_guide, checking_backend
+from ...engine.grammars.constraint_check import check_constraint, checking_backend
 from ..server_process import ServerAddress, own_server
 
 CORPUS = Path(__file__).with_name("schemas.jsonl")
@@ -85,7 +85,7 @@ def read_corpus(path: Path = CORPUS) -> list[CorpusSchema]:
 
 def _enforced(line: str) -> CorpusSchema:
     name, schema = json.loads(line).values()
-    checked = check_guide(GuidedDecoding("json_schema", json.dumps(schema), strict=True), _BYTES)
+    checked = check_constraint(GuidedDecoding("json_schema", json.dumps(schema), strict=True), _BYTES)
     left_out = [each for each in checked.left_out if not each.startswith("format ")]
     if checked.error or left_out:
         raise ValueError(f"{name}: {checked.error or left_out}")

@@ -15,7 +15,7 @@ from ...core.sampling import SamplingParams
 from ...tokenization.answers.answer_formats import HERMES, AnswerParsers, choose_format
 from ...tokenization.answers.answer_reader import AnswerReader
 from ...tokenization.answers.marked_answer import ReasoningFormat
-from ...tokenization.answers.tool_grammars import tool_guide
+from ...tokenization.answers.tool_grammars import tool_constraint
 from ...tokenization.tokenizer import Tokenizer
 from ..core.messages import AddRequest
 from .chunk_builder import ChunkBuilder, TextEnds
@@ -35,14 +35,14 @@ class AnswerPlan:
     prompt: list[int]
     tokenizer: Tokenizer
     reader: AnswerReader | None = None
-    guide: GuidedDecoding | None = None
+    constraint: GuidedDecoding | None = None
     thinking: int | None = None
     thinking_end: str = ""
     warning: str = ""
 
     def complete(self, add: AddRequest) -> AddRequest:
         end = [] if self.thinking is None else self.tokenizer.encode(self.thinking_end, special=False)
-        return replace(add, constraint=self.guide, thinking=self.thinking, thinking_end=end)
+        return replace(add, constraint=self.constraint, thinking=self.thinking, thinking_end=end)
 
     def builder(
         self, asked: SamplingParams, ends: TextEnds, echo: str = "", prompt_ids: tuple[int, ...] = ()
@@ -62,33 +62,33 @@ def plan_answer(
         InvalidArgument: it limits the reasoning of a model that has none, or nothing can hold it to what it asks for.
     """
     if not request.reads_answer:
-        return AnswerPlan(prompt, tokenizer, guide=request.guided_decoding)
+        return AnswerPlan(prompt, tokenizer, constraint=request.guided_decoding)
     form, use = choose_format(tokenizer.template_source(request.prompt), parsers), request.tools
     if use is not None and form.tools is None and use.constrained:
         form = dataclasses.replace(form, tools=HERMES)  # a model that was not trained for any
     warning = _UNKNOWN_TOOLS if use is not None and form.tools is None and use.choice != "none" else ""
-    guide = request.guided_decoding
+    constraint = request.guided_decoding
     if use is not None and form.tools is not None:
-        guide = tool_guide(form.tools, use, guide)
+        constraint = tool_constraint(form.tools, use, constraint)
         use = replace(use, parallel=False) if use.named else use
     shown, reasoning, budget = tokenizer.showing(form.markers), form.reasoning, request.thinking_budget
     if reasoning is None:
         if request.needs_thinking_limit:
             field = "thinking_token_budget"
             raise InvalidArgument(f"{field}: this model's chat template has no reasoning to limit", field=field)
-        return AnswerPlan(prompt, shown, form.reader(use), guide, warning=warning)
+        return AnswerPlan(prompt, shown, form.reader(use), constraint, warning=warning)
     tail = tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
     inside = tail.endswith(reasoning.start) or _continues(request, reasoning)
     # What is held to a grammar behind its reasoning, or may reason for so long, has to begin with it.
-    limited, asked = guide is not None or budget is not None, _asks_for_reasoning(request)
+    limited, asked = constraint is not None or budget is not None, _asks_for_reasoning(request)
     reasons = form.reasons or bool(budget) if asked is None or reasoning.content else asked
     if limited and reasons and not (inside or tail.endswith(reasoning.end)):
         prompt, inside = prompt + tokenizer.encode(reasoning.opening, special=False), True
-    if inside and guide is not None and not guide.after:
-        with_tools = guide is not request.guided_decoding
-        guide = guide._replace(after=reasoning.end if with_tools else reasoning.content or reasoning.end)
+    if inside and constraint is not None and not constraint.after:
+        with_tools = constraint is not request.guided_decoding
+        constraint = constraint._replace(after=reasoning.end if with_tools else reasoning.content or reasoning.end)
     return AnswerPlan(
-        prompt, shown, form.reader(use, inside), guide, budget if inside else None, reasoning.end, warning
+        prompt, shown, form.reader(use, inside), constraint, budget if inside else None, reasoning.end, warning
     )
 
 

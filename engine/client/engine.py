@@ -103,30 +103,35 @@ EngineFactory: TypeAlias = Callable[[Callable[[CoreLoading], None], LlmMetrics],
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How to make the engine of a model. `backend`: its name in a model's config. `checkpoint`: the directory or hub id
-    that tokenizer and generation defaults are read from. `capabilities`: the fields of `GenerateRequest` that it can
-    satisfy and not every engine can. `chat_template`: a file or a template to take in place of the checkpoint's.
-    `tokenizer`: another directory or hub id to read the tokenizer from. `parsers`: how the model writes calls
-    of tools and reasoning. `checks_guides`: constraints are to be checked before it gets them. `most_in_background`:
-    sequences at a time of requests that no client waits for. `target_tenants`: those whose requests may have targets of
-    their own, `*` for all. `lora`: of adapters that are loaded while it serves, None where there are none of those.
-    `adapters`: directories of those that the engine reads itself, by name. `most_drafts`: tokens that a step may draft
-    for a sequence; `draft_report`: what answers tell of them."""
+    """How to make the engine of a model, and what it can do."""
 
     backend: str
+    """The engine's name in a model's config."""
     checkpoint: str
+    """The directory or hub id that tokenizer and generation defaults are read from."""
     connect: EngineFactory
     capabilities: frozenset[str] = field(default_factory=frozenset)
+    """The fields of `GenerateRequest` that it can satisfy and not every engine can."""
     chat_template: str = ""
+    """A file or a template to take in place of the checkpoint's."""
     tokenizer: str = ""
+    """Another directory or hub id to read the tokenizer from."""
     parsers: AnswerParsers = field(default_factory=AnswerParsers)
-    checks_guides: bool = False
+    """How the model writes calls of tools and reasoning."""
+    checks_constraints: bool = False
+    """Constraints are to be checked before it gets them."""
     most_in_background: int = 32
+    """Sequences at a time of requests that no client waits for."""
     target_tenants: frozenset[str] = frozenset()
+    """Those whose requests may have targets of their own, `*` for all."""
     lora: LoraConfig | None = None
+    """Of adapters that are loaded while it serves; None where there are none of those."""
     adapters: Mapping[str, str] = field(default_factory=dict)
+    """Directories of the adapters that the engine reads itself, by name."""
     most_drafts: int = 0
+    """Tokens that a step may draft for a sequence."""
     draft_report: DraftReport = "none"
+    """What answers tell of their drafts."""
 
     def check_request(self, request: GenerateRequest, tenant: str = "") -> None:
         """Raises `InvalidArgument` for a parameter that this engine cannot satisfy, or not for `tenant`; `field` names
@@ -143,12 +148,12 @@ class EngineSpec:
                     message = f"parameter '{name}' is not for this client; --target-tenants says for which it is"
                     raise InvalidArgument(message, field=name)
         self._check_drafts(request)
-        self.check_guide(request.guided_decoding)
+        self.check_constraint(request.guided_decoding)
 
-    def check_guide(self, guide: GuidedDecoding | None) -> None:
+    def check_constraint(self, constraint: GuidedDecoding | None) -> None:
         """As `check_request`, of what an answer is held to."""
-        if guide is not None:
-            self._check("guided_decoding", guide.parameter)
+        if constraint is not None:
+            self._check("guided_decoding", constraint.parameter)
 
     def most_drafts_of(self, request: GenerateRequest) -> int:
         """Tokens that a step may draft for a request that says nothing of it."""

@@ -169,7 +169,7 @@ def parse_infer_request(
         target_itl_ms=options.target_itl_ms,
         choice_count=options.n,
         adapter=options.lora_name,
-        guided_decoding=options.guide,
+        guided_decoding=options.constraint,
         drafts=options.drafts,
         echo=(layout.echoes and not options.stream) if excluded is None else not excluded,
     )

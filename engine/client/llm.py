@@ -38,8 +38,8 @@ from .admission import BackgroundLimit, QueueLimits, QueueTicket, most_in_backgr
 from .answer_plan import plan_answer
 from .chunk_builder import TextEnds
 from .client import EngineClient
+from .constraint_checker import ConstraintChecker
 from .engine import Engine, EngineSpec, SharedEngine
-from .guide_checker import GuideChecker
 from .infer import OWN_LAYOUT, InferLayout
 from .task_adapters import TaskAdapters
 from .token_stream import SequenceStats, TokenStream, open_sequence, record_request, v2_statistics
@@ -106,7 +106,7 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
         config.chat_template,
         config.tokenizer,
         AnswerParsers(config.tool_call_parser, config.reasoning_parser),
-        checks_guides=True,
+        checks_constraints=True,
         most_in_background=most_in_background(rows * config.data_parallel_size, limits),
         target_tenants=frozenset(config.target_tenants),
         lora=config.lora,
@@ -174,7 +174,7 @@ class LlmModel:
         self._loaded: TokenizerBundle | None = None
         self._info = CoreReady(0, 0, 0, 0)
         self._open: dict[str, set[TokenStream]] = {}
-        self._guides: GuideChecker | None = None
+        self._constraints: ConstraintChecker | None = None
         self._background = BackgroundLimit(spec.most_in_background)
         self._adapters: AdapterTable | None = None
         if spec.lora is not None:
@@ -257,8 +257,8 @@ class LlmModel:
             self._loaded = replace(bundle, defaults=bundle.defaults.limited_to(info.vocab_size))
             self._info = info
             await self._load_first_adapters()
-            if self._spec.checks_guides:
-                self._guides = GuideChecker(bundle.tokenizer.added_tokens(info.vocab_size))
+            if self._spec.checks_constraints:
+                self._constraints = ConstraintChecker(bundle.tokenizer.added_tokens(info.vocab_size))
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters, fingerprint=bundle.fingerprint)
         except BaseException:
@@ -269,12 +269,12 @@ class LlmModel:
     async def unload(self) -> None:
         """Streams still open end with `Unavailable`; texts that are being tokenized come to their end."""
         bundle, self._loaded = self._loaded, None
-        guides, self._guides = self._guides, None
+        constraints, self._constraints = self._constraints, None
         if self._adapters is not None:
             await self._adapters.close()
         await self._client.close()
-        if guides is not None:
-            await guides.close()
+        if constraints is not None:
+            await constraints.close()
         if bundle is not None:
             bundle.async_tokenizer.close()
 
@@ -324,15 +324,15 @@ class LlmModel:
                 plan = await tokenizer.call(plan_answer, request, prompt, bundle.tokenizer, self._spec.parsers)
                 if plan.warning:
                     context.warn(plan.warning)
-                self._spec.check_guide(plan.guide)
+                self._spec.check_constraint(plan.constraint)
                 predicted = list[int]()
                 if request.prediction:
                     predicted = await tokenizer.text_ids(request.prediction, limit, "prediction")
                 follower = PredictionFollower(predicted) if predicted else None
                 defaults = bundle.defaults
                 add = build_add_request(request, context, plan.prompt, defaults, info, banned, adapter, predicted)
-                if plan.guide is not None:  # the dearest check is the last
-                    plan = replace(plan, guide=await self._enforce(plan.guide, context))
+                if plan.constraint is not None:  # the dearest check is the last
+                    plan = replace(plan, constraint=await self._enforce(plan.constraint, context))
                 add = await tokenizer.call(plan.complete, add)
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
                 builder = plan.builder(sampling, TextEnds(bundle.defaults.eos, request.stop_word_ids), echo, prompt_ids)
@@ -391,13 +391,13 @@ class LlmModel:
     def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         return self._layout.infer(request, context, self)
 
-    async def _enforce(self, guide: GuidedDecoding, context: RequestContext) -> GuidedDecoding:
+    async def _enforce(self, constraint: GuidedDecoding, context: RequestContext) -> GuidedDecoding:
         """The constraint as the engine gets it; the client is told what of it is not enforced."""
-        if self._guides is None:
-            return guide
-        enforced, left_out = await self._guides.check(guide, context.tenant)
+        if self._constraints is None:
+            return constraint
+        enforced, left_out = await self._constraints.check(constraint, context.tenant)
         if left_out:
-            context.warn(f"{guide.parameter}: not enforced: {', '.join(left_out)}")
+            context.warn(f"{constraint.parameter}: not enforced: {', '.join(left_out)}")
         return enforced
 
     @contextmanager

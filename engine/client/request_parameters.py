@@ -17,7 +17,7 @@ from ...core.errors import InvalidArgument, describe_validation_error, did_you_m
 from ...core.foreign_parameters import FOREIGN_PARAMETERS
 from ...core.request import GuidedDecoding, GuidedDecodingKind, ParameterValue
 from ...core.sampling import SamplingParams
-from ...core.structured_outputs import JsonText, only_guide, parse_structured_outputs
+from ...core.structured_outputs import JsonText, only_constraint, parse_structured_outputs
 from ...core.tensor import Tensor
 
 T = TypeVar("T")
@@ -62,14 +62,14 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.speculative_k is None else DraftLimit(self.speculative_k)
 
     @property
-    def guide(self) -> GuidedDecoding | None:
+    def constraint(self) -> GuidedDecoding | None:
         """Raises `InvalidArgument` for two constraints, and for a guide without its type or the other way round."""
         own = GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide)
-        guides = [] if own is None else [own]
+        constraints = [] if own is None else [own]
         for name in ("structured_outputs", "guided_decoding"):
             if value := getattr(self, name):
-                guides += parse_structured_outputs(value, name)
-        return only_guide(guides)
+                constraints += parse_structured_outputs(value, name)
+        return only_constraint(constraints)
 
 
 class _NamedValue(NamedTuple):

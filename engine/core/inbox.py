@@ -18,7 +18,8 @@ from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.sequence import SequenceSpec
 from ..grammars.backend import CompiledGrammar
-from .guides import GrammarPool, SequenceGuide, ThinkingLimit
+from .constraints import SequenceConstraint, ThinkingLimit
+from .grammar_pool import GrammarPool
 from .messages import (
     AbortRequests,
     AdapterReply,
@@ -36,12 +37,12 @@ IDLE_SECONDS = 1.0
 
 class NewRequest(NamedTuple):
     """A sequence to run; its deadline by the inbox's clock, None for no limit, and its arrival by the same; and its
-    guide, if it has one."""
+    constraint, if it has one."""
 
     spec: SequenceSpec
     deadline: float | None
     arrived: float
-    guide: SequenceGuide | None = None
+    constraint: SequenceConstraint | None = None
 
 
 InboxItem: TypeAlias = (
@@ -86,7 +87,7 @@ class Inbox:
         )
         new = NewRequest(spec, deadline, arrived)
         if message.constraint is None or not constrained:
-            self._queue.put(new._replace(guide=_guide(message, None)) if constrained else new)
+            self._queue.put(new._replace(constraint=_constraint(message, None)) if constrained else new)
         elif self._grammars is None:
             parameter = message.constraint.parameter
             self._queue.put(RequestRejected(message.spec.key, f"{parameter}: this engine knows no grammars", parameter))
@@ -102,7 +103,7 @@ class Inbox:
                 return
             self._compiling.remove(message.spec.key)
         try:
-            self._queue.put(new._replace(guide=_guide(message, compiled.result())))
+            self._queue.put(new._replace(constraint=_constraint(message, compiled.result())))
         except InvalidArgument as error:
             self._queue.put(RequestRejected(message.spec.key, error.message, error.field or ""))
         except CancelledError:
@@ -138,7 +139,7 @@ def _thinking(message: AddRequest) -> ThinkingLimit | None:
     return ThinkingLimit(message.thinking or 0, message.thinking_end) if limited else None
 
 
-def _guide(message: AddRequest, grammar: CompiledGrammar | None) -> SequenceGuide:
+def _constraint(message: AddRequest, grammar: CompiledGrammar | None) -> SequenceConstraint:
     parameter = "" if message.constraint is None else message.constraint.parameter
     make = None if grammar is None else grammar.matcher
-    return SequenceGuide(make, _thinking(message), parameter, jumps=message.spec.sampling.logprobs is None)
+    return SequenceConstraint(make, _thinking(message), parameter, jumps=message.spec.sampling.logprobs is None)

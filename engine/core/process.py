@@ -35,7 +35,7 @@ from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
 from .drafters import build_drafter
-from .guides import GrammarPool
+from .grammar_pool import GrammarPool
 from .messages import CoreFailed, CoreLoading, CoreReady
 from .sockets import CoreEndpoints, CoreSockets
 from .step_loop import EngineCore

@@ -21,8 +21,9 @@ from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceSpec
 from ..worker.executor import Executor, StepFuture
 from .adapters import CoreAdapters
+from .constraints import ConstrainedSequences
 from .deadlines import Deadlines
-from .guides import GrammarPool, Guides
+from .grammar_pool import GrammarPool
 from .inbox import Inbox, NewRequest
 from .messages import (
     NO_STEP,
@@ -77,9 +78,9 @@ class EngineCore:
         self.inbox = Inbox(cache, clock, grammars)
         self._adapters = CoreAdapters(executor, self.inbox.reply, scheduler.uses_adapter)
         self._grammars = grammars
-        self._guides = Guides(vocab_size)
+        self._constraints = ConstrainedSequences(vocab_size)
         if scheduler.speculation is not None:
-            scheduler.speculation.possible_drafts = self._guides.possible_drafts
+            scheduler.speculation.possible_drafts = self._constraints.possible_drafts
         self._failed: list[RequestRejected] = []
         self._scheduler = scheduler
         self._cache = cache
@@ -129,7 +130,7 @@ class EngineCore:
             self._receive(send)
             expired = self._deadlines.pop_expired(self._clock())
             self._scheduler.abort(expired)
-            self._guides.discard(expired)
+            self._constraints.discard(expired)
             began = time.perf_counter()
             self._launch()
             if self._launched:
@@ -159,13 +160,13 @@ class EngineCore:
                 self._integrity_checked = True
         for item in items:
             match item:
-                case NewRequest(spec, deadline, arrived, guide):
+                case NewRequest(spec, deadline, arrived, constraint):
                     try:
                         if spec.adapter and spec.adapter not in self._adapters:
                             raise InvalidArgument("the adapter is not loaded", field="lora_name")
                         self._scheduler.add(spec, self._clock() - arrived)
-                        if guide is not None:
-                            self._guides.add(spec.key, guide)
+                        if constraint is not None:
+                            self._constraints.add(spec.key, constraint)
                         if deadline is not None:
                             self._deadlines.set(spec.key, deadline)
                     except InvalidArgument as error:
@@ -193,7 +194,7 @@ class EngineCore:
         """Execute everything that may be scheduled before the next result is known."""
         while (plan := self._scheduler.schedule()) is not None:
             launched_at = time.perf_counter()
-            plan, masks = self._guides.mask_plan(plan, self._scheduler.constrained_rows)
+            plan, masks = self._constraints.mask_plan(plan, self._scheduler.constrained_rows)
             self._launched.append(LaunchedStep(plan, self._executor.execute(plan, masks), launched_at))
             self._integrity_checked = False
 
@@ -204,19 +205,19 @@ class EngineCore:
         ended_before, self._landed_at = self._landed_at, time.perf_counter()
         began = max(launched.launched_at, ended_before)
         self._step = result.step
-        forced, failed = self._guides.follow(result, self._scheduler.constrained_rows)
+        forced, failed = self._constraints.follow(result, self._scheduler.constrained_rows)
         if failed:
             self._failed += failed
             self._abort([each.key for each in failed])
         updates = self._scheduler.apply(result, self._landed_at - began, forced, began - ended_before)
         for key, _ in updates.finished:
             self._deadlines.discard(key)
-        self._guides.discard(key for key, _ in updates.finished)
+        self._constraints.discard(key for key, _ in updates.finished)
         return updates
 
     def _abort(self, keys: Sequence[int]) -> None:
         self._scheduler.abort(keys)
-        self._guides.discard(keys)
+        self._constraints.discard(keys)
         for key in keys:
             self._deadlines.discard(key)
 
@@ -229,13 +230,13 @@ class EngineCore:
         return RequestUpdates(self._step, updates, load, stats, self._totals())
 
     def _totals(self) -> CoreTotals:
-        totals, guides = self._scheduler.totals, self._guides.totals
+        totals, constraints = self._scheduler.totals, self._constraints.totals
         counted = totals.preemptions, totals.prefix_queries, totals.prefix_hits, totals.restored
         compiled = (0, 0.0, 0)
         if self._grammars is not None:
             grammars = self._grammars.totals
             compiled = grammars.compiled, grammars.seconds, grammars.hits
-        guided = guides.masks, guides.seconds, guides.forced
+        guided = constraints.masks, constraints.seconds, constraints.forced
         drafted: tuple[int, dict[str, DrafterTotals]] = 0, {}
         if (speculation := self._scheduler.speculation) is not None:
             drafted = speculation.drafters_off, speculation.copied_totals()

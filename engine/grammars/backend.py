@@ -85,7 +85,7 @@ class CompiledGrammar(Protocol):
 class GrammarBackend(Protocol):
     """Compiles constraints for one vocabulary. For any thread."""
 
-    def compile(self, guide: GuidedDecoding) -> CompiledGrammar:
+    def compile(self, constraint: GuidedDecoding) -> CompiledGrammar:
         """Compile; what costs too much is given up, but that may take a second.
 
         Raises:

@@ -83,14 +83,14 @@ class LarkRules:
         return json.dumps({"grammars": [{"name": name, "lark_grammar": text} for name, text in grammars]})
 
 
-def write_grammar(guide: GuidedDecoding, special: Mapping[str, int] = {}) -> str:
+def write_grammar(constraint: GuidedDecoding, special: Mapping[str, int] = {}) -> str:
     """The library's grammar of a constraint.
 
     Raises:
         InvalidArgument: its text is not what its kind asks for; `field` is its `parameter`.
     """
 
-    kind, text, parameter, after, strict = guide
+    kind, text, parameter, after, strict = constraint
     rules = LarkRules(special, strict)
     try:
         match kind:

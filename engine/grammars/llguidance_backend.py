@@ -98,17 +98,17 @@ _MESSAGE = 500
 """Characters of the library's messages that are passed on."""
 
 
-def check_grammar(guide: GuidedDecoding, limits: GrammarLimits = LIMITS) -> tuple[str, ...]:
+def check_grammar(constraint: GuidedDecoding, limits: GrammarLimits = LIMITS) -> tuple[str, ...]:
     """Compile a constraint for no vocabulary: what it will not enforce. Where a grammar names special tokens, only
     `LLGuidanceBackend.compile` can say whether there are such. Takes as long as compiling does.
 
     Raises:
         InvalidArgument: it is wrong or costs too much; `field` is its `parameter`.
     """
-    found = LLMatcher.validate_grammar_with_warnings(_checked(guide, limits), limits=_limits(limits))
+    found = LLMatcher.validate_grammar_with_warnings(_checked(constraint, limits), limits=_limits(limits))
     failed, messages = found
     if failed:
-        raise _refused(guide, messages[0])
+        raise _refused(constraint, messages[0])
     return tuple(message for message in messages if not message.startswith("no tokenizer"))
 
 
@@ -118,16 +118,18 @@ class LLGuidanceBackend:
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits = LIMITS, jumps: bool = True) -> None:
         self._vocabulary, self._limits, self._jumps = vocabulary, limits, jumps
 
-    def compile(self, guide: GuidedDecoding) -> CompiledGrammar:
+    def compile(self, constraint: GuidedDecoding) -> CompiledGrammar:
         """See `GrammarBackend.compile`. The first mask is computed, too: what costs too much shows there."""
-        marker = guide.after if self._vocabulary.ends_in_special(guide.after) else ""
-        grammar = _checked(guide._replace(after="") if marker else guide, self._limits, self._vocabulary)
+        marker = constraint.after if self._vocabulary.ends_in_special(constraint.after) else ""
+        grammar = _checked(constraint._replace(after="") if marker else constraint, self._limits, self._vocabulary)
         first = LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=_limits(self._limits))
         if not first.is_error():
             LLGuidanceMatcher(first).fill_mask(np.zeros(-(-self._vocabulary.size // 32), np.int32))
         if first.is_error():
-            raise _refused(guide, first.get_error())
-        return LLGuidanceGrammar(first, _GRAMMAR_BYTES + _BYTES_EACH * len(guide.text), self._matcher_maker(marker))
+            raise _refused(constraint, first.get_error())
+        return LLGuidanceGrammar(
+            first, _GRAMMAR_BYTES + _BYTES_EACH * len(constraint.text), self._matcher_maker(marker)
+        )
 
     def _matcher_maker(self, marker: str) -> Callable[[LLMatcher], GrammarMatcher]:
         begin = partial(LLGuidanceMatcher, jumps=self._jumps)
@@ -186,15 +188,15 @@ class LLGuidanceMatcher:
         self._matcher.rollback(tokens)
 
 
-def _checked(guide: GuidedDecoding, limits: GrammarLimits, vocabulary: Vocabulary | None = None) -> str:
-    size = len(guide.text) + len(guide.after)
+def _checked(constraint: GuidedDecoding, limits: GrammarLimits, vocabulary: Vocabulary | None = None) -> str:
+    size = len(constraint.text) + len(constraint.after)
     if size > limits.text_bytes:
-        raise _refused(guide, f"it has {size} characters, and may have {limits.text_bytes}")
-    return write_grammar(guide, {} if vocabulary is None else vocabulary.special)
+        raise _refused(constraint, f"it has {size} characters, and may have {limits.text_bytes}")
+    return write_grammar(constraint, {} if vocabulary is None else vocabulary.special)
 
 
-def _refused(guide: GuidedDecoding, message: str) -> InvalidArgument:
-    return InvalidArgument(f"{guide.parameter}: {_first_lines(message)}", field=guide.parameter)
+def _refused(constraint: GuidedDecoding, message: str) -> InvalidArgument:
+    return InvalidArgument(f"{constraint.parameter}: {_first_lines(message)}", field=constraint.parameter)
 
 
 def _first_lines(message: str) -> str:

@@ -98,7 +98,7 @@ def _parse_row(
         choice_count=options.n,
         adapter=options.lora_name,
         lora_task=_lora_task(values),
-        guided_decoding=options.guide,
+        guided_decoding=options.constraint,
         drafts=options.drafts,
         bad_word_ids=_words("bad_words_list", values),
         stop_word_ids=_words("stop_words_list", values),

@@ -6,7 +6,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GuidedDecoding
-from charonia.core.structured_outputs import make_guide, only_guide, parse_structured_outputs
+from charonia.core.structured_outputs import make_constraint, only_constraint, parse_structured_outputs
 
 
 @pytest.mark.parametrize(
@@ -25,9 +25,9 @@ from charonia.core.structured_outputs import make_guide, only_guide, parse_struc
     ],
 )
 def test_each_kind_becomes_a_constraint(given: Any, kind: str, text: str) -> None:
-    [guide] = parse_structured_outputs(given, "structured_outputs")
-    assert (guide.kind, guide.text) == (kind, text)
-    assert guide.parameter.startswith("structured_outputs.")
+    [constraint] = parse_structured_outputs(given, "structured_outputs")
+    assert (constraint.kind, constraint.text) == (kind, text)
+    assert constraint.parameter.startswith("structured_outputs.")
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_what_is_wrong_is_named(given: Any, field: str) -> None:
 def test_of_two_constraints_both_are_named() -> None:
     two = parse_structured_outputs({"regex": "a", "json": {}}, "x")
     with pytest.raises(InvalidArgument, match=r"x\.json and x\.regex both constrain"):
-        only_guide(two)
-    assert only_guide([]) is None
-    assert only_guide(two[:1]) == GuidedDecoding("json_schema", "{}", "x.json")
+        only_constraint(two)
+    assert only_constraint([]) is None
+    assert only_constraint(two[:1]) == GuidedDecoding("json_schema", "{}", "x.json")
 
 
 def test_a_schema_that_is_too_deep_to_be_written_is_refused() -> None:
@@ -63,4 +63,4 @@ def test_a_schema_that_is_too_deep_to_be_written_is_refused() -> None:
     for _ in range(2000):
         deep = {"items": deep}
     with pytest.raises(InvalidArgument, match="nested too deeply"):
-        make_guide("json_schema", deep, "response_format")
+        make_constraint("json_schema", deep, "response_format")

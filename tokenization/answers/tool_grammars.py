@@ -16,7 +16,7 @@ _MOST_CHARACTERS = 1 << 18
 """Characters of all parameters together: the engine's grammars take no more."""
 
 
-def tool_guide(form: ToolFormat, use: ToolUse, user: GuidedDecoding | None = None) -> GuidedDecoding | None:
+def tool_constraint(form: ToolFormat, use: ToolUse, user: GuidedDecoding | None = None) -> GuidedDecoding | None:
     """What an answer with these tools is held to, None if to nothing: calls where they are required; where they are
     not, either calls or what the `user` wants of the content, or else text in which the calls of strict tools are held
     to their parameters.
@@ -28,19 +28,19 @@ def tool_guide(form: ToolFormat, use: ToolUse, user: GuidedDecoding | None = Non
     parallel = use.parallel and not use.named
     strict = all(tool.strict for tool in tools)
     if use.named or use.choice == "required":
-        return _guide(form, _calls(form, tools, parallel), "tool_choice", strict)
+        return _constraint(form, _calls(form, tools, parallel), "tool_choice", strict)
     if use.choice == "none" or not tools:
         return user
     if user is not None:
         content = sequence([const(form.layout.content), _content(user)])
         either_way = either([_calls(form, tools, parallel), content])
-        return _guide(form, either_way, user.parameter, user.strict and strict)
+        return _constraint(form, either_way, user.parameter, user.strict and strict)
     if not any(tool.strict for tool in tools):
         return None
-    return _guide(form, _text_with_calls(form, tools, parallel), "strict", True)
+    return _constraint(form, _text_with_calls(form, tools, parallel), "strict", True)
 
 
-def _guide(form: ToolFormat, part: Part, parameter: str, strict: bool) -> GuidedDecoding:
+def _constraint(form: ToolFormat, part: Part, parameter: str, strict: bool) -> GuidedDecoding:
     if form.layout.preamble is not None:
         part = sequence([form.layout.preamble, part])
     text = json.dumps({"format": part}, ensure_ascii=False, separators=(",", ":"))

@@ -299,8 +299,12 @@ async def test_a_schema_of_the_answer(client: httpx.AsyncClient, gateway: Any, n
     wanted = {"type": "json_schema", "schema": {"type": "object"}}
     asked = {name: wanted if name == "output_format" else {"format": wanted}}
     assert (await client.post(MESSAGES, json=HI | asked)).status_code == 200
-    guide = gateway.asked[0].guided_decoding
-    assert (guide.kind, json.loads(guide.text), guide.strict) == ("json_schema", {"type": "object"}, True)
+    constraint = gateway.asked[0].guided_decoding
+    assert (constraint.kind, json.loads(constraint.text), constraint.strict) == (
+        "json_schema",
+        {"type": "object"},
+        True,
+    )
 
 
 async def test_sampling_and_what_changes_nothing(client: httpx.AsyncClient, gateway: Any) -> None:

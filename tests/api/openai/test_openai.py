@@ -556,8 +556,8 @@ async def test_each_field_of_a_constraint_reaches_the_model(
     strict: bool,
 ) -> None:
     assert (await client.post(path, json=base | fields)).status_code == 200
-    guide = gateway.asked[0].guided_decoding
-    assert (guide.kind, guide.text, guide.strict) == (kind, text, strict)
+    constraint = gateway.asked[0].guided_decoding
+    assert (constraint.kind, constraint.text, constraint.strict) == (kind, text, strict)
 
 
 @pytest.mark.parametrize(("path", "base"), [(CHAT, HI), (TEXT, PROMPT)])

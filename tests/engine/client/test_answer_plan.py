@@ -191,14 +191,14 @@ async def test_a_grammar_begins_behind_the_reasoning_that_the_prompt_opens(
     model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
     engine.answer = tokenizer.encode('why?</think>\n\n{"a": 1}<|im_end|>').ids
-    guide = GuidedDecoding("json", parameter="response_format")
-    whole = join_chunks(await answer(model, ask(use=None, guided_decoding=guide)))
+    constraint = GuidedDecoding("json", parameter="response_format")
+    whole = join_chunks(await answer(model, ask(use=None, guided_decoding=constraint)))
     assert (whole.reasoning, whole.text) == ("why?", '{"a": 1}')
     added = engine.added[-1]
-    assert added.constraint == guide._replace(after="</think>")
+    assert added.constraint == constraint._replace(after="</think>")
     assert tokenizer.decode(added.spec.prompt.tolist(), skip_special_tokens=False).endswith("assistant\n<think>\n")
-    await answer(model, ask(use=None, guided_decoding=guide, variables={"enable_thinking": False}))
-    assert engine.added[-1].constraint == guide
+    await answer(model, ask(use=None, guided_decoding=constraint, variables={"enable_thinking": False}))
+    assert engine.added[-1].constraint == constraint
 
 
 async def test_a_budget_of_reasoning_reaches_the_engine(
@@ -242,14 +242,14 @@ async def test_required_calls_are_held_to_the_tools_behind_the_reasoning(
     engine.answer = tokenizer.encode(f"hm</think>{CALL}<|im_end|>").ids
     whole = join_chunks(await answer(model, ask(use=ToolUse(TOOLS.tools, "required"))))
     assert (whole.reasoning, whole.text, len(whole.tool_calls)) == ("hm", "", 1)
-    guide = engine.added[-1].constraint
-    assert guide is not None
-    assert (guide.kind, guide.parameter, guide.after) == ("structural_tag", "tool_choice", "</think>")
+    constraint = engine.added[-1].constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.parameter, constraint.after) == ("structural_tag", "tool_choice", "</think>")
     await answer(model, ask(use=ToolUse(TOOLS.tools, named="time"), variables={"enable_thinking": False}))
-    guide = engine.added[-1].constraint
-    assert guide is not None
-    assert guide.after == ""
-    assert "weather" not in guide.text
+    constraint = engine.added[-1].constraint
+    assert constraint is not None
+    assert constraint.after == ""
+    assert "weather" not in constraint.text
 
 
 async def test_tools_that_nobody_requires_cost_no_grammar(
@@ -259,9 +259,9 @@ async def test_tools_that_nobody_requires_cost_no_grammar(
     await answer(model, ask())
     assert engine.added[-1].constraint is None
     await answer(model, ask(use=ToolUse((Tool("time", strict=True),))))
-    guide = engine.added[-1].constraint
-    assert guide is not None
-    assert (guide.parameter, guide.strict) == ("strict", True)
+    constraint = engine.added[-1].constraint
+    assert constraint is not None
+    assert (constraint.parameter, constraint.strict) == ("strict", True)
 
 
 async def test_a_template_that_knows_no_tools_gets_required_calls_as_hermes_writes_them(
@@ -296,9 +296,9 @@ async def test_constraints_on_gpt_oss_begin_behind_an_analysis_that_the_prompt_o
     ):
         engine.answer = tokenizer.encode(f"hm<|end|>{written}<|im_end|>").ids
         whole = join_chunks(await answer(model, msgspec.structs.replace(asked, **changes)))
-        guide = engine.added[-1].constraint
-        assert guide is not None
-        assert guide.after == after
+        constraint = engine.added[-1].constraint
+        assert constraint is not None
+        assert constraint.after == after
         assert tokenizer.decode(engine.added[-1].spec.prompt.tolist()).endswith(
             "<|start|>assistant<|channel|>analysis<|message|>"
         )

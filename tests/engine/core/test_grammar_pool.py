@@ -7,7 +7,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument, NotFound
 from charonia.core.request import GuidedDecoding
-from charonia.engine.core.guides import GrammarCacheLimits, GrammarPool
+from charonia.engine.core.grammar_pool import GrammarCacheLimits, GrammarPool
 from charonia.engine.grammars.backend import CompiledGrammar, GrammarMatcher
 
 
@@ -29,12 +29,12 @@ class Counting:
         self.gate = threading.Event()
         self.gate.set()
 
-    def compile(self, guide: GuidedDecoding) -> CompiledGrammar:
+    def compile(self, constraint: GuidedDecoding) -> CompiledGrammar:
         assert self.gate.wait(30)
-        self.compiled.append(guide.text)
-        if guide.text == "!":
-            raise InvalidArgument("no", field=guide.parameter)
-        return Compiled(len(guide.text))
+        self.compiled.append(constraint.text)
+        if constraint.text == "!":
+            raise InvalidArgument("no", field=constraint.parameter)
+        return Compiled(len(constraint.text))
 
 
 def ask(pool: GrammarPool, *texts: str) -> None:
@@ -71,7 +71,7 @@ def test_those_not_asked_for_longest_are_forgotten(limits: GrammarCacheLimits) -
     ask(pool, "aaa", "bbb", "aaa", "ccc", "aaa", "bbb")
     assert backend.compiled == ["aaa", "bbb", "ccc", "bbb"]
     ask(pool, "!", "ddd")
-    assert pool._bytes == sum(len(guide.text) for guide in pool._known if guide.text != "!") <= 7
+    assert pool._bytes == sum(len(constraint.text) for constraint in pool._known if constraint.text != "!") <= 7
     pool.close()
 
 

@@ -53,8 +53,8 @@ def allowed_tokens(matcher: GrammarMatcher) -> set[int]:
 def follow(backend: LLGuidanceBackend, tokenizer: Tokenizer) -> Follow:
     """The part of a text that a constraint lets pass, token by token, and the matcher behind it."""
 
-    def run(guide: GuidedDecoding, text: str) -> tuple[str, GrammarMatcher]:
-        matcher, passed = backend.compile(guide).matcher(), list[int]()
+    def run(constraint: GuidedDecoding, text: str) -> tuple[str, GrammarMatcher]:
+        matcher, passed = backend.compile(constraint).matcher(), list[int]()
         for token in tokenizer.encode(text, add_special_tokens=False).ids:
             if token not in allowed_tokens(matcher):
                 break

@@ -129,30 +129,30 @@ def test_what_is_wrong_is_refused_by_name(backend: LLGuidanceBackend, kind: Gram
 
 
 def test_a_special_token_that_is_not_there_is_known_to_the_vocabulary_alone(backend: LLGuidanceBackend) -> None:
-    guide = GuidedDecoding("lark", 'start: <|nothing|> "a"')
-    assert check_grammar(guide) == ()
+    constraint = GuidedDecoding("lark", 'start: <|nothing|> "a"')
+    assert check_grammar(constraint) == ()
     with pytest.raises(InvalidArgument, match="nothing"):
-        backend.compile(guide)
+        backend.compile(constraint)
 
 
 def test_what_cannot_be_enforced_is_named(backend: LLGuidanceBackend) -> None:
-    guide = GuidedDecoding("json_schema", '{"type": "array", "uniqueItems": true, "title": "x", "default": []}')
-    assert len(backend.compile(guide).warnings) == 1
-    assert "uniqueItems" in backend.compile(guide).warnings[0]
-    assert check_grammar(guide) == backend.compile(guide).warnings
+    constraint = GuidedDecoding("json_schema", '{"type": "array", "uniqueItems": true, "title": "x", "default": []}')
+    assert len(backend.compile(constraint).warnings) == 1
+    assert "uniqueItems" in backend.compile(constraint).warnings[0]
+    assert check_grammar(constraint) == backend.compile(constraint).warnings
     with pytest.raises(InvalidArgument, match="uniqueItems"):
-        check_grammar(guide._replace(strict=True))
+        check_grammar(constraint._replace(strict=True))
 
 
 @pytest.mark.parametrize(
-    "guide",
+    "constraint",
     [GuidedDecoding("json"), GuidedDecoding("json_schema", "{}"), GuidedDecoding("lark", "start: %json {}")],
     ids=["json", "json_schema", "lark"],
 )
-def test_white_space_in_json_does_not_run_away(follow: Follow, guide: GuidedDecoding) -> None:
+def test_white_space_in_json_does_not_run_away(follow: Follow, constraint: GuidedDecoding) -> None:
     most = "[" + "\n" * MAX_WHITESPACE
-    assert follow(guide, most + "\n")[0] == most
-    assert follow(guide, most + "1]")[0] == most + "1]"
+    assert follow(constraint, most + "\n")[0] == most
+    assert follow(constraint, most + "1]")[0] == most + "1]"
 
 
 def test_a_schema_cannot_lift_the_cap_itself(follow: Follow) -> None:

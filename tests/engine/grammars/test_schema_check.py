@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 
 from charonia.core.request import GuidedDecoding
-from charonia.engine.grammars.guide_check import CheckedGuide, check_guide, checking_backend
+from charonia.engine.grammars.constraint_check import CheckedConstraint, check_constraint, checking_backend
 from charonia.engine.grammars.schema_check import MAX_DEPTH, MAX_NODES, enforce_schema
 
 _BACKEND = checking_backend({"<|im_end|>": 300})
 _FIRST_BYTE = 301
 
 
-def check(schema: Any, strict: bool = False) -> CheckedGuide:
-    return check_guide(GuidedDecoding("json_schema", json.dumps(schema), strict=strict), _BACKEND)
+def check(schema: Any, strict: bool = False) -> CheckedConstraint:
+    return check_constraint(GuidedDecoding("json_schema", json.dumps(schema), strict=strict), _BACKEND)
 
 
-def allows(text: str, checked: CheckedGuide) -> bool:
+def allows(text: str, checked: CheckedConstraint) -> bool:
     """Whether a whole text is what a checked constraint asks for."""
     matcher = _BACKEND.compile(GuidedDecoding("json_schema", checked.text)).matcher()
     return matcher.accept([_FIRST_BYTE + byte for byte in text.encode()]) and matcher.complete
@@ -240,7 +240,7 @@ def test_a_wrong_schema_is_refused_in_the_librarys_words(schema: Any, words: str
     ],
 )
 def test_what_is_too_much_is_refused_before_it_is_compiled(text: str, words: str) -> None:
-    assert words in check_guide(GuidedDecoding("json_schema", text), _BACKEND).error
+    assert words in check_constraint(GuidedDecoding("json_schema", text), _BACKEND).error
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_what_is_too_much_is_refused_before_it_is_compiled(text: str, words: str
     ],
 )
 def test_other_kinds_are_compiled_as_they_are(kind: Any, text: str) -> None:
-    assert check_guide(GuidedDecoding(kind, text), _BACKEND) == CheckedGuide(text)
+    assert check_constraint(GuidedDecoding(kind, text), _BACKEND) == CheckedConstraint(text)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +269,12 @@ def test_other_kinds_are_compiled_as_they_are(kind: Any, text: str) -> None:
     ],
 )
 def test_other_kinds_are_refused_in_the_librarys_words(kind: Any, text: str, words: str) -> None:
-    assert words in check_guide(GuidedDecoding(kind, text), _BACKEND).error
+    assert words in check_constraint(GuidedDecoding(kind, text), _BACKEND).error
 
 
 def test_schemas_in_structural_tags_are_checked_too() -> None:
     tag = {"structures": [{"begin": "<a>", "schema": {"not": {}}, "end": "</a>"}], "triggers": ["<a"]}
-    checked = check_guide(GuidedDecoding("structural_tag", json.dumps(tag)), _BACKEND)
+    checked = check_constraint(GuidedDecoding("structural_tag", json.dumps(tag)), _BACKEND)
     assert (checked.error, checked.left_out) == ("", ("/structures/0/schema: not (#/not)",))
     assert "not" not in json.loads(checked.text)["structures"][0]["schema"]
 

@@ -13,10 +13,10 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GuidedDecoding, Tool, ToolUse
 from charonia.engine.grammars.backend import CompiledGrammar
-from charonia.engine.grammars.guide_check import check_guide, checking_backend
+from charonia.engine.grammars.constraint_check import check_constraint, checking_backend
 from charonia.tokenization.answers.answer_formats import MISTRAL_LISTS, TOOL_FORMATS
 from charonia.tokenization.answers.marked_answer import ToolFormat
-from charonia.tokenization.answers.tool_grammars import tool_guide
+from charonia.tokenization.answers.tool_grammars import tool_constraint
 
 MARKERS = sorted({marker for form in TOOL_FORMATS.values() for marker in form.markers if re.match(r"[<\[]", marker)})
 SPECIAL = {text: token for token, text in enumerate(MARKERS)}
@@ -27,10 +27,10 @@ HERMES = TOOL_FORMATS["hermes"]
 NUMBER = GuidedDecoding("json_schema", '{"type": "integer"}', "response_format")
 
 
-def accepts(guide: GuidedDecoding | None, text: str) -> bool:
+def accepts(constraint: GuidedDecoding | None, text: str) -> bool:
     """Whether a text is one that the constraint lets end, its markers special tokens."""
-    assert guide is not None
-    matcher = compiled(guide).matcher()
+    assert constraint is not None
+    matcher = compiled(constraint).matcher()
     tokens = [
         token
         for part in _PARTS.split(text)
@@ -40,10 +40,10 @@ def accepts(guide: GuidedDecoding | None, text: str) -> bool:
 
 
 @cache
-def compiled(guide: GuidedDecoding) -> CompiledGrammar:
-    checked = check_guide(guide, BACKEND)
+def compiled(constraint: GuidedDecoding) -> CompiledGrammar:
+    checked = check_constraint(constraint, BACKEND)
     assert checked.error == ""
-    return BACKEND.compile(guide._replace(text=checked.text))
+    return BACKEND.compile(constraint._replace(text=checked.text))
 
 
 @pytest.fixture(scope="module")
@@ -64,42 +64,42 @@ def wrong_type(text: str) -> str:
 def test_required_calls_are_calls_of_declared_tools_with_arguments_of_their_schemas(recorded: Any) -> None:
     for answer in recorded.WELL_FORMED:
         form, text = TOOL_FORMATS[answer.parser], answer.text
-        guide = tool_guide(form, ToolUse(recorded.USE.tools, "required"))
-        assert accepts(guide, text), text
-        assert not accepts(guide, content(form, "Hello")), text
-        assert not accepts(guide, ""), text
-        assert not accepts(guide, text.replace("get_weather", "get_whether").replace("now", "knew")), text
+        constraint = tool_constraint(form, ToolUse(recorded.USE.tools, "required"))
+        assert accepts(constraint, text), text
+        assert not accepts(constraint, content(form, "Hello")), text
+        assert not accepts(constraint, ""), text
+        assert not accepts(constraint, text.replace("get_weather", "get_whether").replace("now", "knew")), text
         if wrong_type(text) != text:
-            assert not accepts(guide, wrong_type(text)), text
+            assert not accepts(constraint, wrong_type(text)), text
 
 
 def test_calls_of_strict_tools_are_held_to_their_schemas_wherever_they_come_in_text(recorded: Any) -> None:
     tools = tuple(msgspec.structs.replace(tool, strict=True) for tool in recorded.USE.tools)
     for answer in recorded.WELL_FORMED:
         form, text = TOOL_FORMATS[answer.parser], answer.text
-        guide = tool_guide(form, ToolUse(tools))
-        assert accepts(guide, text), text
-        assert accepts(guide, content(form, "Hello")), text
+        constraint = tool_constraint(form, ToolUse(tools))
+        assert accepts(constraint, text), text
+        assert accepts(constraint, content(form, "Hello")), text
         if not form.openings and not form.layout.content:
-            assert accepts(guide, f"Hello {text}"), text
+            assert accepts(constraint, f"Hello {text}"), text
         if wrong_type(text) != text:
-            assert not accepts(guide, wrong_type(text)), text
+            assert not accepts(constraint, wrong_type(text)), text
 
 
 def test_tools_that_are_not_strict_are_held_to_json_alone_and_only_beside_a_strict_one(recorded: Any) -> None:
     use = recorded.USE
-    assert tool_guide(HERMES, use) is None
-    mixed = tool_guide(HERMES, ToolUse((use.tools[0], msgspec.structs.replace(use.tools[1], strict=True))))
+    assert tool_constraint(HERMES, use) is None
+    mixed = tool_constraint(HERMES, ToolUse((use.tools[0], msgspec.structs.replace(use.tools[1], strict=True))))
     assert accepts(mixed, '<tool_call>\n{"name": "get_weather", "arguments": {"days": "x"}}\n</tool_call>')
     assert not accepts(mixed, "<tool_call>\nnow</tool_call>")
 
 
 def test_a_named_tool_is_called_once_and_no_other(recorded: Any) -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    guide = tool_guide(HERMES, ToolUse(recorded.USE.tools, named="now"))
-    assert accepts(guide, call)
-    assert not accepts(guide, f"{call}\n{call}")
-    assert not accepts(guide, recorded.WELL_FORMED[0].text)
+    constraint = tool_constraint(HERMES, ToolUse(recorded.USE.tools, named="now"))
+    assert accepts(constraint, call)
+    assert not accepts(constraint, f"{call}\n{call}")
+    assert not accepts(constraint, recorded.WELL_FORMED[0].text)
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
@@ -113,21 +113,21 @@ def test_one_call_at_most_where_calls_may_not_be_parallel(choice: Any) -> None:
         (HERMES, hermes_call, f"{hermes_call}\n{hermes_call}"),
         (deepseek, f"{begin}{deepseek_call}{end}", f"{begin}{deepseek_call}{deepseek_call}{end}"),
     ):
-        guide = tool_guide(form, msgspec.structs.replace(several, parallel=False))
-        assert accepts(guide, one)
-        assert not accepts(guide, two)
-        assert accepts(tool_guide(form, several), two)
+        constraint = tool_constraint(form, msgspec.structs.replace(several, parallel=False))
+        assert accepts(constraint, one)
+        assert not accepts(constraint, two)
+        assert accepts(tool_constraint(form, several), two)
 
 
 def test_content_of_a_schema_or_calls(recorded: Any) -> None:
     for answer in recorded.WELL_FORMED:
         form = TOOL_FORMATS[answer.parser]
-        guide = tool_guide(form, recorded.USE, NUMBER)
-        assert guide is not None
-        assert guide.parameter == "response_format"
-        assert accepts(guide, answer.text)
-        assert accepts(guide, content(form, "12"))
-        assert not accepts(guide, content(form, "Hello"))
+        constraint = tool_constraint(form, recorded.USE, NUMBER)
+        assert constraint is not None
+        assert constraint.parameter == "response_format"
+        assert accepts(constraint, answer.text)
+        assert accepts(constraint, content(form, "12"))
+        assert not accepts(constraint, content(form, "Hello"))
 
 
 @pytest.mark.parametrize(
@@ -141,21 +141,21 @@ def test_content_of_a_schema_or_calls(recorded: Any) -> None:
     ],
 )
 def test_content_of_any_kind_or_calls(recorded: Any, kind: Any, text: str, good: str) -> None:
-    guide = tool_guide(HERMES, recorded.USE, GuidedDecoding(kind, text, "structured_outputs"))
-    assert accepts(guide, good)
-    assert accepts(guide, recorded.WELL_FORMED[0].text)
-    assert not accepts(guide, "Hello")
+    constraint = tool_constraint(HERMES, recorded.USE, GuidedDecoding(kind, text, "structured_outputs"))
+    assert accepts(constraint, good)
+    assert accepts(constraint, recorded.WELL_FORMED[0].text)
+    assert not accepts(constraint, "Hello")
 
 
 def test_a_users_grammar_stands_alone_where_no_tool_may_be_called(recorded: Any) -> None:
-    assert tool_guide(HERMES, ToolUse(recorded.USE.tools, "none"), NUMBER) is NUMBER
+    assert tool_constraint(HERMES, ToolUse(recorded.USE.tools, "none"), NUMBER) is NUMBER
     with pytest.raises(InvalidArgument, match="kind lark can't be combined"):
-        tool_guide(HERMES, recorded.USE, GuidedDecoding("lark", 'start: "a"', "structured_outputs"))
+        tool_constraint(HERMES, recorded.USE, GuidedDecoding("lark", 'start: "a"', "structured_outputs"))
 
 
 def test_older_mistral_writes_a_list_of_calls(recorded: Any) -> None:
-    guide = tool_guide(MISTRAL_LISTS, ToolUse(recorded.USE.tools, "required"))
-    assert accepts(guide, '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]')
+    constraint = tool_constraint(MISTRAL_LISTS, ToolUse(recorded.USE.tools, "required"))
+    assert accepts(constraint, '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]')
 
 
 HOSTILE = {
@@ -173,16 +173,16 @@ HOSTILE = {
 @pytest.mark.parametrize("parameters", HOSTILE.values(), ids=list(HOSTILE))
 def test_parameters_that_are_no_schema_are_refused_by_name_or_left_to_the_library(parameters: str) -> None:
     for form in TOOL_FORMATS.values():
-        assert len(guide_text(form, parameters)) < 1 << 20
+        assert len(constraint_text(form, parameters)) < 1 << 20
 
 
-def guide_text(form: ToolFormat, parameters: str) -> str:
+def constraint_text(form: ToolFormat, parameters: str) -> str:
     """The constraint's text, or the message that refuses the parameters."""
     try:
-        guide = tool_guide(form, ToolUse((Tool("now", parameters=parameters),), "required"))
+        constraint = tool_constraint(form, ToolUse((Tool("now", parameters=parameters),), "required"))
     except InvalidArgument as error:
         return error.message
-    return "" if guide is None else guide.text
+    return "" if constraint is None else constraint.text
 
 
 INNER = {"type": "object", "properties": {"b": {"type": "integer"}}}
@@ -210,7 +210,7 @@ INNER = {"type": "object", "properties": {"b": {"type": "integer"}}}
 def test_a_tools_objects_have_what_they_name(parameters: dict[str, Any], good: str, bad: str) -> None:
     for strict in (False, True):
         use = ToolUse((Tool("now", "", json.dumps({"type": "object", **parameters}), strict),), "required", "now")
-        guide = tool_guide(HERMES, use)
+        constraint = tool_constraint(HERMES, use)
         begin, end = '<tool_call>\n{"name": "now", "arguments": ', "}\n</tool_call>"
-        assert accepts(guide, f"{begin}{good}{end}")
-        assert not accepts(guide, f"{begin}{bad}{end}")
+        assert accepts(constraint, f"{begin}{good}{end}")
+        assert not accepts(constraint, f"{begin}{bad}{end}")

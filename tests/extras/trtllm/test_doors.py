@@ -21,7 +21,7 @@ PROMPTS = {TEXT: {"prompt": "w1"}, CHAT: {"messages": [{"role": "user", "content
 
 @pytest.fixture
 def source(words: Path, tmp_path: Path) -> Callable[..., ModelSource]:
-    """A model with an adapter `y` and guides, or with neither."""
+    """A model with an adapter `y` and constraints, or with neither."""
 
     def make(means: bool) -> ModelSource:
         (tmp_path / "y").mkdir()
@@ -62,8 +62,8 @@ async def test_guides_arrive(
     response = await ask(source(means=True), path, **asked)
     assert response.status_code == 200, response.text
     _warm_up, call = package.made[0].calls
-    guide = getattr(call["sampling_params"].guided_decoding, field)
-    assert (json.loads(guide) if field == "json" else guide) == value
+    constraint = getattr(call["sampling_params"].guided_decoding, field)
+    assert (json.loads(constraint) if field == "json" else constraint) == value
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])

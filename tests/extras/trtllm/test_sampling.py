@@ -33,11 +33,11 @@ def translate(asked: AddRequest, applies_all: bool = True) -> Any:
     return SamplingTranslator("1.2.0", 12, applies_all, lambda ids: "-".join(map(str, ids))).translate(asked)
 
 
-def add(stops: Sequence[int] = (), guide: GuidedDecoding | None = None, **sampling: Any) -> AddRequest:
+def add(stops: Sequence[int] = (), constraint: GuidedDecoding | None = None, **sampling: Any) -> AddRequest:
     asked = ResolvedSampling(**sampling)
     prompt = np.array([1, 2, 3, 4], np.int32)
     spec = SequenceSpec(key=1, prompt=prompt, max_tokens=7, stop_token_ids=frozenset(stops), sampling=asked)
-    return AddRequest(spec, guide)
+    return AddRequest(spec, constraint)
 
 
 def given(params: Any, names: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_logprobs_are_asked_for_even_of_none_but_the_chosen(asked: int, passed: 
 
 
 @pytest.mark.parametrize(
-    ("guide", "field", "value"),
+    ("constraint", "field", "value"),
     [
         (GuidedDecoding("json"), "json_object", True),
         (GuidedDecoding("json_schema", "{}"), "json", "{}"),
@@ -93,8 +93,8 @@ def test_logprobs_are_asked_for_even_of_none_but_the_chosen(asked: int, passed: 
         (GuidedDecoding("ebnf_grammar", "x"), "grammar", "x"),
     ],
 )
-def test_guides(guide: GuidedDecoding, field: str, value: Any) -> None:
-    assert getattr(translate(add(guide=guide)).guided_decoding, field) == value
+def test_guides(constraint: GuidedDecoding, field: str, value: Any) -> None:
+    assert getattr(translate(add(constraint=constraint)).guided_decoding, field) == value
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "min_p"])

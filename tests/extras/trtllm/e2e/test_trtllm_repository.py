@@ -129,8 +129,8 @@ def test_several_answers_stream_side_by_side(server: Server, own_text: str) -> N
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 def test_a_guide_is_held_to(server: Server, model: str) -> None:
-    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no){2}"}
-    answer = ask(server, model, text_input=PROMPT, max_tokens=20, **guide)
+    constraint = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no){2}"}
+    answer = ask(server, model, text_input=PROMPT, max_tokens=20, **constraint)
     assert re.fullmatch("(yes|no){2}", str(answer["text_output"]).strip())
 
 

@@ -28,7 +28,7 @@ _EXACT = 2.0**53
 """From here on not every integer is a float."""
 
 
-class CheckedGuide(msgspec.Struct, frozen=True, array_like=True):
+class CheckedConstraint(msgspec.Struct, frozen=True, array_like=True):
     """What is enforced of a constraint. `text`: the constraint's own without the rest. `left_out`: the rest, for
     people. `error`: why nothing is, with empty others."""
 
@@ -37,32 +37,32 @@ class CheckedGuide(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-def check_guide(guide: GuidedDecoding, backend: GrammarBackend) -> CheckedGuide:
+def check_constraint(constraint: GuidedDecoding, backend: GrammarBackend) -> CheckedConstraint:
     """Check a constraint. `backend`: what compiles it at last, with its first mask."""
-    text, left_out = guide.text, tuple[str, ...]()
+    text, left_out = constraint.text, tuple[str, ...]()
     try:
-        if guide.kind in ("json_schema", "structural_tag"):
-            text, left_out = _enforced_text(guide)
-        grammar = backend.compile(guide._replace(text=text, parameter=_PREFIX))
+        if constraint.kind in ("json_schema", "structural_tag"):
+            text, left_out = _enforced_text(constraint)
+        grammar = backend.compile(constraint._replace(text=text, parameter=_PREFIX))
     except InvalidArgument as error:
-        return CheckedGuide(error=_words(guide.kind, error))
+        return CheckedConstraint(error=_words(constraint.kind, error))
     except ValueError as error:
-        return CheckedGuide(error=str(error))
+        return CheckedConstraint(error=str(error))
     except RecursionError:
-        return CheckedGuide(error="it is nested too deeply")
+        return CheckedConstraint(error="it is nested too deeply")
     except Exception as error:  # of a schema that is none: its parts have any type
-        return CheckedGuide(error=f"it is not understood: {error}")
-    return CheckedGuide(text, (*left_out, *grammar.warnings))
+        return CheckedConstraint(error=f"it is not understood: {error}")
+    return CheckedConstraint(text, (*left_out, *grammar.warnings))
 
 
-def _enforced_text(guide: GuidedDecoding) -> tuple[str, tuple[str, ...]]:
+def _enforced_text(constraint: GuidedDecoding) -> tuple[str, tuple[str, ...]]:
     """The text of a schema, or of tags with schemas in them, without what is not enforced, and that in words."""
-    holder = {"": json.loads(guide.text, parse_constant=_refuse_constant, parse_float=_number)}
-    found = [(holder, "", "")] if guide.kind == "json_schema" else list(_schemas_of_tag(holder[""], ""))
+    holder = {"": json.loads(constraint.text, parse_constant=_refuse_constant, parse_float=_number)}
+    found = [(holder, "", "")] if constraint.kind == "json_schema" else list(_schemas_of_tag(holder[""], ""))
     told: list[str] = []
     for parent, key, where in found:
         schema, left_out = enforce_schema(parent[key], _problem)
-        if guide.strict and (refused := [str(each) for each in left_out if each.refusable]):
+        if constraint.strict and (refused := [str(each) for each in left_out if each.refusable]):
             raise ValueError(f"strict is true, and these cannot be enforced: {', '.join(refused)}")
         parent[key] = schema
         told += [f"{where}{each}" for each in left_out]

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from charonia.core.request import GuidedDecoding
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
-from charonia.engine.core.guides import GrammarPool
+from charonia.engine.core.grammar_pool import GrammarPool
 from charonia.engine.core.messages import AddRequest, FromCore, RequestRejected, RequestUpdates, Shutdown
 from charonia.engine.core.step_loop import EngineCore
 from charonia.engine.grammars.backend import LIMITS
@@ -126,7 +126,7 @@ class Served:
         self.core._stopping = False
         self.core.run(take)
         self.scheduler.check_integrity()
-        assert not self.core._guides
+        assert not self.core._constraints
         return answers
 
     def text(self, answer: Answer) -> str:
@@ -176,12 +176,14 @@ def plain(model: Path) -> Iterator[Served]:
     made.close()
 
 
-def ask(key: int, guide: GuidedDecoding | None = GUIDE, sampling: ResolvedSampling = WARM, **others: Any) -> AddRequest:
+def ask(
+    key: int, constraint: GuidedDecoding | None = GUIDE, sampling: ResolvedSampling = WARM, **others: Any
+) -> AddRequest:
     about_text = {name: others.pop(name) for name in ("thinking", "thinking_end", "timeout") if name in others}
     prompt = np.array(others.pop("prompt", [key % 50 + 10, 20, 30]), np.int32)
     values: dict[str, Any] = {"max_tokens": 60} | others
     spec = SequenceSpec(key=key, prompt=prompt, sampling=sampling, stop_token_ids=frozenset([EOS]), **values)
-    return AddRequest(spec, guide, **about_text)
+    return AddRequest(spec, constraint, **about_text)
 
 
 def is_valid(text: str) -> bool:
@@ -240,11 +242,11 @@ def test_what_has_to_come_is_not_sampled(plain: Served) -> None:
 
 def test_penalties_and_biases_hold_under_a_mask(plain: Served) -> None:
     (nine,) = plain.ids("9")
-    guide = GuidedDecoding("regex", "[0-9]{6}")
-    liked = plain.run(ask(1, guide, ResolvedSampling(logits=LogitsParams(logit_bias=((nine, 100.0),)))))[1]
+    constraint = GuidedDecoding("regex", "[0-9]{6}")
+    liked = plain.run(ask(1, constraint, ResolvedSampling(logits=LogitsParams(logit_bias=((nine, 100.0),)))))[1]
     assert plain.text(liked) == "999999"
     only = LogitsParams(allowed_token_ids=(200, 201))
-    assert len(plain.text(plain.run(ask(1, guide, ResolvedSampling(logits=only)))[1])) == 6
+    assert len(plain.text(plain.run(ask(1, constraint, ResolvedSampling(logits=only)))[1])) == 6
 
 
 def test_no_end_token_comes_before_the_text_is_complete(plain: Served) -> None:
@@ -281,8 +283,8 @@ def test_stop_tokens_of_a_request_end_forced_tokens_too(plain: Served) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_preempted_sequences_go_on_where_they_were(model: Path, ahead: int) -> None:
-    guide = GuidedDecoding("regex", "[a-z ]{36}[0-9]{3}")
-    requests = [ask(key, guide) for key in range(5)]
+    constraint = GuidedDecoding("regex", "[a-z ]{36}[0-9]{3}")
+    requests = [ask(key, constraint) for key in range(5)]
     roomy, tight = Served(model, ahead), Served(model, ahead, blocks=9)
     try:
         expected = {key: answer.tokens for key, answer in roomy.run(*requests).items()}
@@ -361,9 +363,9 @@ def test_thinking_that_ended_by_itself_is_not_ended_again(plain: Served) -> None
 
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_the_grammar_begins_where_thinking_ended(plain: Served, logprobs: int | None) -> None:
-    guide = GUIDE._replace(after=THINK_END)
+    constraint = GUIDE._replace(after=THINK_END)
     sampling = WARM._replace(logprobs=logprobs)
-    answer = plain.run(ask(1, guide, sampling, thinking=5, thinking_end=plain.ids(THINK_END)))[1]
+    answer = plain.run(ask(1, constraint, sampling, thinking=5, thinking_end=plain.ids(THINK_END)))[1]
     thought, _, written = plain.text(answer).partition(THINK_END)
     assert thought == plain.tokenizer.decode(answer.tokens[:5])
     assert is_valid(written)
@@ -432,9 +434,9 @@ def test_drafts_change_no_guided_text(plain: Served, model: Path, others: dict[s
 
 
 def test_a_grammar_is_compiled_once(plain: Served) -> None:
-    guide = GuidedDecoding("choice", '["once"]')
+    constraint = GuidedDecoding("choice", '["once"]')
     compiled = plain.grammars.totals.compiled
-    plain.run(*(ask(key, guide) for key in range(3)))
+    plain.run(*(ask(key, constraint) for key in range(3)))
     assert plain.grammars.totals.compiled == compiled + 1
 
 

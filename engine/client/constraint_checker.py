@@ -20,7 +20,7 @@ from ...core.errors import CharoniaError, Internal, InvalidArgument, QueueFull, 
 from ...core.request import GuidedDecoding
 from ...processes.limited_process import Answer, CallLimits, CallLost, LimitedProcess, TimeLimitExceeded
 from ..grammars.backend import LIMITS
-from ..grammars.guide_check import CheckedGuide, check_guide, checking_backend
+from ..grammars.constraint_check import CheckedConstraint, check_constraint, checking_backend
 
 
 class CheckLimits(NamedTuple):
@@ -36,7 +36,7 @@ class CheckLimits(NamedTuple):
 CHECK_LIMITS = CheckLimits()
 
 
-class GuideProcess:
+class CheckingProcess:
     """A process that checks constraints, one at a time. For one thread at a time, but for `kill`. It is there at once,
     and ready when it has started.
 
@@ -55,7 +55,7 @@ class GuideProcess:
     def alive(self) -> bool:
         return self._process.alive
 
-    def check(self, guide: GuidedDecoding, deadline: float) -> CheckedGuide:
+    def check(self, constraint: GuidedDecoding, deadline: float) -> CheckedConstraint:
         """The verdict on a constraint. Unless `alive` afterwards, it cost the process its life.
 
         Raises:
@@ -69,14 +69,14 @@ class GuideProcess:
             raise Unavailable(f"the process that checks constraints did not start: {error}") from error
         seconds = min(self._limits.seconds, deadline - time.monotonic())
         try:
-            answer = self._process.call(msgspec.msgpack.encode(guide), CallLimits(seconds, self._limits.memory))
+            answer = self._process.call(msgspec.msgpack.encode(constraint), CallLimits(seconds, self._limits.memory))
         except TimeLimitExceeded as error:
             if seconds < self._limits.seconds:
                 raise too_late(self._limits) from None
-            return CheckedGuide(error=f"compiling it takes {error}")
+            return CheckedConstraint(error=f"compiling it takes {error}")
         except CallLost as error:
-            return CheckedGuide(error=f"compiling it takes too much memory, or breaks the library ({error})")
-        return msgspec.msgpack.decode(answer, type=CheckedGuide)
+            return CheckedConstraint(error=f"compiling it takes too much memory, or breaks the library ({error})")
+        return msgspec.msgpack.decode(answer, type=CheckedConstraint)
 
     def kill(self) -> None:
         """End the process; whoever waits for it finds that it has ended."""
@@ -97,8 +97,8 @@ def _make_answer(special: Mapping[str, int]) -> Answer:
     backend = checking_backend(special)
 
     def answer(message: bytes) -> bytes:
-        guide = msgspec.msgpack.decode(message, type=GuidedDecoding)
-        return msgspec.msgpack.encode(check_guide(guide, backend))
+        constraint = msgspec.msgpack.decode(message, type=GuidedDecoding)
+        return msgspec.msgpack.encode(check_constraint(constraint, backend))
 
     return answer
 
@@ -117,13 +117,13 @@ many seconds: who sends nothing but bad ones gets a twentieth of a core, and thr
 _MAX_PAUSES, _MAX_PAUSING = 1024, 8
 _ANY_OBJECT = '{"type":"object"}'
 
-Verdict: TypeAlias = CheckedGuide | CharoniaError
+Verdict: TypeAlias = CheckedConstraint | CharoniaError
 
 
-class EnforcedGuide(NamedTuple):
+class EnforcedConstraint(NamedTuple):
     """A constraint as an engine gets it, and what of the client's is not enforced."""
 
-    guide: GuidedDecoding
+    constraint: GuidedDecoding
     left_out: tuple[str, ...] = ()
 
 
@@ -132,10 +132,10 @@ class VerdictCache:
 
     def __init__(self, limit: int = _CACHE_BYTES) -> None:
         self._limit = limit
-        self._entries: OrderedDict[bytes, tuple[CheckedGuide, float]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[CheckedConstraint, float]] = OrderedDict()
         self.bytes = 0
 
-    def get(self, key: bytes) -> CheckedGuide | None:
+    def get(self, key: bytes) -> CheckedConstraint | None:
         if key not in self._entries:
             return None
         verdict, ends = self._entries[key]
@@ -145,7 +145,7 @@ class VerdictCache:
         self._entries.move_to_end(key)
         return verdict
 
-    def put(self, key: bytes, verdict: CheckedGuide, seconds: float = float("inf")) -> None:
+    def put(self, key: bytes, verdict: CheckedConstraint, seconds: float = float("inf")) -> None:
         if key in self._entries:
             self._remove(key)
         self._entries[key] = verdict, time.monotonic() + seconds
@@ -161,7 +161,7 @@ class VerdictCache:
         self.bytes -= _size(verdict)
 
 
-def _size(verdict: CheckedGuide) -> int:
+def _size(verdict: CheckedConstraint) -> int:
     return _ENTRY_BYTES + sum(map(len, (verdict.text, verdict.error, *verdict.left_out)))
 
 
@@ -211,7 +211,7 @@ class RefusalPauses:
             self._of.popitem(last=False)
 
 
-class GuideChecker:
+class ConstraintChecker:
     """Checks the constraints of one model's requests. Lives in one event loop, until `close`.
 
     `special`: the model's special tokens, which a grammar may name. Processes start with the first constraint and end
@@ -220,9 +220,9 @@ class GuideChecker:
 
     def __init__(self, special: Mapping[str, int], limits: CheckLimits = CHECK_LIMITS) -> None:
         self._special, self._limits = special, limits
-        self._threads = ThreadPoolExecutor(_PROCESSES, "guides")
-        self._processes: set[GuideProcess] = set()
-        self._idle: list[GuideProcess] = []
+        self._threads = ThreadPoolExecutor(_PROCESSES, "constraints")
+        self._processes: set[CheckingProcess] = set()
+        self._idle: list[CheckingProcess] = []
         self._checks: dict[bytes, asyncio.Task[Verdict]] = {}
         self._good, self._refused = VerdictCache(), VerdictCache()
         self._pauses = RefusalPauses()
@@ -234,7 +234,7 @@ class GuideChecker:
         """How many processes run."""
         return len(self._processes)
 
-    async def check(self, guide: GuidedDecoding, tenant: str = "") -> EnforcedGuide:
+    async def check(self, constraint: GuidedDecoding, tenant: str = "") -> EnforcedConstraint:
         """The constraint as an engine gets it. What is known needs no turn of the `tenant`.
 
         Raises:
@@ -242,29 +242,29 @@ class GuideChecker:
             QueueFull: too many are checked already.
             Unavailable: there is no process to check it.
         """
-        if guide.kind == "json":
-            return EnforcedGuide(guide._replace(kind="json_schema", text=_ANY_OBJECT))
-        key = _content_key(guide)
+        if constraint.kind == "json":
+            return EnforcedConstraint(constraint._replace(kind="json_schema", text=_ANY_OBJECT))
+        key = _content_key(constraint)
         verdict: Verdict | None = self._good.get(key) or self._refused.get(key)
         if verdict is None:
-            verdict = await asyncio.shield(self._checks.get(key) or self._begin(key, guide, tenant))
+            verdict = await asyncio.shield(self._checks.get(key) or self._begin(key, constraint, tenant))
         if isinstance(verdict, CharoniaError):
             raise verdict
         if verdict.error:
-            raise InvalidArgument(f"{guide.parameter}: {verdict.error}", field=guide.parameter)
-        return EnforcedGuide(guide._replace(text=verdict.text), verdict.left_out)
+            raise InvalidArgument(f"{constraint.parameter}: {verdict.error}", field=constraint.parameter)
+        return EnforcedConstraint(constraint._replace(text=verdict.text), verdict.left_out)
 
-    def _begin(self, key: bytes, guide: GuidedDecoding, tenant: str) -> "asyncio.Task[Verdict]":
+    def _begin(self, key: bytes, constraint: GuidedDecoding, tenant: str) -> "asyncio.Task[Verdict]":
         if self._closed:
             raise Unavailable("the model is being unloaded")
         if len(self._checks) >= _MAX_WAITING:
             message = f"{len(self._checks)} constraints wait to be compiled already"
             raise QueueFull(message, retry_after=self._limits.seconds)
         # A task of its own: others may wait for it too, and the answer is kept when nobody does any more.
-        task = self._checks[key] = asyncio.create_task(self._run(key, guide, tenant))
+        task = self._checks[key] = asyncio.create_task(self._run(key, constraint, tenant))
         return task
 
-    async def _run(self, key: bytes, guide: GuidedDecoding, tenant: str) -> Verdict:
+    async def _run(self, key: bytes, constraint: GuidedDecoding, tenant: str) -> Verdict:
         if self._timer is not None:
             self._timer.cancel()
         loop, arrived = asyncio.get_running_loop(), time.monotonic()
@@ -274,7 +274,9 @@ class GuideChecker:
                 waiting.reschedule(None)
                 began = time.monotonic()
                 # Threads take them in the order of their deadlines: none waits there for longer than its own.
-                verdict, lasting = await loop.run_in_executor(self._threads, self._check_in_process, guide, deadline)
+                verdict, lasting = await loop.run_in_executor(
+                    self._threads, self._check_in_process, constraint, deadline
+                )
                 self._pauses.observe(tenant, bool(verdict.error), time.monotonic() - began)
         except TimeoutError:
             return too_late(self._limits)
@@ -291,16 +293,16 @@ class GuideChecker:
         (self._refused if verdict.error else self._good).put(key, verdict, float("inf") if lasting else _RETRY_SECONDS)
         return verdict
 
-    def _check_in_process(self, guide: GuidedDecoding, deadline: float) -> tuple[CheckedGuide, bool]:
+    def _check_in_process(self, constraint: GuidedDecoding, deadline: float) -> tuple[CheckedConstraint, bool]:
         """The verdict, and whether another try would be vain. In a thread of the pool, which are no more than processes
-        may be. Raises as `GuideProcess.check`."""
+        may be. Raises as `CheckingProcess.check`."""
         if self._closed:
             raise Unavailable("the model is being unloaded")
         if time.monotonic() >= deadline:
             raise too_late(self._limits)
         process = self._take_idle() or self._start()
         try:
-            verdict = process.check(guide, deadline)
+            verdict = process.check(constraint, deadline)
         finally:
             if process.alive:
                 self._idle.append(process)
@@ -308,14 +310,14 @@ class GuideChecker:
                 self._processes.discard(process)
         return verdict, process.alive
 
-    def _take_idle(self) -> GuideProcess | None:
+    def _take_idle(self) -> CheckingProcess | None:
         try:
             return self._idle.pop()  # not asked first: another thread may take the last one in between
         except IndexError:
             return None
 
-    def _start(self) -> GuideProcess:
-        process = GuideProcess(self._special, self._limits)
+    def _start(self) -> CheckingProcess:
+        process = CheckingProcess(self._special, self._limits)
         self._processes.add(process)
         if self._closed:  # meanwhile
             process.kill()
@@ -339,13 +341,15 @@ class GuideChecker:
         await asyncio.to_thread(self._threads.shutdown)
 
 
-def _content_key(guide: GuidedDecoding) -> bytes:
+def _content_key(constraint: GuidedDecoding) -> bytes:
     """What tells constraints of other verdicts apart. Raises `InvalidArgument` for a text that is too long, or no
     Unicode."""
-    if len(guide.text) > LIMITS.text_bytes:
-        message = f"{guide.parameter} has {len(guide.text)} characters, and may have {LIMITS.text_bytes}"
-        raise InvalidArgument(message, field=guide.parameter)
+    if len(constraint.text) > LIMITS.text_bytes:
+        message = f"{constraint.parameter} has {len(constraint.text)} characters, and may have {LIMITS.text_bytes}"
+        raise InvalidArgument(message, field=constraint.parameter)
     try:
-        return sha256(repr((guide.kind, guide.after, guide.strict)).encode() + guide.text.encode()).digest()
+        return sha256(
+            repr((constraint.kind, constraint.after, constraint.strict)).encode() + constraint.text.encode()
+        ).digest()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{guide.parameter} is not valid Unicode", field=guide.parameter) from error
+        raise InvalidArgument(f"{constraint.parameter} is not valid Unicode", field=constraint.parameter) from error

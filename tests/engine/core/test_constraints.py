@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from charonia.engine.core.guides import Guides, SequenceGuide, ThinkingLimit
+from charonia.engine.core.constraints import ConstrainedSequences, SequenceConstraint, ThinkingLimit
 from charonia.engine.grammars.backend import TokenMask
 from charonia.scheduler.plan import ForcedTokens, IntArray, StepPlan, StepResult
 
@@ -58,10 +58,10 @@ class Script:
         self._done -= tokens
 
 
-def allowed(guide: SequenceGuide, *drafts: int) -> list[list[int]]:
+def allowed(constraint: SequenceConstraint, *drafts: int) -> list[list[int]]:
     """Tokens that may come next, and after each draft."""
     masks = np.zeros((1 + len(drafts), 2), np.int32)
-    guide.fill_masks(masks, drafts)
+    constraint.fill_masks(masks, drafts)
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
     return [np.flatnonzero(row).tolist() for row in bits]
 
@@ -82,11 +82,11 @@ def result(**tokens: int) -> StepResult:
 
 
 def test_only_rows_that_ask_are_masked_in_the_order_of_their_masks() -> None:
-    guides = Guides(VOCABULARY)
-    guides.add(7, SequenceGuide(script(35)))
-    guides.add(8, SequenceGuide(None, ThinkingLimit(3, [5])))
-    guides.add(9, SequenceGuide(script(2)))
-    masked, source = guides.mask_plan(plan(4, 5, 6, 7), {4: 9, 5: 8, 7: 7})
+    constraints = ConstrainedSequences(VOCABULARY)
+    constraints.add(7, SequenceConstraint(script(35)))
+    constraints.add(8, SequenceConstraint(None, ThinkingLimit(3, [5])))
+    constraints.add(9, SequenceConstraint(script(2)))
+    masked, source = constraints.mask_plan(plan(4, 5, 6, 7), {4: 9, 5: 8, 7: 7})
     assert masked.masked.tolist() == [4, 7]
     assert source is not None
     bits = np.unpackbits(source().view(np.uint8), axis=1, bitorder="little")
@@ -94,118 +94,118 @@ def test_only_rows_that_ask_are_masked_in_the_order_of_their_masks() -> None:
 
 
 def test_what_has_to_come_follows_and_the_end_is_told() -> None:
-    guides = Guides(VOCABULARY)
-    guides.add(7, SequenceGuide(script(1, 2, 3, 4, forced=2)))
-    guides.add(8, SequenceGuide(script(1, 2)))
+    constraints = ConstrainedSequences(VOCABULARY)
+    constraints.add(7, SequenceConstraint(script(1, 2, 3, 4, forced=2)))
+    constraints.add(8, SequenceConstraint(script(1, 2)))
     rows = {3: 7, 4: 8}
-    assert guides.follow(result(r3=1, r4=1), rows) == ({3: ForcedTokens([2, 3])}, [])
-    assert guides.follow(result(r3=4, r4=2), rows) == ({3: ForcedTokens([], True), 4: ForcedTokens([], True)}, [])
+    assert constraints.follow(result(r3=1, r4=1), rows) == ({3: ForcedTokens([2, 3])}, [])
+    assert constraints.follow(result(r3=4, r4=2), rows) == ({3: ForcedTokens([], True), 4: ForcedTokens([], True)}, [])
 
 
 def test_nothing_is_skipped_where_every_token_is_to_be_reported() -> None:
-    guide = SequenceGuide(script(1, 2, 3, forced=2), jumps=False)
-    assert guide.follow([1]) == ForcedTokens([])
-    assert guide.follow([2]) == ForcedTokens([])
-    assert guide.follow([3]) == ForcedTokens([], True)
+    constraint = SequenceConstraint(script(1, 2, 3, forced=2), jumps=False)
+    assert constraint.follow([1]) == ForcedTokens([])
+    assert constraint.follow([2]) == ForcedTokens([])
+    assert constraint.follow([3]) == ForcedTokens([], True)
 
 
 def test_a_sequence_that_cannot_go_on_is_told_with_its_parameter() -> None:
-    guides = Guides(VOCABULARY)
-    guides.add(7, SequenceGuide(script(1, breaks=True), parameter="guided_regex"))
-    _, source = guides.mask_plan(plan(3), {3: 7})
+    constraints = ConstrainedSequences(VOCABULARY)
+    constraints.add(7, SequenceConstraint(script(1, breaks=True), parameter="guided_regex"))
+    _, source = constraints.mask_plan(plan(3), {3: 7})
     assert source is not None
     assert (source() == -1).all(), "any token will do: it is not kept"
-    ways, (failed,) = guides.follow(result(r3=1), {3: 7})
+    ways, (failed,) = constraints.follow(result(r3=1), {3: 7})
     assert (failed.key, failed.message, failed.field) == (7, "guided_regex: it broke", "guided_regex")
     assert not ways
 
 
 def test_a_grammar_that_takes_too_long_is_ended() -> None:
-    guide = SequenceGuide(script(*[1] * 9))
-    guide._allowance = -1.0
-    allowed(guide)
-    assert "too long" in guide.error
+    constraint = SequenceConstraint(script(*[1] * 9))
+    constraint._allowance = -1.0
+    allowed(constraint)
+    assert "too long" in constraint.error
 
 
 def test_rows_of_sequences_that_have_ended_are_left_alone() -> None:
-    guides = Guides(VOCABULARY)
-    guides.add(7, SequenceGuide(script(1, 2)))
-    guides.discard([7, 99])
-    assert not guides
-    assert guides.follow(result(r3=1), {3: 7}) == ({}, [])
-    assert guides.mask_plan(plan(3), {3: 7})[1] is None
+    constraints = ConstrainedSequences(VOCABULARY)
+    constraints.add(7, SequenceConstraint(script(1, 2)))
+    constraints.discard([7, 99])
+    assert not constraints
+    assert constraints.follow(result(r3=1), {3: 7}) == ({}, [])
+    assert constraints.mask_plan(plan(3), {3: 7})[1] is None
 
 
-def thought(guide: SequenceGuide, *tokens: int) -> list[int]:
+def thought(constraint: SequenceConstraint, *tokens: int) -> list[int]:
     found: list[int] = []
     for token in tokens:
-        found += [token, *guide.follow([token]).tokens]
+        found += [token, *constraint.follow([token]).tokens]
     return found
 
 
 def test_thinking_ends_at_its_limit_once() -> None:
-    assert thought(SequenceGuide(None, ThinkingLimit(2, [8, 9])), 1, 2, 3, 4) == [1, 2, 8, 9, 3, 4]
-    assert thought(SequenceGuide(None, ThinkingLimit(4, [8, 9])), 1, 8, 9, 2, 3, 4, 5) == [1, 8, 9, 2, 3, 4, 5]
+    assert thought(SequenceConstraint(None, ThinkingLimit(2, [8, 9])), 1, 2, 3, 4) == [1, 2, 8, 9, 3, 4]
+    assert thought(SequenceConstraint(None, ThinkingLimit(4, [8, 9])), 1, 8, 9, 2, 3, 4, 5) == [1, 8, 9, 2, 3, 4, 5]
 
 
 def test_no_thinking_at_all_begins_with_its_end() -> None:
-    guide = SequenceGuide(None, ThinkingLimit(0, [35, 9]))
-    assert guide.wants_masks()
-    assert allowed(guide) == [[35]]
-    assert guide.follow([35]) == ForcedTokens([9])
-    assert not guide.wants_masks()
+    constraint = SequenceConstraint(None, ThinkingLimit(0, [35, 9]))
+    assert constraint.wants_masks()
+    assert allowed(constraint) == [[35]]
+    assert constraint.follow([35]) == ForcedTokens([9])
+    assert not constraint.wants_masks()
 
 
 def test_thinking_whose_tokens_are_reported_is_ended_token_by_token() -> None:
-    guide = SequenceGuide(None, ThinkingLimit(1, [8, 9]), jumps=False)
+    constraint = SequenceConstraint(None, ThinkingLimit(1, [8, 9]), jumps=False)
     for token, due in ((1, None), (8, 8), (9, 9)):
         if due is not None:
-            assert allowed(guide) == [[due]]
-        assert guide.follow([token]) == ForcedTokens([])
-    assert not guide.wants_masks()
+            assert allowed(constraint) == [[due]]
+        assert constraint.follow([token]) == ForcedTokens([])
+    assert not constraint.wants_masks()
 
 
 def test_a_grammar_that_begins_within_the_end_of_thinking_says_what_follows() -> None:
-    guide = SequenceGuide(script(1, 8, 5), ThinkingLimit(1, [8, 9]))
-    assert guide.follow([1]) == ForcedTokens([8])
-    assert guide.follow([5]) == ForcedTokens([], True)
+    constraint = SequenceConstraint(script(1, 8, 5), ThinkingLimit(1, [8, 9]))
+    assert constraint.follow([1]) == ForcedTokens([8])
+    assert constraint.follow([5]) == ForcedTokens([], True)
 
 
 def test_drafts_are_cut_where_the_grammar_forbids_them() -> None:
-    guide = SequenceGuide(script(1, 2, 3, 4))
-    assert guide.possible_drafts([1, 2, 9, 4], 9) == [1, 2]
-    assert guide.possible_drafts([1, 2, 3, 4], 3) == [1, 2, 3]
-    assert guide.possible_drafts([5], 3) == []
-    assert guide.possible_drafts([], 3) == []
-    assert guide.possible_drafts([1, 2, 3, 4, 7], 9) == [1, 2, 3], "4 is the last"
-    assert allowed(guide, 1, 2) == [[1], [2], [3]], "nothing was accepted yet"
+    constraint = SequenceConstraint(script(1, 2, 3, 4))
+    assert constraint.possible_drafts([1, 2, 9, 4], 9) == [1, 2]
+    assert constraint.possible_drafts([1, 2, 3, 4], 3) == [1, 2, 3]
+    assert constraint.possible_drafts([5], 3) == []
+    assert constraint.possible_drafts([], 3) == []
+    assert constraint.possible_drafts([1, 2, 3, 4, 7], 9) == [1, 2, 3], "4 is the last"
+    assert allowed(constraint, 1, 2) == [[1], [2], [3]], "nothing was accepted yet"
 
 
 def test_a_draft_says_what_is_forced_after_it() -> None:
     """After 1 there is no choice about 2 and 3: a draft that says otherwise ends there."""
-    guide = SequenceGuide(script(1, 2, 3, 4, 5, forced=2))
-    assert guide.possible_drafts([1, 9, 9, 9], 9) == [1, 2, 3]
-    assert guide.possible_drafts([1, 2, 3, 4], 9) == [1, 2, 3, 4]
-    assert guide.possible_drafts([1, 2, 3, 4], 2) == [1, 2]
-    assert guide.follow([1, 2]) == ForcedTokens([3]), "the rest of what is forced follows"
-    assert guide.follow([4]) == ForcedTokens([5], True)
+    constraint = SequenceConstraint(script(1, 2, 3, 4, 5, forced=2))
+    assert constraint.possible_drafts([1, 9, 9, 9], 9) == [1, 2, 3]
+    assert constraint.possible_drafts([1, 2, 3, 4], 9) == [1, 2, 3, 4]
+    assert constraint.possible_drafts([1, 2, 3, 4], 2) == [1, 2]
+    assert constraint.follow([1, 2]) == ForcedTokens([3]), "the rest of what is forced follows"
+    assert constraint.follow([4]) == ForcedTokens([5], True)
 
 
 def test_what_is_forced_is_drafted_where_every_token_is_reported() -> None:
-    guide = SequenceGuide(script(1, 2, 3, 4, forced=2), jumps=False)
-    assert guide.possible_drafts([], 9) == [1, 2, 3]
-    assert guide.possible_drafts([1], 2) == [1, 2]
-    assert guide.follow([1, 2, 3]) == ForcedTokens([])
+    constraint = SequenceConstraint(script(1, 2, 3, 4, forced=2), jumps=False)
+    assert constraint.possible_drafts([], 9) == [1, 2, 3]
+    assert constraint.possible_drafts([1], 2) == [1, 2]
+    assert constraint.follow([1, 2, 3]) == ForcedTokens([])
 
 
 def test_the_end_of_thinking_is_drafted_and_alone_allowed() -> None:
     for matcher in (None, script(1, 2, 8, 9, 5)):
-        guide = SequenceGuide(matcher, ThinkingLimit(2, [8, 9]))
-        assert guide.wants_masks(2)
-        assert guide.possible_drafts([1, 2, 3, 4], 9)[:4] == [1, 2, 8, 9]
-        assert allowed(guide, 1, 2, 8)[2:] == [[8], [9]]
-        assert guide.follow([1, 2, 8]) == ForcedTokens([9])
-    free = SequenceGuide(None, ThinkingLimit(4, [8, 9]))
+        constraint = SequenceConstraint(matcher, ThinkingLimit(2, [8, 9]))
+        assert constraint.wants_masks(2)
+        assert constraint.possible_drafts([1, 2, 3, 4], 9)[:4] == [1, 2, 8, 9]
+        assert allowed(constraint, 1, 2, 8)[2:] == [[8], [9]]
+        assert constraint.follow([1, 2, 8]) == ForcedTokens([9])
+    free = SequenceConstraint(None, ThinkingLimit(4, [8, 9]))
     assert not free.wants_masks(3)
     assert free.possible_drafts([1, 8, 9, 4, 5, 6], 9) == [1, 8, 9, 4, 5, 6]
     assert free.follow([1, 8, 9]) == ForcedTokens([])
@@ -213,27 +213,27 @@ def test_the_end_of_thinking_is_drafted_and_alone_allowed() -> None:
 
 
 def test_a_row_with_drafts_has_a_mask_at_each_place() -> None:
-    guides = Guides(VOCABULARY)
+    constraints = ConstrainedSequences(VOCABULARY)
     for key in (7, 8):
-        guides.add(key, SequenceGuide(script(1, 2, 35)))
+        constraints.add(key, SequenceConstraint(script(1, 2, 35)))
     ones = plan(4, 5)
     drafting = ones._replace(counts=ints(3, 1), drafts=ints(2, 0), drafted=ints(1, 2))
-    masked, source = guides.mask_plan(drafting, {4: 7, 5: 8})
+    masked, source = constraints.mask_plan(drafting, {4: 7, 5: 8})
     assert masked.masked.tolist() == [4, 4, 4, 5]
     assert source is not None
     bits = np.unpackbits(source().view(np.uint8), axis=1, bitorder="little")
     assert [np.flatnonzero(row).tolist() for row in bits] == [[1], [2], [35], [1]]
     tokens = StepResult(0, ints(4, 5), ints(1, 1), ints(3, 1), ints(1, 2, 35, 1))
-    assert guides.follow(tokens, {4: 7, 5: 8}) == ({4: ForcedTokens([], True)}, [])
+    assert constraints.follow(tokens, {4: 7, 5: 8}) == ({4: ForcedTokens([], True)}, [])
 
 
 def test_a_draft_that_is_too_much_for_a_grammar_ends_nothing() -> None:
-    guide = SequenceGuide(script(1, 2, 3, 4, too_much=3))
-    assert guide.follow([1]) == ForcedTokens([])
-    assert guide.possible_drafts([2, 3, 4], 9) == [2, 3]
-    assert guide.error == ""
-    assert guide.possible_drafts([2, 3, 4], 9) == [], "it is asked no more"
-    assert allowed(guide) == [[2]]
-    assert guide.follow([2]) == ForcedTokens([])
-    guide.follow([3])
-    assert guide.error == "too much"
+    constraint = SequenceConstraint(script(1, 2, 3, 4, too_much=3))
+    assert constraint.follow([1]) == ForcedTokens([])
+    assert constraint.possible_drafts([2, 3, 4], 9) == [2, 3]
+    assert constraint.error == ""
+    assert constraint.possible_drafts([2, 3, 4], 9) == [], "it is asked no more"
+    assert allowed(constraint) == [[2]]
+    assert constraint.follow([2]) == ForcedTokens([])
+    constraint.follow([3])
+    assert constraint.error == "too much"

@@ -1,27 +1,20 @@
-"""Sequences that the host follows token by token: under a grammar, or with a limit to what they may think. Grammars are
-compiled beside the step loop, each once, by threads of low priority.
+"""Sequences that the host follows token by token: under a grammar, or with a limit to what they may think.
 
 Their masks are made while the step is computed, on the step loop's thread; what they have to write is appended to what
 was sampled. Knows rows only as numbers that stand for keys.
 """
 
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from ...core.errors import CharoniaError, InvalidArgument
-from ...core.request import GuidedDecoding
-from ...processes.host import lower_thread_priority
 from ...scheduler.plan import ForcedTokens, MaskArray, MaskSource, StepPlan, StepResult
-from ..grammars.backend import CompiledGrammar, GrammarBackend, GrammarMatcher, TokenMask
+from ..grammars.backend import GrammarMatcher, TokenMask
 from .messages import RequestRejected
 
 _FREE_SECONDS, _SECONDS_PER_TOKEN = 0.25, 0.001
@@ -52,7 +45,7 @@ class ThinkingLimit:
             self.ended = self.ended or self._last == self._end
 
 
-class SequenceGuide:
+class SequenceConstraint:
     """One sequence: what may come next, and what has to. `grammar` makes its matcher. `parameter`: of the request, for
     errors. `jumps`: tokens that have to come need not be sampled, because nothing is to be reported of them."""
 
@@ -197,7 +190,7 @@ class SequenceGuide:
 
 
 @dataclass(slots=True)
-class GuideTotals:
+class ConstraintTotals:
     """Masks made, the seconds of the step loop that took, and tokens that were not sampled because they had to come."""
 
     masks: int = 0
@@ -205,19 +198,19 @@ class GuideTotals:
     forced: int = 0
 
 
-class Guides:
+class ConstrainedSequences:
     """The guided sequences that live, by key. `vocab_size`: logits that the model has."""
 
     def __init__(self, vocab_size: int) -> None:
         self._words = -(-vocab_size // 32)
-        self._live: dict[int, SequenceGuide] = {}
-        self.totals = GuideTotals()
+        self._live: dict[int, SequenceConstraint] = {}
+        self.totals = ConstraintTotals()
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, key: int, guide: SequenceGuide) -> None:
-        self._live[key] = guide
+    def add(self, key: int, constraint: SequenceConstraint) -> None:
+        self._live[key] = constraint
 
     def discard(self, keys: Iterable[int]) -> None:
         """These sequences have ended; unknown keys are ignored."""
@@ -226,7 +219,7 @@ class Guides:
                 self._live.pop(key, None)
 
     def possible_drafts(self, key: int, drafts: Sequence[int], most: int) -> list[int]:
-        """See `SequenceGuide.possible_drafts`."""
+        """See `SequenceConstraint.possible_drafts`."""
         began = time.perf_counter()
         found = self._live[key].possible_drafts(drafts, most) if key in self._live else []
         self.totals.seconds += time.perf_counter() - began
@@ -237,11 +230,11 @@ class Guides:
         if not self._live:
             return plan, None
         drafts = plan.drafts_by_row()
-        masked: dict[int, tuple[SequenceGuide, list[int]]] = {}
+        masked: dict[int, tuple[SequenceConstraint, list[int]]] = {}
         for row in plan.rows[plan.samples].tolist():
-            guide = self._live.get(rows[row]) if row in rows else None
-            if guide is not None and guide.wants_masks(len(drafts.get(row, ()))):
-                masked[row] = guide, drafts.get(row, [])
+            constraint = self._live.get(rows[row]) if row in rows else None
+            if constraint is not None and constraint.wants_masks(len(drafts.get(row, ()))):
+                masked[row] = constraint, drafts.get(row, [])
         if not masked:
             return plan, None
         places = [row for row, (_, drafted) in masked.items() for _ in range(1 + len(drafted))]
@@ -257,113 +250,24 @@ class Guides:
             return forced, failed
         ends = np.cumsum(result.counts).tolist()
         for row, count, end in zip(result.rows.tolist(), result.counts.tolist(), ends, strict=True):
-            guide = self._live.get(rows[row]) if row in rows else None
-            if guide is None or not count:
+            constraint = self._live.get(rows[row]) if row in rows else None
+            if constraint is None or not count:
                 continue
-            follows = guide.follow(result.tokens[end - count : end].tolist())
-            if guide.error:
-                parameter = guide.parameter
-                failed.append(RequestRejected(rows[row], f"{parameter}: {guide.error}", parameter))
+            follows = constraint.follow(result.tokens[end - count : end].tolist())
+            if constraint.error:
+                parameter = constraint.parameter
+                failed.append(RequestRejected(rows[row], f"{parameter}: {constraint.error}", parameter))
             elif follows.tokens or follows.ends:
                 forced[row] = follows
                 self.totals.forced += len(follows.tokens)
         return forced, failed
 
-    def _make_masks(self, places: list[tuple[SequenceGuide, list[int]]]) -> MaskArray:
+    def _make_masks(self, places: list[tuple[SequenceConstraint, list[int]]]) -> MaskArray:
         began = time.perf_counter()
         ends = np.cumsum([1 + len(drafts) for _, drafts in places]).tolist()
         masks = np.empty((ends[-1], self._words), np.int32)
-        for (guide, drafts), end in zip(places, ends, strict=True):
-            guide.fill_masks(masks[end - 1 - len(drafts) : end], drafts)
+        for (constraint, drafts), end in zip(places, ends, strict=True):
+            constraint.fill_masks(masks[end - 1 - len(drafts) : end], drafts)
         self.totals.masks += len(masks)
         self.totals.seconds += time.perf_counter() - began
         return masks
-
-
-_THREADS = 2
-
-
-class GrammarCacheLimits(NamedTuple):
-    """The most grammars that are kept, and about how many bytes they may take."""
-
-    entries: int = 512
-    bytes: int = 256 << 20
-
-
-CACHE_LIMITS = GrammarCacheLimits()
-
-
-@dataclass(slots=True)
-class GrammarTotals:
-    """Grammars compiled, the seconds that took, and requests that found theirs compiled or being compiled."""
-
-    compiled: int = 0
-    seconds: float = 0.0
-    hits: int = 0
-
-
-class GrammarPool:
-    """`make_backend` is called once: it may take seconds. For any thread."""
-
-    def __init__(self, make_backend: Callable[[], GrammarBackend], limits: GrammarCacheLimits = CACHE_LIMITS) -> None:
-        self._make_backend, self._limits = make_backend, limits
-        self._threads = ThreadPoolExecutor(_THREADS, "grammars", initializer=lower_thread_priority)
-        self._backend: Future[GrammarBackend] | None = None
-        self._known: OrderedDict[GuidedDecoding, Future[CompiledGrammar]] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-        self.totals = GrammarTotals()
-
-    def prepare(self) -> None:
-        """Make the backend now, and not when the first grammar is wanted."""
-        with self._lock:
-            self._prepared()
-
-    def _prepared(self) -> Future[GrammarBackend]:
-        if self._backend is None:
-            self._backend = self._threads.submit(self._make_backend)
-        return self._backend
-
-    def compile(self, guide: GuidedDecoding) -> Future[CompiledGrammar]:
-        """The grammar to come. Its exception is `InvalidArgument` with the constraint's parameter as its `field`: that
-        of a grammar that was refused is kept, too."""
-        with self._lock:
-            found = self._known.get(guide)
-            if found is not None:
-                self._known.move_to_end(guide)
-                self.totals.hits += 1
-                return found
-            made = self._known[guide] = self._threads.submit(self._compile, self._prepared(), guide)
-        made.add_done_callback(self._trim)
-        return made
-
-    def close(self) -> None:
-        """Compile nothing more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _compile(self, backend: Future[GrammarBackend], guide: GuidedDecoding) -> CompiledGrammar:
-        try:
-            compiles = backend.result()
-        except CharoniaError as error:
-            message = f"{guide.parameter}: this model's tokenizer cannot be read: {error.message}"
-            raise InvalidArgument(message, field=guide.parameter) from error
-        began = time.perf_counter()
-        try:
-            return compiles.compile(guide)
-        finally:
-            self.totals.compiled += 1
-            self.totals.seconds += time.perf_counter() - began
-
-    def _trim(self, made: Future[CompiledGrammar]) -> None:
-        """Forget the grammars that were not asked for longest; sequences under them keep theirs."""
-        with self._lock:
-            self._bytes += _size(made)
-            finished = [guide for guide, future in self._known.items() if future.done() and future is not made]
-            for guide in finished:
-                if len(self._known) <= self._limits.entries and self._bytes <= self._limits.bytes:
-                    return
-                self._bytes -= _size(self._known.pop(guide))
-
-
-def _size(made: Future[CompiledGrammar]) -> int:
-    return 0 if made.cancelled() or made.exception() is not None else made.result().size
