@@ -24,13 +24,13 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from ..core.errors import Unavailable
-from ..planning.requests import uniform_jobs
 from .checkpoint import ShapeName
 from .command import Count, Log, exit_on_error, log_to, report_console, run_command
 from .load import fake_model
 from .load.driver import OK, LoopMode, RequestOptions
 from .load.infer_load import InferLoad, run_load
 from .load.plan import Prompts
+from .load.planned_requests import uniform_jobs
 from .load.service_trials import speed
 from .load.worker import LoadRun, LoadTarget, WorkerOutcome, run
 from .offline import prepare_checkpoint

@@ -25,13 +25,13 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from ..core.errors import Unavailable
-from ..planning.requests import uniform_jobs
 from .command import Count, Log, exit_on_error, log_to, report_console, run_command, table_of
 from .load import fake_model
 from .load.driver import LoopMode, RequestOptions
 from .load.figures import compute_figures
 from .load.infer_load import InferLoad, run_load
 from .load.plan import Prompts
+from .load.planned_requests import uniform_jobs
 from .load.worker import LoadRun, LoadTarget, run
 from .server_process import ServerAddress, children, own_server, process_cpu, process_name
 

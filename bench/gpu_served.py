@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import Unavailable
-from ..planning.figures import Spread
-from ..planning.requests import uniform_jobs
 from .checkpoint import write_random, write_tokenizer
 from .gpu_report import Figure
 from .load.driver import LoopMode, RequestOptions
-from .load.figures import compute_figures
+from .load.figures import Spread, compute_figures
 from .load.plan import Prompts
+from .load.planned_requests import uniform_jobs
 from .load.worker import LoadRun, LoadTarget, run, run_here
 from .server_process import ServerAddress, first_model
 

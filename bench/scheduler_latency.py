@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from ..planning.simulated_machine import SimulatedMachine
-from ..planning.simulation import SimulatedRequest, Simulation, unlimited_engine
+from ..extras.optimizer.simulated_machine import SimulatedMachine
+from ..extras.optimizer.simulation import SimulatedRequest, Simulation, unlimited_engine
 from ..scheduler.config import SchedulerConfig
 
 app = App(name="python -m charonia.bench.scheduler_latency", help=__doc__)

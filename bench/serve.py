@@ -22,11 +22,11 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
-from ..planning.requests import PlannedRequest, due_within, poisson, read_trace, uniform_jobs
 from .command import Count, Positive, exit_on_error, report_console, run_command
 from .load.driver import EndpointName, LoopMode, RequestOptions
 from .load.figures import Cpu, LoadResult, Slo, compute_figures, require_matplotlib, show, write_json, write_plot
 from .load.plan import Form, Prompts
+from .load.planned_requests import PlannedRequest, draw_arrivals, due_within, read_trace, uniform_jobs
 from .load.worker import LoadRun, LoadTarget, RequestProgress, WorkerOutcome, run
 from .server_process import (
     GRPC_PORT,
@@ -140,7 +140,7 @@ def plan_requests(work: LoadFlags) -> list[PlannedRequest]:
         raise InvalidArgument("give --requests or --duration, or both: else it never ends")
     if work.rate is None:
         return uniform_jobs([0.0] * (work.requests or ENDLESS), work.prompt, work.new)
-    return uniform_jobs(poisson(work.rate, work.seed, work.requests, work.duration), work.prompt, work.new)
+    return uniform_jobs(draw_arrivals(work.rate, work.seed, work.requests, work.duration), work.prompt, work.new)
 
 
 def _form(server: ServerFlags, work: LoadFlags) -> Form:

@@ -15,7 +15,6 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from .. import __version__
-from ..analyzer.options import LevelOptions, SearchOptions
 from ..core.errors import CharoniaError, InvalidArgument, Unsupported
 from ..core.extensions import installed_extensions
 from .foreign_flags import TritonFlags, VllmFlags, format_usage_error, vllm_flag_table
@@ -304,27 +303,6 @@ def rollout(
 
 
 @app.command
-def analyze(
-    model: str | None = None,
-    /,
-    *,
-    search_for: Annotated[SearchOptions, Parameter("*")] = SearchOptions(),  # noqa: B008
-    load: Annotated[LevelOptions, Parameter("*")] = LevelOptions(),  # noqa: B008
-) -> int:
-    """Find the best configuration of a model: start servers, put them under load, and write a report and the
-    config.pbtxt, or the flags, of the best. The status is 1 if nothing keeps the constraints.
-
-    Parameters
-    ----------
-    model
-        A model repository, a checkpoint directory, a file in GGUF, or a hub id.
-    """
-    from .analyze import print_analysis
-
-    return print_analysis(model, search_for, load)
-
-
-@app.command
 def cache(
     directory: Path,
     /,
@@ -371,19 +349,6 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """
     print(app.generate_completion(shell=shell))
     return 0
-
-
-# Imported when they are called: they bring the scheduler along.
-app.command(
-    f"{__package__}.calibrate:calibrate",
-    name="calibrate",
-    help="Measure what the steps of an engine take on this machine, and what a server adds, for simulate.",
-)
-app.command(
-    f"{__package__}.simulate:simulate",
-    name="simulate",
-    help="Say what a load would get from replicas of an engine, or how many replicas keep an objective.",
-)
 
 
 def add_installed_commands() -> None:

@@ -9,9 +9,8 @@ import msgspec
 
 from ..core.errors import InvalidArgument, NotFound
 from ..telemetry.bottlenecks import ModelReport, explain, is_language_model
-from ..telemetry.roofline import StepRoofline
+from ..telemetry.roofline import StepRoofline, read_roofline
 from ..telemetry.scrape import Interval, ModelInterval, Scrape, parse_scrape, require_in_order
-from .roofline_file import read_roofline
 from .server_client import check_url, fetch, parse_header
 
 

@@ -23,12 +23,12 @@ from ..telemetry.custom_metrics import CustomMetrics
 from ..telemetry.logging_setup import LogControl
 from ..telemetry.metric_families import MetricsConfig, parse_metrics_config
 from ..telemetry.request_trace import check_trace_file
+from ..telemetry.roofline import StepRoofline, read_roofline
 from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config
 from .extensions import plan_extensions
 from .model_selection import ModelSelection, parse_lora_modules, select_models
 from .options import AdapterOptions, CloudOptions, GrpcOptions, HttpOptions, ServeOptions, ServerOptions, is_true
-from .roofline_file import read_rooflines
 
 log = logging.getLogger(__name__)
 
@@ -205,3 +205,17 @@ def _shared_state(server: ServerOptions, logs: LogControl, extensions: Iterable[
     regions, rooflines = SharedMemoryRegistry(is_true(server.allow_client_shm)), read_rooflines(server.machine)
     custom = CustomMetrics(family.name for plan in extensions for family in plan.metrics)
     return SharedState(regions, logs, TraceControl(traces), custom, rooflines=rooflines)
+
+
+def read_rooflines(words: Iterable[str]) -> dict[str, StepRoofline]:
+    """The machines of models by name, each given as NAME=FILE of `charonia calibrate`. Raises `InvalidArgument` as
+    `read_roofline` does, and for another form."""
+    rooflines: dict[str, StepRoofline] = {}
+    for word in words:
+        name, equals, file = word.partition("=")
+        if not (name and equals and file):
+            raise InvalidArgument(f"--machine must be NAME=FILE, got '{word}'")
+        if name in rooflines:
+            raise InvalidArgument(f"--machine is given twice for '{name}'")
+        rooflines[name] = read_roofline(Path(file))
+    return rooflines

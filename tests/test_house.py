@@ -24,15 +24,20 @@ MAY_IMPORT = {
     "repository": {"core", "telemetry", "processes", "routing"},
     "api": {"core", "telemetry", "processes"},
     "http_workers": {"core", "telemetry", "processes", "engine", "repository", "api"},
-    "planning": {"core", "kvcache", "scheduler", "engine"},
     "extras/trtllm": {"core", "telemetry", "scheduler", "tokenization", "engine", "ensembles"},
-    "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository", "routing", "planning"},
-    "analyzer": {"core", "processes", "engine", "repository", "planning", "bench"},
     "extras/batches": {"core", "processes", "api"},
+    "bench": {
+        "core",
+        "telemetry",
+        "processes",
+        "kvcache",
+        "scheduler",
+        "engine",
+        "repository",
+        "routing",
+        "extras/optimizer",
+    },
     "cli": {
-        "analyzer",
-        "bench",
-        "planning",
         "api",
         "core",
         "http_workers",
@@ -42,6 +47,8 @@ MAY_IMPORT = {
         "repository",
         "routing",
     },
+    # It simulates the scheduler and the cache, has the engine's options, reads repositories, and puts load to servers.
+    "extras/optimizer": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine", "repository", "bench"},
 }
 FOREIGN_BANS = {
     "core": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "grpc", "zmq"},
@@ -52,10 +59,9 @@ FOREIGN_BANS = {
     "routing": {"torch", "transformers"},
     "repository": {"torch", "transformers"},
     "http_workers": {"torch", "transformers", "zmq"},
-    "planning": {"torch", "transformers"},
     "extras/trtllm": {"transformers"},
-    "analyzer": {"torch", "transformers"},
     "cli": {"torch", "transformers"},
+    "extras/optimizer": {"torch", "transformers"},
 }
 INNER_FLOORS = {
     "engine": (
@@ -147,6 +153,18 @@ def test_no_floor_leans_on_one_above(root: Path) -> None:
         if (said := complaint(floor_of(path.relative_to(root).parts), target, "charonia"))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_optimizer_takes_of_bench_what_puts_load_to_a_server(root: Path) -> None:
+    taken = {
+        target.removeprefix("charonia.bench.")
+        for path in (root / "extras" / "optimizer").glob("*.py")
+        for _, target in imports(path, root)
+        if target.startswith("charonia.bench")
+    }
+    assert {name for name in taken if not name.startswith("load.")} == {"roofline", "server_process"}
+    for path in (root / "bench" / "load").glob("*.py"):
+        assert not [target for _, target in imports(path, root) if target.startswith("charonia.extras")], path.name
 
 
 def part_of(floor: str, names: Sequence[str], root: Path) -> str:

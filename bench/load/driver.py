@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import msgspec
 import orjson
 
-from ...planning.requests import PlannedRequest
 from .http_client import HttpClient, HttpResponseReader, SseEvent
 from .plan import Prompt, Prompts
+from .planned_requests import PlannedRequest
 
 EndpointName: TypeAlias = Literal["completions", "chat", "generate", "grpc"]
 """Endpoints that stream text."""

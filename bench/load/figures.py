@@ -12,9 +12,28 @@ from rich.console import Console
 from rich.table import Table
 
 from ...core.errors import Unavailable
-from ...planning.figures import Spread
 from ..command import table_of
 from .driver import OK, LoadRecord
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """The distribution of values, in their unit; percentiles interpolate between the two nearest values."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread | None":
+        """None where there are none."""
+        if not values:
+            return None
+        p50, p90, p95, p99 = np.percentile(values, (50, 90, 95, 99)).tolist()
+        return cls(len(values), float(np.mean(values)), p50, p90, p95, p99, max(values))
 
 
 class Slo(msgspec.Struct, frozen=True):

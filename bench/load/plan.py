@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from ...planning.requests import PlannedRequest
+from .planned_requests import PlannedRequest
 
 Prompt: TypeAlias = list[int] | str
 Form: TypeAlias = Literal["ids", "text"]

@@ -21,7 +21,6 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from ...core.errors import Unavailable
-from ...planning.requests import PlannedRequest, uniform_jobs
 from ..command import Count, Log
 from ..peer_process import PeerProcess
 from ..server_process import ServerAddress
@@ -29,6 +28,7 @@ from ..trial import TrialVerdict
 from .driver import OK, LoadRecord, LoopMode, RequestOptions
 from .figures import inter_token_times, ttft
 from .plan import Prompts
+from .planned_requests import PlannedRequest, uniform_jobs
 from .worker import LoadRun, LoadTarget, WorkerOutcome, run
 
 

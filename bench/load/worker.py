@@ -14,7 +14,6 @@ from typing import TypeAlias
 import msgspec
 
 from ...core.errors import Unavailable
-from ...planning.requests import PlannedRequest
 from .driver import (
     ENDPOINTS,
     OK,
@@ -29,6 +28,7 @@ from .driver import (
 from .http_client import HttpClient
 from .infer_sender import InferPayload, InferSender
 from .plan import Prompts
+from .planned_requests import PlannedRequest
 
 _PROGRESS_SECONDS = 0.25
 _HEAD_START_SECONDS = 0.1

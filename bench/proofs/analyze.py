@@ -24,14 +24,14 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from ...core.errors import Unavailable
-from ...planning.requests import uniform_jobs
-from ...planning.search_goal import ConfigurationTrial
+from ...extras.optimizer.search_goal import ConfigurationTrial
 from ..checkpoint import write_shape
 from ..command import Count, Log, Positive, exit_on_error, log_to, run_command
 from ..load.driver import LoopMode, RequestOptions
 from ..load.infer_load import InferLoad, run_load
 from ..load.onnx_mlp import write_mlp
 from ..load.plan import Prompts
+from ..load.planned_requests import uniform_jobs
 from ..load.worker import LoadRun, LoadTarget, run
 from ..server_process import own_server
 

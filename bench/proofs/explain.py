@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import msgspec
 from cyclopts import App
 
-from ...planning.machine_file import read_machine_file
+from ...extras.optimizer.machine_file import read_machine_file
 from ...telemetry.bottlenecks import Bottleneck, explain
 from ...telemetry.roofline import StepRoofline
 from ...telemetry.scrape import Interval, Scrape, SeriesLabels, parse_scrape

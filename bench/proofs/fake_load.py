@@ -10,10 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from ...planning.requests import PlannedRequest, poisson, uniform_jobs
 from ..load.driver import OK, LoadRecord, LoopMode, RequestOptions
 from ..load.fake_model import NAME, write_repository
 from ..load.plan import Prompts
+from ..load.planned_requests import PlannedRequest, draw_arrivals, uniform_jobs
 from ..load.worker import LoadRun, LoadTarget, run
 from ..server_process import ServerAddress, own_server
 
@@ -36,7 +36,7 @@ class RequestShape(NamedTuple):
 
 def poisson_jobs(shape: RequestShape, rate: float, seconds: float, seed: int) -> list[PlannedRequest]:
     """`rate` requests a second on average, which arrive at random."""
-    return uniform_jobs(poisson(rate, seed, duration=seconds), *shape)
+    return uniform_jobs(draw_arrivals(rate, seed, duration=seconds), *shape)
 
 
 def open_load(

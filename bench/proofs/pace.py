@@ -16,11 +16,11 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ...planning.requests import read_trace
-from ...planning.simulated_machine import SimulatedMachine
-from ...planning.simulation import MakeBudget, SimulatedRequest, Simulation, unlimited_engine
+from ...extras.optimizer.simulated_machine import SimulatedMachine
+from ...extras.optimizer.simulation import MakeBudget, SimulatedRequest, Simulation, unlimited_engine
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.prefill_budget import IDLE_STEP_SECONDS, PrefillBudget, PrefillLane, StepDemand, StepPace, StepWork
+from ..load.planned_requests import read_trace
 from ..scheduler_latency import INT8, INT8_TILES, INT8_VNNI
 
 MACHINES = {"Zen 4": INT8, "VNNI": INT8_VNNI, "tiles": INT8_TILES}

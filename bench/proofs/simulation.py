@@ -26,14 +26,14 @@ from rich.table import Table
 from ...core.errors import Unavailable
 from ...engine.checkpoint.hf_checkpoint import open_checkpoint
 from ...engine.checkpoint.model_spec import CheckpointError
-from ...planning.machine_file import MachineFile, read_machine_file
-from ...planning.requests import PlannedRequest, due_within, read_trace
-from ...planning.simulated_machine import SimulatedMachine
-from ...planning.simulation import EngineShape, SimulatedRequest, SimulatedResult, Simulation
+from ...extras.optimizer.machine_file import MachineFile, read_machine_file
+from ...extras.optimizer.simulated_machine import SimulatedMachine
+from ...extras.optimizer.simulation import EngineShape, SimulatedRequest, SimulatedResult, Simulation
 from ..checkpoint import ShapeName
 from ..command import Count, Log, Positive, exit_on_error, log_to, run_command, table_of
 from ..load.driver import OK, LoadRecord, LoopMode, RequestOptions
 from ..load.plan import Prompts
+from ..load.planned_requests import PlannedRequest, due_within, read_trace
 from ..load.worker import LoadRun, LoadTarget
 from ..load.worker import run as put_load
 from ..offline import prepare_checkpoint

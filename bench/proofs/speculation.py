@@ -30,8 +30,8 @@ from ...engine.drafters.laboratory import Record
 from ...engine.options import read_speculation_config
 from ...engine.worker.inline_executor import InlineExecutor
 from ...engine.worker.model_runner import verify_samples
+from ...extras.optimizer.simulated_machine import SimulatedMachine, StepLoad, StepSpread
 from ...kvcache.manager import KVCacheManager
-from ...planning.simulated_machine import SimulatedMachine, StepLoad, StepSpread
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, ResolvedSampling, StepPlan, StepResult
 from ...scheduler.prefill_budget import StepWork

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from charonia.bench import machine
+from charonia.bench.load.figures import Spread
 from charonia.bench.machine import (
     MachineOptions,
     MachineRecord,
@@ -25,7 +26,6 @@ from charonia.bench.roofline import MachinePeaks, OfflineJob
 from charonia.bench.start import ServerStart
 from charonia.bench.trial import TrialVerdict
 from charonia.core.errors import Unavailable
-from charonia.planning.figures import Spread
 
 WANTED = MachineOptions(precisions=("bf16", "int8"), sequences=(1, 4), repeats=2)
 

@@ -20,6 +20,7 @@ from charonia.bench.load.driver import EndpointName, LoopMode, RequestOptions
 from charonia.bench.load.fake_model import write_repository
 from charonia.bench.load.figures import compute_figures
 from charonia.bench.load.plan import Form, Prompts
+from charonia.bench.load.planned_requests import uniform_jobs
 from charonia.bench.load.worker import LoadRun, LoadTarget, RequestProgress, run
 from charonia.bench.serve import app
 from charonia.bench.server_process import (
@@ -31,7 +32,6 @@ from charonia.bench.server_process import (
     parse_server_url,
 )
 from charonia.core.errors import InvalidArgument, Unavailable
-from charonia.planning.requests import uniform_jobs
 
 from ..odd_server import NO_SERVERS_OF_OURS, answering
 

@@ -7,6 +7,7 @@ import pytest
 
 from charonia.bench.load.driver import LoadRecord
 from charonia.bench.load.fake_model import NAME, VOCAB, write_repository
+from charonia.bench.load.planned_requests import uniform_jobs
 from charonia.bench.load.service_trials import (
     TrialSizes,
     TrialTarget,
@@ -22,7 +23,6 @@ from charonia.bench.load.service_trials import (
 from charonia.bench.server_process import own_server
 from charonia.bench.trial import TrialVerdict
 from charonia.core.errors import Unavailable
-from charonia.planning.requests import uniform_jobs
 
 SMALL = TrialSizes(
     prompt=8, new=4, long=64, running=2, running_new=250, longs=1, shorts=3, shared=64, sharing=3, repeats=1

@@ -13,8 +13,13 @@ from charonia.cli.options import (
     ServeOptions,
     ServerOptions,
 )
-from charonia.cli.plan import endpoint_settings, parse_lora_root, unprotected_control, unprotected_routes
-from charonia.cli.roofline_file import read_rooflines
+from charonia.cli.plan import (
+    endpoint_settings,
+    parse_lora_root,
+    read_rooflines,
+    unprotected_control,
+    unprotected_routes,
+)
 from charonia.core.errors import InvalidArgument
 
 EXPLICIT = RepositoryOptions(model_control_mode="explicit")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from charonia.cli.app import app
-from charonia.planning.machine_file import read_machine_file
+from charonia.extras.optimizer.machine_file import read_machine_file
 
 
 def charonia(*arguments: str) -> "subprocess.CompletedProcess[str]":

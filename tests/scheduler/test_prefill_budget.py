@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from charonia.bench.scheduler_latency import BF16, INT8, INT8_VNNI, burst, mixed, stall
-from charonia.planning.simulated_machine import SimulatedMachine, StepSpread
-from charonia.planning.simulation import SimulatedRequest, SimulatedResult, Simulation, unlimited_engine
+from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepSpread
+from charonia.extras.optimizer.simulation import SimulatedRequest, SimulatedResult, Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.prefill_budget import (

@@ -9,11 +9,11 @@ from charonia.bench.load.driver import OK, LoopMode, RequestOptions
 from charonia.bench.load.infer_load import Door, InferLoad, http_request, run_load
 from charonia.bench.load.infer_sender import InferPayload, encode_infer_payload
 from charonia.bench.load.plan import Prompts
+from charonia.bench.load.planned_requests import uniform_jobs
 from charonia.bench.load.worker import LoadRun, LoadTarget, RequestProgress, run_here
 from charonia.bench.server_process import ServerAddress, own_server
 from charonia.core.errors import Unavailable
 from charonia.core.tensor import Tensor
-from charonia.planning.requests import uniform_jobs
 
 IDENTITY = """\
 backend: "identity"

@@ -1,7 +1,7 @@
 """Prompts."""
 
 from charonia.bench.load.plan import Prompts
-from charonia.planning.requests import PlannedRequest
+from charonia.bench.load.planned_requests import PlannedRequest
 
 
 def test_prompts_are_distinct_as_long_as_asked_and_reproducible() -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from charonia.analyzer.knobs import ClosedLoop, equivalence, parse_sweeps
-from charonia.analyzer.tuned_models import open_models
 from charonia.bench.proofs.analyze import GRID_POINTS, GRIDS, write_model
-from charonia.planning.search_space import SearchSpace
+from charonia.extras.optimizer.parameters import ClosedLoop, equivalence, parse_sweeps
+from charonia.extras.optimizer.search_space import SearchSpace
+from charonia.extras.optimizer.tuned_models import open_models
 
 
 @pytest.mark.parametrize("kind", ["mlp", "llm"])

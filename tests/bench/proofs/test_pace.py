@@ -5,7 +5,7 @@ import pytest
 from charonia.bench.proofs import pace
 from charonia.bench.proofs.pace import FormerBudget
 from charonia.bench.scheduler_latency import INT8, INT8_TILES, INT8_VNNI
-from charonia.planning.simulated_machine import SimulatedMachine
+from charonia.extras.optimizer.simulated_machine import SimulatedMachine
 from charonia.scheduler.prefill_budget import PrefillBudget
 
 

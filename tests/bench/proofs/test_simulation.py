@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from charonia.bench.load.driver import OK, LoadRecord
+from charonia.bench.load.planned_requests import PlannedRequest
 from charonia.bench.proofs import simulation as proof
 from charonia.core.errors import Unavailable
-from charonia.planning.machine_file import MachineFile, MachineOrigin
-from charonia.planning.requests import PlannedRequest
-from charonia.planning.simulated_machine import SimulatedMachine
-from charonia.planning.simulation import EngineShape, SimulatedRequest, Simulation
+from charonia.extras.optimizer.machine_file import MachineFile, MachineOrigin
+from charonia.extras.optimizer.simulated_machine import SimulatedMachine
+from charonia.extras.optimizer.simulation import EngineShape, SimulatedRequest, Simulation
 from charonia.scheduler.config import SchedulerConfig
 
 MACHINE = MachineFile(

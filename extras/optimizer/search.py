@@ -1,0 +1,417 @@
+"""Searches for the best configuration of a space: quick, exhaustive, or by optuna's sampler.
+
+Pure logic over a function that measures. Every search yields its trials as they come, so that what is found so far
+can be told at any time; the same trials lead to the same search, which is how one that was broken off goes on.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from statistics import median
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ...core.errors import Unsupported
+from .search_goal import Configuration, ConfigurationTrial, LevelScore, SearchGoal, expected_wall
+from .search_space import SearchSpace
+from .surrogate import Surrogate
+
+Measure: TypeAlias = Callable[[Configuration, float], ConfigurationTrial]
+"""Measures a configuration under so many seconds of load at each level. Raises `BudgetSpent`."""
+
+_NOISE = 0.04
+"""What short measurements of one configuration differ by, as a share: a standard deviation."""
+_NEGLIGIBLE = 0.001
+"""An expected improvement, as a share, that is not worth a measurement."""
+_RIGHT_HINT = 0.03
+"""By so much a larger value must be better than a smaller one for the search to go on believing that it is."""
+_SEMIFINALISTS, _FINALISTS = 3, 2
+_SPREAD_OUT, _FEWEST = 0.25, 2
+"""Configurations far apart take so much of the exploration at most, but are so many: where few measurements are to be
+had, each is chosen better by what was learnt from those before."""
+_SMALL = 40
+"""Configurations of a space, of fewer of which a quick search takes more than its share."""
+_TURNS_TO_TELL = 3
+_FLOOR = 3.0
+"""How far below the best, in logarithms, what does not work at all is taken to be."""
+
+
+class BudgetSpent(Exception):
+    """There is no time for another measurement."""
+
+
+class SearchEffort(NamedTuple):
+    """`seconds`: of load in a full measurement. A quick search takes a `share` of an exhaustive one's time: a fifth,
+    less what an estimate of that may be wrong by. It measures a quarter as long until it has finalists, then half as
+    long, in turns of which each has `rounds`. `budget`: seconds of all of it together, at which an exhaustive search
+    does not look. `asked`: somebody named the values, so of a small space all configurations are measured while the
+    budget lasts."""
+
+    seconds: float = 8.0
+    share: float = 0.18
+    rounds: int = 2
+    budget: float = float("inf")
+    asked: bool = False
+
+    @property
+    def short(self) -> float:
+        return self.seconds / 4
+
+    @property
+    def turn(self) -> float:
+        return self.seconds / 2
+
+
+class RankedConfiguration(NamedTuple):
+    """What is known of a configuration. `scores`: of its longest measurements, from the least `utility` to the most,
+    the `middle` among them; empty where all failed. `trials`: all that it had."""
+
+    configuration: Configuration
+    trials: tuple[ConfigurationTrial, ...]
+    scores: tuple[LevelScore, ...] = ()
+
+    @property
+    def middle(self) -> LevelScore | None:
+        """The score of the median; the lower of the middle two."""
+        return self.scores[(len(self.scores) - 1) // 2] if self.scores else None
+
+    @property
+    def value(self) -> float:
+        """The median of the objective."""
+        return median(each.value for each in self.scores)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        values = [each.value for each in self.scores]
+        return min(values), max(values)
+
+    @property
+    def feasible(self) -> bool:
+        return self.middle is not None and self.middle.feasible
+
+
+def rank(trials: Sequence[ConfigurationTrial], goal: SearchGoal) -> list[RankedConfiguration]:
+    """All configurations that were measured, the best first: those that keep the bounds before those that do not, and
+    of these those that were measured most before what a short measurement may flatter."""
+    found: dict[Configuration, list[ConfigurationTrial]] = {}
+    for trial in trials:
+        found.setdefault(trial.configuration, []).append(trial)
+    ranked = [_rank_one(configuration, tuple(its), goal) for configuration, its in found.items()]
+    longest = max((max(each.seconds for each in its) for its in found.values()), default=0.0)
+    turns = {each.configuration: sum(trial.seconds == longest for trial in each.trials) for each in ranked}
+    most = max(turns.values(), default=0)
+
+    def key(each: RankedConfiguration) -> tuple[bool, bool, bool, float]:
+        middle = each.middle
+        utility = -float("inf") if middle is None else goal.utility(middle)
+        return middle is not None, each.feasible, turns[each.configuration] >= max(1, most - 1), utility
+
+    return sorted(ranked, key=key, reverse=True)
+
+
+def _rank_one(
+    configuration: Configuration, trials: tuple[ConfigurationTrial, ...], goal: SearchGoal
+) -> RankedConfiguration:
+    scored = [(trial.seconds, score) for trial in trials if (score := goal.score(trial)) is not None]
+    longest = max((seconds for seconds, _ in scored), default=0.0)
+    scores = sorted((score for seconds, score in scored if seconds == longest), key=goal.utility)
+    return RankedConfiguration(configuration, trials, tuple(scores))
+
+
+def are_told_apart(one: RankedConfiguration, other: RankedConfiguration) -> bool:
+    """Whether each was measured as long three times or more, and all of one's values are better than all of the
+    other's: of two times each that happens by chance once in three."""
+    if min(len(one.scores), len(other.scores)) < _TURNS_TO_TELL:
+        return False
+    (low, high), (others_low, others_high) = one.spread, other.spread
+    return low > others_high or high < others_low
+
+
+class SearchRun:
+    """A search while it goes on: what was measured, and what it may still take."""
+
+    def __init__(self, space: SearchSpace, goal: SearchGoal, measure: Measure, effort: SearchEffort) -> None:
+        self.space, self.goal, self.effort = space, goal, effort
+        self._measure = measure
+        self.trials: list[ConfigurationTrial] = []
+        self.measured: set[Configuration] = set()
+        self.broken: list[Configuration] = []
+        """Those that did not load, or took more memory than they may."""
+
+    def measure(self, configuration: Configuration, seconds: float) -> ConfigurationTrial:
+        trial = self._measure(configuration, seconds)
+        self.trials.append(trial)
+        self.measured.add(configuration)
+        if trial.failure or any(bound.metric == "memory" for each in trial.levels for bound in self.goal.missed(each)):
+            self.broken.append(configuration)
+        return trial
+
+    @property
+    def short(self) -> float:
+        """Seconds of load of a short measurement: not so few that most of the time goes into loading models."""
+        setup = self.trials[0].setup if self.trials else 0.0
+        return min(self.effort.seconds, max(self.effort.short, setup / 4))
+
+    @property
+    def turn(self) -> float:
+        """Seconds of load of a finalist's turn in a quick search."""
+        return max(self.effort.turn, self.short)
+
+    def cost(self, seconds: float) -> float:
+        """What a measurement under so many seconds of load takes."""
+        return expected_wall(self.trials, seconds)
+
+    @property
+    def measures_all(self) -> bool:
+        """Whether somebody named the values, and so few that all of them are measured."""
+        return self.effort.asked and self.space.size < _SMALL
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a quick search may take: a share of the exhaustive sweep's, and no more than the budget. A small
+        space gets what a larger one would: a share of it would be nothing."""
+        if self.measures_all:
+            return self.effort.budget
+        sweep = max(self.space.size, _SMALL) * self.cost(self.effort.seconds)
+        return min(self.effort.share * sweep, self.effort.budget)
+
+    def has_room(self, seconds: float) -> bool:
+        """Whether a quick search may still take so many seconds."""
+        return sum(trial.wall for trial in self.trials) + seconds <= self.limit
+
+    def may_explore(self, part: float = 1.0) -> bool:
+        """Whether there is room for one more short measurement in this part of the time beside the finals, which get a
+        third of it if they need as much."""
+        if not self.trials:
+            return True
+        finals = (_SEMIFINALISTS + _FINALISTS * self.effort.rounds) * self.cost(self.turn)
+        finals = min(finals, self.limit / 3)
+        return self.has_room(self.cost(self.short) + finals + (1 - part) * (self.limit - finals))
+
+    def fit(self) -> Surrogate | None:
+        """A surrogate of the utility; None while nothing has any."""
+        scores = [self.goal.score(trial) for trial in self.trials]
+        known = [self.goal.utility(score) for score in scores if score is not None]
+        if not known:
+            return None
+        floor = max(known) - _FLOOR
+        values = [floor if score is None else max(floor, self.goal.utility(score)) for score in scores]
+        noise = [_NOISE * (self.effort.short / trial.seconds) ** 0.5 for trial in self.trials]
+        return Surrogate(self.space.points([trial.configuration for trial in self.trials]), values, noise)
+
+    def contenders(self) -> list[Configuration]:
+        """What was measured and keeps the bounds, or if nothing does, comes close; the most promising first."""
+        surrogate = self.fit()
+        ranked = [each for each in rank(self.trials, self.goal) if each.scores]
+        feasible = [each for each in ranked if each.feasible] or ranked
+        if surrogate is None or not feasible:
+            return []
+        configurations = [each.configuration for each in feasible]
+        means, _ = surrogate.predict(self.space.points(configurations))
+        return [configurations[index] for index in np.argsort(-means, kind="stable").tolist()]
+
+
+def search(
+    strategy: str, space: SearchSpace, goal: SearchGoal, measure: Measure, effort: SearchEffort
+) -> Iterator[ConfigurationTrial]:
+    """Explore the space, then repeat the best, in turns. `strategy`: quick, exhaustive or optuna.
+
+    Raises:
+        BudgetSpent: as `measure` does; what was yielded until then stands.
+        Unsupported: optuna is asked for and not installed.
+    """
+    run = SearchRun(space, goal, measure, effort)
+    yield from _EXPLORERS[strategy](run)
+    if run.measures_all:
+        yield from _measure_the_rest(run)
+    yield from _play_finals(run, is_quick=strategy != "exhaustive")
+
+
+def _measure_the_rest(run: SearchRun) -> Iterator[ConfigurationTrial]:
+    """A short measurement of each configuration that the exploration left out, but for those that cannot work."""
+    for configuration in run.space.configurations:
+        is_left = configuration not in run.measured
+        if is_left and run.may_explore() and not any(run.space.asks_as_much(configuration, it) for it in run.broken):
+            yield run.measure(configuration, run.short)
+
+
+def _play_finals(run: SearchRun, is_quick: bool) -> Iterator[ConfigurationTrial]:
+    """One turn of each semifinalist, then of two finalists A B A B: their machine is not equally fast all the time."""
+    seconds = run.turn if is_quick else run.effort.seconds
+
+    def take_turns(players: Sequence[Configuration]) -> Iterator[ConfigurationTrial]:
+        for configuration in players:
+            if not is_quick or run.has_room(run.cost(seconds)):
+                yield run.measure(configuration, seconds)
+
+    all_turns = (_SEMIFINALISTS + _FINALISTS * run.effort.rounds) * run.cost(seconds) if run.trials else 0.0
+    fits = not is_quick or run.has_room(all_turns)
+    semifinalists = run.contenders()[: _SEMIFINALISTS if fits else _FINALISTS]
+    yield from take_turns(semifinalists)
+    finalists = [each.configuration for each in rank(run.trials, run.goal) if each.configuration in semifinalists]
+    for number in range(2 * run.effort.rounds):
+        if number < run.effort.rounds or (is_quick and not _are_ranked(run, finalists[:_FINALISTS])):
+            yield from take_turns(finalists[:_FINALISTS])
+    if is_quick:  # another search had a full measurement of it
+        yield from take_turns(_turns_of_start(run, seconds))
+
+
+def _turns_of_start(run: SearchRun, seconds: float) -> list[Configuration]:
+    """As many turns of what holds now as the best had: it is what the best is compared with."""
+    ranked = rank(run.trials, run.goal)
+    best, start = ranked[0] if ranked else None, run.space.start
+    if best is None or not best.scores or start in run.broken:
+        return []
+    turns = Counter(trial.configuration for trial in run.trials if trial.seconds == seconds and not trial.failure)
+    return [start] * max(0, turns[best.configuration] - turns[start])
+
+
+def _are_ranked(run: SearchRun, finalists: Sequence[Configuration]) -> bool:
+    """Whether more turns would tell nothing new: the two are told apart, or there is only one."""
+    found = [each for each in rank(run.trials, run.goal) if each.configuration in finalists]
+    return len(found) < 2 or are_told_apart(*found[:2])
+
+
+def _sweep(run: SearchRun) -> Iterator[ConfigurationTrial]:
+    """In no order, so that no value of a knob has the slow hours of the machine."""
+    order = np.random.default_rng(0).permutation(len(run.space.configurations))
+    for index in order.tolist():
+        yield run.measure(run.space.configurations[index], run.effort.seconds)
+
+
+def _explore_by_surrogate(run: SearchRun) -> Iterator[ConfigurationTrial]:
+    """What is there now, a few configurations far apart, and then always the one that promises most."""
+    pruning = Pruning(run)
+    for configuration in pruning.spread_out(2 + len(run.space.knobs)):
+        part = _SPREAD_OUT if len(run.measured) >= _FEWEST else 1.0
+        if run.may_explore(part) and not pruning.is_pruned(configuration):  # by what was learnt meanwhile
+            yield run.measure(configuration, run.short)
+    checked = False
+    while run.may_explore():
+        chosen = [] if not checked else pruning.most_promising()
+        if not chosen:
+            checked, chosen = True, pruning.unchecked_hints()
+            if not chosen and pruning.most_promising() == []:
+                return
+        for configuration in chosen:
+            yield run.measure(configuration, run.short)
+        pruning.check_hints()
+
+
+class Pruning:
+    """What of a space is not worth a measurement, given what was measured."""
+
+    def __init__(self, run: SearchRun) -> None:
+        self._run = run
+        self._trusts_hints = True
+        self._random = np.random.default_rng(0)
+
+    def is_pruned(self, configuration: Configuration) -> bool:
+        """Whether it was measured, asks for as much memory as one that had too little, or is dominated: a larger value
+        of a knob that only ever raises the objective is there to be had."""
+        run = self._run
+        return configuration in run.measured or self._is_broken(configuration) or self._is_dominated(configuration)
+
+    def _is_broken(self, configuration: Configuration) -> bool:
+        return any(self._run.space.asks_as_much(configuration, each) for each in self._run.broken)
+
+    def _hints(self) -> list[int]:
+        objective = self._run.goal.objective
+        raised = [index for index, knob in enumerate(self._run.space.knobs) if objective in knob.raises]
+        return raised if self._trusts_hints and self._run.goal.maximises else []
+
+    def _is_dominated(self, configuration: Configuration) -> bool:
+        larger = [self._run.space.stepped(configuration, index, 1) for index in self._hints()]
+        return any(
+            each is not None and each != configuration and not self._is_broken(each) and not self._misses(each)
+            for each in larger
+        )
+
+    def _misses(self, configuration: Configuration) -> bool:
+        scores = [self._run.goal.score(each) for each in self._run.trials if each.configuration == configuration]
+        return bool(scores) and not any(score is not None and score.feasible for score in scores)
+
+    def spread_out(self, count: int) -> list[Configuration]:
+        """The start, and further configurations, each as far from all before it as can be."""
+        space = self._run.space
+        free = [each for each in space.configurations if each == space.start or not self.is_pruned(each)]
+        chosen, points = [space.start], space.points(free)
+        order = self._random.permutation(len(free))  # of those equally far, not always the first
+        while len(chosen) < min(count, len(free)):
+            taken = space.points(chosen)
+            distances = ((points[:, None] - taken[None]) ** 2).sum(axis=2).min(axis=1)
+            chosen.append(free[order[int(np.argmax(distances[order]))]])
+        return chosen
+
+    def most_promising(self) -> list[Configuration]:
+        """The one with the largest expected improvement; none where none is worth it, as soon as enough was measured to
+        say so."""
+        run, surrogate = self._run, self._run.fit()
+        beside = [each for best in run.contenders()[:3] for each in run.space.neighbours(best)]
+        free = [each for each in dict.fromkeys([*run.space.configurations, *beside]) if not self.is_pruned(each)]
+        if not free:
+            return []
+        if surrogate is None:
+            return [free[int(self._random.integers(len(free)))]]
+        best = float(surrogate.predict(run.space.points(sorted(run.measured, key=repr)))[0].max())
+        gains = surrogate.expected_improvement(run.space.points(free), best)
+        chosen = int(np.argmax(gains))
+        is_young = len(run.measured) < 4 + 3 * len(run.space.knobs)
+        return [free[chosen]] if is_young or gains[chosen] >= _NEGLIGIBLE else []
+
+    def unchecked_hints(self) -> list[Configuration]:
+        """What would have to be worse than the best if its knobs raise what they are said to, and was not measured."""
+        best = self._run.contenders()[:1]
+        below = [self._run.space.stepped(each, index, -1) for each in best for index in self._hints()]
+        return [each for each in below if each is not None and each not in self._run.measured]
+
+    def check_hints(self) -> None:
+        """Believe in no hint any more if one is wrong, or says little."""
+        run = self._run
+        utilities = {each.configuration: each.middle for each in rank(run.trials, run.goal)}
+        for configuration, middle in utilities.items():
+            for index in self._hints():
+                lower = run.space.stepped(configuration, index, -1)
+                beside = utilities.get(lower) if lower is not None and lower != configuration else None
+                if middle is not None and beside is not None:
+                    gain = run.goal.utility(middle) - run.goal.utility(beside)
+                    self._trusts_hints &= gain >= _RIGHT_HINT
+
+
+def require_optuna() -> Any:
+    """The module. Raises `Unsupported` where it is not installed."""
+    try:
+        return import_module("optuna")
+    except ModuleNotFoundError:
+        message = "--search optuna needs the package optuna, which is not installed: pip install '.[analyze]'"
+        raise Unsupported(message) from None
+
+
+def _explore_by_optuna(run: SearchRun) -> Iterator[ConfigurationTrial]:
+    """Short measurements of what optuna's sampler of trees of Parzen estimators asks for, the start first."""
+    optuna = require_optuna()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = run.space
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=6))
+    study.enqueue_trial(space.settings(space.start))
+    choices = {knob.name: optuna.distributions.CategoricalDistribution(knob.values) for knob in space.knobs}
+    known: dict[Configuration, float] = {}
+    asked = 0
+    while run.may_explore() and len(known) < space.size and asked < 20 * space.size:
+        asked += 1
+        suggestion = study.ask(choices)
+        chosen = space.canonical(tuple(suggestion.params[knob.name] for knob in space.knobs))
+        if chosen not in known:
+            trial = run.measure(chosen, run.short)
+            score = run.goal.score(trial)
+            known[chosen] = min(known.values(), default=0.0) - 1 if score is None else run.goal.utility(score)
+            yield trial
+        study.tell(suggestion, known[chosen])
+
+
+_EXPLORERS: dict[str, Callable[[SearchRun], Iterator[ConfigurationTrial]]] = {
+    "quick": _explore_by_surrogate,
+    "exhaustive": _sweep,
+    "optuna": _explore_by_optuna,
+}

@@ -1,0 +1,308 @@
+"""A server's engine in a simulated time: admission, routing, schedulers and caches are the real ones, but no model
+computes, and each core's clock goes on by what its steps would take.
+
+Figures are exact and the same everywhere. Knows neither traces nor where the times of steps come from.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from random import Random
+from typing import Annotated, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+from ...core.errors import InvalidArgument, QueueFull
+from ...engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
+from ...engine.client.routing import TOKENS_PER_REQUEST, PrefixIndex, route_prompt
+from ...engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
+from ...kvcache.manager import KVCacheManager
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.plan import IntArray, StepPlan, StepResult, StepUpdates
+from ...scheduler.prefill_budget import PrefillBudget
+from ...scheduler.running_set import SchedulerTotals
+from ...scheduler.scheduler import Scheduler
+from ...scheduler.sequence import SequenceSpec
+from .simulated_machine import SimulatedMachine, StepLoadReader
+
+MakeBudget = Callable[[SchedulerConfig], PrefillBudget]
+WatchStep = Callable[[StepPlan, float], None]
+
+
+_AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine as far as a simulation goes: its scheduler, the `blocks` of each replica's cache, and what may wait."""
+
+    scheduler: SchedulerConfig
+    blocks: _AtLeastOne
+    block_size: _AtLeastOne = 16
+    prefix_caching: bool = True
+    max_queued_requests: _AtLeastOne = 512
+    max_queued_tokens: _AtLeastOne = 1_048_576
+
+
+def unlimited_engine(scheduler: SchedulerConfig) -> EngineShape:
+    """An engine whose cache is never full, shares nothing and refuses nobody: its scheduler alone is looked at."""
+    size = EngineShape(scheduler=scheduler, blocks=1).block_size
+    return EngineShape(
+        scheduler=scheduler,
+        blocks=scheduler.max_num_seqs * (scheduler.max_model_len // size + 1),
+        prefix_caching=False,
+        max_queued_requests=sys.maxsize,
+        max_queued_tokens=sys.maxsize,
+    )
+
+
+class SimulatedRequest(NamedTuple):
+    """A request of `prompt` tokens that asks for `new` ones at `at` seconds; with targets of its own, in seconds. The
+    first `shared` tokens of its prompt are those of all requests of this `tenant` with the same `prefix`."""
+
+    at: float
+    prompt: int
+    new: int
+    target_ttft: float | None = None
+    target_itl: float | None = None
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    shared: int = 0
+    prefix: int = 0
+
+    def tokens(self, key: int) -> IntArray:
+        """Token ids of the prompt, which beyond the shared ones no other request has; `key` tells them apart."""
+        ids = np.full(self.prompt, 2 * key + 1, np.int32)
+        ids[: self.shared] = 2 * self.prefix
+        return ids
+
+
+@dataclass(slots=True)
+class SimulatedResult:
+    """What became of a request: the times of its tokens in seconds from the beginning, how many of its prompt were
+    `cached`, and why it was `refused`, if it was."""
+
+    arrival: SimulatedRequest
+    tokens: list[float] = field(default_factory=list)
+    cached: int = 0
+    refused: str = ""
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.arrival.at
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Seconds between tokens, of those that came from `begin` to `end`."""
+        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False) if begin < b <= end]
+
+
+class _FlyingStep(NamedTuple):
+    plan: StepPlan
+    seconds: float
+    end: float
+
+
+class SimulatedReplica:
+    """One engine core. It steps at `next_at` (seconds; `inf` while it is idle), as long as there is work.
+
+    `prefix_index` is the frontend's. `busy`: seconds of all steps; `steps`: how many. `blocks`: of its cache. `held`:
+    those in use, summed over the seconds of steps; `most_held`: the most at once.
+    """
+
+    def __init__(
+        self, machine: SimulatedMachine, engine: EngineShape, make_budget: MakeBudget, seed: int, watch: WatchStep
+    ) -> None:
+        self.prefix_index = PrefixIndex()
+        self.next_at = inf
+        self.blocks = engine.blocks
+        self.busy = self.held = 0.0
+        self.steps = self.most_held = 0
+        self._machine, self._watch, self._random = machine, watch, Random(seed)
+        self._cache = KVCacheManager(engine.blocks, engine.block_size, engine.prefix_caching)
+        self._scheduler = Scheduler(engine.scheduler, self._cache, make_budget)
+        self._inbox: list[tuple[SequenceSpec, float]] = []
+        self._flying = deque[_FlyingStep]()
+        self._uncomputed: dict[int, int] = {}
+        self._uncomputed_tokens = self._drawn = 0
+        self._loads = StepLoadReader()
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Run the steps that an engine begins with, and learn what they cost from the later ones, as it does."""
+        for request in (
+            SimulatedRequest(0.0, 1, 1),
+            SimulatedRequest(0.0, WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS),
+        ):
+            self._scheduler.reset_step_times()
+            with suppress(InvalidArgument):  # an engine too small for it needs none
+                self.submit(-1, request, 0.0)
+            while self.next_at < inf:
+                self.step()
+        self._scheduler.reset_totals()
+        self.busy = self.held = 0.0
+        self.steps = self.most_held = 0
+
+    @property
+    def totals(self) -> SchedulerTotals:
+        return self._scheduler.totals
+
+    @property
+    def pending_work(self) -> int:
+        """The work ahead of it, in tokens as `routing.ReplicaCandidate` counts."""
+        return len(self._uncomputed) * TOKENS_PER_REQUEST + self._uncomputed_tokens
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """Tokens that the cache blocks in use hold, and that all of them would."""
+        size = self._cache.block_size
+        return (self._cache.blocks - self._cache.free_blocks) * size, self._cache.blocks * size
+
+    def submit(self, key: int, request: SimulatedRequest, now: float, cached: int = 0) -> None:
+        """A request comes, whose first `cached` tokens are likely in the cache. An idle core takes it at once, a busy
+        one before its next step.
+
+        Raises:
+            InvalidArgument: it can never run.
+        """
+        prompt = request.tokens(key)
+        sequence = SequenceSpec(
+            key=key,
+            prompt=prompt,
+            max_tokens=request.new,
+            hashes=self._cache.digest(prompt, ("", request.tenant, "")),
+            priority=request.priority,
+            tenant=request.tenant,
+            weight=request.weight,
+            target_ttft=request.target_ttft,
+            target_itl=request.target_itl,
+        )
+        sequence.check_fits(self._scheduler.config.max_model_len, self._cache)
+        self._inbox.append((sequence, now))
+        self._uncomputed[key] = request.prompt - cached
+        self._uncomputed_tokens += request.prompt - cached
+        if self.next_at == inf:
+            self.next_at = now
+
+    def step(self) -> StepUpdates:
+        """End the step that ends at `next_at`, if one does, and launch what may be launched then."""
+        now = begin = self.next_at
+        updates = StepUpdates([], [], [], [], [])
+        if self._flying:
+            updates = self._land(self._flying.popleft())
+            begin += self._machine.seconds_between(len(updates.keys))
+        for request, at in self._inbox:
+            self._scheduler.add(request, now - at)
+        self._inbox.clear()
+        while (plan := self._scheduler.schedule()) is not None:
+            self._launch(plan, begin)
+        self.next_at = self._flying[0].end if self._flying else inf
+        return updates
+
+    def _launch(self, plan: StepPlan, begin: float) -> None:
+        began = max(begin, self._flying[-1].end if self._flying else begin)
+        seconds = self._machine.draw_seconds(self._loads.read(plan), self._random)
+        self._watch(plan, seconds)
+        self._flying.append(_FlyingStep(plan, seconds, began + seconds))
+
+    def _land(self, step: _FlyingStep) -> StepUpdates:
+        plan, used = step.plan, self._cache.blocks - self._cache.free_blocks
+        rows, ends = plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples]
+        result = StepResult(plan.step, rows, ends, np.ones_like(rows), self._draw_tokens(len(rows)))
+        updates = self._scheduler.apply(result, step.seconds)
+        self.busy += step.seconds
+        self.steps += 1
+        self.held += used * step.seconds
+        self.most_held = max(self.most_held, used)
+        for key in updates.keys:
+            self._uncomputed_tokens -= self._uncomputed[key]
+            self._uncomputed[key] = 0
+        for key, _ in updates.finished:
+            del self._uncomputed[key]
+        return updates
+
+    def _draw_tokens(self, count: int) -> IntArray:
+        """Generated tokens, none of which is in another text: what is generated is never found in the cache."""
+        self._drawn += count
+        return -1 - np.arange(self._drawn - count, self._drawn, dtype=np.int64).astype(np.int32)
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` where the scheduler or its cache lost something."""
+        self._scheduler.check_integrity()
+
+
+class Simulation:
+    """`replicas` alike behind one queue, as one server has them. `now`: seconds, of the last event. `watch` sees every
+    plan and the seconds it takes."""
+
+    def __init__(
+        self,
+        machine: SimulatedMachine,
+        engine: EngineShape,
+        replicas: int = 1,
+        watch: WatchStep = lambda plan, seconds: None,
+        make_budget: MakeBudget = PrefillBudget,
+    ) -> None:
+        self.now = 0.0
+        self.replicas = [SimulatedReplica(machine, engine, make_budget, seed, watch) for seed in range(replicas)]
+        self._machine, self._engine = machine, engine
+        self._affinity = engine.prefix_caching and replicas > 1
+        limits = QueueLimits(engine.max_queued_requests, engine.max_queued_tokens)
+        self._admission = AdmissionControl(limits, clock=lambda: self.now)
+        self._tickets: dict[int, QueueTicket] = {}
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all steps of all replicas."""
+        return sum(replica.busy for replica in self.replicas)
+
+    def run(self, arrivals: Iterable[SimulatedRequest]) -> list[SimulatedResult]:
+        """Run all to their ends; the results in the order of arrival."""
+        heard = [SimulatedResult(arrival) for arrival in sorted(arrivals, key=lambda each: each.at)]
+        due = [each.arrival.at + self._machine.arrival_seconds(each.arrival.prompt) for each in heard]
+        for key in sorted(range(len(heard)), key=due.__getitem__):
+            self._advance(due[key], heard)
+            self.now = due[key]
+            self._admit(key, heard[key])
+        self._advance(inf, heard)
+        return heard
+
+    def _advance(self, until: float, heard: Sequence[SimulatedResult]) -> None:
+        """Let every step end that ends before `until`."""
+        while (replica := min(self.replicas, key=lambda each: each.next_at)).next_at < until:
+            self.now = replica.next_at
+            updates = replica.step()
+            for key, cached in updates.started:
+                self._tickets.pop(key).release(started=True)
+                heard[key].cached = cached
+            for key in updates.keys:
+                heard[key].tokens.append(self.now)
+
+    def _admit(self, key: int, result: SimulatedResult) -> None:
+        request = result.arrival
+        try:
+            ticket = self._tickets[key] = self._admission.admit(request.tenant)
+            self._admission.add_prompt(ticket, request.prompt)
+            prompt = request.tokens(key) if self._affinity else ()
+            replica, cached = route_prompt(self.replicas, prompt, ("", request.tenant, ""), self._affinity)
+            replica.submit(key, request, self.now, cached)
+        except (InvalidArgument, QueueFull) as error:
+            too_long = self._why_too_long(request)
+            result.refused = f"max_queued_{error.limit}" if isinstance(error, QueueFull) else too_long
+            if key in self._tickets:
+                self._tickets.pop(key).release()
+
+    def _why_too_long(self, request: SimulatedRequest) -> str:
+        """The limit that a request can never keep, without its own numbers: so that refusals can be counted."""
+        longest, capacity = self._engine.scheduler.max_model_len, self._engine.blocks * self._engine.block_size
+        limit = f"model's {longest}" if request.prompt + request.new > longest else f"cache's {capacity}"
+        return f"tokens exceed the {limit}"
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` where a scheduler, a cache or the queue lost something."""
+        for replica in self.replicas:
+            replica.check_integrity()
+        assert self._admission.waiting.requests == len(self._tickets), "a ticket leaked"

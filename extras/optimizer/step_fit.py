@@ -1,0 +1,172 @@
+"""A machine's formula out of measured steps, by least squares. Knows neither clocks nor engines."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.errors import InvalidArgument
+from ...telemetry.roofline import SecondsTable
+from .simulated_machine import SimulatedMachine, StepLoad, StepSpread
+
+FloatArray: TypeAlias = NDArray[np.float64]
+
+LEAST_STEPS = 24
+"""Fewer measured steps say too little."""
+
+_SPREAD_STEPS, _SPREAD_SPAN, _QUANTILES = 40, 2.0, 101
+"""A spread is of so many steps at least, the longest of which are expected to take so many times the shortest."""
+
+_TAIL = 1e-3
+"""The shortest and the longest step in so many are not looked at: one that a neighbour held up for a second would
+otherwise make a hundredth of all steps as long."""
+
+_LEAST_BETWEEN = 50e-6
+"""Seconds between steps at least: no loop turns sooner."""
+
+_ROUNDS, _USUAL = 8, 2.0
+"""How often errors are weighed, and the most that a usual one is, over the median."""
+
+
+class StepSample(NamedTuple):
+    """A measured step. `between`: the seconds from the end of the step before until this one began, where it followed
+    at once, and `brought`: the tokens that that one brought."""
+
+    load: StepLoad
+    seconds: float
+    between: float | None = None
+    brought: int = 0
+
+
+class MachineFit(NamedTuple):
+    """`error`: mean of what steps differ by from the formula, as a share of it."""
+
+    machine: SimulatedMachine
+    error: float
+
+
+def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit:
+    """The formula whose errors, as shares of each step, have the smallest sum of squares, where they are usual ones. No
+    coefficient is below 0: more work never takes less time. What the formula does not tell is in its `spread`. Without
+    `heads` those are among the products: steps that all sample as many places as they have rows tell no difference.
+
+    Raises:
+        InvalidArgument: there are too few steps.
+    """
+    if len(samples) < LEAST_STEPS:
+        raise InvalidArgument(f"{len(samples)} steps were measured, and {LEAST_STEPS} are needed: give it more time")
+    rows = _knots(each.load.rows for each in samples)
+    sampled = [0, *_knots(each.load.samples for each in samples)] if heads else [0]
+    seconds = np.array([each.seconds for each in samples])
+    features = np.array([[1.0, *_features(each.load, rows, sampled)] for each in samples])
+    features[:, 1:] *= np.ptp(features[:, 1:], axis=0) > 0  # what is alike in all steps is part of the constant
+    found = solve_robust(features, seconds)
+    expected = features @ found
+    ratios = seconds / expected
+    intercept, *slopes = found.tolist()
+    products, head_slopes = slopes[: len(rows) - 1], slopes[len(rows) - 1 : -3]
+    decode, prompt, chunk = slopes[-3:]
+    between = [each for each in samples if each.between is not None]
+    constant, each_token = _fit_between(between) if between else (0.0, 0.0)
+    machine = SimulatedMachine(
+        weights=0.0,
+        token=0.0,
+        head=0.0,
+        decode_context=decode,
+        prompt_context=prompt,
+        chunk_context=chunk,
+        rest=0.0,
+        products=_table(rows, intercept, products),
+        heads=_table(sampled, 0.0, head_slopes),
+        spread=_find_spreads(expected, ratios),
+        between=constant,
+        between_token=each_token,
+    )
+    return MachineFit(machine, float(np.mean(np.abs(ratios - 1))))
+
+
+def _find_spreads(expected: FloatArray, ratios: FloatArray) -> tuple[StepSpread, ...]:
+    """By what steps are expected to take. Long ones are few: the groups begin with them."""
+    order = np.argsort(-expected)
+    begins, longest = [0], expected[order[0]]
+    for place in range(_SPREAD_STEPS, len(order) - _SPREAD_STEPS + 1):
+        if place - begins[-1] >= _SPREAD_STEPS and longest > _SPREAD_SPAN * expected[order[place]]:
+            begins, longest = [*begins, place], expected[order[place]]
+    levels = np.clip(np.linspace(0, 1, _QUANTILES), _TAIL, 1 - _TAIL)
+    return tuple(
+        StepSpread(float(np.exp(np.log(expected[group]).mean())), tuple(np.quantile(ratios[group], levels).tolist()))
+        for group in reversed(np.split(order, begins[1:]))
+    )
+
+
+def _knots(counts: Iterable[int]) -> list[int]:
+    """1, 2, 4, ... up to the largest count, which is the last if it is worth a knot of its own."""
+    most = max([*counts, 2])
+    found = [1]
+    while 2 * found[-1] <= most:
+        found.append(2 * found[-1])
+    return found if most < 1.25 * found[-1] else [*found, most]
+
+
+def _features(load: StepLoad, rows: Sequence[int], sampled: Sequence[int]) -> Iterator[float]:
+    """Of each stretch between two knots how much a count covers, and what attention reads."""
+    for knots, count in ((rows, load.rows), (sampled, load.samples)):
+        for low, high in pairwise(knots):
+            yield min(max(count - low, 0), high - low)
+    yield from (load.work.decode_context, load.work.prefill_context, load.chunk_reads)
+
+
+def _table(knots: Sequence[int], first: float, slopes: Sequence[float]) -> SecondsTable:
+    seconds = [first]
+    for low, high, slope in zip(knots, knots[1:], slopes, strict=False):
+        seconds.append(seconds[-1] + slope * (high - low))
+    return tuple(zip(knots, seconds, strict=True))
+
+
+def _fit_between(samples: Sequence[StepSample]) -> tuple[float, float]:
+    seconds = np.maximum([each.between or 0.0 for each in samples], _LEAST_BETWEEN)
+    constant, each_token = solve_robust(np.array([[1.0, each.brought] for each in samples]), seconds).tolist()
+    return constant, each_token
+
+
+def solve_robust(features: FloatArray, seconds: FloatArray) -> FloatArray:
+    """As `solve_least_squares`, of errors as shares of what was expected. One that is far from usual counts by its
+    size and not by its square (Huber's loss): neighbours on a machine hold single steps up for many times their time.
+    """
+    scale, weights = seconds, np.ones(len(seconds))
+    for _ in range(_ROUNDS):
+        each = (weights / scale)[:, None]
+        found = solve_least_squares(features * each, seconds * weights / scale)
+        scale = np.maximum(features @ found, 1e-3 * seconds)
+        errors = np.abs(seconds / scale - 1)
+        usual = max(_USUAL * float(np.median(errors)), 1e-9)
+        weights = np.sqrt(np.minimum(1.0, usual / np.maximum(errors, 1e-12)))
+    return found
+
+
+def solve_least_squares(features: FloatArray, target: FloatArray) -> FloatArray:
+    """x >= 0 with the smallest sum of squares of `features` @ x - `target` (Lawson and Hanson, 1974)."""
+    scale = np.linalg.norm(features, axis=0)
+    scale[scale == 0] = 1.0
+    columns = features / scale
+    x, used = np.zeros(len(scale)), np.zeros(len(scale), np.bool_)
+    for _ in range(10 * len(scale)):
+        slope = columns.T @ (target - columns @ x)
+        slope[used] = 0.0
+        if slope.max() <= 1e-10 * np.linalg.norm(target):
+            break
+        used[slope.argmax()] = True
+        while True:
+            best = np.zeros(len(scale))
+            best[used] = np.linalg.lstsq(columns[:, used], target, rcond=None)[0]
+            if (best[used] >= 0).all():
+                break
+            low = used & (best < 0)
+            x += (x[low] / (x[low] - best[low])).min() * (best - x)
+            x[low & (x <= 1e-15)] = 0.0
+            used &= x > 0
+        x = best
+    solved: FloatArray = x / scale
+    return solved

@@ -1,0 +1,137 @@
+"""What is analyzed: a model that takes the load, with the models that it asks, in a repository.
+
+A checkpoint on its own becomes a repository of one model. Reads configs; loads nothing.
+"""
+
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from ...core.errors import InvalidArgument, NotFound, Unsupported
+from ...repository.backend_registry import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND
+from ...repository.catalog import RepositoryCatalog
+from ...repository.config_io import ConfigMessage, config_to_text, new_config
+from ...repository.model_source import ModelSource, checkpoint_source, file_stamps, in_order_of_need, is_repository
+
+_FOREIGN = ("vllm", "tensorrtllm", "llmapi")
+
+
+class TunedModels(NamedTuple):
+    """`models`: the one that takes the load last, before it those that it asks. `is_checkpoint`: it is one on its own,
+    so that flags and no config are what comes of it."""
+
+    repository: Path
+    models: tuple[ModelSource, ...]
+    is_checkpoint: bool = False
+
+    @property
+    def loaded(self) -> ModelSource:
+        """The model that takes the load."""
+        return self.models[-1]
+
+    @property
+    def is_graph(self) -> bool:
+        return len(self.models) > 1
+
+    def digest(self) -> str:
+        """Another one as soon as a file or a config of the models changes."""
+        marks = [
+            (each.name, [version.mark or _stamps(version.path) for version in each.versions]) for each in self.models
+        ]
+        return sha256(repr(marks).encode()).hexdigest()[:16]
+
+
+def _stamps(checkpoint: str) -> Hashable:
+    """Of a checkpoint on its own; none of a hub id, whose files nobody changes."""
+    path = Path(checkpoint)
+    return tuple(file_stamps(path, path.parent)) if path.exists() else checkpoint
+
+
+@contextmanager
+def open_models(source: str, model: str) -> Iterator[TunedModels]:
+    """The models of a repository, a checkpoint directory, a file in GGUF, or a hub id. `model`: which of a repository
+    takes the load; may be empty if there is one.
+
+    Raises:
+        InvalidArgument, NotFound: `source` is nothing of that, or has no such model, or several.
+        Unsupported: the model cannot be put under load, or not be configured from here.
+    """
+    path = Path(source)
+    with ExitStack() as stack:
+        if path.is_dir() and is_repository(path):
+            found = _models_of(path.resolve(), model)
+        else:
+            single = checkpoint_source(source, (model,) if model else ())
+            repository = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-analyze-")))
+            _write_single(repository, single)
+            # Its own mark tells nothing: what lies in the scratch folder is only a name.
+            found = TunedModels(repository, (single,), is_checkpoint=True)
+        for each in found.models:
+            _check(each)
+        yield found
+
+
+def _models_of(repository: Path, model: str) -> TunedModels:
+    catalog = RepositoryCatalog([repository])
+    names = catalog.model_names()
+    if not model:
+        if len(names) != 1:
+            raise InvalidArgument(f"{repository} has several models: name one with --model, of {', '.join(names)}")
+        [model] = names
+    if model not in names:
+        raise NotFound(f"there is no model '{model}' in {repository}, only {', '.join(names)}")
+    found: dict[str, ModelSource] = {}
+    wanted = [model]
+    while wanted:
+        name = wanted.pop()
+        if name not in found:
+            found[name] = catalog.read(name)
+            wanted += [step for step in found[name].steps if step in names or step not in found[name].optional_steps]
+    ordered = in_order_of_need(found[name] for name in sorted(found))
+    last = [each for each in ordered if each.name == model]
+    return TunedModels(repository, (*(each for each in ordered if each.name != model), *last))
+
+
+def _write_single(repository: Path, single: ModelSource) -> None:
+    """A repository of the one model: our engine reads the checkpoint where it lies, others want it in their version."""
+    folder, [version] = repository / single.name, single.versions
+    folder.mkdir()
+    if single.backend == LANGUAGE_MODEL_BACKEND:
+        (folder / "1").mkdir()
+        single.config.parameters["model"].string_value = version.path
+    else:
+        (folder / "1").symlink_to(version.path)
+    (folder / "config.pbtxt").write_text(config_to_text(single.config))
+
+
+def _check(source: ModelSource) -> None:
+    if source.config.HasField("sequence_batching"):
+        message = "is stateful: its requests belong to sequences, which no load of independent requests makes"
+        raise Unsupported(f"model '{source.name}' {message}")
+    if source.backend in _FOREIGN:
+        message = f"has the backend {source.backend}, whose settings are not those of a config"
+        raise Unsupported(f"model '{source.name}' {message}: analyze its checkpoint instead")
+
+
+def streams_text(config: ConfigMessage) -> bool:
+    """Whether its answers are streams of text: a language model's, or those of a graph that passes them on."""
+    asked, told = ({each.name for each in side} for side in (config.input, config.output))
+    return is_language_model(config) or ("text_input" in asked and "text_output" in told)
+
+
+def is_language_model(config: ConfigMessage) -> bool:
+    return bool(config.backend == LANGUAGE_MODEL_BACKEND)
+
+
+def is_composed(config: ConfigMessage) -> bool:
+    """Whether it only asks others: it has no instances and no batches of its own."""
+    return bool(config.backend in (PIPELINE_BACKEND, "ensemble") or config.HasField("ensemble_scheduling"))
+
+
+def copy_config(config: ConfigMessage) -> ConfigMessage:
+    copied = new_config()
+    copied.CopyFrom(config)
+    return copied
