@@ -275,9 +275,10 @@ class GpuBench:
         if drafts:
             plans = [_with_drafts(plan, drafts) for plan in plans]
         runner = executor.rank.runner
-        if runner.graphs is not None:
-            runner.graphs.capture_now(rows * (1 + drafts), context + work.steps + 14 + drafts, 1 + drafts)
-        eager = 0 if runner.graphs is None else runner.graphs.eager_steps
+        graphs = runner.computer.graphs
+        if graphs is not None:
+            graphs.capture_now(rows * (1 + drafts), context + work.steps + 14 + drafts, 1 + drafts)
+        eager = 0 if graphs is None else graphs.eager_steps
         runner.begin_step(plans[0])
         launching, began = 0.0, 0.0
         for at, plan in enumerate(plans[1:]):
@@ -293,7 +294,7 @@ class GpuBench:
         bar = None if drafts or context > work.context else 0.78 if rows == 1 else 0.65
         name = f"{work.name} decode step of {rows} at {context:,}" + (f" with {drafts} drafts each" if drafts else "")
         more = f"launched in {1e3 * launching / (len(plans) - 13):.2f} ms of the host"
-        if runner.graphs is not None and (launched := runner.graphs.eager_steps - eager):
+        if graphs is not None and (launched := graphs.eager_steps - eager):
             more += f", {launched} steps kernel by kernel"
         if not drafts and context == work.context:
             self.decode_seconds[rows] = seconds
@@ -324,8 +325,8 @@ class GpuBench:
             (f"step of {rows} and {chunk:,} tokens of a prompt", _mixed_plans(rows, context, 4, each, chunk)),
         ):
             self.allocate((rows + 1) * each)
-            if runner.graphs is not None:
-                runner.graphs.capture_now(rows, context + 4)
+            if runner.computer.graphs is not None:
+                runner.computer.graphs.capture_now(rows, context + 4)
             runner.run_step(next(plans))
 
             def compute(plans: Iterator[StepPlan] = plans) -> None:

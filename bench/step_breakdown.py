@@ -104,7 +104,7 @@ def main(
 def _decode(peer: Peer, job: OfflineJob, tries: int) -> StepTimes:
     """Raises InvalidArgument: the layers run as no program here, or no step followed another."""
     watch, random = FastestSteps(), np.random.default_rng(0)
-    decoder = peer.executor.rank.runner.decoder
+    decoder = peer.executor.rank.runner.computer.decoder
     if isinstance(decoder, NativeDecoder):
         decoder.timing_listener = watch.see
     for _ in range(tries):

@@ -67,7 +67,7 @@ def memory_needed(path: str, parameters: Mapping[str, Any], gpus: Sequence[int])
     device, replicas = options.device or "auto", options.data_parallel_size or 1
     ranks = (options.tensor_parallel_size or 1) * (options.pipeline_parallel_size or 1)
     _, _, number = device.partition(":")
-    taken = [int(number)] if number.isdecimal() else range(ranks * replicas)  # see `worker.loaded_rank.assign_device`
+    taken = [int(number)] if number.isdecimal() else range(ranks * replicas)  # see `worker.devices.assign_device`
     on_host, cache = computes_on_host(device, gpus), options.kv_cache_bytes or 0
     weights = _weight_bytes(checkpoint, options, None if on_host else min(map(Gpus().capability, taken)))
     if on_host:

@@ -1,5 +1,5 @@
-"""Stand-ins of a GPU for steps that are recorded: an attention that reads rows on the device alone, and a recorder that
-replays launches over the same buffers."""
+"""Stand-ins of a GPU for steps that are recorded: an attention that reads rows on the device alone, a queue, and a
+recorder that replays launches over the same buffers."""
 
 import pytest
 import torch
@@ -9,6 +9,8 @@ from charonia.engine.attention.backend import AttentionBackend
 from charonia.engine.attention.torch_attention import TorchStepAttention
 from charonia.engine.gpu.graphs import CudaRecorder, Launches
 from charonia.engine.step_batch import StepBatch
+from charonia.engine.worker.device_step_computer import DeviceStepComputer
+from charonia.engine.worker.loaded_rank import LoadedRank
 from tests.cuda_stand_in import StandInCuda
 
 
@@ -45,6 +47,13 @@ class DeviceAttention(AttentionBackend):
             return torch.einsum("nht,nthd->nhd", weights, own_values).flatten(1)
 
         return TorchStepAttention(attend, self._spec)
+
+
+def compute_on_queue(rank: LoadedRank) -> DeviceStepComputer:
+    """Have the steps of a rank computed as on a device, whose queue is worked off at once."""
+    computer = DeviceStepComputer(rank.runner.computer.decoder, rank.attention, rank.rows, torch.device("cpu"))
+    rank.runner.computer = computer
+    return computer
 
 
 class Recorder:

@@ -30,7 +30,8 @@ from ...scheduler.plan import MaskArray, MaskSource
 from ..checkpoint.build_context import Shard, SingleRank, TensorGroup, all_rank_slices
 from ..checkpoint.partition import PipelineStage
 from ..config import EngineConfig
-from ..worker.loaded_rank import LoadedRank, assign_device, load_rank, resolve_device
+from ..worker.devices import assign_device, resolve_device
+from ..worker.loaded_rank import LoadedRank, load_rank
 from . import rank_messages as messages
 from .local_ranks import RankLayout, RankPlace
 from .rank_connections import listen_on

@@ -13,8 +13,9 @@ from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..checkpoint.build_context import Shard
 from ..checkpoint.partition import PipelineStage
 from ..config import EngineConfig
+from .devices import assign_device
 from .executor import Capacity, ProgressCallback
-from .loaded_rank import LoadedRank, assign_device, load_rank
+from .loaded_rank import LoadedRank, load_rank
 
 
 class InlineExecutor:

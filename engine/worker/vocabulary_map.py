@@ -9,10 +9,12 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, NotFound
 from ...scheduler.plan import IntArray, MaskArray
 from ...tokenization.bounded_encoder import BoundedEncoder
+from ...tokenization.checkpoint_files import locate_checkpoint
 from ...tokenization.tokenizer_json import read_tokenizer
+from ..config import EngineConfig
 from ..grammars.vocabulary import token_bytes
 
 LEAST_SHARED = 0.5
@@ -80,3 +82,25 @@ def _last_pieces(backend: tokenizers.Tokenizer, texts: Sequence[bytes | str]) ->
     written = [text if isinstance(text, str) else text.decode(errors="replace") for text in texts]
     encoded = BoundedEncoder(backend, "tokenizer.json").encode(written, special=False)
     return [each.ids[-1] if each.ids else 0 for each in encoded]
+
+
+def map_draft_vocabulary(config: EngineConfig, draft: str, tokens: int, own_tokens: int) -> VocabularyMap | None:
+    """How the tokens of the draft model at `draft` become the target's; None where they are the same, but for the last
+    ones of one of them. A checkpoint without a tokenizer is believed if it has as many tokens. Raises as
+    `map_vocabularies`."""
+    target, own = locate_checkpoint(config.tokenizer or config.model), locate_checkpoint(draft)
+    try:
+        vocabularies = [read_tokenizer(checkpoint)[0].get_vocab() for checkpoint in (target, own)]
+    except NotFound:
+        if tokens == own_tokens:
+            return None
+        message = f"speculative_config: {draft} has another number of tokens than {config.model}, and no tokenizer"
+        raise InvalidArgument(message, field="speculative_config") from None
+    shared = min(tokens, own_tokens, *map(len, vocabularies))
+    first, second = ({text: token for text, token in ids.items() if token < shared} for ids in vocabularies)
+    if first == second:
+        return None
+    if config.speculation is not None and config.speculation.use_heterogeneous_vocab is False:
+        message = f"speculative_config: {draft} has another vocabulary than {config.model}"
+        raise InvalidArgument(f"{message}, and use_heterogeneous_vocab is false", field="speculative_config")
+    return map_vocabularies(target, own, tokens, own_tokens)

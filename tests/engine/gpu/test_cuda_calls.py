@@ -12,8 +12,8 @@ import torch
 from charonia.engine.attention.host_cache import HostCache
 from charonia.engine.config import EngineConfig
 from charonia.engine.gpu import runtime
-from charonia.engine.worker import loaded_rank
-from charonia.engine.worker.loaded_rank import resolve_device
+from charonia.engine.worker.devices import resolve_device
+from charonia.engine.worker.rank_memory import free_memory, peak_bytes
 from tests.cuda_stand_in import DEVICE_CALLS, StandInCuda
 
 ROOT = Path(__file__).parents[3]
@@ -48,8 +48,8 @@ def test_a_gpu_has_its_index(cuda: StandInCuda) -> None:
 
 CALLS: dict[str, Callable[[torch.device], object]] = {
     "capability": lambda device: runtime.capability.__wrapped__(device),
-    "free memory": lambda device: loaded_rank._free_memory(device, 1, EngineConfig(model="", gpu_memory=1000)),
-    "peak of a step": lambda device: loaded_rank._peak_bytes(device, lambda: None),
+    "free memory": lambda device: free_memory(device, 1, EngineConfig(model="", gpu_memory=1000)),
+    "peak of a step": lambda device: peak_bytes(device, lambda: None),
 }
 
 

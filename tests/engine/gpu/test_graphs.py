@@ -31,15 +31,15 @@ from charonia.engine.layers import linear
 from charonia.engine.step_adapters import StepAdapters
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.engine.worker.loaded_rank import record_decode_steps
 from charonia.engine.worker.step_drafters import DraftModel
+from charonia.engine.worker.step_recording import record_decode_steps
 from charonia.engine.worker.vocabulary_map import VocabularyMap
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
-from tests.recording import DeviceAttention, Recorder
+from tests.recording import DeviceAttention, Recorder, compute_on_queue
 
 from ...adapters import layers_of, write_adapter
 
@@ -108,6 +108,7 @@ class Setting:
         )
         self.executor = InlineExecutor(self.config)
         self.executor.load(lambda phase, fraction: None)
+        self.computer = compute_on_queue(self.executor.rank)
         self.executor.allocate(BLOCKS)
         if adapters and table is not None:
             self.executor.rank.loaded_adapters._targets._table = table  # type: ignore[method-assign]
@@ -122,15 +123,15 @@ class Setting:
     def set_pace(self, seconds: float) -> None:
         """Begin anew without graphs, with so many seconds from one step to the next."""
         runner, clock = self.executor.rank.runner, (at * seconds for at in range(10**6))
-        self.graphs = DecodeGraphs(runner.compute_static, LARGEST, CPU, self.recorder, clock.__next__)
-        runner.graphs = self.graphs
+        self.graphs = DecodeGraphs(self.computer.compute_static, LARGEST, CPU, self.recorder, clock.__next__)
+        self.computer.graphs = self.graphs
         if isinstance(runner.draft, DraftModel):
             buckets = GraphBuckets((1, 2, 4), (32, LONGEST), (2, 8), 2)
             runner.draft.graphs = DecodeGraphs(runner.draft.compute_static, buckets, CPU, self.recorder, clock.__next__)
 
     def eager_answers(self) -> list[list[int]]:
         """How each prompt is answered with each adapter, one after the other, by steps that are not recorded."""
-        graphs, self.executor.rank.runner.graphs = self.executor.rank.runner.graphs, None
+        graphs, self.computer.graphs = self.computer.graphs, None
         answers = []
         for key in range(len(self.prompts) * len(self.adapters)):
             scheduler, cache = self.scheduler(0)
@@ -139,7 +140,7 @@ class Setting:
             while plan := scheduler.schedule():
                 found += scheduler.apply(self.executor.execute(plan).result()).tokens
             answers.append(found)
-        self.executor.rank.runner.graphs = graphs
+        self.computer.graphs = graphs
         return answers
 
     @torch.inference_mode()
@@ -339,23 +340,23 @@ def test_a_draft_models_passes_are_replayed(drafting: Setting, cancelled: dict[i
 def test_what_can_be_recorded_is(drafting: Setting, adapted: Setting, caplog: pytest.LogCaptureFixture) -> None:
     """As many places a row as drafts need, and the attention takes; two for a draft model."""
     rank = drafting.executor.rank
-    record_decode_steps(drafting.config, rank.context, rank.runner, drafting.recorder)
+    record_decode_steps(drafting.config, rank.context, drafting.computer, rank.draft, drafting.recorder)
     target, draft = rank.runner.all_graphs
     assert (target.buckets.most, target.buckets.adapters) == (1 + MOST, 0)
     assert (draft.buckets.most, draft.buckets.contexts) == (2, target.buckets.contexts)
     many = msgspec.structs.replace(
         drafting.config, speculation=SpeculationConfig(num_speculative_tokens=20, method="ngram")
     )
-    record_decode_steps(many, rank.context, rank.runner, drafting.recorder)
+    record_decode_steps(many, rank.context, drafting.computer, rank.draft, drafting.recorder)
     assert rank.runner.all_graphs[0].buckets.most == DeviceAttention.recordable_places
     while any(graphs.capture_one() for graphs in rank.runner.all_graphs):
         pass
     assert all(len(each._replays) == len(each.buckets.keys) for each in rank.runner.all_graphs)
-    rank.runner.graphs = None
+    drafting.computer.graphs = None
     with caplog.at_level("INFO"):
         eager = msgspec.structs.replace(drafting.config, enforce_eager=True)
-        record_decode_steps(eager, rank.context, rank.runner, drafting.recorder)
-    assert rank.runner.graphs is None
+        record_decode_steps(eager, rank.context, drafting.computer, rank.draft, drafting.recorder)
+    assert drafting.computer.graphs is None
     assert caplog.messages == ["decode steps are computed without CUDA graphs: enforce_eager"]
 
 

@@ -19,14 +19,15 @@ from charonia.engine.attention import selector
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.engine.worker.loaded_rank import check_rank_config, load_rank, record_decode_steps
+from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
+from charonia.engine.worker.step_recording import record_decode_steps
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import GREEDY, SequenceSpec
 from charonia.scheduler.speculation import Speculation
-from tests.recording import DeviceAttention, Recorder
+from tests.recording import DeviceAttention, Recorder, compute_on_queue
 
 LAYERS, DRAFT_VOCABULARY, MOST, BLOCK, BLOCKS, NEW = (0, 1, 1), 96, 3, 16, 40, 14
 LENGTHS = (5, 33, 40, 33)
@@ -412,10 +413,11 @@ def test_a_head_goes_on_from_the_states_of_replayed_steps(
 
     def record(executor: InlineExecutor) -> None:
         rank = executor.rank
-        if rank.runner.graphs is None:
-            rank.runner._rows._lines = 3  # as on a GPU, where tables stay
+        if rank.runner.computer.graphs is None:
+            rank.rows._lines = 3  # as on a GPU, where tables stay
+            computer = compute_on_queue(rank)
             executor.allocate(BLOCKS)
-            record_decode_steps(config, rank.context, rank.runner, recorder)
+            record_decode_steps(config, rank.context, computer, rank.draft, recorder)
             while any(each.capture_one() for each in rank.runner.all_graphs):
                 pass
         eager.append(executor.eager_steps)

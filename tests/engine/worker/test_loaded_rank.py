@@ -1,7 +1,7 @@
 """What bounds decoding: bytes a token, counted against a real checkpoint, and the memory's speed."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -10,22 +10,16 @@ import pytest
 import torch
 from msgspec.structs import replace as replace_fields
 from safetensors import safe_open
-from torch import Tensor
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import ExpertsSpec
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.cpu import library
-from charonia.engine.gpu.graphs import GRAPH_BYTES, DecodeGraphs, GraphBuckets
-from charonia.engine.layers.step_context import StepContext
-from charonia.engine.models.interfaces import LogitsIterator
 from charonia.engine.options import EngineOptions
-from charonia.engine.worker import loaded_rank
-from charonia.engine.worker.loaded_rank import assign_device, check_rank_config, load_rank
+from charonia.engine.worker.devices import assign_device
+from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
 from charonia.engine.worker.roofline import CACHED, Roofline, measure_roofline, read_bandwidth, token_weights
-from charonia.engine.worker.row_states import RowStates
-from charonia.scheduler.config import SchedulerConfig
 
 DEMO = Path(__file__).parents[3] / "examples/model_repository/demo/1"
 DRAFT = Path(__file__).parents[3] / "examples/draft"
@@ -166,105 +160,4 @@ def test_a_draft_model_without_a_tokenizer_needs_as_many_tokens(
         load_rank(EngineConfig(model=str(DEMO), device="cpu", speculation=other))
     rank = load_rank(EngineConfig(model=str(checkpoint("llama")), device="cpu", speculation=other))
     assert rank.draft is not None
-    rank.close()
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with four."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-
-
-def config(device: str = "auto", replicas: int = 1, replica: int = 0) -> EngineConfig:
-    return EngineConfig(model="", device=device, data_parallel_size=replicas, replica=replica)
-
-
-def test_one_engine_takes_what_is_named(gpus: None) -> None:
-    named = ["auto", "cuda", "cuda:3", "cpu", "cuda:9", "toaster"]
-    assert [assign_device(config(name)) for name in named] == ["cuda", "cuda", "cuda:3", "cpu", "cuda:9", "toaster"]
-
-
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_nobody_shares_a_gpu(gpus: None, device: str) -> None:
-    assert [assign_device(config(device, 4, replica)) for replica in range(4)] == [f"cuda:{n}" for n in range(4)]
-    ranks = [assign_device(config(device, 2, replica), local, 2) for replica in range(2) for local in range(2)]
-    assert ranks == [f"cuda:{n}" for n in range(4)]
-    assert [assign_device(config(device), local, 3) for local in range(3)] == [f"cuda:{n}" for n in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("device", "replicas", "here", "says", "field"),
-    [
-        ("auto", 5, 1, "data_parallel_size: 5 replicas need a GPU each, and this machine has 4", "data_parallel_size"),
-        ("cuda", 2, 3, "2 replicas of 3 ranks need a GPU each", "data_parallel_size"),
-        ("cuda", 1, 5, "tensor_parallel_size: 5 ranks need a GPU each", "tensor_parallel_size"),
-        ("cuda:1", 2, 1, "device 'cuda:1' is one GPU, and there are 2 replicas", "device"),
-        ("cuda:1", 1, 2, "device 'cuda:1' is one GPU, and there are 2 ranks", "device"),
-    ],
-)
-def test_what_is_missing_is_said(gpus: None, device: str, replicas: int, here: int, says: str, field: str) -> None:
-    with pytest.raises(InvalidArgument, match=says) as refusal:
-        assign_device(config(device, replicas), 0, here)
-    assert refusal.value.field == field
-
-
-def test_all_share_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert {assign_device(config(replicas=2, replica=replica), local, 2) for replica in (0, 1) for local in (0, 1)} == {
-        "cpu"
-    }
-    assert assign_device(config("cuda", 2)) == "cuda"  # which is refused by whoever makes tensors on it
-
-
-def test_a_replica_counts_what_it_took_already_into_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded_rank, "available_memory", lambda: 5000)
-    monkeypatch.setattr(loaded_rank, "own_anonymous_memory", lambda: 300)
-    cpu = torch.device("cpu")
-
-    def left(neighbours: int, granted: int | None) -> int:
-        return loaded_rank._free_memory(cpu, neighbours, EngineConfig(model="", host_memory=granted, gpu_memory=1))
-
-    assert (left(1, None), left(1, 1000), left(2, 1000)) == (5000, 700, 200)
-    assert left(1, 9000) == 5000  # more was promised than there is by now
-
-
-def test_on_a_gpu_it_takes_what_it_was_granted_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5000, 8000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
-
-    def left(granted: int | None) -> int:
-        config = EngineConfig(model="", host_memory=1, gpu_memory=granted)
-        return loaded_rank._free_memory(torch.device("cuda:1"), 1, config)
-
-    assert (left(None), left(1000), left(9000)) == (5000, 700, 5000)
-
-
-def test_the_worst_step_is_measured_with_what_graphs_keep(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU a stand-in counts what is computed; afterwards rows and cache are as before."""
-    scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=600, max_model_len=256)
-    rank = load_rank(EngineConfig(model=str(checkpoint("llama")), device="cpu", scheduler=scheduler))
-    sizes: list[tuple[int, int]] = []
-    compute = rank.runner.decoder.compute_logits
-
-    def watched(context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator | None:
-        sizes.append((context.batch.size, len(selections[0])))
-        return compute(context, selections)
-
-    def peak(device: torch.device, measured: Callable[[], object]) -> int:
-        measured()
-        return 1000
-
-    monkeypatch.setattr(rank.runner.decoder, "compute_logits", watched)
-    monkeypatch.setattr(loaded_rank, "_peak_bytes", peak)
-    monkeypatch.setattr(rank.runner, "_rows", RowStates(256, 16, torch.device("cpu"), lines=3))
-    assert rank._measured_step_bytes() == 1000
-    assert sizes == [(600, 64)]
-    buckets = GraphBuckets((1, 2), (256,))
-    cpu = torch.device("cpu")
-    rank.runner.graphs = DecodeGraphs(rank.runner.compute_static, buckets, cpu, lambda launches: launches)
-    assert rank._measured_step_bytes() == 2000 + 2 * GRAPH_BYTES + 2 * 384 * 4
-    assert sizes[1:] == [(600, 64), (2, 2)]
     rank.close()

@@ -1,6 +1,7 @@
 """When a rank's steps begin, and how often they are computed, around a decoder that only counts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import SampledTokens, StepBatch
+from charonia.engine.worker.cpu_step_computer import CpuStepComputer
+from charonia.engine.worker.device_step_computer import DeviceStepComputer
 from charonia.engine.worker.model_runner import ModelRunner
 from charonia.engine.worker.row_states import RowStates
 from charonia.scheduler.plan import IntArray, LogitsParams, MaskArray, NewSequence, ResolvedSampling, StepPlan
@@ -64,14 +67,18 @@ class Alone(Counting):
         self.said.append("finished")
 
 
-def runner(model: Stage | Alone, device: torch.device = CPU) -> ModelRunner:
-    return ModelRunner(model, model, RowStates(32, 4, CPU), device)  # type: ignore[arg-type]
+def runner(model: Alone, rows: RowStates | None = None) -> ModelRunner:
+    """Of a CPU."""
+    rows = rows or RowStates(32, 4, CPU)
+    return ModelRunner(CpuStepComputer(model, model, rows), rows)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_stage_that_is_not_the_last_sends_a_step_once(device: str) -> None:
-    stage = Stage()
-    result = runner(stage, torch.device(device)).run_step(plan(0, 0, new=True))
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_stage_that_is_not_the_last_sends_a_step_once(queued: bool) -> None:
+    stage: Any = Stage()
+    rows = RowStates(32, 4, CPU)
+    computer = DeviceStepComputer(stage, stage, rows, CPU) if queued else CpuStepComputer(stage, stage, rows)
+    result = ModelRunner(computer, rows).run_step(plan(0, 0, new=True))
     assert stage.said == ["computed"]
     assert not len(result.rows)
 
@@ -109,7 +116,7 @@ def test_a_step_that_needs_the_host_is_followed_when_its_token_is_there(
     sampling: ResolvedSampling, token: int, kernels: str
 ) -> None:
     model, rows = Kernels(), RowStates(32, 4, CPU)
-    steps = ModelRunner(model, model, rows, CPU)  # type: ignore[arg-type]
+    steps = runner(model, rows)
     steps.begin_step(plan(0, 0, new=True, sampling=sampling))
     steps.begin_step(plan(1, 3))
     assert model.said == [kernels]

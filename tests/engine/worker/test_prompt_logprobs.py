@@ -189,7 +189,7 @@ def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], mo
         monkeypatch.setattr(module, "LOGITS_PIECE", 16)
     with closing(InlineExecutor(config(checkpoint("llama")))) as executor:
         executor.load(lambda phase, fraction: None)
-        decoder, sizes = executor.rank.runner.decoder, list[int]()
+        decoder, sizes = executor.rank.runner.computer.decoder, list[int]()
         begun = decoder.begin_step
 
         def begin_step(context: Any, places: Any, samples: Any) -> Any:

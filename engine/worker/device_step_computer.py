@@ -1,0 +1,126 @@
+"""Steps on a device that works off a queue, as a GPU does: a step is queued as a whole behind the one before, launch by
+launch or as a recorded graph, and nothing is waited for until its tokens are read."""
+
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...scheduler.plan import MaskSource, StepPlan
+from ..attention.backend import AttentionBackend
+from ..gpu.graphs import DecodeGraphs, StaticStep
+from ..layers.step_context import StepContext
+from ..models.interfaces import Decoder
+from ..models.native_decoder import NativeDecoder
+from ..step_adapters import AdapterBlocks, StepAdapters
+from ..step_batch import SAMPLING_DTYPE, HostCopy, to_device
+from .row_states import RowStates, StepInputs
+from .sampler import choose_sampler
+from .step_computer import BegunStep
+from .step_samples import ChosenTokens, StepLogits, StepSamples, TokenChooser, compute_step_logits
+
+
+class DeviceStepComputer:
+    """The `StepComputer` of a device with a queue."""
+
+    def __init__(self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, device: torch.device) -> None:
+        self.decoder = decoder
+        self.attention = attention
+        self.graphs: DecodeGraphs | None = None
+        """Recorded decode steps, made around `compute_static`; the attention must be able to."""
+        self._rows = rows
+        self._device = device
+        self._chooser = TokenChooser(rows, device)
+
+    def follows_unread(self, plan: StepPlan) -> bool:
+        """All that a step does is queued, copies of blocks included."""
+        return True
+
+    def begin(self, inputs: StepInputs, masks: MaskSource | None) -> BegunStep:
+        """See `StepComputer.begin`."""
+        logits = self._replay(inputs)
+        if logits is None:
+            context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters)
+            logits = compute_step_logits(self.decoder, context, inputs)
+        return _QueuedStep(inputs, logits, masks, self._chooser)
+
+    @torch.inference_mode()
+    def compute_static(self, step: StaticStep) -> list[Tensor]:
+        """The `compute` of `DecodeGraphs`: logits, and the states that a head goes on from."""
+        batch = self._rows.static_batch(step)
+        context = StepContext(batch, self.attention.begin_step(batch), step.adapters)
+        logits = self.decoder.compute_logits(context, (torch.arange(batch.size, device=self._device),))
+        assert logits is not None  # only a whole model's steps are recorded
+        assert isinstance(self.decoder, NativeDecoder)
+        return [next(logits), *self.decoder.kept]
+
+    @torch.inference_mode()
+    def compute_worst_step(self, tokens: int, sampled: int, adapted: bool) -> None:
+        """Compute the step that takes the most memory, over a cache of one block that all rows share: `tokens` tokens,
+        with room for adapters if they may be `adapted`, and `sampled` of the next ones drawn. The caller has allocated
+        that cache, and allocates it anew afterwards."""
+        counts = self._rows.longest_rows(tokens)
+        batch = self._rows.batch(np.arange(len(counts), dtype=np.int32), np.zeros_like(counts), counts)
+        nobody = torch.zeros((4, batch.size), dtype=torch.int64, device=self._device)
+        adapters = StepAdapters.on_device(AdapterBlocks(nobody, batch.size)) if adapted else None
+        context = StepContext(batch, self.attention.begin_step(batch), adapters)
+        places = to_device(np.arange(batch.size - min(sampled, batch.size), batch.size), self._device)
+        logits = self.decoder.compute_logits(context, (places,))
+        assert logits is not None  # only a whole model is measured
+        drawn = np.zeros(len(places), SAMPLING_DTYPE)
+        drawn["temperature"], drawn["top_p"] = 1.0, 0.9
+        HostCopy(choose_sampler(self._device)(next(logits), drawn)).read()
+
+    def _replay(self, inputs: StepInputs) -> StepLogits | None:
+        """The logits of a decode step that is recorded; None: it is to be launched."""
+        batch = inputs.batch
+        wanted = len(inputs.logits_indices)
+        if self.graphs is None or inputs.scored is not None or not wanted:
+            return None
+        if wanted < batch.size and batch.counts.max() > self.graphs.buckets.most:
+            return None  # a part of a prompt is computed
+        outputs = self.graphs.replay(batch, inputs.adapters)
+        if outputs is None:
+            return None
+        logits, *kept = outputs
+        if kept:
+            cast(NativeDecoder, self.decoder).kept = kept
+        return StepLogits(logits if wanted == batch.size else logits[inputs.logits_indices])
+
+
+class _QueuedStep:
+    """A step that is queued. Its tokens are chosen behind it at once, or, where the host has to mask its logits, when it
+    is settled. `logits` None: this rank has none."""
+
+    def __init__(
+        self, inputs: StepInputs, logits: StepLogits | None, mask_source: MaskSource | None, chooser: TokenChooser
+    ) -> None:
+        self._inputs = inputs.with_masks_on_host()
+        self._mask_source = mask_source
+        self._chooser = chooser
+        self._unmasked: StepLogits | None = None
+        self._chosen: ChosenTokens | None = None
+        if logits is not None and mask_source is None:
+            self._chosen = chooser.choose(self._inputs, logits, None)
+        else:
+            self._unmasked = logits
+
+    @property
+    def tokens_follow(self) -> bool:
+        return self._chosen is not None
+
+    def make_masks(self) -> None:
+        """Nothing that is queued waits for them."""
+
+    def settle(self) -> None:
+        if self._unmasked is None or self._mask_source is None:
+            return
+        self._chosen = self._chooser.choose(self._inputs, self._unmasked, self._mask_source())
+        self._unmasked = None
+
+    def read(self) -> StepSamples | None:
+        return None if self._chosen is None else self._chosen.read()
+
+    def abandon(self) -> None:
+        """Nothing that is queued waits for masks."""

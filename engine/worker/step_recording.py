@@ -1,0 +1,62 @@
+"""Which steps of a rank are recorded as CUDA graphs."""
+
+import logging
+
+from ..attention.backend import AttentionBackend
+from ..checkpoint.build_context import BuildContext
+from ..config import EngineConfig
+from ..gpu import runtime
+from ..gpu.graphs import DecodeGraphs, GraphBuckets, Recorder
+from ..models.interfaces import Decoder
+from ..models.native_decoder import NativeDecoder
+from .device_step_computer import DeviceStepComputer
+from .step_drafters import DraftModel, StepDrafter
+
+log = logging.getLogger(__name__)
+
+
+def record_decode_steps(
+    config: EngineConfig,
+    context: BuildContext,
+    computer: DeviceStepComputer,
+    draft: StepDrafter | None,
+    record: Recorder,
+) -> None:
+    """Have the decode steps of a whole model, and the passes of a model that drafts for it, recorded by `record` if
+    they can be. Rows with drafts have as many places as the attention takes, and adapters are in it where kernels add
+    them."""
+    if config.enforce_eager or not context.shard.is_whole:
+        reason = "enforce_eager" if config.enforce_eager else "the model is split"
+        log.info("decode steps are computed without CUDA graphs: %s", reason)
+        return
+    rows = config.scheduler.max_num_seqs
+    adapters = 0
+    if config.lora is not None and runtime.serves(context.dtype, context.device):
+        adapters = config.lora.max_loras
+    obstacle = _unrecordable(computer.decoder, computer.attention)
+    if obstacle is None:
+        most = min(1 + config.most_drafts, computer.attention.recordable_places)
+        buckets = GraphBuckets.of_limits(rows, context.max_positions, most, adapters)
+        computer.graphs = DecodeGraphs(computer.compute_static, buckets, context.device, record)
+    else:
+        log.info("decode steps are computed without CUDA graphs: %s", obstacle)
+    if not isinstance(draft, DraftModel):
+        return
+    obstacle = _unrecordable(draft.decoder, draft.attention)
+    if obstacle is None:
+        most = min(2, draft.attention.recordable_places)  # after drafts that were all right it lacks two tokens
+        buckets = GraphBuckets.of_limits(rows, draft.longest, most)
+        draft.graphs = DecodeGraphs(draft.compute_static, buckets, context.device, record)
+    else:
+        log.info("a draft model's passes are computed without CUDA graphs: %s", obstacle)
+
+
+def _unrecordable(decoder: Decoder, attention: AttentionBackend) -> str | None:
+    """Why steps of such a model cannot be recorded; None: they can."""
+    if not isinstance(decoder, NativeDecoder):
+        return "it is computed by transformers"
+    if decoder.host_bound:
+        return (
+            "its experts have biases, adapters or weights that no grouped product takes, and each is computed by itself"
+        )
+    return None if attention.recordable_places else "the attention reads rows on the host"

@@ -1,0 +1,75 @@
+"""The memory that a rank has left for its cache, and how its steps' own is measured."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from charonia.engine.config import EngineConfig
+from charonia.engine.gpu.graphs import GRAPH_BYTES, DecodeGraphs, GraphBuckets
+from charonia.engine.layers.step_context import StepContext
+from charonia.engine.models.interfaces import LogitsIterator
+from charonia.engine.worker import rank_memory
+from charonia.engine.worker.device_step_computer import DeviceStepComputer
+from charonia.engine.worker.loaded_rank import load_rank
+from charonia.engine.worker.model_runner import ModelRunner
+from charonia.engine.worker.rank_memory import measure_step_bytes
+from charonia.engine.worker.row_states import RowStates
+from charonia.scheduler.config import SchedulerConfig
+
+
+def test_a_replica_counts_what_it_took_already_into_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_memory, "available_memory", lambda: 5000)
+    monkeypatch.setattr(rank_memory, "own_anonymous_memory", lambda: 300)
+    cpu = torch.device("cpu")
+
+    def left(neighbours: int, granted: int | None) -> int:
+        return rank_memory.free_memory(cpu, neighbours, EngineConfig(model="", host_memory=granted, gpu_memory=1))
+
+    assert (left(1, None), left(1, 1000), left(2, 1000)) == (5000, 700, 200)
+    assert left(1, 9000) == 5000  # more was promised than there is by now
+
+
+def test_on_a_gpu_it_takes_what_it_was_granted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5000, 8000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+
+    def left(granted: int | None) -> int:
+        config = EngineConfig(model="", host_memory=1, gpu_memory=granted)
+        return rank_memory.free_memory(torch.device("cuda:1"), 1, config)
+
+    assert (left(None), left(1000), left(9000)) == (5000, 700, 5000)
+
+
+def test_the_worst_step_is_measured_with_what_graphs_keep(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU a stand-in counts what is computed; afterwards rows and cache are as before."""
+    scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=600, max_model_len=256)
+    rank = load_rank(EngineConfig(model=str(checkpoint("llama")), device="cpu", scheduler=scheduler))
+    sizes: list[tuple[int, int]] = []
+    compute = rank.runner.computer.decoder.compute_logits
+
+    def watched(context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator | None:
+        sizes.append((context.batch.size, len(selections[0])))
+        return compute(context, selections)
+
+    def peak(device: torch.device, measured: Callable[[], object]) -> int:
+        measured()
+        return 1000
+
+    monkeypatch.setattr(rank.runner.computer.decoder, "compute_logits", watched)
+    monkeypatch.setattr(rank_memory, "peak_bytes", peak)
+    rows = RowStates(256, 16, torch.device("cpu"), lines=3)
+    computer = DeviceStepComputer(rank.runner.computer.decoder, rank.attention, rows, torch.device("cpu"))
+    runner = ModelRunner(computer, rows)
+    assert measure_step_bytes(rank.config, rank.context, runner, computer) == 1000
+    assert sizes == [(600, 64)]
+    buckets = GraphBuckets((1, 2), (256,))
+    cpu = torch.device("cpu")
+    computer.graphs = DecodeGraphs(computer.compute_static, buckets, cpu, lambda launches: launches)
+    assert measure_step_bytes(rank.config, rank.context, runner, computer) == 2000 + 2 * GRAPH_BYTES + 2 * 384 * 4
+    assert sizes[1:] == [(600, 64), (2, 2)]
+    rank.close()
