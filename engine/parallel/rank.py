@@ -33,8 +33,8 @@ from ..config import EngineConfig
 from ..worker.devices import assign_device, resolve_device
 from ..worker.loaded_rank import LoadedRank, load_rank
 from . import rank_messages as messages
-from .local_ranks import RankLayout, RankPlace
 from .rank_connections import listen_on
+from .rank_layout import RankLayout, RankPlace
 
 P = ParamSpec("P")
 T = TypeVar("T")

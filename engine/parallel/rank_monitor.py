@@ -10,7 +10,7 @@ from ...core.errors import CharoniaError, ErrorCode, Unavailable, error_from_cod
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import StepResult
 from . import rank_messages as messages
-from .local_ranks import LaunchedRanks, RankLayout
+from .rank_layout import LaunchedRanks, RankLayout
 
 _GRACE_SECONDS = 1.0
 """How long the report of a rank that lost another one waits for that one's own, which says more."""

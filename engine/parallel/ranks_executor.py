@@ -19,7 +19,8 @@ from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..config import EngineConfig
 from ..worker.executor import Capacity, ProgressCallback
 from . import rank_messages as messages
-from .local_ranks import LaunchedRanks, LocalRanks, RankLayout
+from .local_ranks import LocalRanks
+from .rank_layout import LaunchedRanks, RankLayout
 from .rank_monitor import RankMonitor
 
 F = TypeVar("F")

@@ -26,8 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...core.errors import InvalidArgument, Unavailable
 from ...processes.child_process import set_process_name
 from ..config import EngineConfig
-from .local_ranks import RankLayout, RankPlace
 from .rank_connections import ConnectToken, RankListener, connect_to_listener, shut_down, wait_until_closed
+from .rank_layout import RankLayout, RankPlace
 
 _FORWARDED_VARIABLES = ("CHARONIA_", "HF_", "LRU_CACHE_", "NCCL_", "ONEDNN_")
 """Environment variables that go with a rank, where its machine does not say otherwise."""

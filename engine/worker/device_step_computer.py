@@ -90,8 +90,8 @@ class DeviceStepComputer:
 
 
 class _QueuedStep:
-    """A step that is queued. Its tokens are chosen behind it at once, or, where the host has to mask its logits, when it
-    is settled. `logits` None: this rank has none."""
+    """A step that is queued. Its tokens are chosen behind it at once, or, where the host has to mask its logits, when
+    it is settled. `logits` None: this rank has none."""
 
     def __init__(
         self, inputs: StepInputs, logits: StepLogits | None, mask_source: MaskSource | None, chooser: TokenChooser

@@ -18,7 +18,8 @@ import pytest
 from charonia.classic_backends.isolated.isolated_runtime import InstanceProcess, ProcessLost
 from charonia.engine.client.core_supervisor import CoreProcess
 from charonia.engine.config import EngineConfig, ParallelConfig
-from charonia.engine.parallel.local_ranks import LocalRanks, RankLayout
+from charonia.engine.parallel.local_ranks import LocalRanks
+from charonia.engine.parallel.rank_layout import RankLayout
 from charonia.processes import child_process
 from charonia.processes.child_process import ChildProcess, RestartBackoff, anonymous_file, python_child
 

@@ -11,7 +11,8 @@ import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.parallel.local_ranks import LocalRanks, RankLayout
+from charonia.engine.parallel.local_ranks import LocalRanks
+from charonia.engine.parallel.rank_layout import RankLayout
 from charonia.engine.parallel.ranks_executor import RanksExecutor
 from charonia.engine.worker.inline_executor import InlineExecutor
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from charonia.engine.config import EngineConfig, ParallelConfig
-from charonia.engine.parallel.local_ranks import RankLayout, RankPlace
 from charonia.engine.parallel.rank import join_ranks, rank_device
+from charonia.engine.parallel.rank_layout import RankLayout, RankPlace
 from tests.cuda_stand_in import StandInCuda
 
 

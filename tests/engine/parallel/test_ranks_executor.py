@@ -18,7 +18,7 @@ from charonia.core.errors import CharoniaError, ErrorCode, Internal, InvalidArgu
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.core import process
 from charonia.engine.core.process import build_executor
-from charonia.engine.parallel.local_ranks import RankLayout
+from charonia.engine.parallel.rank_layout import RankLayout
 from charonia.engine.parallel.rank_messages import (
     AllocateCache,
     CacheAllocated,

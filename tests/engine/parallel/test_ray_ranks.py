@@ -32,8 +32,8 @@ from charonia.core.errors import CharoniaError, InvalidArgument, NotReady, Unava
 from charonia.engine.client.client import EngineClient
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.core.messages import AddRequest
-from charonia.engine.parallel.local_ranks import RankLayout
 from charonia.engine.parallel.rank_connections import ConnectToken, RankListener
+from charonia.engine.parallel.rank_layout import RankLayout
 from charonia.engine.parallel.ranks_executor import RanksExecutor
 from charonia.engine.parallel.ray_ranks import (
     RankPlacement,
