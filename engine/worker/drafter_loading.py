@@ -14,9 +14,11 @@ from ..models.interfaces import CheckpointBuilder, Decoder
 from ..models.mtp import MtpHead, check_mtp
 from ..models.native_decoder import NativeDecoder
 from ..models.registry import checkpoint_builder
+from .draft_model import DraftLimits, DraftModel
+from .head_drafter import HeadDrafter
 from .model_setup import build_context, check_products, create_attention
 from .row_states import RowStates
-from .step_drafters import DraftLimits, DraftModel, HeadDrafter, StepDrafter
+from .step_drafter import StepDrafter
 from .vocabulary_map import map_draft_vocabulary
 
 

@@ -39,16 +39,20 @@ SMALL_CAPACITY = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 <
 
 @dataclass(frozen=True, slots=True)
 class FakeBehaviour:
-    """A step takes `step_seconds` and `token_seconds` for each of its tokens. `burst` (least, most): tokens that a
-    sampled row gets, drawn from `seed`; more than 1 is like a draft that was right, 0 like one that was wrong. Of the
-    tokens that a plan has proposed, the first `right` ones are; a pass of the draft model takes `pass_seconds`."""
+    """How long a `FakeExecutor` takes, and how many of its drafts are right."""
 
     step_seconds: float = 0.0
     token_seconds: float = 0.0
+    """For each token of a step, beside `step_seconds`."""
     burst: tuple[int, int] = (1, 1)
+    """(least, most) tokens that a sampled row gets: more than 1 is like a draft that was right, 0 like one that was
+    wrong."""
     seed: int = 0
+    """What the bursts are drawn from."""
     right: int = 2
+    """How many of the tokens that the draft model proposes at once are right: the first ones."""
     pass_seconds: float = 0.0
+    """The time of a pass of the draft model."""
 
 
 @dataclass(slots=True)
@@ -78,8 +82,11 @@ class FakeExecutor:
         check_contents: bool = True,
         lora: LoraConfig = _ANY_ADAPTER,
     ) -> None:
-        self._capacity, self._block_size, self._check_contents = capacity, block_size, check_contents
-        self._behaviour, self._random = behaviour, Random(behaviour.seed)
+        self._capacity = capacity
+        self._block_size = block_size
+        self._check_contents = check_contents
+        self._behaviour = behaviour
+        self._random = Random(behaviour.seed)
         self._worker = ThreadPoolExecutor(1, "fake-executor") if threaded else None
         self._rows: dict[int, FakeRow] = {}
         self._lora = lora
@@ -100,12 +107,12 @@ class FakeExecutor:
         self._holders = [0] * blocks
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
-        made = masks() if masks is not None and len(plan.masked) else None
+        step_masks = masks() if masks is not None and len(plan.masked) else None
         if self._worker is not None:
-            return self._worker.submit(self._step, plan, made)
+            return self._worker.submit(self._step, plan, step_masks)
         done: Future[StepResult] = Future()
         try:
-            done.set_result(self._step(plan, made))
+            done.set_result(self._step(plan, step_masks))
         except AssertionError as broken:
             done.set_exception(broken)
         return done
@@ -145,9 +152,9 @@ class FakeExecutor:
         for block, slot, back in plan.block_copies.tolist():
             assert not self._holders[block], f"block {block} is moved and has {self._holders[block]} holders"
             content = self._slots[block * self._block_size :][: self._block_size]
-            there, here = (self._host_slots[slot], content) if back else (content, self._host_slots[slot])
-            assert (there != EMPTY).all() or not self._check_contents, f"block {block} is moved and has no content"
-            here[:] = there
+            source, target = (self._host_slots[slot], content) if back else (content, self._host_slots[slot])
+            assert (source != EMPTY).all() or not self._check_contents, f"block {block} is moved and has no content"
+            target[:] = source
         for new in plan.new:
             assert new.row not in self._rows, f"row {new.row} is occupied"
             assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"
@@ -182,43 +189,48 @@ class FakeExecutor:
             for row, start, count, _ in filter(itemgetter(3), ran)
             if start + count == ends[row] + drafts.get(row, 0)
         ]
-        drawn, logprobs = list[list[int]](), list[Logprobs | None]()
+        drawn: list[list[int]] = []
+        logprobs: list[Logprobs | None] = []
         assert set(plan.masked.tolist()) <= set(sampled), "a mask for a row that is not sampled"
         masks_of: dict[int, list[MaskArray]] = {}
-        for place, mask in zip(plan.masked.tolist(), () if masks is None else masks, strict=masks is not None):
-            masks_of.setdefault(place, []).append(mask)
-        for place, row in ((each, self._rows[each]) for each in sampled):
-            allowed = masks_of.get(place)
-            if allowed or place in guesses:
-                drawn.append(self._verified(row.tokens[-1], guesses.get(place, []), allowed))
-                row.computed = min(row.computed, len(row.tokens) + len(drawn[-1]) - 1)
+        for row, mask in zip(plan.masked.tolist(), () if masks is None else masks, strict=masks is not None):
+            masks_of.setdefault(row, []).append(mask)
+        for row in sampled:
+            state = self._rows[row]
+            allowed = masks_of.get(row)
+            if allowed or row in guesses:
+                drawn.append(self._verified(state.tokens[-1], guesses.get(row, []), allowed))
+                state.computed = min(state.computed, len(state.tokens) + len(drawn[-1]) - 1)
             else:
-                drawn.append(list(self._successors(row.tokens[-1], self._random.randint(*self._behaviour.burst))))
-            row.tokens.extend(drawn[-1])
-            logprobs += [self._logprobs(token, row.sampling.logprobs) for token in drawn[-1]]
-        scored = [each for each, logits in zip(ran, plan.num_logits.tolist(), strict=True) if logits == each[2]]
-        scores = [(row, self._scores(self._rows[row], start, count)) for row, start, count, _ in scored]
-        prompt_logprobs = [(row, found) for row, found in scores if found is not None]
-        columns = sampled, [ends[row] for row in sampled], [len(each) for each in drawn], list(chain(*drawn))
+                drawn.append(list(self._successors(state.tokens[-1], self._random.randint(*self._behaviour.burst))))
+            state.tokens.extend(drawn[-1])
+            logprobs += [self._logprobs(token, state.sampling.logprobs) for token in drawn[-1]]
+        scores = [
+            (row, self._scores(self._rows[row], start, count))
+            for (row, start, count, _), logits in zip(ran, plan.num_logits.tolist(), strict=True)
+            if logits == count
+        ]
+        prompt_logprobs = [(row, score) for row, score in scores if score is not None]
+        columns = sampled, [ends[row] for row in sampled], list(map(len, drawn)), list(chain(*drawn))
         rows, offsets, counts, tokens = (np.array(column, np.int32) for column in columns)
-        told = logprobs if any(logprobs) else ()
+        reported = logprobs if any(logprobs) else ()
         proposals = self._propose(plan, set(sampled)) if len(plan.proposals) else NO_PROPOSALS
-        return StepResult(plan.step, rows, offsets, counts, tokens, told, prompt_logprobs, proposals)
+        return StepResult(plan.step, rows, offsets, counts, tokens, reported, prompt_logprobs, proposals)
 
     def _propose(self, plan: StepPlan, sampled: set[int]) -> Proposals:
         """Where the drafts of the plan were wrong, the row's tokens end before those that it has blocks for."""
-        found: list[tuple[int, int, list[int]]] = []
-        for place, most in enumerate(plan.proposals.tolist()):
-            row, end = int(plan.rows[place]), int(plan.starts[place] + plan.counts[place])
+        right = self._behaviour.right
+        proposals: list[tuple[int, int, list[int]]] = []
+        columns = plan.rows, plan.starts + plan.counts, plan.proposals
+        for row, end, most in zip(*(column.tolist() for column in columns), strict=True):
             if not most or row not in sampled:
                 continue
-            state, right = self._rows[row], self._behaviour.right
+            state = self._rows[row]
             assert end + most <= len(state.blocks) * self._block_size, "no block for the last proposal but one"
             tokens = self._successors(state.tokens[-1], most)
-            found.append((row, len(state.tokens), [t if at < right else 7 for at, t in enumerate(tokens)]))
-        tokens_of = [tokens for _, _, tokens in found]
-        passes = max(map(len, tokens_of), default=1)
-        return proposals_of(found, passes * self._behaviour.pass_seconds, passes, len(found))
+            proposals.append((row, len(state.tokens), [t if at < right else 7 for at, t in enumerate(tokens)]))
+        passes = max((len(tokens) for _, _, tokens in proposals), default=1)
+        return proposals_of(proposals, passes * self._behaviour.pass_seconds, passes, len(proposals))
 
     def _guesses(self, plan: StepPlan) -> dict[int, list[int]]:
         """The drafts of each row that has some."""
@@ -244,9 +256,9 @@ class FakeExecutor:
             assert self._holders[block] == 1, f"block {block} is written and has {self._holders[block]} holders"
         if self._check_contents:  # write the new positions, then read all of them
             slots = (np.array(row.blocks)[:, None] * self._block_size + np.arange(self._block_size)).ravel()[:end]
-            there = np.array(known[:end])
-            self._slots[slots[start:]] = there[start:]
-            assert (self._slots[slots] == there).all(), "a block holds another sequence's tokens"
+            content = np.array(known[:end])
+            self._slots[slots[start:]] = content[start:]
+            assert (self._slots[slots] == content).all(), "a block holds another sequence's tokens"
         row.computed = end
 
     def _scores(self, row: FakeRow, start: int, count: int) -> PromptLogprobs | None:
@@ -274,13 +286,13 @@ class FakeExecutor:
 
     def _verified(self, token: int, guessed: list[int], masks: list[MaskArray] | None) -> list[int]:
         """The tokens that follow `token` as far as the guess had them, and the one after. `masks`: at each place."""
-        found: list[int] = []
+        sampled: list[int] = []
         for place, guess in enumerate([*guessed, None]):
             token = next(self._successors(token, 1)) if masks is None else self._allowed_successor(token, masks[place])
-            found.append(token)
+            sampled.append(token)
             if token != guess:
                 break
-        return found
+        return sampled
 
     def _successors(self, token: int, count: int) -> Iterator[int]:
         for _ in range(count):

@@ -55,11 +55,11 @@ class InlineExecutor:
 
     @property
     def eager_steps(self) -> int:
-        return sum(each.eager_steps for each in self.rank.runner.all_graphs)
+        return sum(graphs.eager_steps for graphs in self.rank.runner.all_graphs)
 
     @property
     def failed_captures(self) -> int:
-        return sum(each.failed_captures for each in self.rank.runner.all_graphs)
+        return sum(graphs.failed_captures for graphs in self.rank.runner.all_graphs)
 
     def use_idle_time(self) -> None:
         """See `Executor.use_idle_time`."""
@@ -82,7 +82,7 @@ class InlineExecutor:
     def _finish_oldest(self) -> None:
         future = self._futures.popleft()
         try:
-            future.found = self.rank.runner.finish_step()
+            future.step_result = self.rank.runner.finish_step()
         except Exception as error:
             future.error = error
 
@@ -98,14 +98,14 @@ class _InlineFuture:
 
     def __init__(self, finish_oldest: Callable[[], None]) -> None:
         self._finish_oldest = finish_oldest
-        self.found: StepResult | None = None
+        self.step_result: StepResult | None = None
         self.error: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> StepResult:
         """See `StepFuture.result`; the caller computes, however long it takes."""
-        while self.error is None and self.found is None:
+        while self.error is None and self.step_result is None:
             self._finish_oldest()
         if self.error is not None:
             raise self.error
-        assert self.found is not None
-        return self.found
+        assert self.step_result is not None
+        return self.step_result

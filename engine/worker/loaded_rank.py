@@ -37,7 +37,7 @@ from .rank_memory import estimate_step_bytes, free_memory, measure_step_bytes
 from .roofline import measure_roofline
 from .row_states import RowStates
 from .step_computer import StepComputer
-from .step_drafters import StepDrafter
+from .step_drafter import StepDrafter
 from .step_recording import record_decode_steps
 
 log = logging.getLogger(__name__)

@@ -29,25 +29,31 @@ class TokenBiases(NamedTuple):
 
 
 class PreparedLogitsParams(NamedTuple):
-    """One row's `params` as arrays. `prompt`: the length of its prompt. `early_biases` are added while new tokens are
-    fewer than the minimum, `later_biases` from then on: biases and bad words of one token. Of the W longer bad words,
-    `bad_word_heads` [W, H] are all tokens but the last, at the right end, and `bad_word_lasts` [W] the last ones.
-    `allowed`: the only tokens that can be chosen, empty for all."""
+    """One row's `params` as arrays."""
 
     params: LogitsParams
     prompt: int
+    """The length of the row's prompt."""
     early_biases: TokenBiases
+    """Biases and bad words of one token, added while new tokens are fewer than the minimum."""
     later_biases: TokenBiases
+    """The same, added from then on."""
     bad_word_heads: LongArray
+    """[W, H] of the W longer bad words all tokens but the last, at the right end."""
     bad_word_lasts: LongArray
+    """[W] the last token of each."""
     allowed: LongArray
+    """The only tokens that can be chosen; empty for all."""
 
 
 class _TokenHistory:
     """The tokens of S rows before their `positions` [S], out of `tokens` [all rows, length]."""
 
     def __init__(self, tokens: Tensor, rows: LongArray, positions: LongArray) -> None:
-        self._tokens, self._rows, self.positions, self.device = tokens, rows, positions, tokens.device
+        self._tokens = tokens
+        self._rows = rows
+        self.positions = positions
+        self.device = tokens.device
 
     def since(self, places: LongArray, begins: LongArray) -> tuple[Tensor, Tensor]:
         """Ids [places, longest] from position `begins` on, and which of them are there; others repeat the first."""
@@ -60,9 +66,9 @@ class _TokenHistory:
     def end_with(self, places: LongArray, heads: LongArray) -> Tensor:
         """bool [W]: whether row `places[i]` ends with `heads[i]`; heads is [W, H]."""
         at = self.positions[places][:, None] + np.arange(-heads.shape[1], 0)
-        found = self._tokens[self.to(self._rows[places][:, None]), self.to(at.clip(0))]
+        last_tokens = self._tokens[self.to(self._rows[places][:, None]), self.to(at.clip(0))]
         there = self.to((at >= 0) & (heads != _ANY))
-        return ((found == self.to(heads)) & there | self.to(heads == _ANY)).all(-1)
+        return ((last_tokens == self.to(heads)) & there | self.to(heads == _ANY)).all(-1)
 
     def to(self, column: NDArray[Any]) -> Tensor:
         return to_device(column, self.device)
@@ -74,14 +80,14 @@ LogitsProcessor: TypeAlias = Callable[[Tensor, Sequence[PreparedLogitsParams], _
 
 def _add_biases(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
     """Biases, bad words of one token, and stops that would come too early, all as numbers to add."""
-    due = [
+    biases = [
         row.early_biases if position - row.prompt < row.params.min_tokens else row.later_biases
         for row, position in zip(rows, history.positions.tolist(), strict=True)
     ]
-    owners = np.repeat(np.arange(len(due)), [len(each.ids) for each in due])
+    owners = np.repeat(np.arange(len(biases)), [len(bias.ids) for bias in biases])
     if len(owners):
-        values = history.to(np.concatenate([each.values for each in due]))
-        ids = history.to(np.concatenate([each.ids for each in due]))
+        values = history.to(np.concatenate([bias.values for bias in biases]))
+        ids = history.to(np.concatenate([bias.ids for bias in biases]))
         logits.index_put_((history.to(owners), ids), values, accumulate=True)
 
 
@@ -103,7 +109,8 @@ def _penalise_repetition(logits: Tensor, rows: Sequence[PreparedLogitsParams], h
     if not len(places):
         return
     ids, _ = history.since(places, np.zeros_like(places))
-    at, penalty = history.to(places).unsqueeze(-1), history.to(penalties[places]).unsqueeze(-1)
+    at = history.to(places).unsqueeze(-1)
+    penalty = history.to(penalties[places]).unsqueeze(-1)
     before = logits[at, ids]
     # A token that occurred twice is written twice, the same both times.
     logits[at, ids] = torch.where(before > 0, before / penalty, before * penalty)
@@ -115,7 +122,8 @@ def _penalise_output(logits: Tensor, rows: Sequence[PreparedLogitsParams], histo
     places = np.flatnonzero((penalties != 0).any(-1))
     if not len(places):
         return
-    at, (presence, frequency) = history.to(places).unsqueeze(-1), history.to(penalties[places].T).unsqueeze(-1)
+    at = history.to(places).unsqueeze(-1)
+    presence, frequency = history.to(penalties[places].T).unsqueeze(-1)
     ids, there = history.since(places, np.array([rows[place].prompt for place in places.tolist()]))
     logits.index_put_((at, ids), -frequency * there, accumulate=True)
     logits[at, ids] = logits[at, ids] - presence * there.any(-1, keepdim=True)

@@ -33,12 +33,12 @@ def sampled_logprobs(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int], 
     likeliest tokens to name. `logits` [W, vocabulary] and `tokens` int64 [W] are those of the wanted samples."""
     logits = logits.float()
     measured = *measure_logprobs(logits, tokens, max(wanted.values())), measure_ranks(logits, tokens)
-    found: list[Logprobs | None] = [None] * size
+    logprobs: list[Logprobs | None] = [None] * size
     for (place, top_n), own, ids, values, rank in zip(
-        wanted.items(), *(each.tolist() for each in measured), strict=True
+        wanted.items(), *(column.tolist() for column in measured), strict=True
     ):
-        found[place] = Logprobs(own, ids[:top_n], values[:top_n], rank)
-    return found
+        logprobs[place] = Logprobs(own, ids[:top_n], values[:top_n], rank)
+    return logprobs
 
 
 def measure_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class ScoredTokens(NamedTuple):
         """(row, log-probabilities) of each span, from the logits [S, vocabulary] of each of `pieces`."""
         top_n = max(span.top_n for span in self.spans)
         pieces = zip(logits, torch.split(self.tokens, LOGITS_PIECE), strict=True)
-        columns = zip(*(_columns(each, tokens, top_n) for each, tokens in pieces), strict=True)
+        columns = zip(*(_columns(piece, tokens, top_n) for piece, tokens in pieces), strict=True)
         chosen, ranks, ids, values = (torch.cat(column).cpu().numpy() for column in columns)
         bounds = pairwise(accumulate((span.length for span in self.spans), initial=0))
         return [

@@ -16,7 +16,7 @@ from ..attention.host_cache import HostCache
 from ..gpu.graphs import DecodeGraphs
 from .row_states import RowStates, StepInputs
 from .step_computer import BegunStep, StepComputer
-from .step_drafters import StepDrafter
+from .step_drafter import StepDrafter
 from .step_samples import NO_TOKENS, StepSamples
 
 

@@ -71,7 +71,8 @@ def token_weights(spec: ModelSpec) -> int:
 
 def read_bandwidth() -> float:
     """Bytes a second that torch's threads read from memory, the best of a few times."""
-    sample, seconds = torch.ones(_SAMPLE // 4), []
+    sample = torch.ones(_SAMPLE // 4)
+    seconds = []
     for _ in range(_READS):
         begin = time.perf_counter()
         sample.sum()
@@ -89,19 +90,19 @@ def describe_checkpoint(model: str) -> list[str]:
         CheckpointError: it can't be served.
     """
     checkpoint = open_checkpoint(model)
-    found = checkpoint_builder(checkpoint)
-    built = found.build(BuildContext(getattr(torch, found.dtype), _META, 1))
+    builder = checkpoint_builder(checkpoint)
+    built = builder.build(BuildContext(getattr(torch, builder.dtype), _META, 1))
     shape, served = built.shape, built.served
-    cache = 2 * len(shape.attention) * shape.kv_heads * shape.head_dim * getattr(torch, found.dtype).itemsize
+    cache = 2 * len(shape.attention) * shape.kv_heads * shape.head_dim * getattr(torch, builder.dtype).itemsize
     if served is None or not isinstance(shape, ModelSpec):
-        return [f"computed by transformers in {found.dtype}; {cache / 1e3:.0f} KB of KV cache for a token"]
-    lines = [f"{shape.architecture}, {shape.layers} layers, texts to {found.max_position} tokens", *served.lines()]
+        return [f"computed by transformers in {builder.dtype}; {cache / 1e3:.0f} KB of KV cache for a token"]
+    lines = [f"{shape.architecture}, {shape.layers} layers, texts to {builder.max_position} tokens", *served.lines()]
     if not served.quantised:
-        lines.append(f"all matrices are stored as {found.dtype}; --quantization can make them smaller")
-    full = cache * found.default_length
+        lines.append(f"all matrices are stored as {builder.dtype}; --quantization can make them smaller")
+    full = cache * builder.default_length
     lines.append(
         f"memory: {served.bytes / 1e6:.0f} MB of weights, {cache / 1e3:.0f} KB of KV cache for a token,"
-        f" {full / 1e6:.0f} MB for a text of {found.default_length} tokens"
+        f" {full / 1e6:.0f} MB for a text of {builder.default_length} tokens"
     )
-    bound = measure_roofline(shape, found.dtype, served)
+    bound = measure_roofline(shape, builder.dtype, served)
     return [*lines, "speed: the weights stay in this machine's caches" if bound is None else f"speed: {bound}"]

@@ -35,27 +35,29 @@ from .sampler import GREEDY_BELOW
 
 
 class StepInputs(NamedTuple):
-    """One step: its tokens, where logits are wanted, and how S tokens are chosen.
-
-    `logits_indices` [L] are packed places, ascending. `rows` [S] are sampled, one with drafts several times;
-    `positions` [S] are those of the tokens to be chosen, `selected` [S] which of the L places they are chosen at; None
-    is all. `sampling` [S]; None: all are greedy.
-    `processed`: which of the S have their logits changed on the host; `logprobs`: which of them want how many
-    likeliest tokens reported. `masked` [S]: which of the step's masks each has, -1 for none; None: none has one.
-    `scored`: the prompts' tokens whose log-probability is wanted, if any is. `adapters`: of rows that have one.
-    """
+    """One step: its tokens, where logits are wanted, and how S tokens are chosen."""
 
     batch: StepBatch
     logits_indices: Tensor
+    """[L] packed places with logits, ascending."""
     rows: IntArray
+    """[S] the rows that are sampled, one with drafts several times."""
     positions: IntArray
+    """[S] those of the tokens to be chosen."""
     selected: LongArray | None
+    """[S] which of the L places each token is chosen at; None: all, in their order."""
     sampling: SamplingArray | None
+    """[S]; None: all are greedy."""
     processed: LongArray
+    """Which of the S have their logits changed on the host."""
     logprobs: Mapping[int, int]
+    """Which of the S want how many likeliest tokens reported."""
     masked: LongArray | None
+    """[S] which of the step's masks each has, -1 for none; None: none has one."""
     scored: ScoredTokens | None
+    """The prompts' tokens whose log-probability is wanted, if any is."""
     adapters: StepAdapters | None = None
+    """Those of rows that have one."""
 
     @property
     def needs_host(self) -> bool:
@@ -69,7 +71,9 @@ class StepInputs(NamedTuple):
 
     def samples(self) -> SampledTokens | None:
         """The tokens that a decoder can choose by itself, if there are any."""
-        sampling, selected, mask_of = self.sampling, self.selected, self.masked
+        sampling = self.sampling
+        selected = self.selected
+        mask_of = self.masked
         if len(self.processed):
             plain = self.unprocessed
             sampling = None if sampling is None else sampling[plain]
@@ -98,7 +102,10 @@ class RowStates:
     ) -> None:
         """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed. `adapters`: by
         digest, those that plans may name. `lines`: rows that the tables have from the beginning; they grow."""
-        self.device, self.block_size, self._known_adapters, self._lines = device, block_size, adapters, lines
+        self.device = device
+        self.block_size = block_size
+        self._known_adapters = adapters
+        self._lines = lines
         self._width = (max_tokens + 1, -(-max_tokens // block_size))
         self.clear()
 
@@ -137,8 +144,8 @@ class RowStates:
             self._scatter(self._tokens, plan.rows.repeat(plan.drafts), positions, plan.drafted)
 
     def forget_adapter(self, adapter: RankAdapter) -> None:
-        """Let go of an adapter that no sequence has: rows are told of their end with the next plan."""
-        self._adapters = {row: each for row, each in self._adapters.items() if each is not adapter}
+        """Let go of an adapter that no sequence has. Rows of sequences that ended are closed by the next plan only."""
+        self._adapters = {row: held for row, held in self._adapters.items() if held is not adapter}
 
     def has_room_for(self, plan: StepPlan) -> bool:
         """Whether `apply_plan` leaves the tables of token and block ids where they are."""
@@ -172,9 +179,9 @@ class RowStates:
             masked[np.isin(rows, plan.masked)] = np.arange(len(plan.masked))
             # What a mask changes in place cannot be reported.
             processed = np.union1d(processed, [at for at in logprobs if masked[at] >= 0]).astype(np.int64)
-        indices, adapters = self._to(places), self._step_adapters(batch) if self._adapters else None
+        adapters = self._step_adapters(batch) if self._adapters else None
         choice = selected, sampling, processed, logprobs, masked, scored
-        return StepInputs(batch, indices, rows, positions, *choice, adapters)
+        return StepInputs(batch, self._to(places), rows, positions, *choice, adapters)
 
     @property
     def tokens(self) -> Tensor:
@@ -188,11 +195,12 @@ class RowStates:
 
     def static_batch(self, step: StaticStep, tokens: Tensor | None = None) -> StepBatch:
         """The rows that a recorded step will have, with their tokens, or those of another table."""
-        table, size = self._tokens if tokens is None else tokens, step.numbers.shape[1]
+        table = self._tokens if tokens is None else tokens
+        size = step.numbers.shape[1]
         rows, starts, counts, first_places = step.numbers.unbind()
-        there = DeviceBatch(rows, starts, counts, first_places, self._tables, size)
+        on_device = DeviceBatch(rows, starts, counts, first_places, self._tables, size)
         bounds = np.zeros(size), np.full(size, step.context - step.most), np.full(size, step.most)
-        return StepBatch(*bounds, table, self._tables, self.block_size, there)
+        return StepBatch(*bounds, table, self._tables, self.block_size, on_device)
 
     def longest_rows(self, tokens: int) -> IntArray:
         """The counts of so many tokens in as few rows as can hold them, of rows that there are."""
@@ -216,8 +224,8 @@ class RowStates:
             return np.zeros(0, np.int32)
         rows, firsts, ends = np.array(spans).T
         positions = end_ranges(ends - 1, ends - firsts)
-        found: IntArray = gather_entries(self._tokens, rows.repeat(ends - firsts), positions).cpu().numpy()
-        return found
+        tokens: IntArray = gather_entries(self._tokens, rows.repeat(ends - firsts), positions).cpu().numpy()
+        return tokens
 
     def blocks_of(self, row: int, first: int, end: int) -> LongArray:
         """The ids of the row's blocks from number `first` on."""
@@ -225,20 +233,21 @@ class RowStates:
 
     def _processed_places(self, rows: IntArray | LongArray) -> LongArray:
         """The places in `rows` of those whose logits are changed on the host."""
-        found = [place for place, row in enumerate(rows.tolist()) if row in self._processed] if self._processed else []
-        return np.array(found, np.int64)
+        if not self._processed:
+            return np.zeros(0, np.int64)
+        return np.array([place for place, row in enumerate(rows.tolist()) if row in self._processed], np.int64)
 
     def _step_adapters(self, batch: StepBatch) -> StepAdapters | None:
         """The packed places of each adapter's rows."""
         spans: dict[RankAdapter, list[LongArray]] = {}
         for row, first, count in zip(
-            *(each.tolist() for each in (batch.rows, batch.first_places, batch.counts)), strict=True
+            *(column.tolist() for column in (batch.rows, batch.first_places, batch.counts)), strict=True
         ):
             if row in self._adapters:
                 spans.setdefault(self._adapters[row], []).append(np.arange(first, first + count))
         if not spans:
             return None
-        places = [np.concatenate(each) for each in spans.values()]
+        places = [np.concatenate(own) for own in spans.values()]
         begins = np.cumsum([0, *map(len, places)], dtype=np.int64)
         return StepAdapters(list(spans), begins, np.concatenate(places))
 
@@ -276,12 +285,14 @@ class RowStates:
 
     def process_logits(self, inputs: StepInputs, logits: Tensor, masks: MaskArray | None) -> None:
         """Change the float32 `logits` of `inputs.processed` in place, as their rows ask, and then their masks."""
-        rows, positions = (each[inputs.processed].astype(np.int64) for each in (inputs.rows, inputs.positions))
-        asking = self._processed_places(rows)
-        if len(asking):
-            at, params = self._to(asking), [self._processed[row] for row in rows[asking].tolist()]
-            changed = logits if len(asking) == len(rows) else logits[at]
-            process_logits(changed, params, rows[asking], positions[asking], self._tokens)
+        rows = inputs.rows[inputs.processed].astype(np.int64)
+        positions = inputs.positions[inputs.processed].astype(np.int64)
+        places = self._processed_places(rows)  # others are processed for their mask alone
+        if len(places):
+            at = self._to(places)
+            params = [self._processed[row] for row in rows[places].tolist()]
+            changed = logits if len(places) == len(rows) else logits[at]
+            process_logits(changed, params, rows[places], positions[places], self._tokens)
             if changed is not logits:
                 logits[at] = changed
         if inputs.masked is None or masks is None:
@@ -309,14 +320,15 @@ class RowStates:
             rows, places, values = columns
             table.numpy()[rows, places] = values
         else:
-            *at, there = upload_columns(columns, self.device)
-            table[tuple(at)] = there.to(table.dtype)
+            *at, entries = upload_columns(columns, self.device)
+            table[tuple(at)] = entries.to(table.dtype)
 
     def _enter(self, sequence: NewSequence) -> None:
-        row, asked = sequence.row, sequence.sampling
-        have = len(self._blocks)
-        if row >= have:
-            more = max(row + 1, 2 * have) - have
+        row = sequence.row
+        sampling = sequence.sampling
+        lines = len(self._blocks)
+        if row >= lines:
+            more = max(row + 1, 2 * lines) - lines
             self._blocks = np.concatenate([self._blocks, np.zeros(more, dtype=np.int64)])
             self._sampling = np.concatenate([self._sampling, np.zeros(more, dtype=SAMPLING_DTYPE)])
             self._tokens = torch.cat([self._tokens, self._tokens.new_zeros((more, self._width[0]))])
@@ -325,23 +337,23 @@ class RowStates:
         self._blocks[row] = 0
         self._forget(row)
         self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
-        numbers = asked._replace(top_k=max(asked.top_k, 0), seed=as_signed64(asked.seed))
+        numbers = sampling._replace(top_k=max(sampling.top_k, 0), seed=as_signed64(sampling.seed))
         self._sampling[row] = (*(getattr(numbers, name) for name in SAMPLING_COLUMNS), 0)  # the position, for now
-        if asked.temperature >= GREEDY_BELOW and asked.top_k != 1:
+        if sampling.temperature >= GREEDY_BELOW and sampling.top_k != 1:
             self._drawing.add(row)
         if sequence.adapter:
             self._adapters[row] = self._known_adapters[sequence.adapter]
-        if asked.logits is not None:
-            self._processed[row] = prepare_logits_params(sequence.prompt, asked.logits)
-        if asked.logprobs is not None:
-            self._logprobs[row] = asked.logprobs
-        if asked.prompt_logprobs is not None:
-            self._scoring[row] = sequence.prompt, asked.prompt_logprobs
+        if sampling.logits is not None:
+            self._processed[row] = prepare_logits_params(sequence.prompt, sampling.logits)
+        if sampling.logprobs is not None:
+            self._logprobs[row] = sampling.logprobs
+        if sampling.prompt_logprobs is not None:
+            self._scoring[row] = sequence.prompt, sampling.prompt_logprobs
 
     def _tables_on_host(self) -> LongArray:
         """The block tables for whoever must not wait for a device: on a CPU the same memory."""
-        found: LongArray = self._tables.cpu().numpy()
-        return found
+        tables: LongArray = self._tables.cpu().numpy()
+        return tables
 
     def _forget(self, row: int) -> None:
         self._drawing.discard(row)

@@ -76,7 +76,7 @@ def _filtered(logits: Tensor, sampling: SamplingArray) -> Tensor:
 def _sample_among(scaled: Tensor, sampling: SamplingArray, candidates: int) -> tuple[Tensor, Tensor]:
     """A token for each row out of its most likely `candidates`, and whether those were enough to be exact."""
     limits = (to_device(sampling[name], scaled.device) for name in ("top_k", "top_p", "min_p"))
-    top_k, top_p, min_p = (each.unsqueeze(-1) for each in limits)
+    top_k, top_p, min_p = (limit.unsqueeze(-1) for limit in limits)
     values, ids = scaled.topk(candidates)
     probabilities = (values - scaled.logsumexp(-1, keepdim=True)).exp()
     beyond = torch.arange(candidates, device=scaled.device) >= torch.where(top_k > 0, top_k, scaled.shape[-1])

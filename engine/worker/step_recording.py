@@ -10,7 +10,8 @@ from ..gpu.graphs import DecodeGraphs, GraphBuckets, Recorder
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
 from .device_step_computer import DeviceStepComputer
-from .step_drafters import DraftModel, StepDrafter
+from .draft_model import DraftModel
+from .step_drafter import StepDrafter
 
 log = logging.getLogger(__name__)
 

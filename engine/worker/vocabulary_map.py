@@ -62,11 +62,11 @@ def map_vocabularies(target: Path, draft: Path, tokens: int, own_tokens: int) ->
 def _texts(backend: tokenizers.Tokenizer, size: int) -> list[bytes | str | None]:
     """What each token adds to a text; how it is written, if it is special or adds nothing."""
     pieces = enumerate(token_bytes(backend, size))
-    found: list[bytes | str | None] = [data or backend.id_to_token(token) for token, data in pieces]
+    texts: list[bytes | str | None] = [data or backend.id_to_token(token) for token, data in pieces]
     for token, added in backend.get_added_tokens_decoder().items():
         if token < size:
-            found[token] = added.content
-    return found
+            texts[token] = added.content
+    return texts
 
 
 def _places(among: Sequence[bytes | str | None], texts: Sequence[bytes | str | None]) -> IntArray:
@@ -81,7 +81,7 @@ def _last_pieces(backend: tokenizers.Tokenizer, texts: Sequence[bytes | str]) ->
     backend.no_padding()
     written = [text if isinstance(text, str) else text.decode(errors="replace") for text in texts]
     encoded = BoundedEncoder(backend, "tokenizer.json").encode(written, special=False)
-    return [each.ids[-1] if each.ids else 0 for each in encoded]
+    return [encoding.ids[-1] if encoding.ids else 0 for encoding in encoded]
 
 
 def map_draft_vocabulary(config: EngineConfig, draft: str, tokens: int, own_tokens: int) -> VocabularyMap | None:

@@ -30,8 +30,8 @@ from charonia.engine.gpu.graphs import GRAPH_BYTES, DecodeGraphs, GraphBuckets, 
 from charonia.engine.layers import linear
 from charonia.engine.step_adapters import StepAdapters
 from charonia.engine.step_batch import StepBatch
+from charonia.engine.worker.draft_model import DraftModel
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.engine.worker.step_drafters import DraftModel
 from charonia.engine.worker.step_recording import record_decode_steps
 from charonia.engine.worker.vocabulary_map import VocabularyMap
 from charonia.kvcache.manager import KVCacheManager

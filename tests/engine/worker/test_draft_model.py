@@ -10,8 +10,8 @@ from torch import Tensor
 from charonia.engine.gpu.graphs import StaticStep
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import StepBatch
+from charonia.engine.worker.draft_model import DraftLimits, DraftModel
 from charonia.engine.worker.row_states import RowStates
-from charonia.engine.worker.step_drafters import DraftLimits, DraftModel
 from charonia.scheduler.plan import NO_BLOCK_COPIES, NewSequence, Proposals, ResolvedSampling, StepPlan, StepResult
 
 BLOCK, KNOWN = 4, 50
