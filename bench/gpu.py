@@ -164,8 +164,8 @@ class RandomExecutor(InlineExecutor):
         super().__init__(config)
         checkpoint = Checkpoint(Path("random"), work.config)
         spec = checkpoint.spec
-        found = RandomBuilder(work.dtype, spec.max_position, spec.max_position, checkpoint, spec)
-        self._rank = load_rank(config, found=found)
+        builder = RandomBuilder(work.dtype, spec.max_position, spec.max_position, checkpoint, spec)
+        self._rank = load_rank(config, builder=builder)
         self.allocate(blocks)
 
 
