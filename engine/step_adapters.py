@@ -42,7 +42,10 @@ class RankAdapter:
     def __init__(
         self, digest: str, rank: int, parts: Sequence[Sequence[LoraPart]], table: RankAdapterTable | None = None
     ) -> None:
-        self.digest, self.rank, self.parts, self._table = digest, rank, parts, table
+        self.digest = digest
+        self.rank = rank
+        self.parts = parts
+        self._table = table
         self.bytes = sum(matrix.nbytes for product in parts for part in product for matrix in (part.a, part.b))
         self.address = 0 if table is None else table.address
 
@@ -61,7 +64,9 @@ class StepAdapters:
     `begins[s]` to `begins[s + 1]`."""
 
     def __init__(self, adapters: Sequence[RankAdapter], begins: LongArray, places: LongArray) -> None:
-        self.adapters, self.begins, self.places = adapters, begins, places
+        self.adapters = adapters
+        self.begins = begins
+        self.places = places
         self._blocks: AdapterBlocks | None = None
 
     @classmethod

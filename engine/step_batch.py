@@ -81,8 +81,11 @@ class StepBatch:
         on_device: DeviceBatch | None = None,
     ) -> None:
         self.rows, self.starts, self.counts = (np.ascontiguousarray(each, np.int32) for each in (rows, starts, counts))
-        self.token_ids, self.block_ids, self.block_size = token_ids, block_ids, block_size
-        self._given, self._on_host = on_device, on_device is None and token_ids.device.type == "cpu"
+        self.token_ids = token_ids
+        self.block_ids = block_ids
+        self.block_size = block_size
+        self._given = on_device
+        self._on_host = on_device is None and token_ids.device.type == "cpu"
 
     @classmethod
     def from_tokens(

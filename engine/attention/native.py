@@ -36,12 +36,14 @@ class NativeAttention(AttentionBackend):
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
-        group, size = spec.heads // spec.kv_heads, spec.head_dim
+        group = spec.heads // spec.kv_heads
+        size = spec.head_dim
         return size % TILE_TOKENS == 0 and size <= MAX_HEAD_DIM and group * size <= MAX_QUERY_FLOATS
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        kind, usual_scale = library.DTYPE_CODES[spec.dtype], spec.head_dim**-0.5
+        kind = library.DTYPE_CODES[spec.dtype]
+        usual_scale = spec.head_dim**-0.5
         stored = INT8_CODE if spec.kv_cache_dtype == "int8" else kind
         sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size
         self._params = [
@@ -75,8 +77,11 @@ class NativeStepAttention:
     layer, the step is planned at the first call."""
 
     def __init__(self, batch: StepBatch, spec: CacheSpec, caches: LayerCaches) -> None:
-        self._batch, self._spec, self.caches = batch, spec, caches
-        self.dtype, self.output_size = spec.dtype, spec.heads * spec.head_dim
+        self._batch = batch
+        self._spec = spec
+        self.caches = caches
+        self.dtype = spec.dtype
+        self.output_size = spec.heads * spec.head_dim
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         # The kernel wants the heads of a token side by side in memory.

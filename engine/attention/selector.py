@@ -76,7 +76,8 @@ def _missing_support(name: str, wanted: Mapping[str, Any], device: torch.device)
 
 def _check_fp8(dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a cache in fp8 where no attention converts it."""
-    on_gpu, capability = device.type == "cuda", runtime.capability(device)
+    on_gpu = device.type == "cuda"
+    capability = runtime.capability(device)
     if capability >= FP8_CAPABILITY if on_gpu else runtime.serves(dtype, device):
         return
     here = f"{device} has {capability / 10:.1f}" if on_gpu else f"the engine computes on {device}"

@@ -31,13 +31,16 @@ class TorchStepAttention:
     """A `StepAttention` by a function that expects rotated queries and keys."""
 
     def __init__(self, attend: AttentionFunction, spec: CacheSpec) -> None:
-        self._attend, self._heads, self._rotated_heads = attend, spec.heads, spec.heads + spec.kv_heads
+        self._attend = attend
+        self._heads = spec.heads
+        self._rotated_heads = spec.heads + spec.kv_heads
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return self._attend(layer, q, k, v, sinks)
 
     def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
-        rotated, values = angles.rotate(packed[:, : self._rotated_heads]), packed[:, self._rotated_heads :]
+        rotated = angles.rotate(packed[:, : self._rotated_heads])
+        values = packed[:, self._rotated_heads :]
         return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, None)
 
 
@@ -63,7 +66,8 @@ class ReferenceAttention(AttentionBackend):
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
-        counts, starts = batch.counts.tolist(), batch.starts.tolist()
+        counts = batch.counts.tolist()
+        starts = batch.starts.tolist()
         size = self._spec.block_size
         known = []
         for row, length in enumerate((batch.starts + batch.counts).tolist()):
@@ -90,7 +94,8 @@ def reference_attention(
     2310.06825, the cap 2408.00118, the sinks 2508.10925.)"""
     count, heads, head_dim = q.shape
     group = heads // k.shape[1]
-    keys, values = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    keys = k.float().repeat_interleave(group, 1)
+    values = v.float().repeat_interleave(group, 1)
     scores = torch.einsum("nhd,thd->hnt", q.float(), keys) * (attention.scale or head_dim**-0.5)
     if attention.softcap is not None:
         scores = attention.softcap * torch.tanh(scores / attention.softcap)
@@ -126,7 +131,8 @@ class TorchSdpaAttention(AttentionBackend):
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        self._distinct, self._index = spec.distinct_attention, spec.attention_index
+        self._distinct = spec.distinct_attention
+        self._index = spec.attention_index
         self._layers: list[tuple[Tensor, Tensor]] = []
 
     def allocate(self, blocks: int) -> None:
@@ -137,7 +143,8 @@ class TorchSdpaAttention(AttentionBackend):
         return [each for layer in self._layers for each in layer]
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
-        slots, spec = batch.slots(), self._spec
+        slots = batch.slots()
+        spec = self._spec
         begun = slots[slots % spec.block_size == 0] // spec.block_size
         parts = [[*self._decode_parts(batch, each), *self._chunk_parts(batch, each)] for each in self._distinct]
         token = (-1, spec.kv_heads * spec.head_dim)
@@ -172,11 +179,13 @@ class TorchSdpaAttention(AttentionBackend):
 
     def _decode_parts(self, batch: StepBatch, attention: LayerAttention) -> Iterator[_AttentionPart]:
         """The rows of one token, in groups of nearly equal length."""
-        single, window = np.flatnonzero(batch.counts == 1), attention.window
+        single = np.flatnonzero(batch.counts == 1)
+        window = attention.window
         skipped = self._skipped_blocks(batch.starts[single], window)
         lengths = batch.starts[single] + 1 - skipped * self._spec.block_size
         for members in _group_by_length(lengths):
-            rows, longest = single[members], int(lengths[members].max())
+            rows = single[members]
+            longest = int(lengths[members].max())
             mask = None
             if int(lengths[members].min()) < longest or (window is not None and longest > window):
                 ends = torch.from_numpy(lengths[members])
@@ -185,10 +194,14 @@ class TorchSdpaAttention(AttentionBackend):
             yield _AttentionPart(attention, torch.from_numpy(batch.first_places[rows]), blocks, longest, mask, False)
 
     def _chunk_parts(self, batch: StepBatch, attention: LayerAttention) -> Iterator[_AttentionPart]:
-        skipped, window = self._skipped_blocks(batch.starts, attention.window), attention.window
+        skipped = self._skipped_blocks(batch.starts, attention.window)
+        window = attention.window
         for row in np.flatnonzero(batch.counts > 1):
-            start, count = int(batch.starts[row] - skipped[row] * self._spec.block_size), int(batch.counts[row])
-            first, length, mask = int(batch.first_places[row]), start + count, None
+            start = int(batch.starts[row] - skipped[row] * self._spec.block_size)
+            count = int(batch.counts[row])
+            first = int(batch.first_places[row])
+            length = start + count
+            mask = None
             if start or not _sdpa_supports(attention) or (window is not None and count > window):
                 mask = _additive_mask(torch.arange(start + 1, length + 1), length, window, self._spec.dtype)
             blocks = self._block_ids(batch, np.array([row]), skipped[[row]], length)
@@ -225,7 +238,8 @@ def _sdpa_supports(attention: LayerAttention) -> bool:
 
 def _mix(part: _AttentionPart, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
     """Queries [..., n, head_dim], keys and values [..., T, head_dim], sinks [..., n or 1, 1] -> [..., n, head_dim]."""
-    attention, mask = part.attention, part.mask
+    attention = part.attention
+    mask = part.mask
     if _sdpa_supports(attention):
         causal = part.chunk and mask is None
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=attention.scale)
@@ -241,7 +255,8 @@ def _mix(part: _AttentionPart, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | 
 
 def _additive_mask(ends: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """[len(ends), length]: minus infinity for tokens from each of `ends` on, and before the window that ends there."""
-    places, ends = torch.arange(length), ends.unsqueeze(-1)
+    places = torch.arange(length)
+    ends = ends.unsqueeze(-1)
     hidden = places >= ends if window is None else (places >= ends) | (places < ends - window)
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
 

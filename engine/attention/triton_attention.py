@@ -44,12 +44,14 @@ class TritonAttention(AttentionBackend):
             for each in spec.distinct_attention
         ]
         self._index = spec.attention_index
-        self._cache, self._scales = torch.empty(0), torch.empty(0)
+        self._cache = torch.empty(0)
+        self._scales = torch.empty(0)
         self._layers: list[LayerCache] = []
 
     @property
     def block_bytes(self) -> int:
-        codes, lines = self._shape.codes, 2 * self._spec.layers * self._spec.block_size * self._spec.kv_heads
+        codes = self._shape.codes
+        lines = 2 * self._spec.layers * self._spec.block_size * self._spec.kv_heads
         return super().block_bytes if codes is None else lines * (self._spec.head_dim + torch.float32.itemsize)
 
     @property
@@ -57,8 +59,12 @@ class TritonAttention(AttentionBackend):
         return min(each.most_decoded for each in self._specs)
 
     def allocate(self, blocks: int) -> None:
-        spec, codes = self._spec, self._shape.codes
-        self._layers, self._cache, self._scales = [], torch.empty(0), torch.empty(0)  # earlier ones are freed first
+        spec = self._spec
+        codes = self._shape.codes
+        # Earlier ones are freed first.
+        self._layers = []
+        self._cache = torch.empty(0)
+        self._scales = torch.empty(0)
         lines = blocks, spec.kv_heads, spec.block_size
         shape = (spec.layers, 2, *lines, spec.head_dim)
         # Zeros: a head that drafts attends to places that it never wrote, where memory may hold what is no number.
@@ -91,7 +97,11 @@ class TritonStepAttention:
         index: list[int],
         layers: list[LayerCache],
     ) -> None:
-        self._batch, self._specs, self._tiles, self._index, self._layers = batch, specs, tiles, index, layers
+        self._batch = batch
+        self._specs = specs
+        self._tiles = tiles
+        self._index = index
+        self._layers = layers
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         q, k, v = (each if each.stride()[1:] == (each.shape[2], 1) else each.contiguous() for each in (q, k, v))
@@ -109,7 +119,9 @@ class TritonStepAttention:
         from ..gpu.attention import attend
         from ..gpu.cache_write import write_cache
 
-        at, batch = self._index[layer], self._batch.on_device
-        spec, cache = self._specs[at], self._layers[layer]
+        at = self._index[layer]
+        batch = self._batch.on_device
+        spec = self._specs[at]
+        cache = self._layers[layer]
         q = write_cache(spec.shape, cache, batch, self._batch.owners, qkv, rotation)
         return attend(spec, cache, batch, self._tiles[at], q, sinks)

@@ -19,7 +19,8 @@ from ..cpu.op_trace import OpTrace, SymbolicTensor
 from .linear import LMHead, split_reason
 from .norm import NormFactory
 
-EMBEDDING_WEIGHT, HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
+HEAD_WEIGHT = "lm_head.weight"
 
 
 class Embedding:
@@ -54,7 +55,10 @@ class StageReceiver:
     untraceable = "its hidden states come from the stage before"
 
     def __init__(self, link: PipelineLink, spec: ModelSpec, loader: WeightLoader) -> None:
-        self._link, self._hidden, self._dtype, self._device = link, spec.hidden_size, loader.dtype, loader.device
+        self._link = link
+        self._hidden = spec.hidden_size
+        self._dtype = loader.dtype
+        self._device = loader.device
 
     def __call__(self, tokens: Tensor) -> Tensor:
         x = torch.empty(len(tokens), self._hidden, dtype=self._dtype, device=self._device)
@@ -90,13 +94,16 @@ class LogitsOutput:
 
     def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:
         """Record logits of selected places as operations; only if `untraceable` gives no reason against it."""
-        norm, head = cast(Any, self._norm), cast(Any, self.head)  # declared for tensors
+        # Both are declared for tensors.
+        norm = cast(Any, self._norm)
+        head = cast(Any, self.head)
         logits: SymbolicTensor = head(norm.add_and_norm(x.select(), delta.select()))
         return logits
 
     def _logits(self, x: Tensor, delta: Tensor, places: Tensor) -> Tensor:
         if len(places) < len(x):
-            x, delta = x[places], delta[places]
+            x = x[places]
+            delta = delta[places]
         logits = self.head(self._norm.add_and_norm(x, delta))
         return logits if self._cap is None else (logits / self._cap).tanh_().mul_(self._cap)
 
@@ -111,7 +118,8 @@ class DecoderEnds(NamedTuple):
 
 def build_ends(spec: ModelSpec, loader: WeightLoader, norm: NormFactory, scale: float = 1.0) -> DecoderEnds:
     """The ends of this rank's pipeline stage. `scale` multiplies embeddings; `norm` makes the one before the head."""
-    link, stage = loader.context.shard.link, loader.context.shard.stage
+    link = loader.context.shard.link
+    stage = loader.context.shard.stage
     first = Embedding(loader, spec, scale) if link is None or stage.first else StageReceiver(link, spec, loader)
     last = LogitsOutput(spec, loader, norm) if link is None or stage.last else StageSender(link)
     return DecoderEnds(first, last, spec.hidden_size)

@@ -59,14 +59,17 @@ def _quantize_groups(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """x [n, groups, size] -> numbers 0 to 15 of the same shape, and scales [n, groups, 1]."""
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
     inverse = torch.where(largest == 0, 0.0, largest.reciprocal()).clamp_(-3e38, 3e38)
-    weighted, least, best = x * counts, torch.zeros_like(largest), torch.full_like(largest, _LARGEST[1])
+    weighted = x * counts
+    least = torch.zeros_like(largest)
+    best = torch.full_like(largest, _LARGEST[1])
     for target in _LARGEST:
         numbers = (x * (inverse * target)).round_().clamp_(-8, 7)
         product = (weighted * numbers).sum(-1, keepdim=True)
         # What the best scale for these numbers takes from the squared error.
         taken = product * product / numbers.square_().mul_(counts).sum(-1, keepdim=True).clamp_(min=1e-30)
         better = taken > least
-        least, best = torch.where(better, taken, least), torch.where(better, target, best)
+        least = torch.where(better, taken, least)
+        best = torch.where(better, target, best)
     numbers = (x * (inverse * best)).round_().clamp_(-8, 7)
     sizes = (numbers.square() * counts).sum(-1, keepdim=True)
     fitted = (weighted * numbers).sum(-1, keepdim=True) / sizes
@@ -92,13 +95,15 @@ class TorchInt4Matmul:
     def __init__(self, rows: GroupedRows, bias: Tensor | None) -> None:
         centred = _grouped(rows.weights, INT4_ZERO_POINT).to(torch.int8) - INT4_ZERO_POINT
         self._weights = centred.permute(1, 2, 0).contiguous()  # [groups, size, outputs]
-        self._scales, self._bias = rows.scales.t().contiguous(), bias
+        self._scales = rows.scales.t().contiguous()
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = _grouped(x.float())
         largest = wide.abs().amax(-1, keepdim=True)
         by = torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0).clamp_(max=3e38)
-        numbers, steps = wide.mul(by).round_().to(torch.int8), largest.squeeze(-1) / 127
+        numbers = wide.mul(by).round_().to(torch.int8)
+        steps = largest.squeeze(-1) / 127
         total = torch.zeros(len(x), self._weights.shape[-1])
         for group, (weights, scales) in enumerate(zip(self._weights, self._scales, strict=True)):
             exact = torch._int_mm(numbers[:, group].contiguous(), weights).double()
@@ -113,8 +118,10 @@ class DequantizedMatmul:
 
     def __init__(self, rows: GroupedRows, bias: Tensor | None) -> None:
         codes = F.pad(rows.weights, (0, -rows.weights.shape[1] % GROUP_SIZE), value=INT4_ZERO_POINT)
-        self._codes, self._inputs = codes[:, ::2] | codes[:, 1::2] << 4, rows.weights.shape[1]
-        self._scales, self._bias = rows.scales, bias
+        self._codes = codes[:, ::2] | codes[:, 1::2] << 4
+        self._inputs = rows.weights.shape[1]
+        self._scales = rows.scales
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         codes = torch.stack((self._codes & 15, self._codes >> 4), -1).flatten(1)

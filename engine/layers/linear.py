@@ -166,7 +166,8 @@ class LMHead:
     def __init__(self, loader: WeightLoader, name: str, vocab: int, hidden: int) -> None:
         rows = rank_slice(vocab, loader.group)
         self._matmul = build_matmul(loader, [TensorSlice(name, (vocab, hidden), rows)], use=LM_HEAD)
-        self._group, self._vocab = loader.group, vocab
+        self._group = loader.group
+        self._vocab = vocab
         self.untraceable = split_reason(loader.group)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -205,8 +206,11 @@ class ProductMatrix:
     """The matrices `slices`, one below the other, on their way into a product."""
 
     def __init__(self, loader: WeightLoader, slices: list[TensorSlice], use: MatmulUse) -> None:
-        self._loader, self._slices, self._use = loader, slices, use
-        self.outputs, self._inputs = sum(len(each.row_range) for each in slices), slices[0].width
+        self._loader = loader
+        self._slices = slices
+        self._use = use
+        self.outputs = sum(len(each.row_range) for each in slices)
+        self._inputs = slices[0].width
         self.label = " ".join(each.label for each in slices)
 
     @property
@@ -229,7 +233,8 @@ class ProductMatrix:
 
     def packed(self, bias: Tensor | None) -> PackedMatmul | GroupedMatmul:
         """For the C kernels: as an earlier load kept it, if one did."""
-        loader, codes = self._loader, self.codes
+        loader = self._loader
+        codes = self.codes
         found = loader.packing.find(self.label)
         asked = dtype_name(loader.dtype) if self.precision == "none" else self.precision
         kept = found[0] if found else asked if codes is None else _STORED
@@ -244,7 +249,8 @@ class ProductMatrix:
 
     def _count(self, codes: CodeForm | None) -> None:
         """As a product with `codes`, or in the precision that is asked for."""
-        loader, kept = self._loader, self.precision
+        loader = self._loader
+        kept = self.precision
         if codes is not None:
             numbers = self.outputs * self._inputs
             bits = 8 if codes.by_row else 8 * self._grouped_format(codes).line_bytes / numbers
@@ -257,7 +263,8 @@ class ProductMatrix:
 
     def _grouped_format(self, codes: CodeForm) -> GroupedFormat:
         x = self._loader.dtype
-        points, offsets = codes.zeros is Zeros.POINTS, codes.zeros is Zeros.OFFSETS
+        points = codes.zeros is Zeros.POINTS
+        offsets = codes.zeros is Zeros.OFFSETS
         out = torch.float32 if self._use.float32 else x
         return GroupedFormat(self.outputs, self._inputs, codes.group_size, points, x, out, codes.bits, offsets)
 
@@ -265,8 +272,10 @@ class ProductMatrix:
         self, kept: str, codes: CodeForm | None, bias: Tensor | None, arrays: Mapping[str, Array] | None
     ) -> PackedMatmul | GroupedMatmul:
         """One whose weights are `arrays`, or zero."""
-        memory, x = self._loader.memory, self._loader.dtype
-        sizes, out = (self.outputs, self._inputs), torch.float32 if self._use.float32 else x
+        memory = self._loader.memory
+        x = self._loader.dtype
+        sizes = (self.outputs, self._inputs)
+        out = torch.float32 if self._use.float32 else x
         there = None
         if arrays is not None:
             there = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -308,7 +317,8 @@ class ProductMatrix:
         """All outputs in groups of inputs, those of the checkpoint or of four bits made here, on the device."""
         from ..gpu.grouped_matmul import GroupedWeights
 
-        loader, stored = self._loader, self.codes
+        loader = self._loader
+        stored = self.codes
         self._count(stored)
         form = self._grouped_format(CodeForm(4, GROUP_SIZE) if stored is None else stored)
         weights = GroupedWeights(form, loader.device)
@@ -324,7 +334,8 @@ class ProductMatrix:
     def stacks(self) -> bool:
         """Whether the kernels of experts multiply with it on a GPU. With one in four bits that are made here they do
         not: what of it stays higher a calibration says of each expert."""
-        codes, loader = self.codes, self._loader
+        codes = self.codes
+        loader = self._loader
         if codes is not None:
             return codes.order is None
         if self.precision != "none":
@@ -352,7 +363,9 @@ class ProductMatrix:
         """All outputs in codes of `scaled_kind`, those of the checkpoint or made here, on the device."""
         from ..gpu.scaled_matmul import QuantisedRows, quantise_rows
 
-        loader, stored, kind = self._loader, self.codes, self.scaled_kind
+        loader = self._loader
+        stored = self.codes
+        kind = self.scaled_kind
         assert kind is not None, "it is to become rows with scales"
         self._count(stored)
         groups = () if stored is None or stored.by_row else (self._inputs // stored.group_size,)
@@ -370,7 +383,8 @@ class ProductMatrix:
         return QuantisedRows(weight, scales)
 
     def in_torch(self, bias: Tensor | None) -> Matmul:
-        loader, sizes = self._loader, (self.outputs, self._inputs)
+        loader = self._loader
+        sizes = (self.outputs, self._inputs)
         self._count(self.codes if loader.device.type == "meta" else None)  # kernels will compute it, where they can
         if self.precision == "int4":
             tiles = (quantize_int4(rows.to(loader.device), self._squares) for _, rows in loader.tiles(self._slices))
@@ -380,7 +394,8 @@ class ProductMatrix:
             kind = TorchInt4Matmul if loader.device.type == "cpu" else DequantizedMatmul
             return kind(GroupedRows(weights, scales), bias)
         if self.precision == "int8":
-            weight, scales = torch.empty(sizes, dtype=torch.int8), torch.empty(self.outputs)
+            weight = torch.empty(sizes, dtype=torch.int8)
+            scales = torch.empty(self.outputs)
             for first, rows in loader.tiles(self._slices):
                 some = slice(first, first + len(rows))
                 weight[some], scales[some] = quantize_rows(rows)
@@ -405,7 +420,9 @@ class TorchInt8Matmul:
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         """`weight` [in, out] in int8, `scales` [out] in float32."""
-        self._weight, self._scales, self._bias = weight, scales, bias
+        self._weight = weight
+        self._scales = scales
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, scales = quantize_rows(x)

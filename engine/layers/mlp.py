@@ -111,10 +111,13 @@ class MixtureOfExperts:
     def __init__(self, loader: WeightLoader, expert: GatedMLPSpec, spec: ExpertsSpec) -> None:
         """`expert` is what all experts are like, with the name of the mixture."""
         weight = TensorSlice(f"{expert.name}.gate.weight", (spec.count, expert.hidden))
-        self._scores, self._spec = build_matmul(loader, [weight], use=ROUTER), spec
-        self._group, mine = loader.group, range(spec.count)
+        self._scores = build_matmul(loader, [weight], use=ROUTER)
+        self._spec = spec
+        self._group = loader.group
+        mine = range(spec.count)
         if loader.context.whole_experts:
-            mine, loader = mine[rank_slice(spec.count, loader.group)], loader.for_group(SingleRank())
+            mine = mine[rank_slice(spec.count, loader.group)]
+            loader = loader.for_group(SingleRank())
         named = [expert._replace(name=f"{expert.name}.experts.{number}") for number in range(spec.count)]
         self._experts = build_experts(loader, [named[number] for number in mine], mine)
         self.host_bound = isinstance(self._experts, EachExpert)

@@ -18,7 +18,9 @@ class TorchNorm:
     """x [..., n] / rms(x) * weight; the mean in float32, the product with the weight in the weight's dtype."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight, self._eps, self._scale = weight, eps, weight.shape[-1] ** -0.5
+        self._weight = weight
+        self._eps = eps
+        self._scale = weight.shape[-1] ** -0.5
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.to(torch.float32, copy=True)

@@ -11,8 +11,11 @@ from ..checkpoint.model_spec import RopeSpec
 from ..cpu import library
 from ..cpu.elementwise import apply_rope
 
-_PIECE, _COVERED_FIRST = 1 << 13, 1 << 15
-"""Positions of a table that are computed at a time, and before the first step."""
+_PIECE = 1 << 13
+"""Positions of a table that are computed at a time."""
+
+_COVERED_FIRST = 1 << 15
+"""Positions of a table that are computed before the first step."""
 
 
 class TorchAngles(NamedTuple):
@@ -53,7 +56,8 @@ class FusedAngles(NamedTuple):
     positions: Tensor
 
     def rotate(self, x: Tensor) -> Tensor:
-        size, cos_sin = 2 * self.cos_sin.shape[-1], self.cos_sin[self.positions]
+        size = 2 * self.cos_sin.shape[-1]
+        cos_sin = self.cos_sin[self.positions]
         if size == x.shape[-1]:
             return apply_rope(x, cos_sin)
         return torch.cat((apply_rope(x[..., :size].contiguous(), cos_sin), x[..., size:]), -1)
@@ -66,7 +70,8 @@ class FusedRotary:
     untraceable: str | None = None
 
     def __init__(self, rope: RopeSpec, head_dim: int, positions: int) -> None:
-        self._frequencies, self._factor = _frequencies(rope, head_dim, positions), rope.attention_factor
+        self._frequencies = _frequencies(rope, head_dim, positions)
+        self._factor = rope.attention_factor
         self.cos_sin = torch.empty(positions, 2, len(self._frequencies))
         """Float32 [positions, 2, rotary_dim / 2]."""
         self.covered = 0
@@ -75,7 +80,8 @@ class FusedRotary:
     def cover(self, positions: int) -> None:
         """Compute the table up to so many positions, or all there are."""
         while self.covered < min(positions, len(self.cos_sin)):
-            first, end = self.covered, min(self.covered + _PIECE, len(self.cos_sin))
+            first = self.covered
+            end = min(self.covered + _PIECE, len(self.cos_sin))
             torch.stack(_cos_sin(self._frequencies, self._factor, first, end), 1, out=self.cos_sin[first:end])
             self.covered = end
 
@@ -133,9 +139,12 @@ def _scale_yarn(plain: Tensor, rope: RopeSpec, size: int) -> Tensor:
         """The number, with a fraction, of the pair that makes so many turns within the original context."""
         return size * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    low = pair_with(rope.beta_fast)
+    high = pair_with(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
     slowed = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
     return plain / rope.factor * slowed + plain * (1 - slowed)

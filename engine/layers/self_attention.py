@@ -36,12 +36,16 @@ class SelfAttention:
         rotary: Rotary,
         inputs: int | None = None,
     ) -> None:
-        name, size = f"model.layers.{index}.self_attn", spec.head_dim
-        heads, kv_heads = rank_slice(spec.heads, loader.group), kv_head_slice(spec.kv_heads, loader.group)
+        name = f"model.layers.{index}.self_attn"
+        size = spec.head_dim
+        heads = rank_slice(spec.heads, loader.group)
+        kv_heads = kv_head_slice(spec.kv_heads, loader.group)
         queries, keys = (slice(each.start * size, each.stop * size) for each in (heads, kv_heads))
         self._cache_layer = loader.stage.layers(spec.layers).index(index)  # the cache counts this rank's layers alone
-        self._rotary, self._head_dim = rotary, size
-        self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
+        self._rotary = rotary
+        self._head_dim = size
+        self._heads = heads.stop - heads.start
+        self._kv_heads = kv_heads.stop - kv_heads.start
         shards = _qkv_shards(name, spec, queries, keys, projections.fused)
         self._qkv = column_linear(loader, shards, inputs or spec.hidden_size, bias=projections.qkv_bias)
         self._norm = None
@@ -49,7 +53,8 @@ class SelfAttention:
             of_queries, of_keys = (loader.vector(f"{name}.{one}_norm.weight", size) for one in "qk")
             weight = torch.cat((of_queries.expand(self._heads, -1), of_keys.expand(self._kv_heads, -1)))
             self._norm = projections.norm(weight, spec.norm_eps)
-        heads_size, outputs = spec.heads * size, spec.hidden_size
+        heads_size = spec.heads * size
+        outputs = spec.hidden_size
         self._out = RowLinear(loader, f"{name}.o_proj", heads_size, queries, outputs, bias=projections.out_bias)
         self.untraceable = rotary.untraceable or self._out.untraceable
 
@@ -63,7 +68,8 @@ class SelfAttention:
 
 def _qkv_shards(name: str, spec: ModelSpec, queries: slice, keys: slice, fused: bool) -> list[OutputShard]:
     """The matrices of queries, keys and values, which are one below the other in one matrix if they are `fused`."""
-    q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    q_size = spec.heads * spec.head_dim
+    kv_size = spec.kv_heads * spec.head_dim
     if fused:
         matrix = OutputShard(f"{name}.qkv_proj", q_size + 2 * kv_size, queries)
         key_rows = matrix._replace(features=keys).shifted(q_size)

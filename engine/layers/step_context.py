@@ -32,7 +32,9 @@ class StepContext:
     """The tokens of one step, how they attend, and the adapters that some of them have, if any does."""
 
     def __init__(self, batch: StepBatch, attention: StepAttention, adapters: StepAdapters | None = None) -> None:
-        self.batch, self.attention, self.adapters = batch, attention, adapters
+        self.batch = batch
+        self.attention = attention
+        self.adapters = adapters
         self._angles: dict[Rotary, RotaryAngles] = {}
 
     def angles(self, rotary: Rotary) -> RotaryAngles:

@@ -79,7 +79,8 @@ class Calibration:
         """`costs`: what the noise of each unit does to the model. Those that cost most for their size stay higher, as
         many as HIGHER_SHARE allows."""
         sizes = {unit: sum(self._watched[label].numbers for label in labels) for unit, labels in self.units.items()}
-        left, higher = HIGHER_SHARE * sum(sizes.values()), []
+        left = HIGHER_SHARE * sum(sizes.values())
+        higher = []
         for unit in sorted(costs, key=lambda unit: -costs[unit] / sizes[unit]):
             if sizes[unit] <= left:
                 higher += self.units[unit]
@@ -102,11 +103,14 @@ def _noise_share(matrix: _Watched) -> float:
     return float((noise.square() @ squares).sum() / (matrix.sample.square() @ squares).sum().clamp(min=1e-30))
 
 
-TOKENS, PASSES = 256, 4
+TOKENS = 256
+PASSES = 4
+
 JUDGED = 32
 """Tokens that are computed once for each matrix; the predictions of the later half are compared."""
 
-_BLOCK, _SEED = 16, 20261123
+_BLOCK = 16
+_SEED = 20261123
 _PIECE = 64
 """Places whose logits are there at a time."""
 
@@ -122,7 +126,8 @@ def calibrate(builder: CheckpointBuilder, context: BuildContext) -> Int4Plan:
     tokens = reader.own_text(min(TOKENS, context.max_positions), built.shape.vocab_size)[:JUDGED]
     later = range(len(tokens) // 2, len(tokens))
     right = torch.cat([each.log_softmax(-1) for each in reader.logits(tokens, later)])
-    probabilities, costs = right.exp(), {}
+    probabilities = right.exp()
+    costs = {}
     for unit in calibration.units:
         calibration.make_noisy(unit)
         noisy = torch.cat([each.log_softmax(-1) for each in reader.logits(tokens, later)])
@@ -142,12 +147,14 @@ class _Reader:
         self._attention = create_backend("cpu" if context.device.type == "cpu" else "auto", spec)
         self._blocks = torch.arange(-(-TOKENS // _BLOCK), device=context.device).unsqueeze(0)
         self._attention.allocate(self._blocks.shape[1])
-        self._decoder, self._device = built.decoder, context.device
+        self._decoder = built.decoder
+        self._device = context.device
 
     def logits(self, tokens: Tensor, places: range) -> Iterator[Tensor]:
         """Those of what follows the tokens at `places`, float32 [n, vocabulary], piece by piece."""
         step = StepBatch.from_tokens(tokens.to(self._device), [0], [len(tokens)], self._blocks, _BLOCK)
-        context, some = StepContext(step, self._attention.begin_step(step)), slice(places.start, places.stop)
+        context = StepContext(step, self._attention.begin_step(step))
+        some = slice(places.start, places.stop)
         logits = self._decoder.compute_logits(context, torch.split(step.positions[some], _PIECE))
         assert logits is not None, "one rank is the last stage too"
         return (each.float() for each in logits)

@@ -55,7 +55,8 @@ class DraftHead(ABC):
     """Whether its own states, from which it goes on, are those after its last norm."""
 
     def __init__(self, ends: HeadEnds, untraceable: str | None) -> None:
-        self._ends, self.target_ids = ends, ends.target_ids
+        self._ends = ends
+        self.target_ids = ends.target_ids
         self._untraceable = untraceable or ends.embedding.untraceable
         self._programs: tuple[DecoderProgram, DecoderProgram] | None = None
 
@@ -95,7 +96,8 @@ class DraftHead(ABC):
         self._programs = None
 
     def _trace(self, attention: NativeStepAttention, threads: ThreadPool, fuses: bool) -> DecoderProgram:
-        trace, context = OpTrace(attention.dtype), SymbolicContext(attention.output_size)
+        trace = OpTrace(attention.dtype)
+        context = SymbolicContext(attention.output_size)
         width = self.spec.hidden_size * (len(self.target_layers) if fuses else 1)
         states: Any = trace.add_op(OpStruct(kind=INPUT, size=width), None, width)
         if fuses:

@@ -23,7 +23,8 @@ from ..layers.self_attention import AttentionProjections, SelfAttention
 from .draft_head import DraftHead, HeadEnds
 from .llama import mlp_spec, shared_rotary
 
-_LAYER, _OWN_LAYER = "layers.0.", "model.layers.0."
+_LAYER = "layers.0."
+_OWN_LAYER = "model.layers.0."
 _NOT_SERVED = ("norm_before_fc", "fc_norm", "parallel_drafting")
 
 
@@ -46,7 +47,8 @@ def read_eagle3_config(model: str, target: ModelSpec) -> Eagle3Config:
         CheckpointError: it is no head in this format, asks for what is not served, or is another target's.
     """
     checkpoint = open_checkpoint(model)
-    config, where = checkpoint.config, checkpoint.where
+    config = checkpoint.config
+    where = checkpoint.where
 
     def fail(reason: str) -> CheckpointError:
         return CheckpointError(f"{where}: {reason}", field="speculative_config")
@@ -84,11 +86,14 @@ class Eagle3Head(DraftHead):
         Raises:
             CheckpointError: tensors are missing, or of another shape than config.json says.
         """
-        spec, self.target_layers = config.spec, config.target_layers
+        spec = config.spec
+        self.target_layers = config.target_layers
         self.spec = spec
         weights = CheckpointWeights(config.directory, _own_name)
         loader = WeightLoader(weights, context)
-        hidden, eps, name = spec.hidden_size, spec.norm_eps, _OWN_LAYER.rstrip(".")
+        hidden = spec.hidden_size
+        eps = spec.norm_eps
+        name = _OWN_LAYER.rstrip(".")
         shared = loader if EMBEDDING_WEIGHT in weights else WeightLoader(open_weights(open_checkpoint(target)), context)
         embedding = Embedding(shared, spec)
         fused = OutputShard("fc", hidden, slice(0, hidden))
@@ -97,7 +102,8 @@ class Eagle3Head(DraftHead):
         def norm(of: str) -> Callable[[Tensor], Tensor]:
             return rms_norm(loader.vector(f"{of}.weight", hidden), eps)
 
-        self._of_tokens, self._of_states = norm(f"{name}.input_layernorm"), norm(f"{name}.hidden_norm")
+        self._of_tokens = norm(f"{name}.input_layernorm")
+        self._of_states = norm(f"{name}.hidden_norm")
         self._before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
         last = rms_norm(loader.vector("model.norm.weight", hidden), eps)
         rotary = shared_rotary(spec.rope, spec, loader)

@@ -44,9 +44,11 @@ class GemmaDecoderLayer:
             weight = loader.vector(f"model.layers.{index}.{name}.weight", spec.hidden_size)
             return offset_rms_norm(weight, spec.norm_eps)
 
-        self._before_attention, self._after_attention = norm("input_layernorm"), norm("post_attention_layernorm")
+        self._before_attention = norm("input_layernorm")
+        self._after_attention = norm("post_attention_layernorm")
         self._attention = SelfAttention(loader, spec, index, projections, rotary)
-        self._before_mlp, self._after_mlp = norm("pre_feedforward_layernorm"), norm("post_feedforward_layernorm")
+        self._before_mlp = norm("pre_feedforward_layernorm")
+        self._after_mlp = norm("post_feedforward_layernorm")
         self._mlp = GatedMLP(loader, mlp_spec(spec, index)._replace(bias=False))
         self.untraceable = self._attention.untraceable or self._mlp.untraceable
         self.host_bound = self._mlp.host_bound

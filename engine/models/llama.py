@@ -52,7 +52,9 @@ class LlamaDecoderLayer:
     def __init__(
         self, spec: ModelSpec, loader: WeightLoader, index: int, variant: LlamaVariant, rotary: Rotary
     ) -> None:
-        name, hidden, eps = f"model.layers.{index}", spec.hidden_size, spec.norm_eps
+        name = f"model.layers.{index}"
+        hidden = spec.hidden_size
+        eps = spec.norm_eps
         self._before_attention = rms_norm(loader.vector(f"{name}.input_layernorm.weight", hidden), eps)
         self._attention = SelfAttention(loader, spec, index, variant.projections, rotary)
         self._before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
@@ -106,7 +108,8 @@ def build_mixtral(spec: ModelSpec, loader: WeightLoader) -> Decoder:
 def _mixtral_experts(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
     if spec.experts is None:
         raise CheckpointError("a Mixtral without num_experts_per_tok in its config.json")
-    name, inner = f"model.layers.{index}.block_sparse_moe", spec.experts.intermediate_size
+    name = f"model.layers.{index}.block_sparse_moe"
+    inner = spec.experts.intermediate_size
     expert = GatedMLPSpec(name, spec.hidden_size, inner, gate="w1", up="w3", down="w2")
     return MixtureOfExperts(loader, expert, spec.experts)
 

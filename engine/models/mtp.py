@@ -22,7 +22,8 @@ from .draft_head import DraftHead, HeadEnds
 from .llama import mlp_spec, shared_rotary
 from .native_decoder import NativeDecoder
 
-MTP_PREFIX, _OWN_LAYER = "model.mtp_layers.0.", "model.layers.0."
+MTP_PREFIX = "model.mtp_layers.0."
+_OWN_LAYER = "model.layers.0."
 _WITH_LAYERS = "MiMoForCausalLM"
 
 
@@ -32,7 +33,8 @@ def check_mtp(checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: says why.
     """
-    config, reason = checkpoint.config, ""
+    config = checkpoint.config
+    reason = ""
     if _WITH_LAYERS not in (config.get("architectures") or ()):
         reason = f"mtp is for checkpoints with layers for it, of {_WITH_LAYERS}"
     elif (layers := config.get("num_nextn_predict_layers")) != 1:
@@ -56,14 +58,16 @@ class MtpHead(DraftHead):
             CheckpointError: tensors are missing, or of another shape than config.json says.
         """
         check_mtp(checkpoint)
-        self.spec, self.target_layers = replace(spec, attention=spec.attention[-1:]), (spec.layers,)
+        self.spec = replace(spec, attention=spec.attention[-1:])
+        self.target_layers = (spec.layers,)
         loader = WeightLoader(CheckpointWeights(checkpoint.directory, _own_name), context)
         hidden = spec.hidden_size
 
         def norm(of: str) -> Callable[[Any], Any]:
             return rms_norm(loader.vector(f"{_OWN_LAYER}{of}.weight", hidden), spec.norm_eps)
 
-        self._of_tokens, self._of_states = norm("token_layernorm"), norm("hidden_layernorm")
+        self._of_tokens = norm("token_layernorm")
+        self._of_states = norm("hidden_layernorm")
         self._before_attention = norm("input_layernorm")
         self._before_mlp: Any = norm("post_attention_layernorm")
         joined = OutputShard(f"{_OWN_LAYER}input_proj", hidden, slice(0, hidden))
@@ -71,7 +75,8 @@ class MtpHead(DraftHead):
         rotary = shared_rotary(spec.rope, spec, loader)
         self._attention = SelfAttention(loader, self.spec, 0, AttentionProjections(qkv_bias=True), rotary)
         self._mlp = GatedMLP(loader, mlp_spec(self.spec, 0))
-        embedding, output = target.ends.input, target.ends.output
+        embedding = target.ends.input
+        output = target.ends.output
         assert isinstance(embedding, Embedding), "a model of one stage has both ends"
         assert isinstance(output, LogitsOutput), "a model of one stage has both ends"
         last = rms_norm(loader.vector(f"{_OWN_LAYER}final_layernorm.weight", hidden), spec.norm_eps)

@@ -46,7 +46,8 @@ class NativeDecoder:
     is the C kernels'. CUDA graphs are recorded around it (`gpu/graphs.py`)."""
 
     def __init__(self, ends: DecoderEnds, layers: Sequence[DecoderLayer]) -> None:
-        self.ends, self._layers = ends, layers
+        self.ends = ends
+        self._layers = layers
         self.program: DecoderProgram | None = None
         """Its layers, once they are recorded."""
         self._traced = False
@@ -132,7 +133,8 @@ class NativeDecoder:
         attention = cast(NativeStepAttention, context.attention)
         states = None if program.io.embeds_tokens else self.ends.input(context.batch.tokens)
         listener = self.timing_listener
-        caches, adapters = attention.caches, context.adapters
+        caches = attention.caches
+        adapters = context.adapters
         return ProgramInputs(context.batch, caches, states, logits_indices, samples, listener, adapters)
 
     def _program_for(self, context: StepContext) -> DecoderProgram | None:
@@ -166,7 +168,8 @@ class NativeDecoder:
             delta = cast(Any, layer)(x, delta, context)  # declared for tensors and their context
             if index in self._kept_layers:
                 kept[index] = trace.keep_after(first, x)
-        layer_ops, logits = len(trace.ops), None
+        layer_ops = len(trace.ops)
+        logits = None
         if isinstance(last, LogitsOutput) and last.untraceable is None:
             logits = last.trace(x, delta)
             trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width), logits)  # skipped where nothing is sampled
@@ -193,7 +196,9 @@ class SymbolicContext:
     """Stands for a `StepContext` and its attention, whose result has `width` features."""
 
     def __init__(self, width: int) -> None:
-        self.attention, self._width, self.adapters = self, width, None
+        self.attention = self
+        self._width = width
+        self.adapters = None
         self.rotaries: list[FusedRotary] = []
         """The rotary embeddings that layers asked for, each once."""
 

@@ -53,8 +53,10 @@ class NativeBuilder(CheckpointBuilder):
     spec: ModelSpec
 
     def build(self, context: BuildContext) -> BuiltDecoder:
-        shard, spec = context.shard, self.spec
-        directory, part = self.checkpoint.directory, self.checkpoint.language_part
+        shard = context.shard
+        spec = self.spec
+        directory = self.checkpoint.directory
+        part = self.checkpoint.language_part
         check_partition(spec, str(directory), shard.group.size, shard.stage, context.whole_experts)
         weights = self._open_weights(context)
         if part:  # the whole's config.json has a default that its language part may not follow
@@ -84,7 +86,8 @@ class NativeBuilder(CheckpointBuilder):
     def _adapter_targets(self, loader: WeightLoader) -> AdapterTargets | None:
         if loader.adaptable is None:
             return None
-        layers, part = self.spec.layers, self.checkpoint.language_part
+        layers = self.spec.layers
+        part = self.checkpoint.language_part
         mine = loader.stage.layers(layers)
         return AdapterTargets(loader.adaptable, loader.dtype, loader.device, mine, layers, part, loader.elsewhere)
 
@@ -98,7 +101,8 @@ class NativeBuilder(CheckpointBuilder):
 
     def _calibrated(self, context: BuildContext) -> BuildContext:
         """With a plan for four bits, which takes the first half of `progress`."""
-        began, told = time.monotonic(), context.progress
+        began = time.monotonic()
+        told = context.progress
         plan = calibrate(self, context._replace(progress=lambda part: told(part / 2)))
         message = "%s: calibrated for int4 in %.1f s; %d of %d matrices in its layers stay at 8 bits"
         seconds = time.monotonic() - began
@@ -115,7 +119,8 @@ class NativeBuilder(CheckpointBuilder):
             )
             log.info(message)
             return Packing()
-        shard, dtype = context.shard, dtype_name(context.dtype)
+        shard = context.shard
+        dtype = dtype_name(context.dtype)
         facts = {
             "config": self.checkpoint.config,
             "dtype": dtype,
@@ -128,7 +133,8 @@ class NativeBuilder(CheckpointBuilder):
         about += f"{dtype if context.quantization == 'none' else context.quantization} for {library.level()}"
         if not shard.is_whole:
             about += f", rank {shard.group.rank} of {shard.group.size} in stage {shard.stage.index}"
-        key, memory = packing_key(weights.files, facts), HugePageArena()
+        key = packing_key(weights.files, facts)
+        memory = HugePageArena()
         return Packing(context.cache, key, about, lambda size: memory.allocate(size).numpy())
 
     def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
@@ -165,7 +171,8 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
             raise CheckpointError(f"{variant.message}; nor does transformers serve it: {error.message}") from error
         log.warning("%s; so transformers computes it", variant.message)
         return found
-    longest, rope = spec.max_position, spec.rope
+    longest = spec.max_position
+    rope = spec.rope
     # Longrope's factors for longer texts make short ones worse.
     usual = min(rope.original_max_position, longest) if rope.kind == "longrope" else longest
     return NativeBuilder(spec.dtype, longest, default_length(usual), checkpoint, spec)

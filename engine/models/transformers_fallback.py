@@ -35,8 +35,12 @@ ATTENTION_NAME = "charonia"
 """The name that the function is registered by; transformers makes no masks for a name without a mask function."""
 
 _BLOCK_SIZE = 4
-_FIRST_STEP, _SECOND_STEP = (4, 4), (3,)
-"""Tokens of two sequences in the check's first step, and of the first of them in its second step."""
+_FIRST_STEP = (4, 4)
+"""Tokens of two sequences in the check's first step."""
+
+_SECOND_STEP = (3,)
+"""Tokens of the first of them in its second step."""
+
 _IGNORED_TENSORS = {"position_ids", "position_embeddings", "cache_position", "input_ids"}
 """Tensors that some modules hand on and that say nothing about attention."""
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
@@ -107,7 +111,8 @@ class AttentionProbe:
         self.layers: dict[int, ProbedLayer] = {}
 
     def __call__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layer, others = getattr(call.module, "layer_idx", None), call.others
+        layer = getattr(call.module, "layer_idx", None)
+        others = call.others
         if layer is None or layer in self.layers:
             raise CheckpointError(f"it attends more than once in a layer, or not by layer ({layer})")
         tensors = [name for name, value in others.items() if isinstance(value, Tensor) and name not in _IGNORED_TENSORS]
@@ -141,7 +146,8 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     if (found := sorted(probe.layers)) != list(range(count)):
         raise CheckpointError(f"of its {count} layers {found} attend; all must, and nothing else is cached")
     layers = [probe.layers[number] for number in range(count)]
-    kv_heads, head_dim = max(each.kv_heads for each in layers), max(each.head_dim for each in layers)
+    kv_heads = max(each.kv_heads for each in layers)
+    head_dim = max(each.head_dim for each in layers)
     if len({each.heads for each in layers}) > 1 or any(kv_heads % each.kv_heads for each in layers):
         raise CheckpointError("its layers have heads of different numbers, which one cache can't hold")
     # The windows of config.json and of the layers' calls: the few tokens of a check would fill no window.
@@ -182,7 +188,8 @@ def verify_decoder(model: Any, decoder: Decoder, layers: list[ProbedLayer], dtyp
     second = torch.arange(5, 5 + 17 * _FIRST_STEP[1], 17, device=model.device) % high
     with _failures_refused("by itself, so its config.json may contradict itself"):
         right = _logits_of_transformers(model, first), _logits_of_transformers(model, second)
-    heads, attention = layers[0][1:], tuple(each.attention for each in layers)
+    heads = layers[0][1:]
+    attention = tuple(each.attention for each in layers)
     cache = ReferenceAttention(CacheSpec(attention, *heads, _BLOCK_SIZE, dtype, model.device))
     cache.allocate(4)
     packed = torch.cat((first[: _FIRST_STEP[0]], second))
@@ -238,18 +245,22 @@ class TransformersDecoder:
     zeros, and fewer heads of keys and values are repeated."""
 
     def __init__(self, model: Any, kv_heads: int, head_dim: int) -> None:
-        self._model, self._kv_heads, self._head_dim = model, kv_heads, head_dim
+        self._model = model
+        self._kv_heads = kv_heads
+        self._head_dim = head_dim
         # "decoder" is the name of the layers in some classes, and of the LM head in others.
         layers = model.get_decoder()
         self._layers = model.base_model if layers is model.get_output_embeddings() else layers
 
     def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator:
         def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            queries, (keys, values) = self._padded(q, q.shape[1]), (self._padded(x, self._kv_heads) for x in (k, v))
+            queries = self._padded(q, q.shape[1])
+            keys, values = (self._padded(x, self._kv_heads) for x in (k, v))
             mixed = context.attention(call.module.layer_idx, queries, keys, values, call.sinks)
             return mixed.view(len(q), -1, self._head_dim)[..., : v.shape[2]].flatten(1)
 
-        batch, layers_output = context.batch, []
+        batch = context.batch
+        layers_output = []
         first, *others = selections or (batch.positions[:0],)
         with self._layers.register_forward_hook(lambda layers, args, out: layers_output.append(out)):
             logits = self._logits(batch.tokens, batch.positions, attend, first)
@@ -262,7 +273,8 @@ class TransformersDecoder:
         """Nothing is to be ended: the decoder has no threads of its own."""
 
     def _logits(self, tokens: Tensor, positions: Tensor, attend: AttentionHandler, places: Tensor) -> Tensor:
-        ids, position_ids = tokens.unsqueeze(0), positions.unsqueeze(0)
+        ids = tokens.unsqueeze(0)
+        position_ids = positions.unsqueeze(0)
         named = {"use_cache": False, "logits_to_keep": places, "attend": attend}
         logits: Tensor = self._model(input_ids=ids, position_ids=position_ids, **named).logits[0]
         return logits
@@ -275,7 +287,8 @@ class TransformersDecoder:
         def attend_nowhere(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return q.new_zeros(len(q), q.shape[1] * v.shape[2])
 
-        one, every = slice(0, 1), torch.arange(len(places), device=places.device)
+        one = slice(0, 1)
+        every = torch.arange(len(places), device=places.device)
         output = _output_at(layers_output, places)
         with self._layers.register_forward_hook(lambda layers, args, out: output):
             return self._logits(context.batch.tokens[one], context.batch.positions[one], attend_nowhere, every)

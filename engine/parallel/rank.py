@@ -128,7 +128,8 @@ class TensorParallelGroup:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         whole = partial.contiguous()
@@ -148,7 +149,8 @@ class StageNeighbours:
     """The ranks with the same place in the stages before and after: a `PipelineLink`."""
 
     def __init__(self, rank: int, distance: int) -> None:
-        self._before, self._after = rank - distance, rank + distance
+        self._before = rank - distance
+        self._after = rank + distance
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, into: Tensor) -> None:

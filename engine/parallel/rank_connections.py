@@ -115,12 +115,13 @@ def _limit_silence(connected: socket.socket, seconds: int) -> None:
 
 def wait_until_closed(connections: Iterable[Connection], seconds: float) -> bool:
     """Whether the other ends close all connections within so many seconds. Other threads may read them meanwhile."""
-    deadline, broken = monotonic() + seconds, True
-    for each in connections:
+    deadline = monotonic() + seconds
+    closed = True
+    for connection in connections:
         poll = select.poll()
-        poll.register(each.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
-        broken = bool(poll.poll(1000 * max(0.0, deadline - monotonic()))) and broken
-    return broken
+        poll.register(connection.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
+        closed = bool(poll.poll(1000 * max(0.0, deadline - monotonic()))) and closed
+    return closed
 
 
 def shut_down(connection: Connection) -> None:

@@ -36,8 +36,11 @@ class RankMonitor:
         on_loss: Callable[[CharoniaError], None],
         on_adapter: Callable[[int, messages.AdapterReport], None],
     ) -> None:
-        self.ranks, self._layout = ranks, layout
-        self._on_result, self._on_loss, self._on_adapter = on_result, on_loss, on_adapter
+        self.ranks = ranks
+        self._layout = layout
+        self._on_result = on_result
+        self._on_loss = on_loss
+        self._on_adapter = on_adapter
         self._reports: SimpleQueue[ReceivedReport | CharoniaError] = SimpleQueue()
         self._over = threading.Event()
         self._deciding = threading.Lock()
@@ -73,7 +76,8 @@ class RankMonitor:
             thread.join()
 
     def _listen(self, rank: int) -> None:
-        connection, name = self.ranks.connections[rank], self._layout.rank_name(rank)
+        connection = self.ranks.connections[rank]
+        name = self._layout.rank_name(rank)
         try:
             while not isinstance(report := messages.decode_report(connection.recv_bytes()), messages.RankFailed):
                 if isinstance(report, messages.StepComputed):

@@ -44,7 +44,9 @@ class RanksExecutor:
     def __init__(
         self, config: EngineConfig, start_ranks: StartRanks = LocalRanks, join_seconds: float = JOIN_SECONDS
     ) -> None:
-        self._config, self._start_ranks, self._join_seconds = config, start_ranks, join_seconds
+        self._config = config
+        self._start_ranks = start_ranks
+        self._join_seconds = join_seconds
         self._layout = RankLayout(config.parallel.tensor, config.parallel.pipeline)
         self._pending = PendingFutures[StepResult]()
         self._lost: Future[CharoniaError] = Future()
@@ -72,7 +74,8 @@ class RanksExecutor:
         loaded = self._wait_for_all(messages.RankLoaded, progress=progress)
         progress("weights", 1.0)
         # All have as many blocks as the rank with room for the fewest.
-        smallest = min((each.capacity for each in loaded.values()), key=lambda each: each.free_bytes / each.block_bytes)
+        capacities = [report.capacity for report in loaded.values()]
+        smallest = min(capacities, key=lambda capacity: capacity.free_bytes / capacity.block_bytes)
         machine = loaded[0].capacity.machine
         return smallest._replace(machine=f"{self._layout}, each {machine}" if machine else str(self._layout))
 
@@ -120,7 +123,8 @@ class RanksExecutor:
     def close(self) -> None:
         if self._monitor is None:
             return
-        monitor, ranks = self._monitor, self._monitor.ranks
+        monitor = self._monitor
+        ranks = self._monitor.ranks
         monitor.expect_exits()
         self._command(messages.LeaveRanks())
         ranks.wait_for_exit(0.0 if self._pending.loss else _LEAVE_SECONDS)
@@ -201,27 +205,30 @@ class PendingFutures(Generic[F]):
         """Fail these, and all to be added."""
         with self._lock:
             self.loss = error
-        for each in self._take_all():
-            each.set_exception(error)
+        for future in self._take_all():
+            future.set_exception(error)
 
     def cancel_all(self) -> None:
-        for each in self._take_all():
-            each.cancel()
+        for future in self._take_all():
+            future.cancel()
 
     def _take_all(self) -> deque[Future[F]]:
         with self._lock:
-            taken, self._futures = self._futures, deque()
+            taken = self._futures
+            self._futures = deque()
         return taken
 
 
 class AdapterLoads(PendingFutures[Adapter]):
-    """Adapters that `world` ranks are loading, each its share. A rank reports on them in the order they were asked for.
-    `held`: adapters that all ranks have. `strays`: those that some may have, because others could not load them."""
+    """Adapters that `world` ranks are loading, each its share. A rank reports on them in the order of the loads."""
 
     def __init__(self, world: int) -> None:
         super().__init__()
         self._reports: list[deque[messages.AdapterReport]] = [deque() for _ in range(world)]
-        self.held, self.strays = set[str](), set[str]()
+        self.held: set[str] = set()
+        """Digests of adapters that all ranks have."""
+        self.strays: set[str] = set()
+        """Those of adapters that some ranks may have, because others could not load them."""
 
     def add_report(self, rank: int, report: messages.AdapterReport) -> None:
         """Settle the oldest load when all ranks have reported on it."""
@@ -230,9 +237,9 @@ class AdapterLoads(PendingFutures[Adapter]):
             if not self._futures or not all(self._reports):
                 return
             loading = self._futures.popleft()
-            reports = [each.popleft() for each in self._reports]
-            loaded = [each.adapter for each in reports if isinstance(each, messages.RankAdapterLoaded)]
-            refused = next((each for each in reports if isinstance(each, messages.RankAdapterRefused)), None)
+            reports = [of_rank.popleft() for of_rank in self._reports]
+            loaded = [report.adapter for report in reports if isinstance(report, messages.RankAdapterLoaded)]
+            refused = next((report for report in reports if isinstance(report, messages.RankAdapterRefused)), None)
             digests = {adapter.digest for adapter in loaded}
             (self.held if len(digests) == 1 and refused is None else self.strays).update(digests)
         if refused is not None:
@@ -246,5 +253,6 @@ class AdapterLoads(PendingFutures[Adapter]):
     def take_strays(self) -> set[str]:
         """Adapters that ranks are to be told to forget."""
         with self._lock:
-            strays, self.strays = self.strays - self.held, set()
+            strays = self.strays - self.held
+            self.strays = set()
         return strays

@@ -83,7 +83,8 @@ def place_ranks(hosts: Sequence[str]) -> list[RankPlacement]:
     count = Counter(hosts)
     placed: Counter[str] = Counter()
     places = []
-    for bundle, host in sorted(enumerate(hosts), key=lambda each: (-count[each[1]], each[1], each[0])):
+    in_order = sorted((-count[host], host, bundle) for bundle, host in enumerate(hosts))
+    for _, host, bundle in in_order:
         places.append(RankPlacement(bundle, host, placed[host], count[host]))
         placed[host] += 1
     return places
@@ -99,21 +100,21 @@ class RemoteRankArgs(NamedTuple):
 
 
 def remote_rank_args(
-    config: EngineConfig, asked: RankResources, layout: RankLayout, placement: RankPlacement, token: ConnectToken
+    config: EngineConfig, resources: RankResources, layout: RankLayout, placement: RankPlacement, token: ConnectToken
 ) -> RemoteRankArgs:
     """The arguments of the rank that `token` names, as its machine should understand them: memory and cores are its
     own. It has a GPU for itself, and Ray lets it see no other; on CPUs it shares the machine with the ranks there, of
     other replicas as many as of its own."""
-    sharing = 1 if asked.gpus else placement.local_ranks * config.data_parallel_size
+    sharing = 1 if resources.gpus else placement.local_ranks * config.data_parallel_size
     config = msgspec.structs.replace(
         config,
-        device="cuda:0" if asked.gpus else "cpu",
-        threads=asked.threads * sharing,
+        device="cuda:0" if resources.gpus else "cpu",
+        threads=resources.threads * sharing,
         data_parallel_size=1,
         replica=0,
         host_memory=None,
     )
-    place = RankPlace(token.rank, layout, placement.host, 0 if asked.gpus else placement.local_rank, sharing)
+    place = RankPlace(token.rank, layout, placement.host, 0 if resources.gpus else placement.local_rank, sharing)
     environment = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED_VARIABLES)}
     return RemoteRankArgs(config, place, token, environment)
 
@@ -141,12 +142,12 @@ class RankActor:
 def interface_of(address: str) -> str | None:
     """The network interface that has this IPv4 address, if one has: gloo would look up the machine's name, which many
     resolve to loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none
-                asked = _INTERFACE.pack(name.encode(), b"")
-                _, found = _INTERFACE.unpack(fcntl.ioctl(asking, _GET_ADDRESS, asked))
-                if socket.inet_ntoa(found) == address:
+                request = _INTERFACE.pack(name.encode(), b"")
+                _, own_address = _INTERFACE.unpack(fcntl.ioctl(any_socket, _GET_ADDRESS, request))
+                if socket.inet_ntoa(own_address) == address:
                     return name
     return None
 
@@ -181,7 +182,8 @@ class RayRanks:
     """
 
     def __init__(self, config: EngineConfig, layout: RankLayout, timeouts: RayTimeouts = RayTimeouts()) -> None:
-        self._layout, self._timeouts = layout, timeouts
+        self._layout = layout
+        self._timeouts = timeouts
         self._actors: list[Actor] = []
         self._served: list[Any] = []
         self._connected: dict[int, Connection] = {}
@@ -189,14 +191,14 @@ class RayRanks:
         connect_to_cluster(config.parallel.ray_address)
         self._listener = RankListener(str(ray.util.get_node_ip_address()))
         try:
-            asked = rank_resources(config, layout, _cluster_resources(ray.cluster_resources()))
-            self._places = self._place_ranks(asked)
+            resources = rank_resources(config, layout, _cluster_resources(ray.cluster_resources()))
+            self._places = self._place_ranks(resources)
             for rank, place in enumerate(self._places):
                 scheduling = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.bundle)
-                options = {"num_cpus": asked.cpus, "num_gpus": asked.gpus, "scheduling_strategy": scheduling}
+                options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "scheduling_strategy": scheduling}
                 actor = ray.remote(RankActor).options(**options, max_restarts=0, max_task_retries=0).remote()
                 self._actors.append(actor)
-                args = remote_rank_args(config, asked, layout, place, self._listener.token(rank))
+                args = remote_rank_args(config, resources, layout, place, self._listener.token(rank))
                 self._served.append(actor.serve.remote(args))
             self._accept_ranks()
         except BaseException:
@@ -231,10 +233,11 @@ class RayRanks:
             connection.close()
         ray.shutdown()
 
-    def _place_ranks(self, asked: RankResources) -> list[RankPlacement]:
+    def _place_ranks(self, resources: RankResources) -> list[RankPlacement]:
         """Every rank's place, once the cluster has room for all."""
-        self._group = placement_group([asked.bundle] * self._layout.world, strategy="PACK")
-        wanted, room = f"{self._layout} want {asked} each of the Ray cluster", self._timeouts.room
+        self._group = placement_group([resources.bundle] * self._layout.world, strategy="PACK")
+        wanted = f"{self._layout} want {resources} each of the Ray cluster"
+        room = self._timeouts.room
         if not self._group.wait(min(room, _WARN_SECONDS)):
             if room > _WARN_SECONDS:
                 log.warning("%s: waiting for room; %s", wanted, _free_resources())

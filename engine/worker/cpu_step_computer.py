@@ -67,7 +67,8 @@ class _ProgramStep:
         return not self._inputs.needs_host
 
     def make_masks(self) -> None:
-        source, self._mask_source = self._mask_source, None
+        source = self._mask_source
+        self._mask_source = None
         if source is None:
             return
         try:

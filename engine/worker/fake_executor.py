@@ -263,7 +263,8 @@ class FakeExecutor:
 
     def _scores(self, row: FakeRow, start: int, count: int) -> PromptLogprobs | None:
         """Log-probabilities of the prompt's tokens after the computed ones: -1 for the likeliest, and so on."""
-        most, ends = row.sampling.prompt_logprobs, range(start + 1, min(start + count + 1, row.prompt))
+        most = row.sampling.prompt_logprobs
+        ends = range(start + 1, min(start + count + 1, row.prompt))
         if most is None or not ends:
             return None
         befores = [row.tokens[end - 1] for end in ends]

@@ -57,7 +57,8 @@ class _TokenHistory:
 
     def since(self, places: LongArray, begins: LongArray) -> tuple[Tensor, Tensor]:
         """Ids [places, longest] from position `begins` on, and which of them are there; others repeat the first."""
-        ends, first = self.positions[places], self.to(begins).unsqueeze(-1)
+        ends = self.positions[places]
+        first = self.to(begins).unsqueeze(-1)
         at = first + torch.arange(int((ends - begins).max()), device=self.device)
         there = at < self.to(ends).unsqueeze(-1)
         rows = self.to(self._rows[places]).unsqueeze(-1)

@@ -202,8 +202,10 @@ class VerifiedSamples(NamedTuple):
 def verify_samples(plan: StepPlan, tokens: IntArray) -> VerifiedSamples:
     """Hold the samples of a plan with drafts, int32 [S] row after row, against them."""
     # Of few numbers Python's lists are compared sooner than numpy's arrays, and of many hardly later.
-    sampled, drafted = tokens.tolist(), plan.drafted.tolist()
-    counts, kept = list[int](), list[bool]()
+    sampled = tokens.tolist()
+    drafted = plan.drafted.tolist()
+    counts = list[int]()
+    kept = list[bool]()
     first = draft = 0
     for length in plan.drafts[plan.samples].tolist():
         right = 0
@@ -211,6 +213,7 @@ def verify_samples(plan: StepPlan, tokens: IntArray) -> VerifiedSamples:
             right += 1
         counts.append(right + 1)
         kept += [True] * (right + 1) + [False] * (length - right)
-        first, draft = first + length + 1, draft + length
+        first = first + length + 1
+        draft = draft + length
     offsets = (plan.starts + plan.counts - plan.drafts)[plan.samples]
     return VerifiedSamples(plan.rows[plan.samples], offsets, np.array(counts, np.int32), np.array(kept, np.bool_))

@@ -17,8 +17,11 @@ from ..models.registry import checkpoint_builder
 CACHED = 1 << 26
 """Weights of fewer bytes may stay in the processor's caches: memory does not bound them."""
 
-_SAMPLE, _READS = 1 << 27, 4
-"""Bytes that are read to measure the memory's speed, and how often."""
+_SAMPLE = 1 << 27
+"""Bytes that are read to measure the memory's speed."""
+
+_READS = 4
+"""How often they are read."""
 
 
 class Roofline(NamedTuple):
@@ -41,7 +44,8 @@ def measure_roofline(shape: DecoderShape, kind: str, served: ServedForms | None 
     the memory, for less than 0.2 s. None where no model of ours computes, or memory is not what bounds it."""
     weights = 0
     if isinstance(shape, ModelSpec) and served is not None and served.quantised:
-        weights, kind = int(token_weights(shape) * served.bits / 8), f"{served.bits:.1f}-bit"
+        weights = int(token_weights(shape) * served.bits / 8)
+        kind = f"{served.bits:.1f}-bit"
     elif isinstance(shape, ModelSpec):
         weights = token_bytes(shape, kind)
     if weights < CACHED:
@@ -92,7 +96,8 @@ def describe_checkpoint(model: str) -> list[str]:
     checkpoint = open_checkpoint(model)
     builder = checkpoint_builder(checkpoint)
     built = builder.build(BuildContext(getattr(torch, builder.dtype), _META, 1))
-    shape, served = built.shape, built.served
+    shape = built.shape
+    served = built.served
     cache = 2 * len(shape.attention) * shape.kv_heads * shape.head_dim * getattr(torch, builder.dtype).itemsize
     if served is None or not isinstance(shape, ModelSpec):
         return [f"computed by transformers in {builder.dtype}; {cache / 1e3:.0f} KB of KV cache for a token"]

@@ -166,7 +166,8 @@ class RowStates:
             rows = plan.rows[plan.samples].repeat(times)
             positions = end_ranges(ends[plan.samples], times).astype(np.int32)
         else:
-            rows, positions = plan.rows[plan.samples], ends[plan.samples]
+            rows = plan.rows[plan.samples]
+            positions = ends[plan.samples]
         places, selected, scored = self._logits_places(plan, batch)
         sampling = self.sampling_at(rows, positions)
         logprobs = {}
@@ -265,7 +266,9 @@ class RowStates:
             if row not in self._scoring:
                 continue
             prompt, top_n = self._scoring[row]
-            start, count, first = int(plan.starts[at]), int(plan.counts[at]), int(batch.first_places[at])
+            start = int(plan.starts[at])
+            count = int(plan.counts[at])
+            first = int(batch.first_places[at])
             length = min(count, prompt - 1 - start)
             if length > 0 and plan.num_logits[at] == count:
                 spans.append(PromptSpan(row, start + 1, length, top_n))

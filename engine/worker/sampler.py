@@ -22,8 +22,10 @@ GREEDY_BELOW = 1e-5
 TOP_CANDIDATES = 256
 """Tokens looked at first for top-k, top-p and min-p; a row that needs more of them is sorted whole."""
 
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""SplitMix64's constants."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+"""These three are SplitMix64's constants."""
 
 
 Sampler: TypeAlias = Callable[[Tensor, SamplingArray | None], Tensor]

@@ -39,14 +39,19 @@ def map_vocabularies(target: Path, draft: Path, tokens: int, own_tokens: int) ->
         InvalidArgument: too few of the draft's tokens are in both.
         NotFound: one has no tokenizer.
     """
-    (backend, roles), (own_backend, own_roles) = read_tokenizer(target), read_tokenizer(draft)
-    texts, own_texts = _texts(backend, tokens), _texts(own_backend, own_tokens)
-    theirs, own = _places(texts, own_texts), _places(own_texts, texts)
+    backend, roles = read_tokenizer(target)
+    own_backend, own_roles = read_tokenizer(draft)
+    texts = _texts(backend, tokens)
+    own_texts = _texts(own_backend, own_tokens)
+    theirs = _places(texts, own_texts)
+    own = _places(own_texts, texts)
     for role in roles.keys() & own_roles.keys() & {"bos_token", "eos_token"}:
-        one, other = backend.token_to_id(roles[role]), own_backend.token_to_id(own_roles[role])
+        one = backend.token_to_id(roles[role])
+        other = own_backend.token_to_id(own_roles[role])
         if one is not None and other is not None and one < tokens and other < own_tokens:
             theirs[other], own[one] = one, other
-    known, shared = sum(text is not None for text in own_texts), int((theirs >= 0).sum())
+    known = sum(text is not None for text in own_texts)
+    shared = int((theirs >= 0).sum())
     if shared < LEAST_SHARED * known:
         share = f"{shared} of its {known} tokens are in both, and at least {LEAST_SHARED:.0%} must be"
         message = f"speculative_config: {draft} has another vocabulary than {target}: {share}"
@@ -88,7 +93,8 @@ def map_draft_vocabulary(config: EngineConfig, draft: str, tokens: int, own_toke
     """How the tokens of the draft model at `draft` become the target's; None where they are the same, but for the last
     ones of one of them. A checkpoint without a tokenizer is believed if it has as many tokens. Raises as
     `map_vocabularies`."""
-    target, own = locate_checkpoint(config.tokenizer or config.model), locate_checkpoint(draft)
+    target = locate_checkpoint(config.tokenizer or config.model)
+    own = locate_checkpoint(draft)
     try:
         vocabularies = [read_tokenizer(checkpoint)[0].get_vocab() for checkpoint in (target, own)]
     except NotFound:
