@@ -72,26 +72,26 @@ class StepAdapters:
     @classmethod
     def on_device(cls, blocks: AdapterBlocks) -> "StepAdapters":
         """Of a step that is recorded: whose rows they are stands in `blocks` alone, and changes."""
-        there = cls((), np.zeros(1, np.int64), np.zeros(0, np.int64))
-        there._blocks = blocks
-        return there
+        adapters = cls((), np.zeros(1, np.int64), np.zeros(0, np.int64))
+        adapters._blocks = blocks
+        return adapters
 
     def change(self, product: int) -> bool:
         """Whether one of them changes product number `product`, or may."""
-        return not self.adapters or any(each.parts[product] for each in self.adapters)
+        return not self.adapters or any(adapter.parts[product] for adapter in self.adapters)
 
     def blocks(self, device: torch.device) -> AdapterBlocks:
         """On the device, by one copy that nothing waits for."""
         if self._blocks is None:
-            count = int(self._blocks_each.sum())
+            count = int(self._block_counts.sum())
             self._blocks = AdapterBlocks(to_device(self.pack(max(len(self.places), count)), device), count)
         return self._blocks
 
     def pack(self, width: int) -> LongArray:
         """`AdapterBlocks.packed` with W = `width`, on the host."""
-        each = self._blocks_each
-        owners = np.repeat(np.arange(len(each)), each)
-        firsts = self.begins[owners] + BLOCK_PLACES * (np.arange(len(owners)) - (np.cumsum(each) - each)[owners])
+        counts = self._block_counts
+        owners = np.repeat(np.arange(len(counts)), counts)
+        firsts = self.begins[owners] + BLOCK_PLACES * (np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners])
         addresses = np.array([adapter.address for adapter in self.adapters], np.int64)
         packed: LongArray = np.zeros((4, width), np.int64)
         packed[0, : len(self.places)] = self.places
@@ -100,7 +100,7 @@ class StepAdapters:
         return packed
 
     @property
-    def _blocks_each(self) -> LongArray:
+    def _block_counts(self) -> LongArray:
         """The number of each adapter's blocks."""
         return -(-np.diff(self.begins) // BLOCK_PLACES)
 
@@ -108,7 +108,7 @@ class StepAdapters:
     def c_fields(self) -> list[int]:
         """The number of adapters, and the addresses of adapters, begins and places: valid as long as this object
         lives."""
-        self._addresses = np.array([each.address for each in self.adapters], np.int64)
+        self._addresses = np.array([adapter.address for adapter in self.adapters], np.int64)
         columns = self._addresses, self.begins, self.places
         return [len(self.adapters), *(column.ctypes.data for column in columns)]
 

@@ -80,7 +80,7 @@ class StepBatch:
         block_size: int,
         on_device: DeviceBatch | None = None,
     ) -> None:
-        self.rows, self.starts, self.counts = (np.ascontiguousarray(each, np.int32) for each in (rows, starts, counts))
+        self.rows, self.starts, self.counts = (np.ascontiguousarray(x, np.int32) for x in (rows, starts, counts))
         self.token_ids = token_ids
         self.block_ids = block_ids
         self.block_size = block_size
@@ -125,8 +125,9 @@ class StepBatch:
     @property
     def c_fields(self) -> tuple[int, ...]:
         """The fields of `struct step` (attention.h): valid as long as this batch lives."""
-        numbers = (each.ctypes.data for each in (self.rows, self.starts, self.counts, self.first_places))
-        return len(self.rows), self.block_ids.stride(0), *numbers, self.block_ids.data_ptr()
+        columns = self.rows, self.starts, self.counts, self.first_places
+        addresses = (column.ctypes.data for column in columns)
+        return len(self.rows), self.block_ids.stride(0), *addresses, self.block_ids.data_ptr()
 
     @cached_property
     def tables(self) -> Tensor:
@@ -146,9 +147,9 @@ class StepBatch:
         """[N] of each token in its sequence; 0 at a place that belongs to no row."""
         if self._on_host:
             return torch.from_numpy(self._positions)
-        there = self.on_device
-        found = self._places + (there.starts - there.first_places)[self.owners]
-        return torch.where(self._places < (there.first_places + there.counts)[-1], found, 0)
+        device = self.on_device
+        positions = self._places + (device.starts - device.first_places)[self.owners]
+        return torch.where(self._places < (device.first_places + device.counts)[-1], positions, 0)
 
     @cached_property
     def owners(self) -> Tensor:

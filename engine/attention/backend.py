@@ -38,7 +38,7 @@ class CacheSpec(NamedTuple):
     @property
     def attention_index(self) -> list[int]:
         """By layer, the index of its `LayerAttention` in `distinct_attention`."""
-        return [self.distinct_attention.index(each) for each in self.attention]
+        return [self.distinct_attention.index(kind) for kind in self.attention]
 
 
 class BackendSupport(NamedTuple):

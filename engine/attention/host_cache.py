@@ -19,12 +19,12 @@ class _HostBlocks:
     """`slots` for blocks that are `like` those of a device's tensor."""
 
     def __init__(self, slots: int, like: Tensor, pinned: bool) -> None:
-        self._each = max(PIECE_BYTES // max(like[0].nbytes, 1), 1)
-        counts = [min(self._each, slots - first) for first in range(0, slots, self._each)]
+        self._piece_slots = max(PIECE_BYTES // max(like[0].nbytes, 1), 1)
+        counts = [min(self._piece_slots, slots - first) for first in range(0, slots, self._piece_slots)]
         self.pieces = [torch.empty((n, *like.shape[1:]), dtype=like.dtype, pin_memory=pinned) for n in counts]
 
     def __getitem__(self, slot: int) -> Tensor:
-        return self.pieces[slot // self._each][slot % self._each]
+        return self.pieces[slot // self._piece_slots][slot % self._piece_slots]
 
 
 class HostCache:
@@ -35,16 +35,16 @@ class HostCache:
         device = device_blocks[0].device
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._host_blocks = [_HostBlocks(slots, each, on_gpu) for each in device_blocks]
+        self._host_blocks = [_HostBlocks(slots, blocks, on_gpu) for blocks in device_blocks]
 
     def move(self, moves: IntArray) -> None:
         """Make the `moves` [V, 3] of a plan, behind what is queued on the device, or, on a CPU, at once."""
         for block, slot, back in moves.tolist():
-            for there, here in zip(self._device_blocks, self._host_blocks, strict=True):
+            for device_blocks, host_blocks in zip(self._device_blocks, self._host_blocks, strict=True):
                 if back:
-                    self._bring_back(here[slot], there[block])
+                    self._bring_back(host_blocks[slot], device_blocks[block])
                 else:
-                    self._take_away(there[block], here[slot])
+                    self._take_away(device_blocks[block], host_blocks[slot])
 
     def _take_away(self, block: Tensor, slot: Tensor) -> None:
         if self._stream is None:

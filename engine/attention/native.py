@@ -42,13 +42,13 @@ class NativeAttention(AttentionBackend):
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        kind = library.DTYPE_CODES[spec.dtype]
+        dtype = library.DTYPE_CODES[spec.dtype]
         usual_scale = spec.head_dim**-0.5
-        stored = INT8_CODE if spec.kv_cache_dtype == "int8" else kind
+        stored = INT8_CODE if spec.kv_cache_dtype == "int8" else dtype
         sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size
         self._params = [
-            AttentionParams(*sizes, each.window or 0, kind, stored, each.scale or usual_scale, each.softcap or 0.0)
-            for each in spec.distinct_attention
+            AttentionParams(*sizes, kind.window or 0, dtype, stored, kind.scale or usual_scale, kind.softcap or 0.0)
+            for kind in spec.distinct_attention
         ]
         self._layer_bytes = spec.block_size // TILE_TOKENS * spec.kv_heads * self._params[0].tile_bytes
         self.allocate(0)
@@ -85,9 +85,7 @@ class NativeStepAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         # The kernel wants the heads of a token side by side in memory.
-        q, k, v = (
-            each if each.stride(1) == each.shape[2] and each.stride(2) == 1 else each.contiguous() for each in (q, k, v)
-        )
+        q, k, v = (x if x.stride(1) == x.shape[2] and x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         planned = self._planned[self.caches.params_of_layer[layer]]
         return planned.attend_separate(self.caches.caches[layer], q, k, v, sinks)
 

@@ -32,9 +32,9 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
         InvalidArgument: as `capable_backends`; or none of those can serve heads like these.
     """
     capable = capable_backends(name, spec.device, spec.dtype, spec.block_size, spec.kv_cache_dtype)
-    for each in capable:
-        if BACKENDS[each].supports_heads(spec):
-            return BACKENDS[each](spec)
+    for backend in capable:
+        if BACKENDS[backend].supports_heads(spec):
+            return BACKENDS[backend](spec)
     heads = f"{spec.heads} heads on {spec.kv_heads} of {spec.head_dim}"
     raise InvalidArgument(f"attention {capable[0]!r} can't do {heads}", field="attention")
 
@@ -55,10 +55,10 @@ def capable_backends(
         _check_fp8(dtype, device)
     names = AUTO_ORDER[device.type] if name == "auto" else (name,)
     wanted = {"device": device.type, "dtype": dtype, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
-    refusals = {each: _missing_support(each, wanted, device) for each in names}
+    refusals = {backend: _missing_support(backend, wanted, device) for backend in names}
     if all(refusals.values()) and (first := refusals[names[0]]) is not None:
         raise first
-    return [each for each, refusal in refusals.items() if refusal is None]
+    return [backend for backend, refusal in refusals.items() if refusal is None]
 
 
 def _missing_support(name: str, wanted: Mapping[str, Any], device: torch.device) -> InvalidArgument | None:

@@ -140,13 +140,13 @@ class TorchSdpaAttention(AttentionBackend):
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        return [each for layer in self._layers for each in layer]
+        return [cache for layer in self._layers for cache in layer]
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
         spec = self._spec
         begun = slots[slots % spec.block_size == 0] // spec.block_size
-        parts = [[*self._decode_parts(batch, each), *self._chunk_parts(batch, each)] for each in self._distinct]
+        parts = [[*self._decode_parts(batch, kind), *self._chunk_parts(batch, kind)] for kind in self._distinct]
         token = (-1, spec.kv_heads * spec.head_dim)
         grouped = (-1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
 
@@ -167,13 +167,13 @@ class TorchSdpaAttention(AttentionBackend):
         _, kv_heads, group, head_dim = queries.shape
         rows = 1 if part.chunk else len(queries)
         gathered = (cache.index_select(0, part.blocks) for cache in self._layers[layer])
-        by_row = (each.view(rows, -1, kv_heads, head_dim) for each in gathered)
-        keys, values = (each[:, : part.length].transpose(1, 2) for each in by_row)
+        by_row = (entries.view(rows, -1, kv_heads, head_dim) for entries in gathered)
+        keys, values = (entries[:, : part.length].transpose(1, 2) for entries in by_row)
         sunk = None if sinks is None else sinks.view(kv_heads, group, 1)
         if not part.chunk:
             return _mix(part, queries, keys, values, sunk)
         # The same memory for every head of a group.
-        keys, values = (each.transpose(0, 1).expand(-1, group, -1, -1) for each in (keys, values))
+        keys, values = (entries.transpose(0, 1).expand(-1, group, -1, -1) for entries in (keys, values))
         mixed = _mix(part, queries.permute(1, 2, 0, 3), keys, values, None if sunk is None else sunk.unsqueeze(-1))
         return mixed.permute(2, 0, 1, 3)
 

@@ -40,8 +40,8 @@ class TritonAttention(AttentionBackend):
         self._shape = CacheShape(spec.heads, spec.kv_heads, spec.head_dim, spec.block_size, codes)
         usual = spec.head_dim**-0.5
         self._specs = [
-            AttentionSpec(self._shape, each.scale or usual, each.window or 0, each.softcap or 0.0)
-            for each in spec.distinct_attention
+            AttentionSpec(self._shape, kind.scale or usual, kind.window or 0, kind.softcap or 0.0)
+            for kind in spec.distinct_attention
         ]
         self._index = spec.attention_index
         self._cache = torch.empty(0)
@@ -56,7 +56,7 @@ class TritonAttention(AttentionBackend):
 
     @property
     def recordable_places(self) -> int:
-        return min(each.most_decoded for each in self._specs)
+        return min(spec.most_decoded for spec in self._specs)
 
     def allocate(self, blocks: int) -> None:
         spec = self._spec
@@ -82,7 +82,7 @@ class TritonAttention(AttentionBackend):
         return (numbers,) if self._shape.codes is None else (numbers, self._scales.movedim(1, 0))
 
     def begin_step(self, batch: StepBatch) -> "TritonStepAttention":
-        tiles = [plan_tiles(each, batch) for each in self._specs]
+        tiles = [plan_tiles(spec, batch) for spec in self._specs]
         return TritonStepAttention(batch, self._specs, tiles, self._index, self._layers)
 
 
@@ -104,7 +104,7 @@ class TritonStepAttention:
         self._layers = layers
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        q, k, v = (each if each.stride()[1:] == (each.shape[2], 1) else each.contiguous() for each in (q, k, v))
+        q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
         return self._attend(layer, (q, k, v), sinks, None)
 
     def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:

@@ -44,8 +44,9 @@ def quantize_int4(rows: Tensor, importance: Tensor | None = None) -> GroupedRows
         return GroupedRows(codes, scales)
     for first in range(0, count, step := max(_BLOCK // inputs, 1)):
         some = slice(first, first + step)
-        found, scale = _quantize_groups(_grouped(rows[some].float()), counts)
-        codes[some], scales[some] = found.flatten(1)[:, :inputs].to(torch.uint8), scale.squeeze(-1)
+        some_codes, some_scales = _quantize_groups(_grouped(rows[some].float()), counts)
+        codes[some] = some_codes.flatten(1)[:, :inputs].to(torch.uint8)
+        scales[some] = some_scales.squeeze(-1)
     return GroupedRows(codes, scales)
 
 

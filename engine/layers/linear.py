@@ -120,8 +120,8 @@ def _fastest_lora(
 ) -> "NativeLora | TritonLora | TorchLora":
     most = loader.context.max_lora_rank
     outputs = Counter[str]()
-    for each in slices:
-        outputs[each.name] += len(each.row_range)
+    for part in slices:
+        outputs[part.name] += len(part.row_range)
     if runtime.serves(loader.dtype, loader.device):
         from ..gpu.lora import TritonLora
 
@@ -209,9 +209,9 @@ class ProductMatrix:
         self._loader = loader
         self._slices = slices
         self._use = use
-        self.outputs = sum(len(each.row_range) for each in slices)
+        self.outputs = sum(len(part.row_range) for part in slices)
         self._inputs = slices[0].width
-        self.label = " ".join(each.label for each in slices)
+        self.label = " ".join(part.label for part in slices)
 
     @property
     def precision(self) -> str:
@@ -227,19 +227,19 @@ class ProductMatrix:
         loader = self._loader
         if not self._use.quantizable or self.precision != "none":
             return None
-        found = loader.common_form(self._slices)
-        able = runtime.capability(loader.device) if loader.device.type == "cuda" else None
-        return found if found is not None and keeps_codes(dtype_name(loader.dtype), found.floats, able) else None
+        form = loader.common_form(self._slices)
+        capability = runtime.capability(loader.device) if loader.device.type == "cuda" else None
+        return form if form is not None and keeps_codes(dtype_name(loader.dtype), form.floats, capability) else None
 
     def packed(self, bias: Tensor | None) -> PackedMatmul | GroupedMatmul:
         """For the C kernels: as an earlier load kept it, if one did."""
         loader = self._loader
         codes = self.codes
-        found = loader.packing.find(self.label)
-        asked = dtype_name(loader.dtype) if self.precision == "none" else self.precision
-        kept = found[0] if found else asked if codes is None else _STORED
-        product = self._product(kept, codes, bias, found[1] if found else None)
-        if found:
+        earlier = loader.packing.find(self.label)
+        wanted = dtype_name(loader.dtype) if self.precision == "none" else self.precision
+        kept = earlier[0] if earlier else wanted if codes is None else _STORED
+        product = self._product(kept, codes, bias, earlier[1] if earlier else None)
+        if earlier:
             loader.pass_over(self._slices)
         else:
             self._pack(product, codes)
@@ -323,8 +323,8 @@ class ProductMatrix:
         form = self._grouped_format(CodeForm(4, GROUP_SIZE) if stored is None else stored)
         weights = GroupedWeights(form, loader.device)
         if stored is not None:
-            for first, found in loader.code_tiles(self._slices, stored):
-                weights.pack(first, found)
+            for first, tile in loader.code_tiles(self._slices, stored):
+                weights.pack(first, tile)
         else:
             for first, rows in loader.tiles(self._slices):
                 weights.pack(first, quantize_int4(rows.to(loader.device), self._squares))
@@ -340,7 +340,7 @@ class ProductMatrix:
             return codes.order is None
         if self.precision != "none":
             return self.precision != "int4"
-        return all(ProductMatrix(loader, [each], self._use).codes is None for each in self._slices)
+        return all(ProductMatrix(loader, [part], self._use).codes is None for part in self._slices)
 
     def stacked(self) -> "Tensor | QuantisedRows | GroupedWeights":
         """All of it, as one that `stacks`."""
@@ -372,10 +372,10 @@ class ProductMatrix:
         weight = torch.empty(self.outputs, self._inputs, dtype=kind, device=loader.device)
         scales = torch.empty(self.outputs, *groups, device=loader.device)
         if stored is not None:
-            for first, found in loader.code_tiles(self._slices, stored):
-                some = slice(first, first + len(found.weights))
-                weight[some] = found.weights if stored.floats else as_int8(found.weights)
-                scales[some] = found.scales.reshape(-1, *groups)
+            for first, tile in loader.code_tiles(self._slices, stored):
+                some = slice(first, first + len(tile.weights))
+                weight[some] = tile.weights if stored.floats else as_int8(tile.weights)
+                scales[some] = tile.scales.reshape(-1, *groups)
             return QuantisedRows(weight, scales)
         for first, rows in loader.tiles(self._slices):
             some = slice(first, first + len(rows))
@@ -389,7 +389,7 @@ class ProductMatrix:
         if self.precision == "int4":
             tiles = (quantize_int4(rows.to(loader.device), self._squares) for _, rows in loader.tiles(self._slices))
             weights, scales = (
-                torch.cat(parts) for parts in zip(*((each.weights, each.scales) for each in tiles), strict=True)
+                torch.cat(parts) for parts in zip(*((tile.weights, tile.scales) for tile in tiles), strict=True)
             )
             kind = TorchInt4Matmul if loader.device.type == "cpu" else DequantizedMatmul
             return kind(GroupedRows(weights, scales), bias)
@@ -407,7 +407,7 @@ class ProductMatrix:
 
     def sample(self) -> Tensor:
         """Some of its rows, from each of its parts."""
-        return torch.cat([self._loader.sample(each) for each in self._slices])
+        return torch.cat([self._loader.sample(part) for part in self._slices])
 
     @property
     def _squares(self) -> Tensor | None:

@@ -121,8 +121,10 @@ class MixtureOfExperts:
         named = [expert._replace(name=f"{expert.name}.experts.{number}") for number in range(spec.count)]
         self._experts = build_experts(loader, [named[number] for number in mine], mine)
         self.host_bound = isinstance(self._experts, EachExpert)
-        others = (each for number, each in enumerate(named) if number not in mine)
-        loader.elsewhere.update(f"{each.name}.{part}" for each in others for part in (each.gate, each.up, each.down))
+        others = (expert for number, expert in enumerate(named) if number not in mine)
+        loader.elsewhere.update(
+            f"{other.name}.{part}" for other in others for part in (other.gate, other.up, other.down)
+        )
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         weights, chosen = self._scores(x).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, -1)
@@ -137,7 +139,7 @@ def build_experts(
     """The experts of these `numbers`, as grouped products where kernels serve and multiply with their weights, without
     biases or adapters."""
     mine = rank_slice(experts[0].intermediate, loader.group) if experts else slice(0)
-    gate_up = [piece for each in experts for piece in column_slices(each.gate_and_up(mine), each.hidden)]
+    gate_up = [piece for expert in experts for piece in column_slices(expert.gate_and_up(mine), expert.hidden)]
     down = [TensorSlice(f"{e.name}.{e.down}.weight", (e.hidden, e.intermediate), columns=mine) for e in experts]
     plain = bool(experts) and not experts[0].bias and loader.context.observer is None and loader.adaptable is None
     if not plain or not runtime.serves(loader.dtype, loader.device):

@@ -40,7 +40,7 @@ class SelfAttention:
         size = spec.head_dim
         heads = rank_slice(spec.heads, loader.group)
         kv_heads = kv_head_slice(spec.kv_heads, loader.group)
-        queries, keys = (slice(each.start * size, each.stop * size) for each in (heads, kv_heads))
+        queries, keys = (slice(part.start * size, part.stop * size) for part in (heads, kv_heads))
         self._cache_layer = loader.stage.layers(spec.layers).index(index)  # the cache counts this rank's layers alone
         self._rotary = rotary
         self._head_dim = size

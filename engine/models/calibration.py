@@ -65,10 +65,10 @@ class Calibration:
     @property
     def units(self) -> Mapping[str, list[str]]:
         """The labels of matrices that are judged together: one each, but all experts of a layer."""
-        found = defaultdict(list)
+        units = defaultdict(list)
         for label in self._watched:
-            found[_EXPERT.sub(".experts.", label)].append(label)
-        return found
+            units[_EXPERT.sub(".experts.", label)].append(label)
+        return units
 
     def make_noisy(self, unit: str) -> None:
         """Until the next call, what the matrices of `unit` return has the noise of four bits."""
@@ -85,7 +85,7 @@ class Calibration:
             if sizes[unit] <= left:
                 higher += self.units[unit]
                 left -= sizes[unit]
-        squares = {label: _mean_squares(each) for label, each in self._watched.items()}
+        squares = {label: _mean_squares(matrix) for label, matrix in self._watched.items()}
         return Int4Plan(squares, frozenset(higher))
 
 
@@ -125,12 +125,12 @@ def calibrate(builder: CheckpointBuilder, context: BuildContext) -> Int4Plan:
     reader = _Reader(built, context)
     tokens = reader.own_text(min(TOKENS, context.max_positions), built.shape.vocab_size)[:JUDGED]
     later = range(len(tokens) // 2, len(tokens))
-    right = torch.cat([each.log_softmax(-1) for each in reader.logits(tokens, later)])
+    right = torch.cat([piece.log_softmax(-1) for piece in reader.logits(tokens, later)])
     probabilities = right.exp()
     costs = {}
     for unit in calibration.units:
         calibration.make_noisy(unit)
-        noisy = torch.cat([each.log_softmax(-1) for each in reader.logits(tokens, later)])
+        noisy = torch.cat([piece.log_softmax(-1) for piece in reader.logits(tokens, later)])
         costs[unit] = float((probabilities * (right - noisy)).sum(-1).mean())  # Kullback and Leibler's divergence
     built.decoder.close()
     return calibration.plan(costs)
@@ -157,14 +157,14 @@ class _Reader:
         some = slice(places.start, places.stop)
         logits = self._decoder.compute_logits(context, torch.split(step.positions[some], _PIECE))
         assert logits is not None, "one rank is the last stage too"
-        return (each.float() for each in logits)
+        return (piece.float() for piece in logits)
 
     def own_text(self, length: int, vocabulary: int) -> Tensor:
         """Token ids int64 [length] on the CPU."""
         generator = torch.Generator().manual_seed(_SEED)
         tokens = torch.randint(0, vocabulary, (length,), generator=generator)
         for _ in range(PASSES):
-            drawn = [_draw(each, generator) for each in self.logits(tokens, range(length - 1))]
+            drawn = [_draw(piece, generator) for piece in self.logits(tokens, range(length - 1))]
             tokens = torch.cat((tokens[:1], *drawn))
         return tokens
 

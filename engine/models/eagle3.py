@@ -66,15 +66,16 @@ def read_eagle3_config(model: str, target: ModelSpec) -> Eagle3Config:
     if spec.vocab_size != target.vocab_size:
         raise fail(f"it is made for {spec.vocab_size} tokens, and the model has {target.vocab_size}")
     usual = (2, target.layers // 2, target.layers - 3)
-    found = config.get("eagle_aux_hidden_state_layer_ids") or usual
-    if not isinstance(found, list | tuple) or not {*map(str, found)} <= {*map(str, range(target.layers))}:
+    layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or usual
+    if not isinstance(layer_ids, list | tuple) or not {*map(str, layer_ids)} <= {*map(str, range(target.layers))}:
         ids = "eagle_aux_hidden_state_layer_ids"
-        raise fail(f"{ids} must be layers of the model, 0 to {target.layers - 1}, got {found}")
+        raise fail(f"{ids} must be layers of the model, 0 to {target.layers - 1}, got {layer_ids}")
     size = config.get("draft_vocab_size") or spec.vocab_size
     if type(size) is not int or not 1 <= size <= spec.vocab_size:
         raise fail(f"draft_vocab_size must be 1 to {spec.vocab_size}, got {size!r}")
     directory = checkpoint.directory
-    return Eagle3Config(directory, spec, tuple(map(int, found)), size, bool(config.get("norm_before_residual", True)))
+    before_residual = bool(config.get("norm_before_residual", True))
+    return Eagle3Config(directory, spec, tuple(map(int, layer_ids)), size, before_residual)
 
 
 class Eagle3Head(DraftHead):

@@ -147,7 +147,7 @@ class NativeDecoder:
         return self.program
 
     def _trace(self, attention: NativeStepAttention) -> DecoderProgram | None:
-        reason = next((each.untraceable for each in self._layers if each.untraceable), None)
+        reason = next((layer.untraceable for layer in self._layers if layer.untraceable), None)
         if reason is not None or not self._layers:
             log.info("layers are computed one by one, not as one program: %s", reason or "it has none on this rank")
             return None

@@ -102,12 +102,12 @@ class NativeBuilder(CheckpointBuilder):
     def _calibrated(self, context: BuildContext) -> BuildContext:
         """With a plan for four bits, which takes the first half of `progress`."""
         began = time.monotonic()
-        told = context.progress
-        plan = calibrate(self, context._replace(progress=lambda part: told(part / 2)))
+        report = context.progress
+        plan = calibrate(self, context._replace(progress=lambda part: report(part / 2)))
         message = "%s: calibrated for int4 in %.1f s; %d of %d matrices in its layers stay at 8 bits"
         seconds = time.monotonic() - began
         log.info(message, self.checkpoint.directory, seconds, len(plan.higher), len(plan.squares))
-        return context._replace(plan=plan, progress=lambda part: told((1 + part) / 2))
+        return context._replace(plan=plan, progress=lambda part: report((1 + part) / 2))
 
     def _packing(self, context: BuildContext, weights: WeightSource) -> Packing:
         """The matrices that an earlier load of the same rank kept, if there is a cache."""
@@ -166,11 +166,11 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
         from .transformers_fallback import transformers_builder
 
         try:
-            found = transformers_builder(checkpoint)
+            builder = transformers_builder(checkpoint)
         except CheckpointError as error:
             raise CheckpointError(f"{variant.message}; nor does transformers serve it: {error.message}") from error
         log.warning("%s; so transformers computes it", variant.message)
-        return found
+        return builder
     longest = spec.max_position
     rope = spec.rope
     # Longrope's factors for longer texts make short ones worse.

@@ -143,20 +143,21 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     with _failures_refused("with another attention in place of its own"):
         model(input_ids=tokens, position_ids=tokens - 1, use_cache=False, attend=probe)
     count = int(model.config.num_hidden_layers)
-    if (found := sorted(probe.layers)) != list(range(count)):
-        raise CheckpointError(f"of its {count} layers {found} attend; all must, and nothing else is cached")
+    attending = sorted(probe.layers)
+    if attending != list(range(count)):
+        raise CheckpointError(f"of its {count} layers {attending} attend; all must, and nothing else is cached")
     layers = [probe.layers[number] for number in range(count)]
-    kv_heads = max(each.kv_heads for each in layers)
-    head_dim = max(each.head_dim for each in layers)
-    if len({each.heads for each in layers}) > 1 or any(kv_heads % each.kv_heads for each in layers):
+    kv_heads = max(layer.kv_heads for layer in layers)
+    head_dim = max(layer.head_dim for layer in layers)
+    if len({layer.heads for layer in layers}) > 1 or any(kv_heads % layer.kv_heads for layer in layers):
         raise CheckpointError("its layers have heads of different numbers, which one cache can't hold")
     # The windows of config.json and of the layers' calls: the few tokens of a check would fill no window.
     if getattr(model.config, "sliding_window", None):
         types = getattr(model.config, "layer_types", None)
-        slide = [each.attention.window is not None for each in layers]
-        if slide != [each == "sliding_attention" for each in types] if types else not any(slide):
+        slide = [layer.attention.window is not None for layer in layers]
+        if slide != [kind == "sliding_attention" for kind in types] if types else not any(slide):
             raise CheckpointError("its config.json has a sliding window that its layers do not hand to their attention")
-    return [each._replace(kv_heads=kv_heads, head_dim=head_dim) for each in layers]
+    return [layer._replace(kv_heads=kv_heads, head_dim=head_dim) for layer in layers]
 
 
 @contextmanager
@@ -165,8 +166,8 @@ def _failures_refused(what: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
-        told = f"{type(error).__name__}: {_cut(str(error))}"
-        raise CheckpointError(f"transformers' own code for it fails {what} ({told})") from error
+        reason = f"{type(error).__name__}: {_cut(str(error))}"
+        raise CheckpointError(f"transformers' own code for it fails {what} ({reason})") from error
 
 
 def _cut(text: str) -> str:
@@ -189,7 +190,7 @@ def verify_decoder(model: Any, decoder: Decoder, layers: list[ProbedLayer], dtyp
     with _failures_refused("by itself, so its config.json may contradict itself"):
         right = _logits_of_transformers(model, first), _logits_of_transformers(model, second)
     heads = layers[0][1:]
-    attention = tuple(each.attention for each in layers)
+    attention = tuple(layer.attention for layer in layers)
     cache = ReferenceAttention(CacheSpec(attention, *heads, _BLOCK_SIZE, dtype, model.device))
     cache.allocate(4)
     packed = torch.cat((first[: _FIRST_STEP[0]], second))
@@ -199,7 +200,7 @@ def verify_decoder(model: Any, decoder: Decoder, layers: list[ProbedLayer], dtyp
             _logits_over_cache(decoder, cache, first[_FIRST_STEP[0] :], (_FIRST_STEP[0],), _SECOND_STEP),
         ]
         expected = right[0][: _FIRST_STEP[0]], right[1], right[0][_FIRST_STEP[0] :]
-        worst = max(_relative_error(found, wanted) for found, wanted in zip(parts, expected, strict=True))
+        worst = max(_relative_error(part, right_part) for part, right_part in zip(parts, expected, strict=True))
     if not worst < _TOLERANCE[dtype]:
         differ = f"differ from its own by {worst:.1%} of their spread"
         raise CheckpointError(f"over a cache of keys and values its logits {differ}")
@@ -226,10 +227,10 @@ def _logits_over_cache(
     return torch.cat(list(logits))
 
 
-def _relative_error(found: Tensor, right: Tensor) -> float:
+def _relative_error(logits: Tensor, right: Tensor) -> float:
     """The median error of a token's logits relative to their spread; not the mean, for a rounding may send one token to
     another expert."""
-    error = (found.float() - right.float()).pow(2).mean(-1).sqrt()
+    error = (logits.float() - right.float()).pow(2).mean(-1).sqrt()
     return float((error / right.float().std(-1)).median())
 
 
@@ -336,7 +337,7 @@ class TransformersBuilder(CheckpointBuilder):
             heads=layers[0].heads,
             kv_heads=layers[0].kv_heads,
             head_dim=layers[0].head_dim,
-            attention=tuple(each.attention for each in layers),
+            attention=tuple(layer.attention for layer in layers),
         )
         return BuiltDecoder(decoder, shape)
 
@@ -390,24 +391,24 @@ def _read_config(directory: Path) -> Any:
 
 def _first_line(error: Exception) -> str:
     """What a library's exception says: a key's name says nothing without what it is of."""
-    said = str(error).partition("\n")[0]
-    return said if said and not isinstance(error, KeyError) else f"{type(error).__name__} {said}"
+    line = str(error).partition("\n")[0]
+    return line if line and not isinstance(error, KeyError) else f"{type(error).__name__} {line}"
 
 
 def _check_config(config: Any, architecture: str) -> None:
     """Raise unless `architecture` is the language model of `config`, a decoder whose attention can be exchanged."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError("it is an encoder and a decoder")
     if config.get_text_config() is not config:
         raise CheckpointError("it takes more than text")
-    if found is None:
+    if model_class is None:
         raise CheckpointError(f"transformers has no causal language model of type {config.model_type}")
-    if found.__name__ != architecture:
-        raise CheckpointError(f"the causal language model of type {config.model_type} is {found.__name__}")
-    if not found._supports_attention_backend:
+    if model_class.__name__ != architecture:
+        raise CheckpointError(f"the causal language model of type {config.model_type} is {model_class.__name__}")
+    if not model_class._supports_attention_backend:
         message = "its class has not got transformers' attention interface, by which ours takes the place of its own"
         raise CheckpointError(message)
     if getattr(config, "quantization_config", None):
@@ -418,8 +419,8 @@ def _check_config(config: Any, architecture: str) -> None:
         served = ", ".join(sorted(LAYER_TYPES))
         raise CheckpointError(f"it has layers of type {', '.join(sorted(strange))}; served are {served}")
     ropes = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in ropes.values() if isinstance(each, dict)] or [ropes]
-    longest = _BATCH_DEPENDENT_ROPE & {each.get("rope_type") for each in nested}
+    nested = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
+    longest = _BATCH_DEPENDENT_ROPE & {rope.get("rope_type") for rope in nested}
     if longest:
         raise CheckpointError(f"rope type {', '.join(longest)} depends on the other sequences of a batch")
 
@@ -433,7 +434,7 @@ def _load(directory: Path, context: BuildContext) -> Any:
     register_attention()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model, found = auto.from_pretrained(
+        model, loading_info = auto.from_pretrained(
             directory,
             dtype=context.dtype,
             attn_implementation=ATTENTION_NAME,
@@ -443,6 +444,6 @@ def _load(directory: Path, context: BuildContext) -> Any:
         )
     except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"transformers could not load it: {_first_line(error)}") from error
-    if found["missing_keys"]:
-        raise CheckpointError(f"tensor {min(found['missing_keys'])} is missing from the weights")
+    if loading_info["missing_keys"]:
+        raise CheckpointError(f"tensor {min(loading_info['missing_keys'])} is missing from the weights")
     return model.to(context.device)
