@@ -2,7 +2,7 @@
 nothing of processes."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -48,9 +48,6 @@ class ModelRunner:
     def __init__(self, computer: StepComputer, rows: RowStates, draft: StepDrafter | None = None) -> None:
         self.computer = computer
         self.draft = draft
-        self.override_tokens: Callable[[StepPlan, IntArray], IntArray] | None = None
-        """For measurements: the tokens [S] to go on with in place of those [S] that a plan sampled. No step may begin
-        before the one before it has a result."""
         self._rows = rows
         self._steps: deque[_RunnerStep] = deque()
         self._host_cache: HostCache | None = None
@@ -173,10 +170,6 @@ class ModelRunner:
         samples = step.begun.read()
         if samples is None:
             return StepResult(plan.step, NO_TOKENS, NO_TOKENS, NO_TOKENS, NO_TOKENS)
-        if self.override_tokens is not None and len(samples.tokens):
-            tokens = self.override_tokens(plan, samples.tokens)
-            self._rows.store_tokens(inputs.rows, inputs.positions, torch.from_numpy(tokens))
-            samples = samples._replace(tokens=tokens)
         return _step_result(plan, inputs, samples)
 
 
