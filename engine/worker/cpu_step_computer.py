@@ -28,7 +28,7 @@ class CpuStepComputer:
 
     def follows_unread(self, plan: StepPlan) -> bool:
         """Kernels go from one step to the next by themselves, unless blocks have to be copied in between."""
-        return not len(plan.moves)
+        return not len(plan.block_copies)
 
     def begin(self, inputs: StepInputs, masks: MaskSource | None) -> BegunStep:
         """See `StepComputer.begin`. A step without logits is not begun beside the caller."""

@@ -83,7 +83,7 @@ class DraftModel(StepDrafter):
     def apply_plan(self, plan: StepPlan) -> None:
         """See `StepDrafter.apply_plan`: blocks that a row does not share are to be computed, and of what comes back
         from the host's memory that which was not when it left."""
-        for block, slot, back in plan.moves.tolist():
+        for block, slot, back in plan.block_copies.tolist():
             if back:
                 self._full[block] = self._full_slots.get(slot, False)
             else:
