@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ..core.errors import InvalidArgument, NotFound
+from ..core.errors import InvalidArgument
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..core.runtime import InstancePlacement, Parameters
 from ..core.tensor import TensorSpec
@@ -126,14 +126,6 @@ def memory_shared_by_instances(raw: RawConfig, weights: Path) -> tuple[MemoryNee
 def threads_per_instance(raw: RawConfig) -> int:
     """The threads of an instance that has its own: the host's, shared out over the instances."""
     return max(1, usable_cores().threads // max(1, instances_per_gpu(raw)[None]))
-
-
-def file_identity(file: Path) -> tuple[object, ...]:
-    """Equal as long as nothing beside the file changes either: weights may lie there. Raises `NotFound`."""
-    if not file.is_file():
-        raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
-    states = [(each.name, each.stat()) for each in sorted(file.parent.iterdir()) if each.is_file()]
-    return file, *((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)
 
 
 def _bytes_on_disk(path: Path) -> int:

@@ -5,12 +5,10 @@ Instances run requests of one compiled model: its weights are in memory once. op
 https://github.com/triton-inference-server/openvino_backend.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from threading import Lock
-from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +23,12 @@ from .backend_config import (
     check_config_matches,
     complete_config,
     declares_tensors,
-    file_identity,
     memory_shared_by_instances,
     read_choice,
     read_thread_count,
     warn_unknown_parameters,
 )
+from .library_models import SharedModels, import_library
 
 _DATATYPES = {
     "boolean": "BOOL",
@@ -49,22 +47,10 @@ _THREADS, _STREAMS, _HINT, _DEVICE = "INFERENCE_NUM_THREADS", "NUM_STREAMS", "PE
 _PRECISION = "INFERENCE_PRECISION_HINT"
 _KNOWN_PARAMETERS = {_THREADS, _STREAMS, _HINT, _DEVICE, _PRECISION, "default-max-batch-size"}
 
-_Key: TypeAlias = tuple[object, ...]
-
-_models: "WeakValueDictionary[_Key, OpenVinoModel]" = WeakValueDictionary()
-_lock = Lock()
-
 
 def import_openvino() -> Any:
-    """The module, imported where it is needed first. Raises `Unsupported` where it is not installed."""
-    try:
-        import openvino
-    except ModuleNotFoundError as error:
-        if error.name != "openvino":
-            raise
-        message = "OpenVINO models need the package openvino, which is not installed: pip install '.[openvino]'"
-        raise Unsupported(message, field="backend") from None
-    return openvino
+    """The module. Raises `Unsupported` where it is not installed."""
+    return import_library("openvino", "OpenVINO models", "openvino")
 
 
 @cache
@@ -75,14 +61,22 @@ def _core() -> Any:
     return import_openvino().Core()
 
 
-class OpenVinoModel:
-    """One compiled model, of which several threads may run requests at once. `settings`: OpenVINO's properties.
-    `tensors`: those that its file declares. Raises `InvalidArgument` if it cannot be read or compiled, and
-    `Unsupported` for a tensor of a type that no client could send."""
+class CompileSettings(NamedTuple):
+    """How a model is compiled. `properties`: OpenVINO's, by name."""
 
-    def __init__(self, file: Path, device: str, settings: Mapping[str, str]) -> None:
+    device: str
+    properties: tuple[tuple[str, str], ...]
+
+
+class OpenVinoModel:
+    """One compiled model, of which several threads may run requests at once. `tensors`: those that its file declares.
+    Raises `InvalidArgument` if it cannot be read or compiled, and `Unsupported` for a tensor of a type that no client
+    could send."""
+
+    def __init__(self, file: Path, settings: CompileSettings) -> None:
         try:
-            self._compiled = _core().compile_model(_core().read_model(str(file)), device, dict(settings))
+            model = _core().read_model(str(file))
+            self._compiled = _core().compile_model(model, settings.device, dict(settings.properties))
         except RuntimeError as error:
             raise InvalidArgument(f"OpenVINO cannot load {file}: {_one_line(error)}") from error
         self.tensors = FoundModel(_found(self._compiled.inputs), _found(self._compiled.outputs))
@@ -90,17 +84,6 @@ class OpenVinoModel:
     def new_request(self) -> Any:
         """What runs the model, one batch at a time."""
         return self._compiled.create_infer_request()
-
-
-def open_model(file: Path, device: str, settings: Mapping[str, str]) -> OpenVinoModel:
-    """The model of this file with these settings: an open one if its files have not changed, or a new one. Raises as
-    `OpenVinoModel`, and `NotFound`."""
-    key = (file_identity(file), device, tuple(sorted(settings.items())))
-    with _lock:
-        model = _models.get(key)
-        if model is None:
-            model = _models[key] = OpenVinoModel(file, device, settings)
-        return model
 
 
 def _found(ports: Sequence[Any]) -> tuple[FoundTensor, ...]:
@@ -120,11 +103,10 @@ def _found_tensor(port: Any) -> FoundTensor:
 class OpenVinoLoader(RuntimeLoader):
     """Loads `model.xml`, `model.onnx` or the `default_model_filename`. Triton's parameters: INFERENCE_NUM_THREADS,
     NUM_STREAMS, PERFORMANCE_HINT, TARGET_DEVICE; ours: INFERENCE_PRECISION_HINT, for a processor with bf16 computes in
-    it otherwise. The model that completed a config is kept until the load that follows,
-    or the next config: a file is compiled once."""
+    it otherwise."""
 
     def __init__(self) -> None:
-        self._completed: OpenVinoModel | None = None
+        self._models = SharedModels(OpenVinoModel)
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
@@ -133,8 +115,7 @@ class OpenVinoLoader(RuntimeLoader):
             message = f"model '{config.name}': OpenVINO computes on its {_DEVICE}, and on no GPU of CUDA: KIND_CPU"
             raise Unsupported(message, field="instance_group.kind")
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
-        model = open_model(_model_file(directory, config.raw), *_read_settings(parameters))
-        self._completed = None
+        model = self._models.open(_model_file(directory, config.raw), _read_settings(parameters))
         check_config_matches(config, model.tensors)
         return OpenVinoRuntime(model)
 
@@ -146,32 +127,31 @@ class OpenVinoLoader(RuntimeLoader):
     def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         if declares_tensors(raw):
             return raw
-        self._completed = None
-        self._completed = open_model(_model_file(directory, raw), *_read_settings(parameters))
-        return complete_config(raw, self._completed.tensors, parameters)
+        model = self._models.open_for_config(_model_file(directory, raw), _read_settings(parameters))
+        return complete_config(raw, model.tensors, parameters)
 
     def forget(self) -> None:
-        self._completed = None
+        self._models.forget()
 
 
 def _model_file(directory: Path, raw: RawConfig) -> Path:
     return directory / (raw.get("default_model_filename") or "model.xml")
 
 
-def _read_settings(parameters: Parameters) -> tuple[str, dict[str, str]]:
-    """The device, and OpenVINO's properties. Raises `InvalidArgument` for a wrong parameter; `field` names it."""
+def _read_settings(parameters: Parameters) -> CompileSettings:
+    """Raises `InvalidArgument` for a wrong parameter; `field` names it."""
     device = parameters.get(_DEVICE, "CPU")
     available = _core().available_devices
     if device.partition(":")[0] not in (*available, "AUTO"):
         message = f"parameter '{_DEVICE}' must be a device that OpenVINO has here ({', '.join(available)})"
         raise InvalidArgument(f"{message}, got '{device}'", field=_DEVICE)
-    settings = {_THREADS: str(read_thread_count(parameters, _THREADS) or usable_cores().threads)}
-    settings[_HINT] = read_choice(parameters, _HINT, _HINTS, "LATENCY")
+    properties = {_THREADS: str(read_thread_count(parameters, _THREADS) or usable_cores().threads)}
+    properties[_HINT] = read_choice(parameters, _HINT, _HINTS, "LATENCY")
     if _PRECISION in parameters:
-        settings[_PRECISION] = read_choice(parameters, _PRECISION, _PRECISIONS, "f32")
+        properties[_PRECISION] = read_choice(parameters, _PRECISION, _PRECISIONS, "f32")
     if streams := read_thread_count(parameters, _STREAMS):
-        settings[_STREAMS] = str(streams)
-    return device, settings
+        properties[_STREAMS] = str(streams)
+    return CompileSettings(device, tuple(properties.items()))
 
 
 class OpenVinoRuntime(Runtime):

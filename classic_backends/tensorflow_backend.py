@@ -28,6 +28,7 @@ from .backend_config import (
     threads_per_instance,
     warn_unknown_parameters,
 )
+from .library_models import import_library
 
 _DATATYPES = {
     "bool": "BOOL",
@@ -52,16 +53,10 @@ _INIT_SIGNATURE = "__saved_model_init_op"
 
 
 def import_tensorflow() -> Any:
-    """The module, imported where it is needed first. It sees no GPU but one that `show_gpu` shows it, and logs errors
-    alone. Raises `Unsupported` where it is not installed."""
+    """The module. It sees no GPU but one that `show_gpu` shows it, and logs errors alone. Raises `Unsupported` where it
+    is not installed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    try:
-        import tensorflow
-    except ModuleNotFoundError as error:
-        if error.name != "tensorflow":
-            raise
-        message = "TensorFlow's models need the package tensorflow, which is not installed"
-        raise Unsupported(f"{message}: pip install '.[tensorflow]'", field="backend") from None
+    tensorflow = import_library("tensorflow", "TensorFlow's models", "tensorflow")
     tensorflow.config.set_visible_devices([], "GPU")
     return tensorflow
 

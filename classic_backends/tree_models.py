@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import InvalidArgument, NotFound, Unsupported
+from ..core.errors import InvalidArgument
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
 from ..core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 from .backend_config import (
@@ -27,6 +27,7 @@ from .backend_config import (
     read_thread_count,
     warn_unknown_parameters,
 )
+from .library_models import import_library, require_file
 
 _FILES = {
     "xgboost": "xgboost.model",
@@ -53,15 +54,8 @@ _KNOWN_PARAMETERS |= {"chunk_size", "xgboost_allow_unknown_field", "default-max-
 
 
 def import_treelite() -> Any:
-    """The module, imported where it is needed first. Raises `Unsupported` where it is not installed."""
-    try:
-        import treelite
-    except ModuleNotFoundError as error:
-        if error.name != "treelite":
-            raise
-        message = "tree models need the package treelite, which is not installed: pip install '.[trees]'"
-        raise Unsupported(message, field="backend") from None
-    return treelite
+    """The module. Raises `Unsupported` where it is not installed."""
+    return import_library("treelite", "tree models", "trees")
 
 
 class ForestOutput(NamedTuple):
@@ -166,8 +160,7 @@ def _found(forest: Forest, output: ForestOutput) -> FoundModel:
 def _open(directory: Path, raw: RawConfig, parameters: Parameters) -> Forest:
     """Raises `NotFound` without the file."""
     file = _model_file(directory, raw, parameters)
-    if not file.is_file():
-        raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
+    require_file(file)
     unknown = read_flag(parameters, "xgboost_allow_unknown_field", False)
     return Forest(file, _model_type(parameters), unknown)
 

@@ -10,9 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +26,12 @@ from ..backend_config import (
     check_config_matches,
     complete_config,
     declares_tensors,
-    file_identity,
     memory_shared_by_instances,
     model_dims,
     read_placements,
     warn_unknown_parameters,
 )
+from ..library_models import SharedModels, import_library
 from .session_plan import KNOWN_PARAMETERS, SessionPlan, read_session_plan
 
 _DATATYPES = {np.dtype(dtype).name: datatype for datatype, dtype in NUMPY_TYPES.items()}
@@ -44,25 +42,14 @@ _BFLOAT16 = 16
 
 Shape: TypeAlias = tuple[int, ...]
 
-_Key: TypeAlias = tuple[tuple[object, ...], SessionPlan]
-
-_sessions: "WeakValueDictionary[_Key, Session]" = WeakValueDictionary()
-_lock = Lock()
 _has_global_pool = False
 
 
 def import_onnxruntime() -> Any:
-    """The module, imported where it is needed first. Raises `Unsupported` where it is not installed."""
+    """The module. Raises `Unsupported` where it is not installed."""
     # Its wheels send telemetry otherwise, from the import on.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    try:
-        import onnxruntime
-    except ModuleNotFoundError as error:
-        if error.name != "onnxruntime":
-            raise
-        message = "ONNX models need the package onnxruntime, which is not installed: pip install '.[onnx]'"
-        raise Unsupported(message, field="backend") from None
-    return onnxruntime
+    return import_library("onnxruntime", "ONNX models", "onnx")
 
 
 class Session:
@@ -71,6 +58,7 @@ class Session:
     built without what the plan needs, or an input is no tensor."""
 
     def __init__(self, file: Path, plan: SessionPlan) -> None:
+        map_large_blocks_separately()
         onnxruntime = import_onnxruntime()
         available = onnxruntime.get_available_providers()
         missing = [name for name, _ in plan.providers if name not in available]
@@ -119,18 +107,6 @@ class Session:
                 for name, array in zip(output_names, outputs, strict=True)
             ]
         return outputs
-
-
-def open_session(file: Path, plan: SessionPlan) -> Session:
-    """The session of this file with this plan: an open one if the file has not changed, or a new one. Raises as
-    `Session`, and `NotFound`."""
-    key = (file_identity(file), plan)
-    with _lock:
-        session = _sessions.get(key)
-        if session is None:
-            map_large_blocks_separately()
-            session = _sessions[key] = Session(file, plan)
-        return session
 
 
 def _find_tensors(session: Any) -> FoundModel:
@@ -209,11 +185,11 @@ _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
 class OnnxLoader(RuntimeLoader):
-    """Loads `model.onnx`, or the `default_model_filename`; either may be a directory with a file of that name in it.
-    The session that completed a config is kept until the load that follows, or the next config: a file is read once."""
+    """Loads `model.onnx`, or the `default_model_filename`; either may be a directory with a file of that name in
+    it."""
 
     def __init__(self) -> None:
-        self._completed: Session | None = None
+        self._sessions = SharedModels(Session)
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
@@ -221,8 +197,7 @@ class OnnxLoader(RuntimeLoader):
         import_onnxruntime()
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
         plan = read_session_plan(config.raw, placement, parameters)
-        session = open_session(_model_file(directory, config.raw), plan)
-        self._completed = None
+        session = self._sessions.open(_model_file(directory, config.raw), plan)
         scalars = _scalar_dims(config, session.tensors)
         check_config_matches(config, _with_dims(session.tensors, scalars))
         return OnnxRuntime(session, scalars)
@@ -235,13 +210,12 @@ class OnnxLoader(RuntimeLoader):
         if declares_tensors(raw):
             return raw
         import_onnxruntime()
-        self._completed = None
         plan = read_session_plan(raw, read_placements("", raw)[0], parameters)
-        self._completed = open_session(_model_file(directory, raw), plan)
-        return complete_config(raw, self._completed.tensors, parameters)
+        session = self._sessions.open_for_config(_model_file(directory, raw), plan)
+        return complete_config(raw, session.tensors, parameters)
 
     def forget(self) -> None:
-        self._completed = None
+        self._sessions.forget()
 
     def uses_gpus(self) -> bool:
         return "CUDAExecutionProvider" in import_onnxruntime().get_available_providers()

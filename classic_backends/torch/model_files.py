@@ -17,11 +17,12 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 import torch
 
-from ...core.errors import InvalidArgument, NotFound, Unsupported
+from ...core.errors import InvalidArgument, Unsupported
 from ...core.model import RawConfig
 from ...core.tensor import NUMPY_TYPES
 from ...processes.host import map_large_blocks_separately
 from ..backend_config import FoundModel, FoundTensor, complete_config
+from ..library_models import require_file
 
 DATATYPES: dict[torch.dtype, str] = {
     getattr(torch, np.dtype(dtype).name): datatype
@@ -49,8 +50,7 @@ def open_model_file(file: Path, device: str | None) -> OpenedModel:
     """Load a model. `device`: of its weights; None leaves them where they were when it was saved. Raises `NotFound` if
     there is no such file, `InvalidArgument` if PyTorch cannot load it, and `Unsupported` if an argument is no
     tensor."""
-    if not file.is_file():
-        raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
+    require_file(file)
     map_large_blocks_separately()
     try:
         with warnings.catch_warnings():

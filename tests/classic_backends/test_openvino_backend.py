@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from charonia.classic_backends import openvino_backend
 from charonia.classic_backends.isolated.isolated_runtime import OPENVINO as ISOLATABLE
 from charonia.classic_backends.openvino_backend import OPENVINO
 from charonia.core.errors import Internal, InvalidArgument, NotFound, Unsupported
@@ -50,7 +49,7 @@ def load(directory: Path, described: Describe, raw: Mapping[str, Any], **paramet
 
 def held(version: Path) -> int:
     """Compiled models of the version that something holds."""
-    keys: Any = [*openvino_backend._models]
+    keys: Any = [*OPENVINO._models._models]
     return sum(file == version / "model.xml" for (file, *_), *_ in keys)
 
 
