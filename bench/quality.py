@@ -21,7 +21,7 @@ from ..engine.attention.selector import create_backend
 from ..engine.checkpoint.build_context import BuildContext
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.checkpoint.quantised_weights import open_weights
-from ..engine.client.llm import TokenizerBundle
+from ..engine.client.tokenizer_bundle import TokenizerBundle
 from ..engine.layers.step_context import StepContext
 from ..engine.models.interfaces import Decoder
 from ..engine.models.registry import checkpoint_builder

@@ -61,7 +61,7 @@ from .messages import (
     decode_to_frontend,
 )
 from .remote_engine import RemoteEngine, RemoteStreams
-from .remote_models import FollowedTextHandle, RemoteModelHandle, RemoteResponses, RemoteTextHandle, TextModelHere
+from .remote_models import ObservedTextHandle, RemoteModelHandle, RemoteResponses, RemoteTextHandle, TextModelHere
 from .snapshot import ServedModel, ServedModels
 from .tensors import TensorExchange
 
@@ -172,8 +172,8 @@ class RemoteGateway:
         await asyncio.shield(text.building)
         if answer.follows:
             context.logged = True
-            return FollowedTextHandle(self, acquired.config, context, text.model, stats)
-        model = text.model.over(text.engine.for_request(key, answer.refusal))
+            return ObservedTextHandle(self, acquired.config, context, text.model, stats)
+        model = text.model.with_engine(text.engine.for_request(key, answer.refusal))
         return RemoteTextHandle(self, acquired.config, context, model, stats)
 
     def check_room(self, context: RequestContext) -> None:

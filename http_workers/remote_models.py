@@ -255,7 +255,7 @@ class RemoteTextHandle(TextHandle):
         return cast("ResponseStream[GenerateChunk]", self._model.generate(request, self.context))
 
 
-class FollowedTextHandle(TextHandle):
+class ObservedTextHandle(TextHandle):
     """A language model whose requests and answers the hub needs as a whole: those of a route that copies them for a
     shadow, or goes by what is read last. What no engine answers is read here, by `model`."""
 

@@ -410,7 +410,7 @@ class FrontendSession:
         try:
             handle = opened.handle = await self._gateway.acquire(context, call.model, call.version)
             loaded = handle.loaded
-            follows = loaded.text is not None and (handle.follows_requests or self._keeps_tensors(context))
+            follows = loaded.text is not None and (handle.needs_full_request or self._keeps_tensors(context))
             if loaded.text is not None:
                 handle.start()
             context.logged = not (follows or self._logs_here)

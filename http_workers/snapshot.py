@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..core.errors import CharoniaError
 from ..core.model import ModelConfig
-from ..engine.client.llm import LlmModel, TextModelParts
+from ..engine.client.llm import LlmModel, TextModelSpec
 from ..repository.gateway import InProcessGateway
 from ..repository.model_registry import LoadedModel, ModelEntry
 
@@ -19,7 +19,7 @@ class ServedModel(NamedTuple):
     config: ModelConfig
     latest: bool
     names: tuple[str, ...]
-    parts: TextModelParts | None
+    parts: TextModelSpec | None
     inline: bool
 
 
@@ -47,7 +47,7 @@ class ModelCensus:
         self._gateway = gateway
         self._last = 0
         self._numbered: dict[int, tuple[LoadedModel, int]] = {}
-        self._parts: dict[int, TextModelParts] = {}
+        self._parts: dict[int, TextModelSpec] = {}
 
     def number_of(self, loaded: LoadedModel) -> int:
         known = self._numbered.get(id(loaded))
@@ -88,6 +88,6 @@ class ModelCensus:
                 continue
             number = self.number_of(loaded)
             if isinstance(loaded.model, LlmModel) and number not in self._parts:
-                self._parts[number] = loaded.model.parts()
+                self._parts[number] = loaded.model.export_spec()
             told = number, loaded.config, version is entry.latest, names, self._parts.get(number)
             yield ServedModel(*told, loaded.inline is not None)

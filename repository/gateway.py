@@ -73,7 +73,7 @@ class LoadedModelHandle:
         return self._loaded
 
     @property
-    def follows_requests(self) -> bool:
+    def needs_full_request(self) -> bool:
         """Whether what is asked of it is needed here as a whole, and so are its answers."""
         return False
 
@@ -185,7 +185,7 @@ class RoutedModelHandle(LoadedModelHandle):
         return self._route.name
 
     @property
-    def follows_requests(self) -> bool:
+    def needs_full_request(self) -> bool:
         return self._arm is None or self._route.shadow is not None
 
     def for_request(self, context: RequestContext) -> LoadedModelHandle:

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 
 import msgspec
@@ -20,6 +21,7 @@ from ...processes.host import available_memory, resident_memory_of, usable_cores
 from ...scheduler.sequence import SequenceSpec
 from ...scheduler.speculation import GRAMMAR, PREDICTION
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
+from ...tokenization.answers.answer_formats import AnswerParsers
 from ..config import EngineConfig
 from ..core.messages import (
     NO_TOTALS,
@@ -32,9 +34,9 @@ from ..core.messages import (
     RequestRejected,
     RequestUpdates,
 )
-from .admission import AdmissionControl, QueueLimits, QueueTicket
+from .admission import AdmissionControl, QueueLimits, QueueTicket, most_in_background
 from .core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor, CoreTimeouts
-from .engine import count_by_priority
+from .engine import EngineSpec, count_by_priority
 from .routing import TOKENS_PER_REQUEST, PrefixIndex, ResidentAdapters, route_prompt
 from .token_stream import SequenceStats, TokenStream
 
@@ -345,3 +347,29 @@ class EngineClient:
         # Where none is ready, those that serve are only slow to step.
         serving = [replica for replica in serving if replica.core.ready] or serving
         return route_prompt(serving, spec.prompt, spec.extras, self._affinity, spec.sampling.choice)
+
+
+def own_engine_spec(config: EngineConfig) -> EngineSpec:
+    """The spec of our own engine."""
+    capabilities = frozenset(
+        {"drafts", "guided_decoding", "prediction", "targets", "thinking_budget", "wants_prompt_logprobs"}
+    )
+    if config.lora is not None:
+        capabilities |= {"adapter", "lora_task"}
+    connect = partial(EngineClient, config)
+    limits, rows = QueueLimits(config.max_queued_requests, config.max_queued_tokens), config.scheduler.max_num_seqs
+    return EngineSpec(
+        "charonia",
+        config.model,
+        connect,
+        capabilities,
+        config.chat_template,
+        config.tokenizer,
+        AnswerParsers(config.tool_call_parser, config.reasoning_parser),
+        checks_constraints=True,
+        most_in_background=most_in_background(rows * config.data_parallel_size, limits),
+        target_tenants=frozenset(config.target_tenants),
+        lora=config.lora,
+        most_drafts=config.most_drafts,
+        draft_report=config.per_request_spec_decode_metrics,
+    )

@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
@@ -20,29 +18,26 @@ from ...core.drafts import summarize_drafts
 from ...core.errors import Cancelled, InvalidArgument, Unavailable
 from ...core.metrics import Reading, VersionStatistics
 from ...core.model import MemoryHolder, ModelConfig, ModelStats, ReservedMemory
-from ...core.regular_files import MAX_TEXT_BYTES, read_regular
 from ...core.request import GenerateChunk, GenerateRequest, GuidedDecoding, InferRequest, InferResponse, TokenizeRequest
 from ...core.request_context import Outcome, RequestContext
 from ...core.token_limit import TokenLimit
 from ...telemetry.llm_metrics import LlmMetrics
-from ...tokenization.answers.answer_formats import AnswerParsers
-from ...tokenization.checkpoint_files import checkpoint_fingerprint, locate_adapter, locate_checkpoint
-from ...tokenization.generation_defaults import GenerationDefaults, read_generation_defaults
-from ...tokenization.tokenizer import AsyncTokenizer, Tokenizer
+from ...tokenization.checkpoint_files import locate_adapter
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
 from ..drafters.prediction import PredictionFollower
 from .adapters import AdapterEngine, AdapterTable
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
-from .admission import BackgroundLimit, QueueLimits, QueueTicket, most_in_background
+from .admission import BackgroundLimit, QueueTicket
 from .answer_plan import plan_answer
 from .chunk_builder import TextEnds
-from .client import EngineClient
+from .client import own_engine_spec
 from .constraint_checker import ConstraintChecker
 from .engine import Engine, EngineSpec, SharedEngine
 from .infer import OWN_LAYOUT, InferLayout
 from .task_adapters import TaskAdapters
 from .token_stream import SequenceStats, TokenStream, open_sequence, record_request, v2_statistics
+from .tokenizer_bundle import TokenizerBundle
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds so far, detail."""
@@ -56,69 +51,9 @@ def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) ->
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerBundle:
-    """Everything that the frontend reads of a checkpoint. `async_tokenizer`: for texts that may take long.
-    `fingerprint`: of the checkpoint's files. `checkpoint`, `tokenizer_of`: where these were found, the latter empty if
-    the tokenizer is the checkpoint's own."""
-
-    tokenizer: Tokenizer
-    defaults: GenerationDefaults
-    async_tokenizer: AsyncTokenizer
-    fingerprint: str = ""
-    checkpoint: str = ""
-    tokenizer_of: str = ""
-
-    @classmethod
-    def load(cls, model: str, chat_template: str = "", tokenizer_of: str = "") -> "TokenizerBundle":
-        """Read a checkpoint directory or hub id. `chat_template`, and the tokenizer of another directory or hub id,
-        replace its own. Raises as `Tokenizer.load` does."""
-        directory = locate_checkpoint(model)
-        tokenizer_of = str(locate_checkpoint(tokenizer_of)) if tokenizer_of else ""
-        tokenizer = Tokenizer.load(Path(tokenizer_of) if tokenizer_of else directory, chat_template)
-        defaults, fingerprint = read_generation_defaults(directory, tokenizer), checkpoint_fingerprint(directory)
-        return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), fingerprint, str(directory), tokenizer_of)
-
-    def tokenizer_info(self) -> dict[str, Any]:
-        """The tokenizer_config.json, read anew; a file of another kind, GGUF, has none."""
-        known = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": self.tokenizer.own_template or None}
-        try:
-            data = read_regular(Path(self.tokenizer_of or self.checkpoint) / "tokenizer_config.json", MAX_TEXT_BYTES)
-            config = msgspec.json.decode(data, type=dict[str, Any])
-        except (OSError, msgspec.DecodeError, InvalidArgument):
-            return known
-        return known | {name: value for name, value in config.items() if value is not None}
-
-
-def own_engine_spec(config: EngineConfig) -> EngineSpec:
-    """The spec of our own engine."""
-    capabilities = frozenset(
-        {"drafts", "guided_decoding", "prediction", "targets", "thinking_budget", "wants_prompt_logprobs"}
-    )
-    if config.lora is not None:
-        capabilities |= {"adapter", "lora_task"}
-    connect = partial(EngineClient, config)
-    limits, rows = QueueLimits(config.max_queued_requests, config.max_queued_tokens), config.scheduler.max_num_seqs
-    return EngineSpec(
-        "charonia",
-        config.model,
-        connect,
-        capabilities,
-        config.chat_template,
-        config.tokenizer,
-        AnswerParsers(config.tool_call_parser, config.reasoning_parser),
-        checks_constraints=True,
-        most_in_background=most_in_background(rows * config.data_parallel_size, limits),
-        target_tenants=frozenset(config.target_tenants),
-        lora=config.lora,
-        most_drafts=config.most_drafts,
-        draft_report=config.per_request_spec_decode_metrics,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class TextModelParts:
-    """What another process needs to know of a loaded language model to have it too, over an engine of its own: `spec`
-    but for the engine. It can be pickled."""
+class TextModelSpec:
+    """What another process needs to know of a loaded language model to have it too, with an engine of its own. `spec`
+    makes no engine, so all of it can be pickled."""
 
     spec: EngineSpec
     layout: InferLayout
@@ -202,18 +137,18 @@ class LlmModel:
         """The instruments of all its requests, in whatever process their text is read."""
         return self._metrics
 
-    def over(self, engine: Engine) -> "LlmModel":
-        """It with another engine that computes the same."""
+    def with_engine(self, engine: Engine) -> "LlmModel":
+        """The same model with another engine that computes the same."""
         other = copy(self)
         other._client = engine
         return other
 
-    def parts(self) -> TextModelParts:
-        """It as other processes have it, once it is loaded: from the same files, whatever the hub has by then. Adapters
-        go by their names there."""
-        found, spec = self._bundle, replace(self._spec, connect=_no_engine, lora=None)
-        spec = replace(spec, checkpoint=found.checkpoint, tokenizer=found.tokenizer_of)
-        return TextModelParts(spec, self._layout, self._info)
+    def export_spec(self) -> TextModelSpec:
+        """The loaded model as other processes have it: from the same files, whatever the hub has by then. Adapters go
+        by their names there."""
+        bundle, spec = self._bundle, replace(self._spec, connect=_no_engine, lora=None)
+        spec = replace(spec, checkpoint=bundle.checkpoint, tokenizer=bundle.tokenizer_of)
+        return TextModelSpec(spec, self._layout, self._info)
 
     def stats(self) -> ModelStats:
         total, (used, capacity) = self._metrics.total, self._client.kv_tokens

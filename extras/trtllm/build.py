@@ -9,9 +9,10 @@ from ...core.backends import OnProgress, TextBackend
 from ...core.errors import InvalidArgument
 from ...core.model import MemoryNeed, Model, ModelConfig
 from ...engine import build
+from ...engine.client.client import own_engine_spec
 from ...engine.client.engine import EngineSpec
 from ...engine.client.infer import OWN_LAYOUT, InferLayout
-from ...engine.client.llm import LlmModel, own_engine_spec
+from ...engine.client.llm import LlmModel
 from ...engine.core.messages import CoreLoading
 from ...engine.options import parse_settings
 from ...telemetry.llm_metrics import LlmMetrics

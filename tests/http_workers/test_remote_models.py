@@ -33,7 +33,7 @@ async def test_a_model_of_the_hub_is_read_from_the_files_that_it_was_loaded_from
     await model.load()
     (snapshot / "model.safetensors").write_bytes(b"x")
     (refs / "main").write_text("0a1c")
-    parts = pickle.loads(pickle.dumps(model.parts()))
+    parts = pickle.loads(pickle.dumps(model.export_spec()))
     here = TextModelHere(ServedModel(1, model.config, True, ("net",), parts, False), engine)
     await here.building
     assert here.model.config.fingerprint == model.config.fingerprint

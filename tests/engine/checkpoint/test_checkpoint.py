@@ -21,7 +21,7 @@ from charonia.engine.checkpoint.hf_config import read_spec
 from charonia.engine.checkpoint.model_spec import CheckpointError, LayerAttention, RopeSpec
 from charonia.engine.checkpoint.weight_memory import WeightUse, count_weight_bytes
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
-from charonia.engine.client.llm import TokenizerBundle
+from charonia.engine.client.tokenizer_bundle import TokenizerBundle
 from charonia.engine.models.registry import checkpoint_builder
 
 WEIGHTS, BIN = "model.safetensors", "pytorch_model.bin"

@@ -13,8 +13,9 @@ from charonia.core.request import GenerateRequest
 from charonia.core.request_context import RequestContext
 from charonia.core.sampling import SamplingParams
 from charonia.engine.client.add_request import build_add_request
+from charonia.engine.client.client import own_engine_spec
 from charonia.engine.client.engine import EngineSpec
-from charonia.engine.client.llm import LlmModel, own_engine_spec
+from charonia.engine.client.llm import LlmModel
 from charonia.engine.config import EngineConfig
 from charonia.engine.core.messages import AddRequest, CoreReady, decode_tokens, encode_tokens
 from charonia.tokenization.generation_defaults import GenerationDefaults

@@ -17,7 +17,7 @@ from charonia.cli.model_import import ImportedFile, plan_import
 from charonia.core.request import ChatMessage, Conversation
 from charonia.engine.build import examine, memory_needed
 from charonia.engine.checkpoint.model_spec import CheckpointError
-from charonia.engine.client.llm import TokenizerBundle
+from charonia.engine.client.tokenizer_bundle import TokenizerBundle
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
