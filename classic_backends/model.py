@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable, request_id_prefix
 from ..core.metrics import Reading
-from ..core.model import ModelConfig, ModelSamples, ModelStats
+from ..core.model import Capabilities, ModelConfig, ModelSamples, ModelStats
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import ExecutionTimes, RequestContext, RequestEnd
 from ..core.runtime import InstancePlacement, Parameters, Runtime, RuntimeLoader
@@ -108,6 +108,10 @@ class ClassicModel:
             sequences=self._dispatcher.open_sequences if isinstance(self._dispatcher, SequenceScheduler) else 0,
         )
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(inline=None if self._inline_runtime is None else self, self_check=self, measured=self)
+
     async def unready_reason(self) -> str:
         """Triton's text where the check of an instance's own model fails; the log says why."""
         ready = await self._pool.check_ready()
@@ -167,10 +171,6 @@ class ClassicModel:
         if self.config.decoupled:
             return self._stream(request, context)
         return SingleResponseStream(partial(self._respond, request, context))
-
-    @property
-    def answers_inline(self) -> bool:
-        return self._inline_runtime is not None
 
     def answer_now(
         self, request: InferRequest, context: RequestContext | None = None

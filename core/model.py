@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from .adapter import Adapter
 from .metrics import Reading, VersionStatistics
@@ -121,7 +121,6 @@ class ReservedMemory(NamedTuple):
         return max(0, self.promised - self.resident)
 
 
-@runtime_checkable
 class MemoryHolder(Protocol):
     """A model that takes the host's memory bit by bit, and knows how much that will be."""
 
@@ -151,8 +150,11 @@ class Model(Protocol):
 
     def statistics(self) -> VersionStatistics: ...
 
+    @property
+    def capabilities(self) -> "Capabilities":
+        """What it can do beside that, once it is loaded."""
 
-@runtime_checkable
+
 class TextModel(Model, Protocol):
     """A model that writes text."""
 
@@ -167,16 +169,14 @@ class TextModel(Model, Protocol):
     async def tokenizer_info(self) -> dict[str, Any]: ...
 
 
-@runtime_checkable
-class QueueingModel(Model, Protocol):
+class QueueingModel(Protocol):
     """A model whose queue may be full, whatever a request says."""
 
     def check_room(self, tenant: str) -> None:
         """Raises what each request of that tenant would be refused with now: `QueueFull`, or `Unavailable`."""
 
 
-@runtime_checkable
-class AdaptableModel(TextModel, Protocol):
+class AdaptableModel(Protocol):
     """A model that may answer with a LoRA adapter, which requests name: `GenerateRequest.adapter`."""
 
     @property
@@ -195,21 +195,15 @@ class AdaptableModel(TextModel, Protocol):
         """Take no more requests for it; those that are being answered end with it. Raises `NotFound`."""
 
 
-@runtime_checkable
-class SelfCheckingModel(Model, Protocol):
+class SelfCheckingModel(Protocol):
     """A model that can be asked whether it works, beyond what `stats` knows."""
 
     async def unready_reason(self) -> str:
         """Empty where it works. Never raises."""
 
 
-@runtime_checkable
-class InlineModel(Model, Protocol):
-    """A model that may compute in the event loop itself, in less time than a context for the request would cost."""
-
-    @property
-    def answers_inline(self) -> bool:
-        """Whether it does, once it is loaded."""
+class InlineModel(Protocol):
+    """A model that computes in the event loop itself, in less time than a context for the request would cost."""
 
     def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         """The one response to a valid request; None if the model does not compute so. Raises as `infer` does. Whoever
@@ -219,7 +213,6 @@ class InlineModel(Model, Protocol):
         """Count a request for this model that had no context."""
 
 
-@runtime_checkable
 class MeasuredModel(Model, Protocol):
     """A model that counts its requests, and has readings for a scrape."""
 
@@ -227,3 +220,17 @@ class MeasuredModel(Model, Protocol):
         """Count a request for this model that has ended."""
 
     def readings(self) -> Iterator[Reading]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a loaded model can do beside answering with tensors: for each ability the object that has it, most often the
+    model itself, or None."""
+
+    text: TextModel | None = None
+    adapters: AdaptableModel | None = None
+    queue: QueueingModel | None = None
+    inline: InlineModel | None = None
+    self_check: SelfCheckingModel | None = None
+    memory: MemoryHolder | None = None
+    measured: MeasuredModel | None = None

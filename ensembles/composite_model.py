@@ -13,7 +13,7 @@ from ..core.backends import Composition, RequestTimes
 from ..core.errors import CharoniaError, NotReady
 from ..core.gateway import ModelLookup
 from ..core.metrics import Reading
-from ..core.model import ModelConfig, ModelStats
+from ..core.model import Capabilities, ModelConfig, ModelStats
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import ExecutionTimes, RequestContext
 from ..telemetry.model_metrics import (
@@ -55,6 +55,10 @@ class CompositeModel:
         metrics = self._metrics
         cancelled = metrics.failures[FailureReason.CANCELED]
         return ModelStats(ready, metrics.success.count, metrics.failures.total() - cancelled, cancelled)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(self_check=self, measured=self)
 
     async def unready_reason(self) -> str:
         """Why one of the models that it needs says that it is not ready. They are asked side by side, each once."""

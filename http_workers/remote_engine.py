@@ -13,6 +13,7 @@ from ..core.errors import CharoniaError
 from ..core.request import FinishReason, GenerateRequest
 from ..core.tensor import NUMPY_TYPES, Tensor
 from ..engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
+from ..engine.client.engine import EngineCapabilities
 from ..engine.client.token_stream import SequenceStats, TokenStream
 from ..engine.core.messages import AddRequest, CoreReady
 from ..telemetry.llm_metrics import EngineState
@@ -120,6 +121,10 @@ class RemoteEngine:
     @property
     def kv_tokens(self) -> tuple[int, int]:
         return 0, 0
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(shared=self)
 
     def state(self) -> EngineState:
         return EngineState()

@@ -297,7 +297,7 @@ class FrontendSession:
         entry = gateway.registry.entries.get(call.model)
         version = None if entry is None else entry.find_version(call.version)
         loaded = None if version is None else version.loaded
-        if loaded is None or loaded.inline is None or self._traces.wants_children or gateway.exiting():
+        if loaded is None or loaded.capabilities.inline is None or self._traces.wants_children or gateway.exiting():
             return False
         if call.checked != self._hub.census.number_of(loaded):
             try:
@@ -305,7 +305,7 @@ class FrontendSession:
             except InvalidArgument:
                 return False
         try:
-            answer = loaded.inline.answer_now(request)
+            answer = loaded.capabilities.inline.answer_now(request)
         except CharoniaError as error:
             self.link.send(CallFailed(call.key, SentError.of(error)))
         except CONTROL_FLOW:
@@ -410,8 +410,9 @@ class FrontendSession:
         try:
             handle = opened.handle = await self._gateway.acquire(context, call.model, call.version)
             loaded = handle.loaded
-            follows = loaded.text is not None and (handle.needs_full_request or self._keeps_tensors(context))
-            if loaded.text is not None:
+            is_text = loaded.capabilities.text is not None
+            follows = is_text and (handle.needs_full_request or self._keeps_tensors(context))
+            if is_text:
                 handle.start()
             context.logged = not (follows or self._logs_here)
         except CharoniaError as error:
@@ -482,8 +483,8 @@ class FrontendSession:
             loaded.in_flight.decrement()
             self._gateway.in_flight.decrement()
         if opened is None:
-            if loaded is not None and loaded.inline is not None:
-                loaded.inline.count_end(end)
+            if loaded is not None and loaded.capabilities.inline is not None:
+                loaded.capabilities.inline.count_end(end)
             return
         context = opened.context
         if end != DONE:

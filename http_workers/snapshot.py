@@ -90,4 +90,4 @@ class ModelCensus:
             if isinstance(loaded.model, LlmModel) and number not in self._parts:
                 self._parts[number] = loaded.model.export_spec()
             told = number, loaded.config, version is entry.latest, names, self._parts.get(number)
-            yield ServedModel(*told, loaded.inline is not None)
+            yield ServedModel(*told, loaded.capabilities.inline is not None)

@@ -76,10 +76,10 @@ def _check_name(name: str) -> None:
 @contextmanager
 def _held(loaded: LoadedModel) -> Iterator[AdaptableModel]:
     """The model, which is not unloaded before the block ends."""
-    if loaded.adaptable is None:
+    if loaded.capabilities.adapters is None:
         raise InvalidArgument(f"model '{loaded.config.name}' takes no adapters")
     loaded.in_flight.increment()
     try:
-        yield loaded.adaptable
+        yield loaded.capabilities.adapters
     finally:
         loaded.in_flight.decrement()

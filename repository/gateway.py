@@ -12,7 +12,7 @@ from ..core.adapter import Adapter
 from ..core.errors import CharoniaError, InvalidArgument, ServerExiting, Unavailable
 from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ResponseStream, ServedAdapter
 from ..core.metrics import Measurement, ModelStatistics
-from ..core.model import ModelConfig, ModelStats, SelfCheckingModel, TextModel
+from ..core.model import ModelConfig, ModelStats, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from ..core.request_context import DONE, ExecutionTimes, Headers, RequestContext, RequestEnd, end_for_error
 from ..routing.arm_selector import ArmName
@@ -83,7 +83,7 @@ class LoadedModelHandle:
         return LoadedModelHandle(self._gateway, self._loaded, context)
 
     def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
-        inline = self._loaded.inline
+        inline = self._loaded.capabilities.inline
         if inline is None or self._gateway.exiting():
             return None
         try:
@@ -100,8 +100,8 @@ class LoadedModelHandle:
         return answer
 
     def check_room(self) -> None:
-        if self._loaded.queueing is not None:
-            self._loaded.queueing.check_room(self._context.tenant)
+        if self._loaded.capabilities.queue is not None:
+            self._loaded.capabilities.queue.check_room(self._context.tenant)
 
     def stats(self) -> ModelStats:
         return self._loaded.model.stats()
@@ -118,7 +118,7 @@ class LoadedModelHandle:
         responses = loaded.model.infer(request, context)
         trace = request_trace(context, self._gateway.shared_state.traces)
         responses = trace_tensors(trace, request.inputs.values(), responses)
-        if loaded.text is not None:  # its sequences record how the request ended
+        if loaded.capabilities.text is not None:  # its sequences record how the request ended
             return cast("ResponseStream[InferResponse]", responses)
         return _AnsweredStream(responses, context)
 
@@ -142,9 +142,9 @@ class LoadedModelHandle:
 
     def _text_model(self) -> TextModel:
         self.start()
-        if self._loaded.text is None:
+        if self._loaded.capabilities.text is None:
             raise InvalidArgument(f"model '{self.config.name}' does not generate text", field="model")
-        return self._loaded.text
+        return self._loaded.capabilities.text
 
     def start(self) -> None:
         """Count the request among those that are being answered. Raises `ServerExiting`."""
@@ -155,9 +155,9 @@ class LoadedModelHandle:
             self._gateway.in_flight.increment()
 
     def _release(self, context: RequestContext) -> None:
-        if self._loaded.measured is not None and not context.counted:
+        if self._loaded.capabilities.measured is not None and not context.counted:
             context.counted = True
-            self._loaded.measured.count(context)
+            self._loaded.capabilities.measured.count(context)
         self._loaded.in_flight.decrement()
         if self._started:
             self._gateway.in_flight.decrement()
@@ -341,9 +341,9 @@ class InProcessGateway:
         loaded = (
             next(filter(None, route.loaded()), None) if route is not None else self.registry.find_served(name).loaded
         )
-        if loaded is None or loaded.text is None:
+        if loaded is None or loaded.capabilities.text is None:
             raise InvalidArgument(f"model '{name}' has no tokenizer to tell of", field="model")
-        return await loaded.text.tokenizer_info()
+        return await loaded.capabilities.text.tokenizer_info()
 
     def model_configs(self) -> list[ModelConfig]:
         latest = (entry.latest for entry in self.registry.entries.values())
@@ -368,9 +368,8 @@ class InProcessGateway:
             return "Model version not ready"
         route = self.routes.served.get(name)
         loaded = [self.registry.find_served(name, version).loaded] if route is None else route.loaded()
-        models = [each.model for each in loaded if each is not None]
-        checked = [model for model in models if isinstance(model, SelfCheckingModel)]
-        return next(filter(None, [await model.unready_reason() for model in checked]), "")
+        checks = [model.capabilities.self_check for model in loaded if model is not None]
+        return next(filter(None, [await check.unready_reason() for check in checks if check is not None]), "")
 
     def served_versions(self, name: str) -> tuple[str, ...]:
         route = self.routes.served.get(name)
@@ -452,10 +451,10 @@ class InProcessGateway:
             return
         latest = [entry.latest for entry in entries.values() if entry.latest is not None]
         loaded = [version.loaded for version in latest if version.loaded is not None]
-        texts = [each for each in loaded if each.text is not None or each.config.openai_api]
-        if len(loaded) == len(latest) and len(texts) == 1 and texts[0].queueing is not None:
+        texts = [each for each in loaded if each.capabilities.text is not None or each.config.openai_api]
+        if len(loaded) == len(latest) and len(texts) == 1 and texts[0].capabilities.queue is not None:
             try:
-                texts[0].queueing.check_room(context.tenant)
+                texts[0].capabilities.queue.check_room(context.tenant)
             except CharoniaError:
                 self.registry.find_loaded(texts[0].config.name, context=context)  # which counts it
                 raise
@@ -477,8 +476,8 @@ class InProcessGateway:
             entry = self.registry.entries.get(context.model) if context.model_found else None
             version = None if entry is None else entry.versions.get(context.version) or entry.latest
             loaded = None if version is None else version.loaded
-            if loaded is not None and loaded.measured is not None:
-                loaded.measured.count(context)
+            if loaded is not None and loaded.capabilities.measured is not None:
+                loaded.capabilities.measured.count(context)
             elif context.end is not None:
                 self._ended_without_model[context.end] += 1
         route = self.routes.served.get(context.route) if context.route else None

@@ -319,7 +319,7 @@ class ModelLifecycle:
         try:
             model = await self.run_blocking(factory.build, on_progress)
             await model.load()
-            factory.reservation.finish_loading(model)
+            factory.reservation.finish_loading(model.capabilities.memory)
             return model
         except BaseException:
             factory.reservation.release()

@@ -95,18 +95,18 @@ class DeviceReservation:
     @property
     def outstanding(self) -> int:
         """Bytes that were promised and are not taken yet: during the load the whole grant, as it is unknown how much
-        of it is taken. A model that is no `MemoryHolder` has taken all its bytes once it has loaded."""
+        of it is taken. A model without a `MemoryHolder` has taken all its bytes once it has loaded."""
         if self._loading and self.memory.gpu is None:
             return self._granted_size
         return 0 if self._holder is None else self._holder.reserved_memory().outstanding
 
-    def finish_loading(self, model: object) -> None:
-        """Hold what the model states, or has taken, in place of the grant."""
+    def finish_loading(self, holder: MemoryHolder | None) -> None:
+        """Hold what `holder` tells of the model, or what the model has taken, in place of the grant."""
         self._loading = False
         if self.memory.gpu is not None:
             self._taken = self._free_before - self.memory.free()
-        elif isinstance(model, MemoryHolder):
-            self._holder = model
+        else:
+            self._holder = holder
 
     def __str__(self) -> str:
         return f"'{self.name}' version {self.version} ({format_bytes(self.size)})"
@@ -118,9 +118,9 @@ class MemoryReservation:
     def __init__(self) -> None:
         self.claims: list[DeviceReservation] = []
 
-    def finish_loading(self, model: object) -> None:
+    def finish_loading(self, holder: MemoryHolder | None) -> None:
         for claim in self.claims:
-            claim.finish_loading(model)
+            claim.finish_loading(holder)
 
     def release(self) -> None:
         """Give the bytes back. May be called again."""

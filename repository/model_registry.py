@@ -11,7 +11,7 @@ from ..core.adapter import Adapter
 from ..core.errors import NotFound, NotReady, Unavailable
 from ..core.gateway import ModelState, RepositoryIndexEntry
 from ..core.metrics import Labels, Measurement, ModelStatistics, Reading
-from ..core.model import AdaptableModel, InlineModel, MeasuredModel, Model, ModelConfig, QueueingModel, TextModel
+from ..core.model import Capabilities, Model, ModelConfig
 from ..core.request_context import RequestContext
 
 UNLOADED = "unloaded"
@@ -57,8 +57,7 @@ class InFlightCounter:
 @dataclass(slots=True)
 class LoadedModel:
     """A loaded model. `source_mark`: see `VersionSource.mark`. `resources` are closed when it is unloaded; `in_flight`
-    counts its requests; `loaded_at`: when its load ended, by the monotonic clock; `text`, `adaptable`,
-    `queueing` and `measured` are the same model if it has those protocols, and so is `inline` if it answers so."""
+    counts its requests; `loaded_at`: when its load ended, by the monotonic clock."""
 
     model: Model
     config: ModelConfig
@@ -67,18 +66,10 @@ class LoadedModel:
     resources: ExitStack = field(default_factory=ExitStack)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     loaded_at: float = field(default_factory=time.monotonic)
-    text: TextModel | None = field(init=False)
-    adaptable: AdaptableModel | None = field(init=False)
-    queueing: QueueingModel | None = field(init=False)
-    inline: InlineModel | None = field(init=False)
-    measured: MeasuredModel | None = field(init=False)
+    capabilities: Capabilities = field(init=False)
 
     def __post_init__(self) -> None:
-        self.text = self.model if isinstance(self.model, TextModel) else None
-        self.adaptable = self.model if isinstance(self.model, AdaptableModel) else None
-        self.queueing = self.model if isinstance(self.model, QueueingModel) else None
-        self.inline = self.model if isinstance(self.model, InlineModel) and self.model.answers_inline else None
-        self.measured = self.model if isinstance(self.model, MeasuredModel) else None
+        self.capabilities = self.model.capabilities
 
 
 @dataclass(slots=True)
@@ -164,7 +155,7 @@ class ModelEntry:
     @property
     def _latest_adapters(self) -> Mapping[str, Adapter] | None:
         loaded = None if self.latest is None else self.latest.loaded
-        return None if loaded is None or loaded.adaptable is None else loaded.adaptable.adapters
+        return None if loaded is None or loaded.capabilities.adapters is None else loaded.capabilities.adapters.adapters
 
     def find_version(self, number: str = "") -> ModelVersion | None:
         """The version of that number, or without a number the latest that is served."""
@@ -253,8 +244,8 @@ class ModelEntry:
         yield Reading("charonia_model_resident", int(version.loaded is not None))
         if version.loaded is not None:
             yield Reading("nv_model_load_duration_secs", version.loaded.load_seconds)
-            if version.loaded.measured is not None:
-                yield from version.loaded.measured.readings()
+            if version.loaded.capabilities.measured is not None:
+                yield from version.loaded.capabilities.measured.readings()
 
     def labels(self, number: str) -> Labels:
         """The labels of all measurements of a version."""

@@ -18,7 +18,7 @@ import numpy as np
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import ResponseStream
 from ..core.metrics import QuantileSummary, Reading, StatisticDuration, VersionStatistics
-from ..core.model import MeasuredModel, ModelStats, SelfCheckingModel
+from ..core.model import Capabilities, MeasuredModel, ModelStats
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import RequestContext
 
@@ -193,8 +193,9 @@ class CachedModel:
         stats = self._model.stats()
         return replace(stats, success=stats.success + self._hits.count)
 
-    async def unready_reason(self) -> str:
-        return await self._model.unready_reason() if isinstance(self._model, SelfCheckingModel) else ""
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(self_check=self._model.capabilities.self_check, measured=self)
 
     def statistics(self) -> VersionStatistics:
         """The model's, and the requests that it was not asked."""

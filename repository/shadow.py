@@ -301,13 +301,13 @@ class Shadow:
         context.on_end(lambda _: loaded.in_flight.decrement())
         responses: AsyncIterator[InferResponse] | AsyncIterator[GenerateChunk]
         if isinstance(request, GenerateRequest):
-            if loaded.text is None:
+            if loaded.capabilities.text is None:
                 raise InvalidArgument(f"model '{loaded.config.name}' does not generate text")
             targets = {"target_ttft_ms": 0.0, "target_itl_ms": 0.0}
             request = msgspec.structs.replace(request, id=f"shadow-{id(context):x}-{request.id}", **targets)
-            responses = loaded.text.generate(request, context)
+            responses = loaded.capabilities.text.generate(request, context)
         else:
-            copy.compared = copy.compared and copy.as_text is (loaded.text is not None)
+            copy.compared = copy.compared and copy.as_text is (loaded.capabilities.text is not None)
             validate_request(loaded.config, request)
             responses = loaded.model.infer(request, context)
         async with aclosing(cast("ResponseStream[InferResponse | GenerateChunk]", responses)) as stream:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ...core.adapter import Adapter
 from ...core.errors import InvalidArgument, NotFound, NotReady, Unavailable
@@ -39,7 +39,6 @@ class TaskKey(NamedTuple):
 AdapterKey: TypeAlias = str | TaskKey
 
 
-@runtime_checkable
 class AdapterEngine(Protocol):
     """An engine that computes with adapters. Those that it holds survive the loss of a core."""
 

@@ -36,7 +36,7 @@ from ..core.messages import (
 )
 from .admission import AdmissionControl, QueueLimits, QueueTicket, most_in_background
 from .core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor, CoreTimeouts
-from .engine import EngineSpec, count_by_priority
+from .engine import EngineCapabilities, EngineSpec, count_by_priority
 from .routing import TOKENS_PER_REQUEST, PrefixIndex, ResidentAdapters, route_prompt
 from .token_stream import SequenceStats, TokenStream
 
@@ -234,6 +234,10 @@ class EngineClient:
     def kv_tokens(self) -> tuple[int, int]:
         used, capacity = zip(*(replica.kv_tokens for replica in self.replicas), strict=True)
         return sum(used), sum(capacity)
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(adapters=self, memory=self)
 
     def state(self) -> EngineState:
         totals = sum_totals(replica.totals for replica in self.replicas)

@@ -7,16 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 from ...core.drafts import DraftReport
 from ...core.errors import InvalidArgument
+from ...core.model import MemoryHolder
 from ...core.request import GenerateRequest, GuidedDecoding
 from ...scheduler.speculation import PREDICTED_DRAFTS
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
 from ..config import LoraConfig
 from ..core.messages import AddRequest, CoreLoading, CoreReady
+from .adapters import AdapterEngine
 from .admission import QueueTicket
 from .token_stream import SequenceStats, TokenStream
 
@@ -40,6 +42,23 @@ def count_by_priority(priorities: Iterable[int]) -> Counter[str]:
     return Counter(str(min(priority, _LOWEST_CLASS)) for priority in priorities)
 
 
+class SharedEngine(Protocol):
+    """An engine that computes for the same model in several processes."""
+
+    def cancel_elsewhere(self, request_id: str) -> None:
+        """Have the other processes end their generations of all requests with this id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an engine can do beside computing: for each ability the object that has it, most often the engine itself, or
+    None."""
+
+    adapters: AdapterEngine | None = None
+    memory: MemoryHolder | None = None
+    shared: SharedEngine | None = None
+
+
 class Engine(Protocol):
     """An engine. It lives in one event loop, from `start` to `close`."""
 
@@ -50,6 +69,10 @@ class Engine(Protocol):
     @property
     def kv_tokens(self) -> tuple[int, int]:
         """Tokens that the cache blocks in use hold, and that all of them would."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What it can do beside that."""
 
     def state(self) -> EngineState:
         """The gauges of the engine at this moment, for a scrape."""
@@ -87,14 +110,6 @@ class Engine(Protocol):
         `TokenStream.read` raises InvalidArgument if the engine can never satisfy the request, Unavailable if the engine
         breaks on the way, and RequestTimeout if its time was over before the first token.
         """
-
-
-@runtime_checkable
-class SharedEngine(Engine, Protocol):
-    """An engine that computes for the same model in several processes."""
-
-    def cancel_elsewhere(self, request_id: str) -> None:
-        """Have the other processes end their generations of all requests with this id."""
 
 
 EngineFactory: TypeAlias = Callable[[Callable[[CoreLoading], None], LlmMetrics], Engine]

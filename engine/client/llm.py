@@ -17,7 +17,7 @@ from ...core.adapter import Adapter
 from ...core.drafts import summarize_drafts
 from ...core.errors import Cancelled, InvalidArgument, Unavailable
 from ...core.metrics import Reading, VersionStatistics
-from ...core.model import MemoryHolder, ModelConfig, ModelStats, ReservedMemory
+from ...core.model import Capabilities, ModelConfig, ModelStats
 from ...core.request import GenerateChunk, GenerateRequest, GuidedDecoding, InferRequest, InferResponse, TokenizeRequest
 from ...core.request_context import Outcome, RequestContext
 from ...core.token_limit import TokenLimit
@@ -26,14 +26,14 @@ from ...tokenization.checkpoint_files import locate_adapter
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
 from ..drafters.prediction import PredictionFollower
-from .adapters import AdapterEngine, AdapterTable
+from .adapters import AdapterTable
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
 from .admission import BackgroundLimit, QueueTicket
 from .answer_plan import plan_answer
 from .chunk_builder import TextEnds
 from .client import own_engine_spec
 from .constraint_checker import ConstraintChecker
-from .engine import Engine, EngineSpec, SharedEngine
+from .engine import Engine, EngineSpec
 from .infer import OWN_LAYOUT, InferLayout
 from .task_adapters import TaskAdapters
 from .token_stream import SequenceStats, TokenStream, open_sequence, record_request, v2_statistics
@@ -113,9 +113,10 @@ class LlmModel:
         self._background = BackgroundLimit(spec.most_in_background)
         self._adapters: AdapterTable | None = None
         if spec.lora is not None:
-            if not isinstance(self._client, AdapterEngine):
+            adapters = self._client.capabilities.adapters
+            if adapters is None:
                 raise InvalidArgument("enable_lora: this engine takes no adapters", field="enable_lora")
-            self._adapters = AdapterTable(self._client, spec.lora, name)
+            self._adapters = AdapterTable(adapters, spec.lora, name)
             self._tasks = TaskAdapters(self._adapters, spec.checkpoint, spec.lora.max_rank)
 
     @property
@@ -173,9 +174,11 @@ class LlmModel:
     def count(self, context: RequestContext) -> None:
         record_request(self._metrics, context)
 
-    def reserved_memory(self) -> ReservedMemory:
-        """The host memory that its engine holds; nothing is known of TensorRT-LLM's."""
-        return self._client.reserved_memory() if isinstance(self._client, MemoryHolder) else ReservedMemory()
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            text=self, adapters=self, queue=self, memory=self._client.capabilities.memory, measured=self
+        )
 
     async def load(self) -> None:
         """Return when the engine has generated a token.
@@ -351,8 +354,8 @@ class LlmModel:
 
     def cancel(self, request_id: str) -> None:
         """End the generations of all requests with this id; their readers get `Cancelled`."""
-        if isinstance(self._client, SharedEngine):
-            self._client.cancel_elsewhere(request_id)
+        if (shared := self._client.capabilities.shared) is not None:
+            shared.cancel_elsewhere(request_id)
         self.cancel_here(request_id)
 
     def cancel_here(self, request_id: str) -> None:

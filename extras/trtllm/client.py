@@ -19,7 +19,7 @@ import msgspec
 from ...core.errors import CharoniaError, Internal, Unavailable
 from ...core.request import FinishReason, GenerateRequest
 from ...engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
-from ...engine.client.engine import count_by_priority
+from ...engine.client.engine import EngineCapabilities, count_by_priority
 from ...engine.client.token_stream import SequenceStats, TokenStream
 from ...engine.core.messages import AddRequest, CoreLoading, CoreReady
 from ...scheduler.sequence import Sequence, SequenceSpec
@@ -137,6 +137,10 @@ class TrtllmClient:
         used, capacity = self._stats.kv_tokens
         # As of the last iteration; none follows in which all was freed.
         return used if self._queue.running else 0, capacity
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities()
 
     def state(self) -> EngineState:
         waiting = [request for request in self._requests.values() if request.task is None]

@@ -146,7 +146,7 @@ async def test_a_request_whose_calls_are_answered_here_and_there_ends_once(tmp_p
     session._receive(EndedRequests([1], []))
     await until(lambda: not gateway.in_flight.count)
     assert loaded.in_flight.count == 0
-    assert loaded.measured is not None
+    assert loaded.capabilities.measured is not None
     assert loaded.model._metrics.ended_requests == {DONE: 1}  # type: ignore[attr-defined]
     gateway.begin_exit()
     await gateway.lifecycle.close()

@@ -12,7 +12,7 @@ import pytest
 
 from charonia.core.errors import CharoniaError, InvalidArgument
 from charonia.core.metrics import VersionStatistics
-from charonia.core.model import MemoryNeed, Model, ModelConfig, ModelSamples, ModelStats
+from charonia.core.model import Capabilities, MemoryNeed, Model, ModelConfig, ModelSamples, ModelStats
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.runtime import RuntimeLoader
@@ -48,6 +48,7 @@ class Toy:
     """
 
     loaded: list["Toy"]
+    capabilities = Capabilities()
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from charonia.core.errors import (
 )
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
 from charonia.core.metrics import ModelStatistics, Reading, VersionStatistics
-from charonia.core.model import ModelConfig, ModelStats
+from charonia.core.model import Capabilities, ModelConfig, ModelStats
 from charonia.core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest, Usage
 from charonia.core.request_context import QUEUE_FULL_ENDS, Outcome, RequestContext, RequestEnd
 from charonia.core.tensor import Tensor, TensorSpec
@@ -32,6 +32,10 @@ from ..built_models import serve_model
 
 class Echo:
     """Answers twice with its first input, then waits if the request says so."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
 
     def __init__(self, name: str = "echo", failure: Exception | None = None, max_batch_size: int = 0) -> None:
         inputs = (TensorSpec("A", "INT32", (-1,)), TensorSpec("B", "FP32", (2,), optional=True))
@@ -69,6 +73,10 @@ class Echo:
 
 
 class Writer(Echo):
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(text=self)
+
     async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:
         yield GenerateChunk(text=str(request.prompt), token_ids=(1,), usage=Usage(1, 1))
 
@@ -243,6 +251,10 @@ async def test_nothing_is_ready_in_a_process_that_is_not() -> None:
 class Queueing(Writer):
     full = False
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(text=self, queue=self)
+
     def check_room(self, tenant: str) -> None:
         if self.full:
             raise QueueFull(f"too many of {tenant} wait", retry_after=1)
@@ -383,6 +395,10 @@ class Counting(Echo):
     def __init__(self) -> None:
         super().__init__()
         self.counted: list[RequestEnd | None] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(measured=self)
 
     def count(self, context: RequestContext) -> None:
         self.counted.append(context.end)

@@ -9,7 +9,7 @@ import pytest
 from charonia.core.backends import TextBackend
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
 from charonia.core.metrics import Reading
-from charonia.core.model import MemoryNeed, ModelConfig, ReservedMemory
+from charonia.core.model import Capabilities, MemoryNeed, ModelConfig, ReservedMemory
 from charonia.repository import backend_registry, lifecycle
 from charonia.repository import builder as builders
 from charonia.repository import memory_budget as budgets
@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_refused_naming_the_largest() -> None:
     budget = MemoryBudget(DeviceMemory(lambda: free))
     for version, size in (("1", 30), ("2", 60), ("3", 10), ("4", 5)):
         last = budget.reserve("m", version, [MemoryNeed(size * MIB)])
-        last.finish_loading(object())
+        last.finish_loading(None)
     free = 3 * MIB
     with pytest.raises(Unavailable) as caught:
         budget.reserve("n", "1", [MemoryNeed(4 * MIB)])
@@ -83,7 +83,7 @@ def test_what_was_promised_is_not_free_until_it_is_taken_and_counted_by_the_kern
 def test_a_model_holds_no_less_than_it_stated() -> None:
     host = DeviceMemory(lambda: 100)
     hold = MemoryBudget(host).reserve("m", "1", [MemoryNeed(20)])
-    hold.finish_loading(object())
+    hold.finish_loading(None)
     assert host.reserved == 20
     hold.finish_loading(Growing(promised=10, resident=0))
     assert host.reserved == 20
@@ -141,7 +141,7 @@ def test_what_somebody_else_gave_back_meanwhile_is_no_ones_debt() -> None:
     cards = Cards(100)
     hold = cards.budget.reserve("m", "1", [MemoryNeed(10 * MIB, 0)])
     cards.free[0] += 50 * MIB
-    hold.finish_loading(object())
+    hold.finish_loading(None)
     assert cards.memories[0].reserved == 10 * MIB
 
 
@@ -238,6 +238,7 @@ class Greedy(Toy):
     ) -> None:
         super().__init__(ModelConfig(written.name, written.version, "greedy"), None, Path(path))
         self.granted = memory
+        self.capabilities = Capabilities(memory=self)
 
     def reserved_memory(self) -> ReservedMemory:
         return ReservedMemory(self.granted // 2, 0)

@@ -15,7 +15,7 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import CharoniaError, Internal
 from charonia.core.metrics import InferenceStatistics, Reading, StatisticDuration, VersionStatistics
-from charonia.core.model import ModelConfig, ModelStats
+from charonia.core.model import Capabilities, ModelConfig, ModelStats
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor
@@ -40,6 +40,10 @@ class Doubling:
         self.asked = 0
         self.unloaded = False
         self.buffer = np.zeros(4)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(measured=self)
 
     async def load(self) -> None: ...
 
@@ -124,11 +128,17 @@ async def test_another_question_has_another_answer(other: InferRequest) -> None:
 
 async def test_a_model_that_checks_itself_is_asked_behind_the_cache() -> None:
     class Checking(Doubling):
+        @property
+        def capabilities(self) -> Capabilities:
+            return Capabilities(self_check=self, measured=self)
+
         async def unready_reason(self) -> str:
             return "it is closed"
 
-    assert await CachedModel(Checking(), ResponseCache(MUCH)).unready_reason() == "it is closed"
-    assert await CachedModel(Doubling(), ResponseCache(MUCH)).unready_reason() == ""
+    checked = CachedModel(Checking(), ResponseCache(MUCH)).capabilities.self_check
+    assert checked is not None
+    assert await checked.unready_reason() == "it is closed"
+    assert CachedModel(Doubling(), ResponseCache(MUCH)).capabilities.self_check is None
 
 
 async def test_a_tenant_does_not_hear_what_another_asked() -> None:

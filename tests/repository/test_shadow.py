@@ -13,7 +13,7 @@ import pytest
 
 from charonia.core.errors import Internal, QueueFull
 from charonia.core.metrics import Histogram
-from charonia.core.model import ModelConfig
+from charonia.core.model import Capabilities, ModelConfig
 from charonia.core.request import (
     FinishReason,
     GenerateChunk,
@@ -63,6 +63,10 @@ class Text(Shadowed):
     """Writes the same whatever it is asked: `tokens`, or `pieces` of a text."""
 
     pieces: tuple[bytes, ...] | list[bytes] = (b"one, ", b"two")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(text=self)
 
     async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         for piece in self.pieces:

@@ -12,7 +12,7 @@ import pytest
 from charonia.core.adapter import Adapter
 from charonia.core.errors import InvalidArgument, NotFound, NotReady, Unavailable
 from charonia.engine.client import adapters
-from charonia.engine.client.adapters import AdapterEngine, AdapterTable, AdapterUse
+from charonia.engine.client.adapters import AdapterTable, AdapterUse
 from charonia.engine.client.token_stream import SequenceStats
 from charonia.engine.config import LoraConfig
 from charonia.telemetry.llm_metrics import LlmMetrics
@@ -78,10 +78,6 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     yield World(table, engine, make)
     await table.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_an_engine_with_adapters_is_known_by_its_methods() -> None:
-    assert isinstance(RememberingEngine(), AdapterEngine)
 
 
 async def test_an_adapter_is_named_and_held_until_it_is_unloaded(world: World) -> None:

@@ -26,7 +26,7 @@ from charonia.core.request import (
 from charonia.core.request_context import RequestContext
 from charonia.core.sampling import SamplingParams
 from charonia.engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
-from charonia.engine.client.engine import EngineSpec
+from charonia.engine.client.engine import EngineCapabilities, EngineSpec
 from charonia.engine.client.llm import LlmModel
 from charonia.engine.client.token_stream import SequenceStats, TokenStream
 from charonia.engine.core.messages import AddRequest, CoreReady
@@ -51,6 +51,7 @@ class ScriptedEngine:
 
     ready = True
     kv_tokens = (0, 0)
+    capabilities = EngineCapabilities()
 
     def __init__(self) -> None:
         self.answer: Sequence[int] = ()

@@ -11,7 +11,6 @@ import pytest
 from charonia.core.drafts import DraftLimit
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.metrics import Histogram
-from charonia.core.model import MeasuredModel, TextModel
 from charonia.core.request import (
     ChatMessage,
     Conversation,
@@ -69,7 +68,7 @@ async def test_text_streams_out_with_its_usage(load: Load) -> None:
     assert [token for chunk in chunks for token in chunk.token_ids] == [4, 5, 6, 7]
     assert chunks[-1].usage == Usage(prompt_tokens=3, completion_tokens=4)
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [FinishReason.LENGTH]
-    assert isinstance(model, TextModel)
+    assert model.capabilities.text is model
 
 
 async def test_every_kind_of_prompt(load: Load) -> None:
@@ -381,7 +380,7 @@ async def test_unloading_while_prompts_are_tokenized(load: Load, tokenizing: thr
 
 async def test_what_is_measured(load: Load) -> None:
     model = await load()
-    assert isinstance(model, MeasuredModel)
+    assert model.capabilities.measured is model
     await generate(model, ask("w1 w2 w3", max_tokens=4))
     await generate(model, ask("w1 w2 w3", max_tokens=4))
     found = {(reading.family, *reading.labels.values()): reading.value for reading in model.readings()}
