@@ -28,9 +28,10 @@ from .load_levels import LoadLevel, LoadSubject, check_levels, level_figures, pl
 from .measured_server import MeasuredServer, ask_server
 from .options import LevelOptions, SearchOptions, parse_budget
 from .parameters import ClosedLoop, configured, default_knobs, equivalence, parse_sweeps
+from .ranking import rank
 from .report import ReportOrigin, write_report
 from .results_file import AnalysisSubject, ResultsFile
-from .search import BudgetSpent, SearchEffort, rank, require_optuna, search
+from .search import BudgetSpent, SearchEffort, require_optuna, search
 from .search_goal import (
     Configuration,
     ConfigurationTrial,

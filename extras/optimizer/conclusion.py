@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ...repository.config_io import config_to_text
 from .parameters import configured, engine_flags, owner, value_now
-from .search import RankedConfiguration, are_told_apart, rank
+from .ranking import RankedConfiguration, are_told_apart, rank
 from .search_goal import (
     Configuration,
     ConfigurationTrial,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
 from .conclusion import Conclusion, describe_settings
-from .search import RankedConfiguration
+from .ranking import RankedConfiguration
 from .search_goal import LevelFigures, format_metric
 from .svg_plots import PlotAxis, PlotPoint, draw_points
 

@@ -7,13 +7,13 @@ can be told at any time; the same trials lead to the same search, which is how o
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ...core.errors import Unsupported
-from .search_goal import Configuration, ConfigurationTrial, LevelScore, SearchGoal, expected_wall
+from .ranking import are_told_apart, rank
+from .search_goal import Configuration, ConfigurationTrial, SearchGoal, expected_wall
 from .search_space import SearchSpace
 from .surrogate import Surrogate
 
@@ -32,7 +32,6 @@ _SPREAD_OUT, _FEWEST = 0.25, 2
 had, each is chosen better by what was learnt from those before."""
 _SMALL = 40
 """Configurations of a space, of fewer of which a quick search takes more than its share."""
-_TURNS_TO_TELL = 3
 _FLOOR = 3.0
 """How far below the best, in logarithms, what does not work at all is taken to be."""
 
@@ -61,71 +60,6 @@ class SearchEffort(NamedTuple):
     @property
     def turn(self) -> float:
         return self.seconds / 2
-
-
-class RankedConfiguration(NamedTuple):
-    """What is known of a configuration. `scores`: of its longest measurements, from the least `utility` to the most,
-    the `middle` among them; empty where all failed. `trials`: all that it had."""
-
-    configuration: Configuration
-    trials: tuple[ConfigurationTrial, ...]
-    scores: tuple[LevelScore, ...] = ()
-
-    @property
-    def middle(self) -> LevelScore | None:
-        """The score of the median; the lower of the middle two."""
-        return self.scores[(len(self.scores) - 1) // 2] if self.scores else None
-
-    @property
-    def value(self) -> float:
-        """The median of the objective."""
-        return median(each.value for each in self.scores)
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        values = [each.value for each in self.scores]
-        return min(values), max(values)
-
-    @property
-    def feasible(self) -> bool:
-        return self.middle is not None and self.middle.feasible
-
-
-def rank(trials: Sequence[ConfigurationTrial], goal: SearchGoal) -> list[RankedConfiguration]:
-    """All configurations that were measured, the best first: those that keep the bounds before those that do not, and
-    of these those that were measured most before what a short measurement may flatter."""
-    found: dict[Configuration, list[ConfigurationTrial]] = {}
-    for trial in trials:
-        found.setdefault(trial.configuration, []).append(trial)
-    ranked = [_rank_one(configuration, tuple(its), goal) for configuration, its in found.items()]
-    longest = max((max(each.seconds for each in its) for its in found.values()), default=0.0)
-    turns = {each.configuration: sum(trial.seconds == longest for trial in each.trials) for each in ranked}
-    most = max(turns.values(), default=0)
-
-    def key(each: RankedConfiguration) -> tuple[bool, bool, bool, float]:
-        middle = each.middle
-        utility = -float("inf") if middle is None else goal.utility(middle)
-        return middle is not None, each.feasible, turns[each.configuration] >= max(1, most - 1), utility
-
-    return sorted(ranked, key=key, reverse=True)
-
-
-def _rank_one(
-    configuration: Configuration, trials: tuple[ConfigurationTrial, ...], goal: SearchGoal
-) -> RankedConfiguration:
-    scored = [(trial.seconds, score) for trial in trials if (score := goal.score(trial)) is not None]
-    longest = max((seconds for seconds, _ in scored), default=0.0)
-    scores = sorted((score for seconds, score in scored if seconds == longest), key=goal.utility)
-    return RankedConfiguration(configuration, trials, tuple(scores))
-
-
-def are_told_apart(one: RankedConfiguration, other: RankedConfiguration) -> bool:
-    """Whether each was measured as long three times or more, and all of one's values are better than all of the
-    other's: of two times each that happens by chance once in three."""
-    if min(len(one.scores), len(other.scores)) < _TURNS_TO_TELL:
-        return False
-    (low, high), (others_low, others_high) = one.spread, other.spread
-    return low > others_high or high < others_low
 
 
 class SearchRun:

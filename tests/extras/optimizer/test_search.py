@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from charonia.core.errors import Unsupported
 from charonia.extras.optimizer import search as searches
-from charonia.extras.optimizer.search import BudgetSpent, SearchEffort, are_told_apart, rank, search
+from charonia.extras.optimizer.ranking import are_told_apart, rank
+from charonia.extras.optimizer.search import BudgetSpent, SearchEffort, search
 from charonia.extras.optimizer.search_goal import (
     Bound,
     Configuration,
