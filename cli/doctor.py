@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distribution, requires
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -118,6 +119,9 @@ def _cores(root: Path) -> Finding:
 
 
 def _kernels() -> Finding:
+    if find_spec("torch") is None:
+        text = f"none: without torch tensors are served alone (pip install '{_source_directory()}[llm]')"
+        return Finding("kernels", Verdict.GOOD, text)
     try:
         from ..engine.cpu import library
     except ImportError as error:

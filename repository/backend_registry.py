@@ -15,6 +15,7 @@ from ..core.errors import InvalidArgument, Unsupported
 from ..core.extensions import installed_extensions, is_own_extension
 from ..core.gateway import ModelLookup
 from ..core.model import MeasuredModel, ModelConfig, ModelSamples, RawConfig
+from ..core.optional_packages import missing_llm_package
 from ..core.runtime import RuntimeLoader
 from ..processes.rate_limiter import RateLimiter
 from ..telemetry.shared_state import ModelServices
@@ -206,4 +207,10 @@ def _load_entry(entry: EntryPoint, what: str) -> Any:
 
 
 def _import(module: str, name: str) -> Any:
-    return getattr(import_module(f"..{module}", __package__), name)
+    """What our module of that name has. Raises `Unsupported` where an extra brings what it imports."""
+    try:
+        return getattr(import_module(f"..{module}", __package__), name)
+    except ModuleNotFoundError as error:
+        if (refusal := missing_llm_package(error)) is not None:
+            raise refusal from None
+        raise

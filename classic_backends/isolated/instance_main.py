@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import CharoniaError, ErrorCode
 from ...core.model import ModelConfig, RawConfig
+from ...core.optional_packages import missing_llm_package
 from ...core.runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader, only_response
 from ...processes.host import release_free_memory
 from ...processes.log_forwarding import LogForwarder, LogRecordMessage, MessageWriter
@@ -149,8 +150,14 @@ class InstanceTask(NamedTuple):
 
 
 def resolve_loader(name: str) -> RuntimeLoader:
-    """A backend's own loader by its module and its name in it, such as `package.module:LOADER`."""
-    return cast(RuntimeLoader, resolve_name(name))
+    """A backend's own loader by its module and its name in it, such as `package.module:LOADER`. Raises `Unsupported`
+    where an extra brings what it imports."""
+    try:
+        return cast(RuntimeLoader, resolve_name(name))
+    except ModuleNotFoundError as error:
+        if (refusal := missing_llm_package(error)) is not None:
+            raise refusal from None
+        raise
 
 
 def instance_main(connection: Connection, descriptors: tuple[int, int], task: InstanceTask) -> None:

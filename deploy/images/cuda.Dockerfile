@@ -8,7 +8,7 @@ FROM ${PYTHON_IMAGE} AS build
 ARG PIP_INDEX_URL
 ARG TORCH_INDEX_URL
 ARG TORCH="torch>=2.11"
-ARG EXTRAS=gpu,ray,s3,otel
+ARG EXTRAS=llm,gpu,ray,s3,otel
 # The versions with which the tests ran; /dev/null holds none.
 ARG CONSTRAINTS=constraints.txt
 ARG PACKAGES=onnxruntime-gpu
@@ -19,7 +19,7 @@ RUN python -m venv --without-pip "$VENV"
 COPY pyproject.toml deploy/images/constraints.txt /dependencies/
 WORKDIR /dependencies
 RUN pip --python "$VENV/bin/python" install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} --constraint "$CONSTRAINTS" "$TORCH"
-RUN python -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *(r for e in sys.argv[1].split(",") if e for r in p["optional-dependencies"][e]), sep="\n")' "$EXTRAS" > wanted.txt
+RUN python -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *(r for e in sys.argv[1].split(",") if e for r in p["optional-dependencies"][e] if not r.startswith("charonia[")), sep="\n")' "$EXTRAS" > wanted.txt
 RUN pip --python "$VENV/bin/python" install --constraint "$CONSTRAINTS" --requirement wanted.txt $PACKAGES
 COPY . /source
 WORKDIR /source

@@ -114,6 +114,13 @@ def test_the_command_tells_everything_and_a_server_without_torch_is_wrong(
     ]
 
 
+def test_without_torch_a_server_has_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    [kernels] = [finding for finding in examine_machine() if finding.subject == "kernels"]
+    assert kernels.verdict is Verdict.GOOD
+    assert kernels.text.startswith("none: without torch tensors are served alone (pip install '")
+
+
 def test_settings_are_told_with_where_they_come_from_and_without_secrets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

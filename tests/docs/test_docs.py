@@ -104,7 +104,7 @@ def test_nothing_is_installed_from_an_index_that_does_not_have_it(root: Path, pa
     texts |= {path: path.read_text() for folder in folders for path in folder.rglob("*.py")}
     assert [path.name for path, text in texts.items() if re.search(r"charonia\[|pip install charonia", text)] == []
     assert (
-        "pip install torch --index-url https://download.pytorch.org/whl/cpu && pip install .\n"
+        "pip install torch --index-url https://download.pytorch.org/whl/cpu && pip install '.[llm]'\n"
         in page("../README.md").text
     )
 
