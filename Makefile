@@ -61,7 +61,7 @@ format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
 
 proof: $(VENV)/dev.stamp  ## the long proofs, with progress
 	@$(BIN)/python -m pytest -q -m proof
-	@for proof in $(PROOFS); do echo "$$proof:"; $(BIN)/python -m charonia.bench.proofs.$$proof || exit 1; done
+	@for proof in $(PROOFS); do echo "$$proof:"; $(BIN)/python -m tests.proofs.$$proof || exit 1; done
 
 gpu:  ## on a machine with a CUDA torch: the engine on the device, its tests and then figures, into gpu.md
 	@$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .

@@ -2,10 +2,10 @@
 
     python -P peer_runner.py NAME SETUP
 
-NAME is a file of `peers`, or charonia, whose class `Peer` is in `inline_loop`; SETUP is a `PeerSetup` as JSON. Once the
-peer is ready, a line with `about` says what it is; then each line {"prompts": [[ids]], "new": n} is answered by
-{"tokens": [[ids]], "seconds": s}, or by {"error"} and the end. Imports the standard library alone: a peer's interpreter
-has the peer, and no charonia.
+NAME is a key of `peers.PEER_CLASSES`, or charonia, whose class is in `inline_loop`; SETUP is a `PeerSetup` as JSON.
+Once the peer is ready, a line with `about` says what it is; then each line {"prompts": [[ids]], "new": n} is answered
+by {"tokens": [[ids]], "seconds": s}, or by {"error"} and the end. Imports the standard library alone: a peer's
+interpreter has the peer, and no charonia.
 """
 
 import json
@@ -66,18 +66,15 @@ def _say(line: TextIO, **fields: object) -> None:
 
 
 def _peer_class(name: str) -> Any:
-    """The class `Peer` for the engine `name`: ours is in `inline_loop`, all others in `peers`."""
-    module = "inline_loop" if name == "charonia" else f"peers.{name}"
-    if __package__:
-        return import_module(f".{module}", __package__).Peer
-    spec = spec_from_file_location(
-        name + "_peer", Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
-    )
+    """The class of the engine `name`: ours is in `inline_loop` of this package, all others are in `peers.py`."""
+    if name == "charonia":
+        return import_module(".inline_loop", __package__).Peer
+    spec = spec_from_file_location("peers", Path(__file__).with_name("peers.py"))
     assert spec is not None
     assert spec.loader is not None
-    loaded = module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded.Peer
+    peers = module_from_spec(spec)
+    spec.loader.exec_module(peers)
+    return peers.PEER_CLASSES[name]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""Small ONNX models, written with the `onnx` package; those with weights of their own are bench's."""
+"""Small ONNX models, written with the `onnx` package."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
-
-from charonia.bench.load.onnx_mlp import write_mlp
-
-__all__ = ["write_identity", "write_mlp", "write_model"]
 
 Shapes = Mapping[str, tuple[int, Sequence[int | str | None]]]
 """Name -> element type of TensorProto, and shape; text is a free dimension."""
@@ -35,6 +33,43 @@ def write_identity(file: Path, element: int, shape: Sequence[int | str | None] =
     """Y is X."""
     node = helper.make_node("Identity", ["X"], ["Y"])
     write_model(file, [node], {"X": (element, shape)}, {"Y": (element, shape)})
+
+
+class LinearWeights(NamedTuple):
+    """The weights of a linear layer: [in, out] and [out]."""
+
+    weight: NDArray[np.float32]
+    bias: NDArray[np.float32]
+
+
+def write_mlp(file: Path, sizes: Sequence[int], seed: int = 0) -> list[LinearWeights]:
+    """Write a model that makes OUTPUT [batch, last] of INPUT [batch, first] by linear layers with ReLU between them, of
+    random weights, which are returned. `sizes`: of the input, of each hidden layer, of the output."""
+    layers = list(_random_layers(sizes, seed))
+    weights = {f"{part}{index}": array for index, layer in enumerate(layers) for part, array in layer._asdict().items()}
+    inputs, outputs = (
+        {name: (onnx.TensorProto.FLOAT, ("batch", size))} for name, size in (("INPUT", sizes[0]), ("OUTPUT", sizes[-1]))
+    )
+    write_model(file, list(_mlp_nodes(len(layers))), inputs, outputs, weights)
+    return layers
+
+
+def _random_layers(sizes: Sequence[int], seed: int) -> Iterator[LinearWeights]:
+    rng = np.random.default_rng(seed)
+    for inputs, outputs in pairwise(sizes):
+        weight = rng.standard_normal((inputs, outputs), np.float32) / np.float32(inputs**0.5)
+        yield LinearWeights(weight, rng.random(outputs, np.float32))
+
+
+def _mlp_nodes(count: int) -> Iterator[onnx.NodeProto]:
+    tensor = "INPUT"
+    for index in range(count):
+        last = index == count - 1
+        product = "OUTPUT" if last else f"linear{index}"
+        yield helper.make_node("Gemm", [tensor, f"weight{index}", f"bias{index}"], [product])
+        if not last:
+            tensor = f"relu{index}"
+            yield helper.make_node("Relu", [product], [tensor])
 
 
 def write_loop(file: Path) -> None:

@@ -58,7 +58,7 @@ DIVISIBLE = ":16"
 
 class Specialisation(NamedTuple):
     """One form of a kernel that the engine can ask for. Every kernel module yields its own from `specialisations()`,
-    made by the same functions that choose block sizes and warps for a launch; `charonia.bench.proofs.gpu_kernels`
+    made by the same functions that choose block sizes and warps for a launch; `tests.proofs.gpu_kernels`
     compiles all of them without a GPU.
 
     `types`: Triton's type of each argument that is no constant, in order ("*bf16", "i32", "fp32"), with DIVISIBLE if

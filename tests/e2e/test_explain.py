@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from charonia.bench.proofs.explain import KEYS, STATES, explained_server, first_named, scrape_state
 from charonia.bench.server_process import ServerAddress
 from charonia.cli.app import app
 from charonia.telemetry.time_claims import Cause
+
+from ..proofs.explain import KEYS, STATES, explained_server, first_named, scrape_state
 
 DRIVEN = "instances_busy", "shapes", "preemptions"
 

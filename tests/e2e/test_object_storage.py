@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from charonia.bench.proofs.fault_proxy import Fault, FaultProxy
-
 from ..object_stores import BUCKET, Bucket, serving_s3, set_credentials
+from ..proofs.fault_proxy import Fault, FaultProxy
 from .models import FAKE, write_model
 from .tensors import given
 

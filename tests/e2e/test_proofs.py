@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from charonia.bench.load.driver import OK
-from charonia.bench.proofs import (
+from charonia.bench.server_process import ServerAddress
+
+from ..proofs import (
     batches,
     bodies,
     disconnects,
@@ -20,10 +22,9 @@ from charonia.bench.proofs import (
     python_models,
     soak,
 )
-from charonia.bench.proofs import stalls as proof_stalls
-from charonia.bench.proofs.fake_load import fake_server
-from charonia.bench.proofs.process_stats import read_server_stats
-from charonia.bench.server_process import ServerAddress
+from ..proofs import stalls as proof_stalls
+from ..proofs.fake_load import fake_server
+from ..proofs.process_stats import read_server_stats
 
 
 @pytest.fixture

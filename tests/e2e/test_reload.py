@@ -1,9 +1,9 @@
-"""Memory of a model that was unloaded comes back: `bench/proofs/reload.py` with a small one, a few times."""
+"""Memory of a model that was unloaded comes back: `tests/proofs/reload.py` with a small one, a few times."""
 
 from itertools import pairwise
 from pathlib import Path
 
-from charonia.bench.proofs import reload
+from ..proofs import reload
 
 SIZES = (512, 3072, 4096, 512)
 """16 million weights, 65 MB."""

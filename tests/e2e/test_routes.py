@@ -11,9 +11,9 @@ import httpx
 import numpy as np
 import tritonclient.grpc as triton_grpc
 
-from charonia.bench.proofs.route_switches import SwitchedRoute, SwitchResult, run_switches
 from charonia.bench.server_process import ServerAddress
 
+from ..proofs.route_switches import SwitchedRoute, SwitchResult, run_switches
 from .models import FAKE, write_config, write_model
 from .tensors import given
 

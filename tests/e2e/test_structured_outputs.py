@@ -14,8 +14,9 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from openai import APIError, BadRequestError, OpenAI
 
-from charonia.bench.proofs import schemas
 from charonia.bench.server_process import ServerAddress
+
+from ..proofs import schemas
 
 SCHEMA = {
     "type": "object",
@@ -153,7 +154,7 @@ def test_grpc_takes_a_guide(demo: Any) -> None:
 
 
 def test_answers_under_the_corpus_are_valid(demo: Any) -> None:
-    """The short version of `bench/proofs/schemas.py`."""
+    """The short version of `tests/proofs/schemas.py`."""
     corpus = schemas.read_corpus()
     assert len(corpus) >= 150
     place = ServerAddress(demo.address[0], demo.address[1], 0)

@@ -14,7 +14,6 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import run_to_end
-from charonia.bench.proofs import families
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.step_batch import SAMPLING_DTYPE
 from charonia.engine.worker.inline_executor import InlineExecutor
@@ -24,6 +23,8 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
+
+from ..proofs import families
 
 NEW = 16
 BLOCKS, BLOCK = 48, 8

@@ -9,15 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.bench.proofs.rollout_guards import (
-    GUARDS,
-    TIGHT,
-    TO,
-    RolloutTrial,
-    Version,
-    count_false_alarms,
-    count_found,
-)
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import FinishReason
 from charonia.core.request_context import CANCELLED, DONE, Outcome, RequestContext, RequestEnd
@@ -27,6 +18,16 @@ from charonia.routing.arm_selector import StickyHash
 from charonia.routing.guard import Latency
 from charonia.routing.rollout import Decision, RolloutPlan, RolloutWatch, with_all, with_share
 from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget
+
+from ..proofs.rollout_guards import (
+    GUARDS,
+    TIGHT,
+    TO,
+    RolloutTrial,
+    Version,
+    count_false_alarms,
+    count_found,
+)
 
 TRIALS = 100
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from charonia.bench.fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 from charonia.scheduler import waiting_queue
 from charonia.scheduler.config import SchedulerConfig
+
+from ..fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 
 
 def trial(max_loras: int) -> SchedulerTrial:

@@ -6,13 +6,14 @@ from statistics import median
 import numpy as np
 import pytest
 
-from charonia.bench.fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import Sequence, SequenceSpec
 from charonia.scheduler.waiting_queue import OUTPUT_WEIGHT, RANK_ONLY_INTERVAL, Fairness
+
+from ..fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 
 
 def trial(*, rows: int = 1, budget: int = 8, ageing: int = 100) -> SchedulerTrial:

@@ -7,9 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from charonia.bench.fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
-from charonia.bench.proofs.scheduler import drive_randomly
 from charonia.scheduler import step_packer
+
+from ..fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
+from ..proofs.scheduler import drive_randomly
 
 DRIVERS = 20
 OPERATIONS = 5_000

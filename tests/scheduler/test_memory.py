@@ -5,11 +5,12 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from charonia.bench.fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
+
+from ..fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 
 
 def trial(

@@ -6,7 +6,6 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from charonia.bench.scheduler_latency import BF16, INT8, INT8_VNNI, burst, mixed, stall
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepSpread
 from charonia.extras.optimizer.simulation import SimulatedRequest, SimulatedResult, Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
@@ -23,6 +22,8 @@ from charonia.scheduler.prefill_budget import (
     StepWork,
     WaitingPrompt,
 )
+
+from ..proofs.scheduler_latency import BF16, INT8, INT8_VNNI, burst, mixed, stall
 
 PACED = SchedulerConfig(max_model_len=4096)
 UNBOUNDED = SchedulerConfig(max_model_len=4096, target_itl_ms=0)

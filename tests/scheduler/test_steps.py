@@ -2,9 +2,10 @@
 
 import pytest
 
-from charonia.bench.fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
+
+from ..fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 
 
 def trial(

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.bench.proofs.explain import STATES, ServerState, first_named
 from charonia.core.metrics import SequenceState
 from charonia.telemetry.bottlenecks import Bottleneck, ModelReport, explain
 from charonia.telemetry.roofline import StepRoofline
 from charonia.telemetry.scrape import Interval, parse_scrape
 from charonia.telemetry.time_claims import Cause
+
+from ..proofs.explain import STATES, ServerState, first_named
 
 RECORDED = Path(__file__).with_name("recorded")
 MACHINE = RECORDED / "machine.json"

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from charonia.bench.proofs.families import ARCHITECTURES, FAMILIES, is_known, refusal, tiny_config
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.models.registry import checkpoint_builder
+
+from ...proofs.families import ARCHITECTURES, FAMILIES, is_known, refusal, tiny_config
 
 KNOWN = [model_type for model_type in sorted(ARCHITECTURES | FAMILIES) if is_known(model_type)]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from charonia.bench.proofs.fault_proxy import FaultProxy
 from charonia.core.backends import OnProgress
 from charonia.repository.object_storage import download, stores
 from charonia.repository.object_storage.bucket_repository import BucketRepository, ModelDirectory
 from charonia.repository.object_storage.object_cache import ObjectCache
 
 from ...object_stores import BUCKET, Bucket, serving_s3, set_credentials
+from ...proofs.fault_proxy import FaultProxy
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from charonia.bench.proofs.fault_proxy import Fault, FaultProxy, ProxiedRequest
 from charonia.cli.options import ConfigOptions
 from charonia.cli.repository_check import print_check_report
 from charonia.core.errors import InvalidArgument, NotFound, Unavailable
@@ -21,6 +20,7 @@ from charonia.repository.object_storage.stores import StoredObject, StoreRefused
 from charonia.routing.route import Route, RouteArm
 
 from ...object_stores import BUCKET, Bucket
+from ...proofs.fault_proxy import Fault, FaultProxy, ProxiedRequest
 
 CONFIG = 'backend: "toy"\nversion_policy { latest { num_versions: 1 } }\n'
 

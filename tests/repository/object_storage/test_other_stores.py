@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from charonia.bench.proofs.fault_proxy import Fault, FaultProxy
 from charonia.repository.object_storage.bucket_repository import BucketRepository
 from charonia.repository.object_storage.object_cache import ObjectCache
 from charonia.repository.object_storage.stores import StoreRefused
 
+from ...proofs.fault_proxy import Fault, FaultProxy
 from .conftest import ignore
 
 

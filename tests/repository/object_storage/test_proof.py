@@ -11,7 +11,7 @@ pytest.importorskip("s3fs")
 
 
 def test_what_is_served_is_one_upload_whatever_the_store_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from charonia.bench.proofs.object_storage import count_requests, run_rounds, store
+    from ...proofs.object_storage import count_requests, run_rounds, store
 
     monkeypatch.setattr(stores, "FIRST_PAUSE", 0.01)
     monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")

@@ -1,1 +1,0 @@
-"""Randomly malformed requests, clients and scheduler trials, for the proofs and tests."""

@@ -1,1 +1,0 @@
-"""The engines that ours is compared with, each started in a process of its own."""

@@ -1,1 +1,0 @@
-"""Long proofs of `make proof`: soaks, floods, kills, random drivers."""
