@@ -6,12 +6,16 @@ tokenizers have printable characters, and invented words for all other ids: ever
 
 import math
 import string
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeAlias
 
 from cyclopts import App
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from .command import Log
 
 QWEN2_HALF_BILLION: dict[str, Any] = {
     "model_type": "qwen2",
@@ -143,6 +147,20 @@ def write_tokenizer(directory: Path, vocab: int) -> None:
     """Write the tokenizer files of a checkpoint."""
     build_tokenizer(vocab).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+@contextmanager
+def prepare_checkpoint(
+    checkpoint: Path | None, shape: ShapeName, scratch: Path | None, log: Log
+) -> Iterator[tuple[Path, Path]]:
+    """A checkpoint and a folder for what is made on the way; without `scratch` that is gone afterwards."""
+    with ExitStack() as stack:
+        folder = scratch or Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
+        if checkpoint is None:
+            checkpoint = folder / shape
+            log(f"random weights of {shape}'s shape")
+            write_shape(checkpoint, shape=shape)
+        yield checkpoint, folder
 
 
 if __name__ == "__main__":

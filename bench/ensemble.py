@@ -24,7 +24,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from ..core.errors import Unavailable
-from .checkpoint import ShapeName
+from .checkpoint import ShapeName, prepare_checkpoint
 from .command import Count, Log, exit_on_error, log_to, report_console, run_command
 from .load import fake_model
 from .load.driver import OK, LoopMode, RequestOptions
@@ -33,7 +33,6 @@ from .load.plan import Prompts
 from .load.planned_requests import uniform_jobs
 from .load.service_trials import speed
 from .load.worker import LoadRun, LoadTarget, WorkerOutcome, run
-from .offline import prepare_checkpoint
 from .server_process import CpuMeter, ServerAddress, own_server
 from .trial import TrialVerdict, show_verdicts
 

@@ -39,9 +39,8 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import ResolvedSampling
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceSpec
-from .checkpoint import ShapeName
+from .checkpoint import ShapeName, prepare_checkpoint
 from .command import Count, exit_on_error, log_to, report_console, run_command
-from .offline import prepare_checkpoint
 
 Arm: TypeAlias = Literal["free", "half", "half, one by one", "all", "all, one by one"]
 ARMS: tuple[Arm, ...] = ("free", "half", "half, one by one", "all", "all, one by one")

@@ -28,13 +28,14 @@ from ..core.errors import CharoniaError
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.cpu import library
 from ..processes.host import processor_name, usable_cores
-from .checkpoint import ShapeName
+from .checkpoint import ShapeName, prepare_checkpoint
 from .command import Count, Log, Positive, exit_on_error, log_to, report_console, run_command
 from .kernels import row_seconds
 from .load.figures import Slo, Spread, compute_figures
 from .load.service_trials import TrialSizes
 from .load.worker import run as put_load
-from .offline import OfflineComparison, OfflineOptions, play_round, prepare_checkpoint, warm_contenders
+from .offline import OfflineOptions, play_round, warm_contenders
+from .offline_report import OfflineComparison
 from .peer_process import OURS
 from .roofline import OfflineJob, Precision
 from .serve import LoadFlags, ServerFlags, build_load

@@ -17,7 +17,7 @@ from cyclopts import App, Parameter
 
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..processes.host import usable_cores
-from .checkpoint import ShapeName
+from .checkpoint import ShapeName, prepare_checkpoint
 from .command import Log, exit_on_error, log_to, report_console, run_command
 from .inline_loop import PRECISIONS
 from .load.service_trials import (
@@ -30,7 +30,6 @@ from .load.service_trials import (
     prefix,
     throughput,
 )
-from .offline import prepare_checkpoint
 from .peer_process import OURS, PeerProcess, PeerSpec
 from .peer_runner import PeerSetup
 from .roofline import Precision

@@ -86,8 +86,6 @@ MOST_LINES = 400
 LONGER_FILES = {
     "api/openai/chat_messages.py",
     "api/openai/responses_request.py",
-    "bench/gpu.py",
-    "bench/offline.py",
     "cli/model_import.py",
     "engine/gpu/experts.py",
     "engine/layers/linear.py",

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from charonia.bench.gpu import LLAMA_EIGHT_BILLION, GpuBench, GpuWork, measure
+from charonia.bench.gpu import measure
+from charonia.bench.gpu_bench import GpuBench
+from charonia.bench.gpu_engine import LLAMA_EIGHT_BILLION, GpuWork
 from charonia.bench.gpu_report import Figure, GpuReport
 from charonia.bench.gpu_served import StreamLoads
 

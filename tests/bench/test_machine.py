@@ -21,7 +21,7 @@ from charonia.bench.machine import (
     record_path,
     write_record,
 )
-from charonia.bench.offline import OfflineComparison, OfflineRun
+from charonia.bench.offline_report import OfflineComparison, OfflineRun
 from charonia.bench.roofline import MachinePeaks, OfflineJob
 from charonia.bench.start import ServerStart
 from charonia.bench.trial import TrialVerdict

@@ -11,17 +11,14 @@ from charonia.bench import offline
 from charonia.bench.checkpoint import write_random
 from charonia.bench.machine_peaks import PeakMeter
 from charonia.bench.offline import (
-    OfflineComparison,
     OfflineOptions,
-    OfflineRun,
     agreement,
     best_peaks,
     checkpoint_digest,
     prompts,
-    show,
     warm_contenders,
-    write_json,
 )
+from charonia.bench.offline_report import OfflineComparison, OfflineRun, show, write_json
 from charonia.bench.peer_process import PeerProcess, PeerSpec, parse_peer_specs
 from charonia.bench.peer_runner import PeerSetup
 from charonia.bench.roofline import MachinePeaks, OfflineJob

@@ -23,14 +23,13 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from charonia.bench.checkpoint import ShapeName
+from charonia.bench.checkpoint import ShapeName, prepare_checkpoint
 from charonia.bench.command import Count, Log, Positive, exit_on_error, log_to, run_command, table_of
 from charonia.bench.load.driver import OK, LoadRecord, LoopMode, RequestOptions
 from charonia.bench.load.plan import Prompts
 from charonia.bench.load.planned_requests import PlannedRequest, due_within, read_trace
 from charonia.bench.load.worker import LoadRun, LoadTarget
 from charonia.bench.load.worker import run as put_load
-from charonia.bench.offline import prepare_checkpoint
 from charonia.bench.server_process import first_model, own_server
 from charonia.core.errors import Unavailable
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint

@@ -1,0 +1,386 @@
+"""Measures the engine on a CUDA device, row by row of a table: what the device allows, attention, steps, served over
+HTTP, and offline beside transformers."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from ..engine.attention.backend import CacheSpec
+from ..engine.attention.selector import create_backend
+from ..engine.checkpoint.build_context import BuildContext
+from ..engine.checkpoint.model_spec import LayerAttention
+from ..engine.checkpoint.weights import WeightLoader
+from ..engine.gpu import runtime
+from ..engine.layers.mlp import GatedMLPSpec, build_experts
+from ..engine.layers.step_context import StepContext
+from ..engine.step_batch import StepBatch
+from ..kvcache.manager import KVCacheManager
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.plan import NewSequence, ResolvedSampling, StepPlan
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import SequenceSpec
+from .gpu_engine import BLOCK, GpuWork, RandomExecutor, RandomWeights, decode_plans, mixed_plans, one_plan, with_drafts
+from .gpu_report import Figure
+from .gpu_served import StepRates, served_figures, written_checkpoint
+from .inline_loop import run_to_end
+from .server_process import ServerAddress, own_server
+from .step_trace import HOST, lane_microseconds, trace_step, write_picture
+
+PEAKS = "copy bandwidth", "products"
+"""The rows that the shares of all others are of."""
+
+
+class Row(NamedTuple):
+    """Figures that are measured together, which takes about so many `seconds` on an H200."""
+
+    name: str
+    seconds: float
+    measure: Callable[[], Iterator[Figure]]
+
+
+class GpuBench:
+    """Measures `work` on `device`, in order of worth; peaks of the device first. `pictures`: the folder for those.
+    `start`: a server over the arguments that it is given."""
+
+    def __init__(
+        self,
+        work: GpuWork,
+        device: str,
+        pictures: Path,
+        start: Callable[..., AbstractContextManager[ServerAddress]] = own_server,
+    ) -> None:
+        self.work, self.device, self.read, self.operations = work, torch.device(device), 1.0, 1.0
+        self.pictures, self.start = pictures, start
+        self.rows = max(*work.batches, work.more_offline)
+        far = work.far[2] + work.steps + 20
+        self.length = max(work.prompt, 2 * work.new, 2 * work.context, far)
+        self.decode_seconds: dict[int, float] = {}
+        self.prompt_rate = 0.0
+
+    def table(self, small: "GpuBench | None" = None) -> list[Row]:
+        """All rows; `small`: another model, whose steps are measured because it is served."""
+        work, (far_rows, far_attended, far) = self.work, self.work.far
+        of_small = [] if small is None else small.served_rows(self)
+        return [
+            Row(PEAKS[0], 3, self.copy_bandwidth),
+            Row(PEAKS[1], 3, self.matmul_peak),
+            Row("attention, decode", 6, lambda: self.decode_attention(*work.attended)),
+            Row("attention, prefill", 6, lambda: self.prefill_attention(work.prompt)),
+            *self.step_rows(),
+            Row("decode steps with drafts", 10, lambda: self.decode_steps(work.batches[1], work.drafts)),
+            Row("pictures of steps", 15, self.trace),
+            *self.served_rows(None),
+            *of_small,
+            Row("attention in a long context", 8, lambda: self.decode_attention(far_attended, far)),
+            Row("prefill attention of a long prompt", 8, lambda: self.prefill_attention(far)),
+            Row("decode steps in a long context", 25, lambda: self.decode_steps(far_rows, context=far)),
+            *(
+                Row(f"attention over a cache in {kept}", 12, partial(self.coded_attention, kept))
+                for kept in (["fp8", "int8"] if runtime.serves_fp8(self.dtype, self.device) else ["int8"])
+            ),
+            Row("experts", 20, self.experts),
+            Row("offline", 15, lambda: self.offline(work.offline)),
+            Row("transformers offline", 90, self.transformers_offline),
+            Row("more sequences offline", 40, lambda: self.offline(work.more_offline)),
+        ]
+
+    def step_rows(self) -> list[Row]:
+        """What a served model's steps are."""
+        steps = [
+            Row(f"{self.work.name} steps of {rows}", 12, partial(self.decode_steps, rows)) for rows in self.work.batches
+        ]
+        return [*steps, Row(f"{self.work.name} prefill", 8, self.prefill)]
+
+    def served_rows(self, peaks: "GpuBench | None") -> list[Row]:
+        """The model over HTTP; and its steps before, with another's `peaks`, if they are not measured anyway."""
+        served = Row(f"{self.work.name} served", 55 * len(self.work.frontends) + 20, self.served)
+        if peaks is None:
+            return [served]
+
+        def begin() -> Iterator[Figure]:
+            peaks.release()
+            self.read, self.operations = peaks.read, peaks.operations
+            return iter(())
+
+        return [Row(f"{self.work.name} steps and server begin", 0, begin), *self.step_rows(), served]
+
+    def copy_bandwidth(self) -> Iterator[Figure]:
+        source = torch.ones(self.work.copied, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        self.read = 2 * source.nbytes / self.seconds(lambda: target.copy_(source))
+        yield Figure("copy bandwidth", self.read / 1e9, "GB/s")
+
+    def matmul_peak(self) -> Iterator[Figure]:
+        size, dtype = self.work.multiplied, getattr(torch, self.work.dtype)
+        left, right = (torch.randn(size, size, dtype=dtype, device=self.device) for _ in range(2))
+        self.operations = 2 * size**3 / self.seconds(lambda: left @ right)
+        yield Figure(f"{self.work.dtype} products", self.operations / 1e12, "TFLOP/s")
+
+    def decode_attention(self, rows: int, context: int, kept: str = "auto") -> Iterator[Figure]:
+        """Of codes, the bytes that are to be read are theirs and their scales'."""
+        seconds, token_bytes = self.attention(rows, context - 1, 1, kept)
+        share = rows * context * token_bytes / seconds / self.read
+        name = f"attention, decode of {rows} at {context:,}{_told(kept)}"
+        yield Figure(name, 1e6 * seconds, "us", share, "bandwidth", 0.8 if kept == "auto" else None)
+
+    def prefill_attention(self, tokens: int, kept: str = "auto") -> Iterator[Figure]:
+        config = self.work.config
+        seconds, _ = self.attention(1, 0, tokens, kept)
+        share = 2 * tokens**2 * config["num_attention_heads"] * config["head_dim"] / seconds / self.operations
+        name = f"attention, prefill of {tokens:,}{_told(kept)}"
+        yield Figure(name, 1e6 * seconds, "us", share, "peak", 0.45 if kept == "auto" else None)
+
+    def coded_attention(self, kept: str) -> Iterator[Figure]:
+        yield from self.decode_attention(*self.work.attended, kept)
+        yield from self.decode_attention(*self.work.far[1:], kept)
+        yield from self.prefill_attention(self.work.prompt, kept)
+
+    def decode_steps(self, rows: int, drafts: int = 0, context: int | None = None) -> Iterator[Figure]:
+        """Steps that are begun one ahead, each with so many drafts a row; the first ones capture what is recorded."""
+        work, executor, context = self.work, self.executor, context or self.work.context
+        each = -(-(context + work.steps + 20 + drafts) // BLOCK)
+        self.allocate(rows * each)
+        plans = [*decode_plans(rows, context, work.steps + 14, each)]
+        if drafts:
+            plans = [with_drafts(plan, drafts) for plan in plans]
+        runner = executor.rank.runner
+        graphs = runner.computer.graphs
+        if graphs is not None:
+            graphs.capture_now(rows * (1 + drafts), context + work.steps + 14 + drafts, 1 + drafts)
+        eager = 0 if graphs is None else graphs.eager_steps
+        runner.begin_step(plans[0])
+        launching, began = 0.0, 0.0
+        for at, plan in enumerate(plans[1:]):
+            if at == 12:
+                launching, began = 0.0, perf_counter()
+            before = perf_counter()
+            runner.begin_step(plan)
+            launching += perf_counter() - before
+            runner.finish_step()
+        seconds = (perf_counter() - began) / (len(plans) - 13)
+        runner.finish_step()
+        bound = (self.weight_bytes + rows * context * self.token_bytes) / self.read
+        bar = None if drafts or context > work.context else 0.78 if rows == 1 else 0.65
+        name = f"{work.name} decode step of {rows} at {context:,}" + (f" with {drafts} drafts each" if drafts else "")
+        more = f"launched in {1e3 * launching / (len(plans) - 13):.2f} ms of the host"
+        if graphs is not None and (launched := graphs.eager_steps - eager):
+            more += f", {launched} steps kernel by kernel"
+        if not drafts and context == work.context:
+            self.decode_seconds[rows] = seconds
+        yield Figure(name, 1e3 * seconds, "ms", bound / seconds, "bandwidth", bar, more)
+
+    def prefill(self) -> Iterator[Figure]:
+        tokens, executor = self.work.prompt, self.executor
+        blocks = -(-tokens // BLOCK)
+        self.allocate(blocks)
+        sequence = NewSequence(0, np.ones(tokens, np.int32), 0, ResolvedSampling())
+        appended = np.stack([np.zeros(blocks), np.arange(blocks)], 1).astype(np.int32)
+        whole = one_plan(0, 0, tokens, np.zeros(1, np.int32), (sequence,), appended)
+        seconds = self.seconds(lambda: executor.rank.runner.run_step(whole), 3)
+        spec = executor.rank.shape
+        products = 2 * tokens * (self.weight_bytes / self.dtype.itemsize - spec.vocab_size * spec.hidden_size)
+        attention = 2 * tokens**2 * spec.heads * spec.head_dim * len(spec.attention)
+        share = (products + attention) / seconds / self.operations
+        self.prompt_rate = tokens / seconds
+        yield Figure(f"{self.work.name} prefill of {tokens:,}", 1e3 * seconds, "ms", share, "peak", 0.6)
+
+    def trace(self) -> Iterator[Figure]:
+        """A decode step, and one that computes a part of a prompt, too; kernel by kernel."""
+        rows, context, runner = self.work.batches[1], self.work.context, self.executor.rank.runner
+        chunk = min(context, self.work.prompt // 8)
+        each = -(-max(context + 4, 4 * chunk) // BLOCK)
+        for name, plans in (
+            (f"decode step of {rows}", decode_plans(rows, context, 4, each)),
+            (f"step of {rows} and {chunk:,} tokens of a prompt", mixed_plans(rows, context, 4, each, chunk)),
+        ):
+            self.allocate((rows + 1) * each)
+            if runner.computer.graphs is not None:
+                runner.computer.graphs.capture_now(rows, context + 4)
+            runner.run_step(next(plans))
+
+            def compute(plans: Iterator[StepPlan] = plans) -> None:
+                runner.run_step(next(plans))
+
+            spans = trace_step(compute, self.device)
+            file = (
+                self.pictures
+                / f"gpu-{name.split(' and ')[0].replace(' ', '-')}{'-mixed' if 'prompt' in name else ''}.svg"
+            )
+            title = f"{self.work.name} {name} at {context:,}"
+            write_picture(spans, title, file)
+            lanes = lane_microseconds(spans)
+            told = ", ".join(f"{lane} {microseconds / 1e3:.2f}" for lane, microseconds in lanes.items())
+            kernels = sum(microseconds for lane, microseconds in lanes.items() if lane != HOST)
+            yield Figure(f"{title}: kernels at work", kernels / 1e3, "ms", more=f"{told} ms; {file.name}")
+
+    def served(self) -> Iterator[Figure]:
+        """The model in a server of its own, over a checkpoint that is made for it."""
+        work = self.work
+        self.release()
+        rates = StepRates(self.prompt_rate, self.decode_seconds)
+        complete = self.prompt_rate > 0 and rates.decode_seconds.keys() >= work.served.requests.keys()
+        config = {name: value for name, value in work.config.items() if name != "architectures"}
+        with written_checkpoint(config, str(self.device)) as directory:
+            self.empty_cache()
+            for frontends in work.frontends:
+                flags = ["--device", self.device.type, "--max-num-seqs", str(max(work.served.requests))]
+                began = perf_counter()
+                with self.start(str(directory), *flags, "--frontends", str(frontends)) as place:
+                    yield Figure(f"{work.name} server ready, frontends: {frontends}", perf_counter() - began, "s")
+                    yield from served_figures(work.name, place, work.served, rates if complete else None, frontends)
+
+    def experts(self) -> Iterator[Figure]:
+        """The experts of a layer, as floats and in the codes that the device multiplies."""
+        (count, per_token, hidden, inner), rows = self.work.experts, self.work.attended[0]
+        chosen = torch.rand(rows, count, device=self.device).topk(per_token, -1).indices
+        weights = torch.full(chosen.shape, 1 / per_token, device=self.device)
+        x = torch.randn(rows, hidden, dtype=self.dtype, device=self.device)
+        source, context = RandomWeights(self.dtype, self.device), StepContext(cast(Any, None), cast(Any, None))
+        specs = [GatedMLPSpec(f"experts.{number}", hidden, inner) for number in range(count)]
+        for kind in ("none", "int8", "fp8") if runtime.serves_fp8(self.dtype, self.device) else ("none",):
+            built = BuildContext(self.dtype, self.device, rows, quantization=kind)
+            layer = build_experts(WeightLoader(source, built), specs, range(count))
+            seconds = self.kernel_seconds(partial(layer, x, chosen, weights, context))
+            width = self.dtype.itemsize if kind == "none" else 1
+            share = int(chosen.flatten().bincount().count_nonzero()) * 3 * hidden * inner * width / seconds / self.read
+            name = f"{rows} tokens by {count} experts, {self.work.dtype if kind == 'none' else kind}"
+            yield Figure(name, 1e6 * seconds, "us", share, "bandwidth")
+
+    def offline(self, sequences: int) -> Iterator[Figure]:
+        blocks = self.allocate(sequences * -(-2 * self.work.new // BLOCK))
+        most = max(self.work.prompt, sequences)
+        rule = SchedulerConfig(max_num_seqs=sequences, max_num_batched_tokens=most, max_model_len=self.length, ahead=1)
+        scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
+        asked = [
+            SequenceSpec(key=key, prompt=np.array(prompt, np.int32), max_tokens=self.work.new)
+            for key, prompt in enumerate(self.prompts(sequences))
+        ]
+        seconds = run_to_end(scheduler, self.executor, asked).seconds
+        yield Figure(f"offline, {sequences} sequences", sequences * self.work.new / seconds, "tokens/s")
+
+    def transformers_offline(self) -> Iterator[Figure]:
+        """Its continuous batching, with the attention that it chooses."""
+        self.release()
+        transformers: Any = import_module("transformers")
+        fields = {name: value for name, value in self.work.config.items() if name != "architectures"}
+        config: Any = transformers.AutoConfig.for_model(**fields)
+        with self.device:
+            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
+        new = self.work.new
+        asked = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        began = perf_counter()
+        found = model.generate_batch(self.prompts(self.work.offline), generation_config=asked, progress_bar=False)
+        made = sum(len(each.generated_tokens) for each in found.values())
+        name = f"transformers' continuous batching, {self.work.offline} sequences"
+        yield Figure(name, made / (perf_counter() - began), "tokens/s")
+
+    def attention(self, rows: int, start: int, count: int, kept: str) -> tuple[float, float]:
+        """Seconds of one layer's attention, which stores the tokens first, out of several layers' caches in turn, and
+        the bytes of a token in one of them."""
+        config, layers = self.work.config, 4
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        sizes = heads, kv_heads, config["head_dim"], BLOCK
+        spec = CacheSpec((LayerAttention(),) * layers, *sizes, self.dtype, self.device, kept)
+        backend, each = create_backend("auto", spec), -(-(start + count) // BLOCK)
+        backend.allocate(rows * each)
+        tables = torch.randperm(rows * each, device=self.device).view(rows, each)
+        known = torch.zeros(rows, each * BLOCK, dtype=torch.int32, device=self.device)
+        columns = np.arange(rows), np.full(rows, start), np.full(rows, count)
+        step = backend.begin_step(StepBatch(*columns, known, tables, BLOCK))
+        q, k, v = (
+            torch.randn(rows * count, each, spec.head_dim, dtype=self.dtype, device=self.device)
+            for each in (heads, kv_heads, kv_heads)
+        )
+        seconds = self.kernel_seconds(lambda: [step(layer, q, k, v) for layer in range(layers)])
+        return seconds / layers, backend.block_bytes / BLOCK / layers
+
+    def prompts(self, sequences: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(1)
+        size = (sequences, self.work.new)
+        found: list[list[int]] = torch.randint(1, self.work.config["vocab_size"], size, generator=generator).tolist()
+        return found
+
+    @cached_property
+    def executor(self) -> RandomExecutor:
+        return RandomExecutor(self.work, str(self.device), self.rows, self.length, 1)
+
+    @cached_property
+    def most_blocks(self) -> int:
+        """What there is room for beside weights and the worst step."""
+        capacity = self.executor.rank.capacity()
+        return int(0.95 * capacity.free_bytes) // capacity.block_bytes
+
+    def allocate(self, blocks: int) -> int:
+        """Make a cache of so many blocks, or of as many as fit; an earlier one is freed first."""
+        self.executor.allocate(1)
+        found = min(blocks, self.most_blocks)
+        self.executor.allocate(found)
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.work.dtype)
+        return found
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the matrices that a step reads whole."""
+        spec = self.executor.rank.shape
+        attention = 2 * spec.hidden_size * (spec.heads + spec.kv_heads) * spec.head_dim
+        layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+        return (len(spec.attention) * layer + spec.vocab_size * spec.hidden_size) * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values."""
+        return self.executor.rank.attention.block_bytes // BLOCK
+
+    def release(self) -> None:
+        """Give the model's memory back; whoever asks for the executor makes another."""
+        if "executor" in self.__dict__:
+            self.executor.close()
+            del self.executor
+            self.__dict__.pop("most_blocks", None)
+        self.empty_cache()
+
+    def empty_cache(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def kernel_seconds(self, compute: Callable[[], object]) -> float:
+        """Of the kernels that a call launches, without the time that the host takes to launch them."""
+        if self.device.type != "cuda":
+            return self.seconds(compute)
+        compute()  # which compiles them
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            compute()
+        return self.seconds(graph.replay)
+
+    def seconds(self, compute: Callable[[], object], times: int = 10) -> float:
+        """Of one call, the mean of `times` behind each other, after two to warm up."""
+        for _ in range(2):
+            compute()
+        self.wait()
+        began = perf_counter()
+        for _ in range(times):
+            compute()
+        self.wait()
+        return (perf_counter() - began) / times
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _told(kept: str) -> str:
+    return "" if kept == "auto" else f", cache in {kept}"
