@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -27,7 +28,6 @@ from ..core.gateway import Administration, ModelLookup
 from ..telemetry.shared_state import ServerAdministration, ServerLookup
 from .anthropic.routes import MessagesRoutes
 from .api_keys import Keyring
-from .console.routes import ConsoleRoutes
 from .extensions import RouteExtensions
 from .http.access import AccessMiddleware, HttpRules
 from .http.connection import CLIENT_LEFT, ClientDisconnected, EventStreamResponse
@@ -76,6 +76,8 @@ _EXPOSED_HEADERS = (
 )
 """Headers of responses that a web page of another origin could not read otherwise."""
 
+NOTHING_LISTED: Mapping[str, str] = MappingProxyType({})
+
 _ENDPOINTS = {
     "health": "/health, /v2/health/live, /v2/health/ready",
     "models": "/v1/models, POST /v2/repository/index",
@@ -110,14 +112,13 @@ def build_worker_app(
     keys: Keyring | None,
     rules: HttpRules,
     forwarded: Sequence[Route],
-    extensions: RouteExtensions | None = None,
+    extensions: Sequence[BaseRoute] = (),
+    listed: Mapping[str, str] = NOTHING_LISTED,
 ) -> ASGIApp:
     """The application of port 8000, in a process that has no models. `forwarded`: `control_routes`, as this process
-    answers them."""
-    extensions = extensions or RouteExtensions()
-    own = lookup_routes(lookup, info, rules, extensions)
-    every = [*extensions.serve(lookup, _endpoints(own)), *own, *forwarded]
-    return protected_app(_match_to_the_end(every), lookup, keys, rules)
+    answers them; `extensions` likewise, and what they add to the list of endpoints."""
+    own = lookup_routes(lookup, info, rules, listed)
+    return protected_app(_match_to_the_end([*extensions, *own, *forwarded]), lookup, keys, rules)
 
 
 def protected_app(routes: Sequence[BaseRoute], lookup: ModelLookup, keys: Keyring | None, rules: HttpRules) -> ASGIApp:
@@ -156,16 +157,16 @@ def all_routes(
 ) -> list[BaseRoute]:
     """The routes of `extensions`, and after them those of every protocol."""
     extensions = extensions or RouteExtensions()
-    own = lookup_routes(administration, info, rules, extensions)
+    own = lookup_routes(administration, info, rules, extensions.listed)
     own += control_routes(administration, info, rules, metrics)
     return _match_to_the_end([*extensions.serve(administration, _endpoints(own)), *own])
 
 
 def lookup_routes(
-    lookup: ServerLookup, info: ServerInfo, rules: HttpRules, extensions: RouteExtensions | None = None
+    lookup: ServerLookup, info: ServerInfo, rules: HttpRules, listed: Mapping[str, str] = NOTHING_LISTED
 ) -> list[Route]:
     """The server's routes that every process answers by itself: endpoints of models, health, and what never changes.
-    `extensions`: for the list of endpoints."""
+    `listed`: what extensions add to the list of endpoints."""
     routes = [
         *V2Endpoints(lookup, info, rules.forwarding).routes(),
         *OpenAIRoutes(lookup, info).routes(),
@@ -173,12 +174,7 @@ def lookup_routes(
         *MessagesRoutes(lookup, info).routes(),
         *EncoderRoutes(lookup, info.max_input_size).routes(),
         *ScoringRoutes(lookup, info.max_input_size).routes(),
-        *(
-            ConsoleRoutes({*rules.console_hosts, *rules.allowed_hosts}).routes()
-            if rules.console_hosts is not None
-            else ()
-        ),
-        *_server_routes(lookup, info, [] if extensions is None else [plan.listed for plan in extensions.plans]),
+        *_server_routes(lookup, info, listed),
     ]
     return [*routes, *InvocationRoutes(lookup, info.max_input_size, _endpoints(routes)).routes()]
 
@@ -209,17 +205,13 @@ def _match_to_the_end(routes: list[BaseRoute]) -> list[BaseRoute]:
     return routes
 
 
-def _server_routes(lookup: ModelLookup, info: ServerInfo, extensions: Iterable[Mapping[str, str]]) -> list[Route]:
-    """The server's health, version and list of endpoints, where clients of vLLM look for them. `extensions`: what the
-    list has of each."""
-    listed = dict(_ENDPOINTS)
-    for more in extensions:
-        listed |= more
+def _server_routes(lookup: ModelLookup, info: ServerInfo, listed: Mapping[str, str]) -> list[Route]:
+    """The server's health, version and list of endpoints, where clients of vLLM look for them."""
 
     async def index(request: Request) -> Response:
         server = {"name": info.name, "server": "charonia", "version": info.version}
         docs = "docs/clients.md of charonia's repository, or `charonia serve --help` for the flags"
-        return json_response({**server, "endpoints": listed, "docs": docs})
+        return json_response({**server, "endpoints": {**_ENDPOINTS, **listed}, "docs": docs})
 
     async def health(request: Request) -> Response:
         """200, or 503 while a known model is not ready: load balancers understand that; v2's readiness is 400."""

@@ -2,15 +2,14 @@
 crosses of them to workers, each of which forwards most of their requests.
 """
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from starlette.routing import Route
 
 from ..core.extension_contracts import EndpointFunction, ExtensionHost, RoutesPlan, ServedRoutes
-from ..core.gateway import ModelLookup
+from ..core.gateway import Administration
 from ..core.metrics import Measurement
 
 
@@ -21,15 +20,27 @@ class RouteExtensions:
         self.plans = tuple(plans)
         self._served: list[ServedRoutes] = []
 
-    def serve(self, gateway: ModelLookup, endpoints: Mapping[str, EndpointFunction]) -> list[Any]:
+    def serve(self, administration: Administration, endpoints: Mapping[str, EndpointFunction]) -> list[Any]:
         """The routes of all. `endpoints`: the server's own, by path."""
-        host = ExtensionHost(gateway, endpoints)
+        host = ExtensionHost(administration, endpoints)
         self._served = [plan.serve(host) for plan in self.plans]
-        return [route for served in self._served for route in served.routes]
+        static = [route for plan in self.plans for route in plan.static_routes()]
+        return [*static, *(route for served in self._served for route in served.routes)]
 
-    def in_workers(self) -> "tuple[WorkerRoutes, ...]":
-        """What a worker is told of each, once it is served here."""
-        return tuple(map(WorkerRoutes.of, self.plans, self._served))
+    @property
+    def listed(self) -> Mapping[str, str]:
+        """What they add to the list of endpoints."""
+        return {name: paths for plan in self.plans for name, paths in plan.listed.items()}
+
+    def in_workers(self) -> "WorkerRoutes":
+        """What a worker is told of them, once they are served here. Raises `TypeError` for a route that no worker could
+        forward."""
+        routes = [route for served in self._served for route in served.routes]
+        for route in routes:
+            if not isinstance(route, Route):
+                raise TypeError(f"{route!r} of an extension is no Route, and several workers can forward no other")
+        static = tuple(plan.static_routes for plan in self.plans)
+        return WorkerRoutes(static, tuple(map(ForwardedRoute.of, routes)), self.listed)
 
     def measure(self) -> Iterator[Measurement]:
         """The readings of a scrape."""
@@ -60,30 +71,14 @@ class ForwardedRoute(NamedTuple):
         return Route(self.path, forward, methods=[*self.methods])
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRoutes:
-    """An extension as a worker knows it. `plan`: of one that answers in each worker, else None."""
+class WorkerRoutes(NamedTuple):
+    """The extensions as a worker knows them: what it answers by itself, what it forwards, and what it lists."""
 
-    plan: RoutesPlan | None
+    static_routes: tuple[Callable[[], Sequence[Any]], ...]
     forwarded: tuple[ForwardedRoute, ...]
     listed: Mapping[str, str]
 
-    @classmethod
-    def of(cls, plan: RoutesPlan, served: ServedRoutes) -> "WorkerRoutes":
-        """Raises `TypeError` for a route that no worker could forward."""
-        if plan.in_each_worker:
-            return cls(plan, (), plan.listed)
-        for route in served.routes:
-            if not isinstance(route, Route):
-                raise TypeError(f"{route!r} of an extension is no Route, and several workers can forward no other")
-        return cls(None, tuple(map(ForwardedRoute.of, served.routes)), plan.listed)
-
-
-def worker_extensions(told: Sequence[WorkerRoutes], forward: EndpointFunction) -> RouteExtensions:
-    """The extensions of a worker. `forward`: answers in place of endpoints that are not the worker's."""
-
-    def forwarding(routes: WorkerRoutes) -> RoutesPlan:
-        made = [route.answered_by(forward) for route in routes.forwarded]
-        return RoutesPlan(serve=lambda _: ServedRoutes(routes=made), listed=routes.listed)
-
-    return RouteExtensions(routes.plan or forwarding(routes) for routes in told)
+    def routes(self, forward: EndpointFunction) -> list[Any]:
+        """Made once. `forward`: answers in place of endpoints that are not the worker's."""
+        static = [route for made in self.static_routes for route in made()]
+        return [*static, *(route.answered_by(forward) for route in self.forwarded)]

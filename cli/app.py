@@ -162,46 +162,6 @@ def run_model(
 
 
 @app.command
-def graph(
-    repository: Path | None = None,
-    /,
-    *,
-    model: str = "",
-    format: Literal["mermaid", "svg", "json"] = "mermaid",
-    url: str = "",
-    header: str = "",
-    statistics: Annotated[bool, Parameter(negative=())] = False,
-    options: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions(),  # noqa: B008
-) -> int:
-    """Draw how models ask each other, and the tensors between them.
-
-    Parameters
-    ----------
-    repository
-        Directory of models; nothing of it is served.
-    model
-        One model, instead of all.
-    format
-        A text for Mermaid, a picture, or data.
-    url
-        A server whose models to draw, instead of a repository's.
-    header
-        A header that the server wants, as NAME: VALUE.
-    statistics
-        Say where the server's time went.
-    """
-    from .graph import print_graph, read_repository, read_server
-
-    if (repository is None) == (not url):
-        raise InvalidArgument("nothing to draw: name a model repository, or a server by --url")
-    if repository is not None and (header or statistics):
-        raise InvalidArgument("--header and --statistics are for a server: name it by --url")
-    models = read_server(url, header, statistics) if repository is None else read_repository(repository, options)
-    print_graph(models, model, format)
-    return 0
-
-
-@app.command
 def explain(
     before: Path | None = None,
     after: Path | None = None,

@@ -7,11 +7,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ..api.server_client import check_url, fetch, parse_header
 from ..core.errors import InvalidArgument, NotFound
 from ..telemetry.bottlenecks import ModelReport, explain, is_language_model
 from ..telemetry.roofline import StepRoofline, read_roofline
 from ..telemetry.scrape import Interval, ModelInterval, Scrape, parse_scrape, require_in_order
-from .server_client import check_url, fetch, parse_header
 
 
 def choose_rooflines(interval: Interval, model: str, machine: Path | None) -> Mapping[str, StepRoofline]:

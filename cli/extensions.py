@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from ..core.extension_contracts import RoutesExtension, RoutesPlan, ServerFacts
+from ..core.extension_contracts import NoOptions, RoutesExtension, RoutesPlan, ServerFacts
 from ..core.extensions import installed_extensions
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ def extension_options(heading: Callable[[str], Parameter]) -> Any:
     fields = [
         (name, Annotated[extension.options, heading(extension.heading)], field(default=extension.options()))
         for name, extension in route_extensions().items()
+        if extension.options is not NoOptions
     ]
     here = {"__module__": __name__}  # cyclopts takes a class of the standard library for one without fields
     return make_dataclass("ExtensionOptions", fields, namespace=here, frozen=True, slots=True, kw_only=True)
@@ -46,4 +47,6 @@ def extension_options(heading: Callable[[str], Parameter]) -> Any:
 def plan_extensions(options: Any, server: ServerFacts) -> list[RoutesPlan]:
     """What each extension will serve. `options`: of `extension_options`. Raises `CharoniaError` for flags that mean
     nothing."""
-    return [extension.plan(getattr(options, name), server) for name, extension in route_extensions().items()]
+    return [
+        extension.plan(getattr(options, name, NoOptions()), server) for name, extension in route_extensions().items()
+    ]

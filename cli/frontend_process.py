@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from ..api.app import build_worker_app
-from ..api.extensions import ForwardedRoute, WorkerRoutes, worker_extensions
+from ..api.extensions import ForwardedRoute, WorkerRoutes
 from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
@@ -66,7 +66,7 @@ class FrontendSetup:
 
     logs: LogSettings
     logged_requests: LoggedRequests
-    extensions: tuple[WorkerRoutes, ...]
+    extensions: WorkerRoutes
 
 
 class LogRelay(io.StringIO):
@@ -135,9 +135,11 @@ async def _serve(
 def _make_servers(setup: FrontendSetup, gateway: RemoteGateway) -> list[HttpServer | GrpcServer]:
     settings, servers = setup.settings, list[HttpServer | GrpcServer]()
     forwarder, timeout = HttpForwarder(gateway, setup.info.max_input_size), settings.http.body_timeout
-    extensions = worker_extensions(setup.extensions, forwarder.answer_in_pieces)
+    extensions = setup.extensions.routes(forwarder.answer_in_pieces)
     forwarded = [route.answered_by(forwarder.answer) for route in setup.forwarded]
-    app = build_worker_app(gateway, setup.info, settings.keys, settings.http, forwarded, extensions)
+    app = build_worker_app(
+        gateway, setup.info, settings.keys, settings.http, forwarded, extensions, setup.extensions.listed
+    )
     if setup.http_port is not None:
         sock = bind_port(setup.http_address, setup.http_port, "--http-port", shared=True)
         servers.append(HttpServer(app, sock, access_log=True, tls=settings.tls, body_timeout=timeout))

@@ -158,7 +158,6 @@ class FrontendServers:
         else:
             url = self._url(ports.http)
             lines += [f"Serving on {url}", *self._example(url)]
-            lines += [f"Console on {url}/console"] if settings.http.console_hosts is not None else []
             lines += [f"{name} on {url}{path}" for plan in self._plan.extensions for name, path in plan.pages.items()]
         say(*lines)
 

@@ -10,6 +10,7 @@ from cyclopts.validators import Number
 
 from ..api.size_limits import BODY_TIMEOUT, MAX_RAW_BYTES, MAX_RESPONSE_BYTES
 from ..engine.options import EngineOptions
+from ..repository.config_options import ConfigOptions
 from ..telemetry.logging_setup import LogSettings
 from ..telemetry.request_log import LoggedRequests
 from .extensions import extension_options
@@ -40,20 +41,6 @@ _Texts: TypeAlias = Annotated[tuple[str, ...], Parameter(negative=())]
 
 def is_true(flag: BooleanFlag) -> bool:
     return flag in ("true", "1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigOptions:
-    """Flags for reading and completing configs."""
-
-    model_config_name: str = ""
-    """Name of the config file to use, in configs/ of each model that has it."""
-    disable_auto_complete_config: Annotated[bool, Parameter(negative=())] = False
-    """Take configs as they are written, instead of completing them from the models' files."""
-    backend_config: _Texts = ()
-    """Parameter of a backend, as BACKEND,KEY=VALUE, or of all, as KEY=VALUE; may be given several times."""
-    backend_directory: Path = Path("/opt/tritonserver/backends")
-    """Directory of backends written in Python: folders with a model.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +100,7 @@ class RepositoryOptions:
     """Seconds between looks at the repository in mode poll."""
     state_dir: Path | None = None
     """Directory to keep what requests change of routes, this server's alone; without it, they may not."""
-    configs: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions()
+    configs: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions()  # noqa: RUF009
     execution_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 0
     """Seconds after which an execution of a classic model is ended, if it can be; 0 is never."""
     restart_pause: Annotated[float, Parameter(validator=Number(gte=0))] = 0.1
@@ -253,11 +240,6 @@ class HttpOptions:
     allowed_hosts: _Texts = ()
     """Name under which requests without keys may change this server, or * for any, beside localhost, addresses and
     names within a network; may be given several times."""
-    console: Annotated[bool, Parameter(negative=())] = False
-    """Serve the console, a page for browsers, on /console."""
-    console_host: _Texts = ()
-    """Name of this server that browsers may show /console under, beside localhost and its address; may be given several
-    times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

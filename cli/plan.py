@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..api.api_keys import Keyring, load_keyring
-from ..api.console.routes import parse_console_hosts
 from ..api.grpc.settings import GrpcCallPolicy, GrpcSettings, build_call_policy
 from ..api.header_rules import HeaderForwarding, read_restrictions
 from ..api.http.access import HttpRules, parse_allowed_origins
@@ -66,6 +65,8 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
     Raises `CharoniaError` if there is nothing to serve, or an option means nothing or contradicts another.
     """
     endpoints, metrics = endpoint_settings(options), parse_metrics_config(options.server.metrics_config)
+    extensions = tuple(plan_extensions(options.extensions, server_facts(options, endpoints)))
+    endpoints = replace(endpoints, http=extended_rules(endpoints.http, extensions))
     unprotected = unprotected_control(options, endpoints)
     if unprotected:
         log.warning(
@@ -92,8 +93,6 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
     if options.adapters.lora_modules:
         engine["lora_modules"] = json.dumps(parse_lora_modules(options.adapters.lora_modules))
     selection = select_models(model, repository, engine, metrics.quantiles if metrics.summaries else ())
-    extensions = tuple(plan_extensions(options.extensions, server_facts(options, endpoints)))
-    endpoints = replace(endpoints, http=extended_rules(endpoints.http, extensions))
     shared = _shared_state(options.server, logs, extensions)
     return ServePlan(options, endpoints, selection, shared, metrics, extensions)
 
@@ -122,8 +121,7 @@ def endpoint_settings(options: ServeOptions) -> EndpointSettings:
     keys = load_keyring(options.keys.api_key, options.keys.api_key_file)
     policy = build_call_policy(options.grpc.grpc_restricted_protocol, options.grpc.grpc_header_forward_pattern, keys)
     clouds = parse_clouds(options.cloud, os.environ)
-    console = parse_console(options.http, options.server)
-    http = replace(parse_http_rules(options.http), lora_root=parse_lora_root(options.adapters), console_hosts=console)
+    http = replace(parse_http_rules(options.http), lora_root=parse_lora_root(options.adapters))
     return EndpointSettings(keys, http, grpc, policy, tls, clouds)
 
 
@@ -144,18 +142,6 @@ def parse_lora_root(options: AdapterOptions) -> Path | None:
     if options.lora_root is not None and not options.lora_root.is_dir():
         raise InvalidArgument(f"--lora-root: there is no directory '{options.lora_root}'")
     return options.lora_root
-
-
-def parse_console(http: HttpOptions, server: ServerOptions) -> frozenset[str] | None:
-    """The names that the console is served under; None if it is not wanted. Raises `InvalidArgument` for a flag that
-    has no effect without another, and as `parse_console_hosts`."""
-    if not http.console:
-        if http.console_host:
-            raise InvalidArgument("--console-host has no effect without --console")
-        return None
-    if not is_true(server.allow_http):
-        raise InvalidArgument("--console is served over HTTP, which --allow-http false turns off")
-    return parse_console_hosts(http.console_host, server.http_address)
 
 
 def parse_grpc_settings(options: GrpcOptions) -> GrpcSettings:

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from ..api.server_client import ServerRefused, check_url, fetch, parse_header
 from ..core.errors import InvalidArgument, Unavailable
 from ..core.traffic import RolloutState
-from .server_client import ServerRefused, check_url, fetch, parse_header
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)?")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

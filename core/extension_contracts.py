@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from .gateway import ModelLookup
+from .gateway import Administration
 from .metrics import Measurement, MetricFamily
 
 OptionsT = TypeVar("OptionsT")
@@ -38,8 +38,8 @@ class ServerFacts:
 class ExtensionHost:
     """The server, as its extensions know it."""
 
-    gateway: ModelLookup
-    """The models."""
+    administration: Administration
+    """The models, for a request and as they are."""
     endpoints: Mapping[str, EndpointFunction]
     """The server's own endpoints by path, for what asks them as a client would."""
 
@@ -56,6 +56,10 @@ class ServedRoutes:
     the server begins to exit, before it waits for requests that run."""
     measure: Callable[[], Iterable[Measurement]] | None = None
     """Called at each scrape."""
+
+
+def serve_nothing(host: ExtensionHost) -> ServedRoutes:
+    return ServedRoutes()
 
 
 class PathAccess(NamedTuple):
@@ -75,11 +79,11 @@ class PathAccess(NamedTuple):
 class RoutesPlan:
     """What an extension will serve, as its flags have it. Nothing runs yet."""
 
-    serve: Callable[[ExtensionHost], ServedRoutes]
+    serve: Callable[[ExtensionHost], ServedRoutes] = serve_nothing
     """Called once, in the event loop of the process that has the models; of several workers each forwards to there."""
-    in_each_worker: bool = False
-    """Whether every worker answers by itself: the routes depend on no model and on no state. `serve` is then called in
-    each of them, and has to be one that `pickle` takes."""
+    static_routes: Callable[[], Sequence[Any]] = tuple
+    """Routes that depend on no model and on no state: each worker answers them by itself. Called in every process that
+    answers HTTP, so it has to be one that `pickle` takes."""
     access: Sequence[PathAccess] = ()
     """Of paths that are not open to every client with a key."""
     host_names: Collection[str] = ()
@@ -93,12 +97,17 @@ class RoutesPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class NoOptions:
+    """The options of an extension that has no flags."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoutesExtension(Generic[OptionsT]):
     """An extension of the server's routes."""
 
     options: type[OptionsT]
     """A frozen dataclass with keyword-only fields that have defaults: each is a flag of `charonia serve`, as cyclopts
-    reads it, and the text under it is its help."""
+    reads it, and the text under it is its help. `NoOptions` has none."""
     heading: str
     """What its flags stand under in the help."""
     plan: Callable[[OptionsT, ServerFacts], RoutesPlan]

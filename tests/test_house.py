@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "http_workers": {"core", "telemetry", "processes", "engine", "repository", "api"},
     "extras/trtllm": {"core", "telemetry", "scheduler", "tokenization", "engine", "ensembles"},
     "extras/batches": {"core", "processes", "api"},
+    "extras/console": {"core", "telemetry", "api", "repository"},
     "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine"},
     "cli": {
         "api",
@@ -69,7 +70,7 @@ INNER_FLOORS = {
         ".build",
         "vllm",
     ),
-    "api": ("http", "triton openai grpc console", "anthropic", ".app"),
+    "api": ("http", "triton openai grpc", "anthropic", ".app"),
     "classic_backends": (
         "python_stub",
         "batching",

@@ -71,13 +71,13 @@ def test_every_package_imports_from_the_wheel(installed: Path, root: Path) -> No
         "import importlib, pathlib, charonia, sys\n"
         "home = pathlib.Path(charonia.__file__).parent\n"
         "assert home.is_relative_to(sys.prefix), home\n"
-        "files = [*home.rglob('*.py'), *home.rglob('*.json'), *home.glob('api/console/page/*')]\n"
+        "files = [*home.rglob('*.py'), *home.rglob('*.json'), *home.glob('extras/console/page/*')]\n"
         "print(*sorted(str(p.relative_to(home)) for p in files))\n"
     )
     run = subprocess.run([installed / "python", "-c", code], capture_output=True, text=True, check=True, cwd=installed)
     read = {name for name in files_that_ship(root) if name.startswith("engine/") and name.endswith(".json")}
-    page = {name for name in files_that_ship(root) if name.startswith("api/console/page/")}
-    assert "api/console/page/index.html" in page
+    page = {name for name in files_that_ship(root) if name.startswith("extras/console/page/")}
+    assert "extras/console/page/index.html" in page
     shipped = {name for name in files_that_ship(root) if name.endswith(".py")}
     assert shipped | read | page <= set(run.stdout.split())
 

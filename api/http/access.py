@@ -17,9 +17,7 @@ from .error_responses import anthropic_error_body, error_response, is_anthropic_
 from .request_context import record_error, record_tenant
 from .web_pages import WebPageRules
 
-_OPEN = re.compile(
-    r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready|/console(/.*)?", re.DOTALL
-)
+_OPEN = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready", re.DOTALL)
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 
 
@@ -27,23 +25,21 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 class HttpRules:
     """`forwarding`: headers that models get; `required_headers`: of restricted APIs, by API; `allowed_origins`: of web
     pages that may ask; `body_timeout`: seconds to wait for the next piece of a body; `lora_root`: the directory that
-    requests may load adapters from, None where they may not; `console_hosts`: names that the console is served under,
-    None where it is not; `allowed_hosts`: names of this server, `*` for any; `extensions`: who may ask what
-    they serve."""
+    requests may load adapters from, None where they may not; `allowed_hosts`: names of this server, `*` for any;
+    `extensions`: who may ask what they serve."""
 
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
     body_timeout: float = BODY_TIMEOUT
     lora_root: Path | None = None
-    console_hosts: Collection[str] | None = None
     allowed_hosts: Collection[str] = ()
     extensions: tuple[PathAccess, ...] = ()
 
     @property
     def web_pages(self) -> WebPageRules:
         private = [access.path for access in self.extensions if access.is_private]
-        return WebPageRules((*self.allowed_hosts, *(self.console_hosts or ())), self.allowed_origins, private)
+        return WebPageRules(self.allowed_hosts, self.allowed_origins, private)
 
     @property
     def open_paths(self) -> re.Pattern[str]:
@@ -80,8 +76,8 @@ class AccessMiddleware:
     """Refuses requests before anything of a body is read: 401 without a key, 403 without the header that a restricted
     API requires.
 
-    The key's tenant is noted in the request's context. Health needs no key, nor do the console's files, which tell
-    nothing. Where no key has to be shown, nor a header that no web page knows, the rules say what pages may do.
+    The key's tenant is noted in the request's context. Health needs no key. Where no key has to be shown, nor a header
+    that no web page knows, the rules say what pages may do.
     """
 
     def __init__(self, app: ASGIApp, keys: Keyring, rules: HttpRules) -> None:

@@ -14,18 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
+from ...core.errors import InvalidArgument, Unavailable, Unsupported
 from ...core.gateway import RepositoryIndexEntry
 from ...processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegistry
 from ...telemetry.logging_setup import parse_log_format
 from ...telemetry.shared_state import ServerAdministration
 from ..chunked_json import check_config_size, read_whole_json_object
-from ..graph_formats import GRAPH_FORMATS
 from ..http.connection import offload_if_large, read_json_body
 from ..http.error_responses import json_response
 from ..json_tensors import JsonObject, NestedTooDeeply, as_array, as_boolean, as_object, as_string, as_unsigned
 from ..metadata import cuda_region_json, model_metadata, model_stats_json
-from ..model_graph import GraphModel, graph_of_models, node_times
 from .endpoints import model_and_version
 
 _MODEL = "/v2/models/{model}"
@@ -71,7 +69,6 @@ class ControlEndpoints:
             *[Route(path, self.metadata, methods=["GET"]) for path in (_MODEL, _VERSION)],
             *[Route(f"{path}/ready", self.model_ready, methods=["GET"]) for path in (_MODEL, _VERSION)],
             *[Route(f"{path}/config", self.config, methods=["GET"]) for path in (_MODEL, _VERSION)],
-            *[Route(f"{path}/graph", self.graph, methods=["GET"]) for path in (_MODEL, _VERSION)],
             *_repositories("index", self.index),
             *_repositories("models/{model}/load", self.load),
             *_repositories("models/{model}/unload", self.unload),
@@ -110,30 +107,6 @@ class ControlEndpoints:
             arm = {"arm": each.arm} if each.arm else {}
             stats.append(model_stats_json(each) | explained | arm)
         return json_response({"model_stats": stats})
-
-    async def graph(self, request: Request) -> Response:
-        """The graph of a model. Query: `format`, `json` if it is not there, and `statistics`, 1 for times."""
-        name, version = model_and_version(request)
-        self._administration.model_config(name, version)
-        form, timed = request.query_params.get("format", "json"), request.query_params.get("statistics", "0")
-        if form not in GRAPH_FORMATS:
-            known = ", ".join(GRAPH_FORMATS)
-            raise InvalidArgument(f"unknown format '{form}' of a graph; there are {known}", field="format")
-        if timed not in ("0", "1"):
-            raise InvalidArgument(f"statistics must be 0 or 1, got '{timed}'", field="statistics")
-        written = GRAPH_FORMATS[form]
-
-        def find(name: str, version: str) -> GraphModel | None:
-            try:
-                config = self._administration.model_config(name, version)
-            except CharoniaError:
-                return None
-            found = self._administration.model_statistics(name, config.version) if timed == "1" else ()
-            times = node_times(model_stats_json(found[0])["inference_stats"]) if found else None
-            return GraphModel(config.version, config.raw, times)
-
-        graph = graph_of_models([name], find, version)
-        return Response(written.write(graph), media_type=written.media_type)
 
     # Repository
 

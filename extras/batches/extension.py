@@ -48,10 +48,10 @@ def serve_batches(store: "FileStore | None", concurrency: int, host: ExtensionHo
     from .runner import BatchRunner
 
     if store is None:
-        return ServedRoutes(routes=BatchRoutes(host.gateway, None).routes())
+        return ServedRoutes(routes=BatchRoutes(host.administration, None).routes())
     endpoints = {path: endpoint for path, endpoint in host.endpoints.items() if path in BATCH_ENDPOINTS}
-    runner = BatchRunner(store, host.gateway, concurrency, endpoints)
-    routes = BatchRoutes(host.gateway, runner).routes()
+    runner = BatchRunner(store, host.administration, concurrency, endpoints)
+    routes = BatchRoutes(host.administration, runner).routes()
     return ServedRoutes(routes=routes, running=partial(_running, runner), measure=runner.measure)
 
 

@@ -14,7 +14,7 @@ from starlette.routing import Mount, Route
 
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app, build_worker_app
-from charonia.api.extensions import RouteExtensions, worker_extensions
+from charonia.api.extensions import RouteExtensions
 from charonia.api.header_rules import RequiredHeader
 from charonia.api.http.access import HttpRules
 from charonia.api.metadata import ServerInfo
@@ -106,7 +106,7 @@ async def test_they_know_the_servers_endpoints_and_run_while_it_serves(gateway: 
         said.append("ends")
 
     def serve(host: ExtensionHost) -> ServedRoutes:
-        said.append(str("/v1/chat/completions" in host.endpoints and host.gateway is gateway))
+        said.append(str("/v1/chat/completions" in host.endpoints and host.administration is gateway))
         return ServedRoutes(running=running, measure=lambda: [Measurement({}, (Reading("greetings", 1),))])
 
     extensions = RouteExtensions([RoutesPlan(serve=serve), served()])
@@ -118,26 +118,26 @@ async def test_they_know_the_servers_endpoints_and_run_while_it_serves(gateway: 
     assert [measurement.readings[0].family for measurement in extensions.measure()] == ["greetings"]
 
 
-def greet_everywhere(host: ExtensionHost) -> ServedRoutes:
-    return ServedRoutes(routes=[Route("/static", hello)])
+def static_routes() -> list[Route]:
+    return [Route("/static", hello)]
 
 
 async def test_a_worker_forwards_all_but_what_every_worker_answers(gateway: Any) -> None:
-    plans = RoutesPlan(serve=greet_everywhere, in_each_worker=True), served(Route("/hello", missing, methods=["POST"]))
-    control = RouteExtensions([*plans, served(listed={"more": "/more"})])
-    build_app(gateway, ServerInfo(), extensions=control)
+    post = served(Route("/hello", missing, methods=["POST"]), listed={"more": "/more"})
+    control = RouteExtensions([RoutesPlan(static_routes=static_routes), post])
+    assert [route.path for route in control.serve(gateway, {})] == ["/static", "/hello"]
 
     async def forward(request: Request) -> Response:
         return PlainTextResponse(f"forwarded {request.url.path}")
 
     told = pickle.loads(pickle.dumps(control.in_workers()))
-    app = build_worker_app(gateway, ServerInfo(), None, HttpRules(), [], worker_extensions(told, forward))
+    app = build_worker_app(gateway, ServerInfo(), None, HttpRules(), [], told.routes(forward), told.listed)
     assert await answers(app, "GET /static", "POST /hello") == [(200, "hello "), (200, "forwarded /hello")]
     assert '"more":"/more"' in (await answers(app, "GET /"))[0][1]
 
 
-def test_what_no_worker_can_forward_is_an_error() -> None:
+def test_what_no_worker_can_forward_is_an_error(gateway: Any) -> None:
     extensions = RouteExtensions([served(Mount("/files", app=lambda *_: None))])
-    extensions.serve(None, {})  # type: ignore[arg-type]
+    extensions.serve(gateway, {})
     with pytest.raises(TypeError, match="is no Route"):
         extensions.in_workers()

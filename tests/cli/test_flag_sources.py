@@ -68,7 +68,11 @@ def test_every_kind_of_flag_is_read_of_both(file: Path, monkeypatch: pytest.Monk
     options = options_of("--config", str(file))
     assert options.repository.configs.backend_config == ("onnxruntime,a=1", "b=2")
     assert options.engine.speculative_config == '{"method":"ngram"}'
-    assert (options.server.log_info, options.http.console, options.repository.state_dir) == ("false", True, None)
+    assert (options.server.log_info, options.extensions.console.console, options.repository.state_dir) == (
+        "false",
+        True,
+        None,
+    )
     assert options.adapters.lora_modules == ('{"name":"x","path":"y"}',)
     for name, value in {
         "MODEL_REPOSITORY": "/a s3://b",
@@ -85,7 +89,11 @@ def test_every_kind_of_flag_is_read_of_both(file: Path, monkeypatch: pytest.Monk
     assert options.repository.model_repository == ("/a", "s3://b")
     assert options.http.allowed_origins == ("https://a", "https://b c")
     assert options.engine == EngineOptions(speculative_config='{"method": "suffix"}', enforce_eager=False)
-    assert (options.server.log_info, options.http.console, options.repository.state_dir) == ("false", True, None)
+    assert (options.server.log_info, options.extensions.console.console, options.repository.state_dir) == (
+        "false",
+        True,
+        None,
+    )
 
 
 @pytest.mark.parametrize(

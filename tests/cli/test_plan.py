@@ -39,12 +39,6 @@ GRPC = GrpcOptions(grpc_restricted_protocol=("model-repository:k=v",))
             "unknown restricted protocol 'all'",
         ),
         (ServeOptions(grpc=GrpcOptions(grpc_header_forward_pattern="(")), "--grpc-header-forward-pattern"),
-        (ServeOptions(http=HttpOptions(console_host=("a",))), "--console-host has no effect without --console"),
-        (
-            ServeOptions(http=HttpOptions(console=True, console_host=("a:1",))),
-            "--console-host: 'a:1' is no host's name",
-        ),
-        (ServeOptions(http=HttpOptions(console=True), server=NO_HTTP), "which --allow-http false turns off"),
     ],
 )
 def test_rules_that_mean_nothing_are_refused_before_anything_is_loaded(options: ServeOptions, text: str) -> None:
@@ -102,9 +96,3 @@ def test_calibrates_files_are_read_before_anything_is_loaded(tmp_path: Path) -> 
     ):
         with pytest.raises(InvalidArgument, match=error):
             read_rooflines(words)
-
-
-def test_the_console_is_served_under_the_names_that_are_given() -> None:
-    assert endpoint_settings(ServeOptions()).http.console_hosts is None
-    named = ServeOptions(http=HttpOptions(console=True, console_host=("A.example",)), server=ServerOptions())
-    assert endpoint_settings(named).http.console_hosts == {"a.example", "0.0.0.0"}

@@ -80,7 +80,7 @@ async def test_a_page_from_elsewhere_or_under_another_name_changes_nothing(
         ({"origin": "https://llm.example.com"}, HttpRules(allowed_hosts=parse_allowed_hosts(["llm.example.com"]))),
         ({"origin": PAGE, "x-forwarded-host": "app.example"}, RULES),
         ({"host": "any.example"}, HttpRules(allowed_hosts=parse_allowed_hosts(["*"]))),
-        ({"host": "llm.example.com"}, HttpRules(console_hosts={"llm.example.com"})),
+        ({"host": "llm.example.com"}, HttpRules(allowed_hosts={"llm.example.com"})),
     ],
 )
 async def test_all_others_control_it_as_they_did(gateway: Any, headers: dict[str, str], rules: HttpRules) -> None:

@@ -51,25 +51,6 @@ async def test_config(client: httpx.AsyncClient) -> None:
     assert (response.status_code, response.json()["error"]) == (404, "Request for unknown model: 'no' is not found")
 
 
-async def test_graph(client: httpx.AsyncClient, gateway: Any) -> None:
-    gateway.counted = [ModelStatistics("numbers", "3", VersionStatistics())]
-    for path in ("/v2/models/numbers/graph", "/v2/models/numbers/versions/3/graph?format=json&statistics=1"):
-        response = await client.get(path)
-        [node] = response.json()["nodes"]
-        assert (node["model"], node["version"], node["max_batch_size"]) == ("numbers", "3", 4)
-        assert (node["times"] is not None) is ("statistics" in path)
-    for form, kind, begin in (("mermaid", "text/plain; charset=utf-8", "flowchart"), ("svg", "image/svg+xml", "<svg ")):
-        response = await client.get(f"/v2/models/numbers/graph?format={form}")
-        assert (response.headers["content-type"], response.text[: len(begin)]) == (kind, begin)
-    for path, status, error in (
-        ("/v2/models/no/graph", 404, "Request for unknown model: 'no' is not found"),
-        ("/v2/models/numbers/graph?format=dot", 400, "unknown format 'dot' of a graph; there are json, mermaid, svg"),
-        ("/v2/models/numbers/graph?statistics=yes", 400, "statistics must be 0 or 1, got 'yes'"),
-    ):
-        response = await client.get(path)
-        assert (response.status_code, response.json()["error"]) == (status, error)
-
-
 async def test_statistics(client: httpx.AsyncClient, gateway: Any) -> None:
     said = VersionStatistics(
         inference=InferenceStatistics(success=StatisticDuration(3, 30)), explain={"shapes_differ": 2}

@@ -38,7 +38,7 @@ async def runner(store: Any, gateway: Any) -> AsyncIterator[BatchRunner]:
 async def client(runner: BatchRunner, gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
     def serve(host: ExtensionHost) -> ServedRoutes:
         runner.endpoints = {path: host.endpoints[path] for path in BATCH_ENDPOINTS}
-        return ServedRoutes(routes=BatchRoutes(host.gateway, runner).routes())
+        return ServedRoutes(routes=BatchRoutes(host.administration, runner).routes())
 
     extensions = RouteExtensions([RoutesPlan(serve=serve)])
     app = build_app(gateway, ServerInfo(max_input_size=2000), KEYS, extensions=extensions)

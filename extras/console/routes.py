@@ -13,9 +13,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
+from ...api.http.error_responses import ApiError
+from ...api.http.web_pages import ANY, HostPort, is_loopback, parse_host_names, plain_name
 from ...core.errors import NotFound
-from ..http.error_responses import ApiError
-from ..http.web_pages import ANY, HostPort, is_loopback, parse_host_names, plain_name
 
 _FOLDER = Path(__file__).parent / "page"
 _INDEX = "index.html"

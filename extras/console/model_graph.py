@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ..core.model import DeclaredModels, RawConfig
+from ...core.model import DeclaredModels, RawConfig
 
 _PIPELINE = "pipeline"
 

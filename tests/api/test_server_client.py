@@ -2,7 +2,7 @@
 
 import pytest
 
-from charonia.cli.server_client import fetch
+from charonia.api.server_client import fetch
 from charonia.core.errors import Unavailable
 
 from ..odd_server import NO_SERVERS_OF_OURS, answering

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import pickle
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,51 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app, build_worker_app, control_routes
-from charonia.api.console.routes import parse_console_hosts
+from charonia.api.extensions import RouteExtensions
 from charonia.api.header_rules import RequiredHeader
 from charonia.api.http.access import HttpRules
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import InvalidArgument
+from charonia.core.extension_contracts import ServerFacts
+from charonia.extras.console.extension import plan_console
+from charonia.extras.console.options import ConsoleOptions
+from charonia.extras.console.routes import parse_console_hosts
 
 KEYS = Keyring([("secret", Tenant("alpha"))])
-RULES = HttpRules(console_hosts=parse_console_hosts(("Console.Example",), "server.internal"))
-PAGE = Path(__file__).parents[3] / "api" / "console" / "page"
+SERVED = ConsoleOptions(console=True, console_host=("Console.Example",))
+PAGE = Path(__file__).parents[3] / "extras" / "console" / "page"
 MOST_LINES, MOST_BYTES = 2_800, 110_000
 
 
+def facts(http_address: str = "0.0.0.0", serves_http: bool = True) -> ServerFacts:
+    return ServerFacts(serves_http=serves_http, http_address=http_address, host_names=(), tenants=0)
+
+
+def console_app(
+    gateway: Any,
+    options: ConsoleOptions,
+    address: str = "0.0.0.0",
+    keys: Keyring | None = None,
+    required: Mapping[str, RequiredHeader] = {},
+) -> ASGIApp:
+    plan = plan_console(options, facts(address))
+    rules = HttpRules(required_headers=required, allowed_hosts=plan.host_names, extensions=tuple(plan.access))
+    return build_app(gateway, ServerInfo("triton", "9.9"), keys, rules, extensions=RouteExtensions([plan]))
+
+
 @asynccontextmanager
-async def serving(gateway: Any, rules: HttpRules, keys: Keyring | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(gateway, ServerInfo("triton", "9.9"), keys, rules)
+async def serving(
+    gateway: Any,
+    options: ConsoleOptions,
+    keys: Keyring | None = None,
+    required: Mapping[str, RequiredHeader] = {},
+) -> AsyncIterator[httpx.AsyncClient]:
+    app = console_app(gateway, options, "server.internal", keys, required)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         server = HttpServer(app, sock, access_log=False)
         await server.start()
@@ -43,17 +70,17 @@ async def serving(gateway: Any, rules: HttpRules, keys: Keyring | None = None) -
 
 @pytest.fixture
 async def client(gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with serving(gateway, RULES) as served:
+    async with serving(gateway, SERVED) as served:
         yield served
 
 
 async def test_there_is_none_unless_it_is_wanted(gateway: Any) -> None:
-    async with serving(gateway, HttpRules(), KEYS) as client:
+    async with serving(gateway, ConsoleOptions(), KEYS) as client:
         assert [(await client.get(path)).status_code for path in ("/console", "/console/main.js")] == [404, 404]
 
 
 async def test_the_page_needs_no_key_and_what_it_asks_does(gateway: Any) -> None:
-    async with serving(gateway, RULES, KEYS) as client:
+    async with serving(gateway, SERVED, KEYS) as client:
         assert [(await client.get(path)).status_code for path in ("/console", "/console/main.js")] == [200, 200]
         assert [(await client.get(path)).status_code for path in ("/v2", "/v1/models")] == [401, 401]
 
@@ -172,7 +199,7 @@ async def test_no_name_and_several_are_none(client: httpx.AsyncClient, hosts: tu
 
 async def test_the_address_that_a_client_reached_is_a_name(gateway: Any) -> None:
     """A server that listens on every address: the end of the connection tells which one it was."""
-    app = build_app(gateway, ServerInfo(), rules=HttpRules(console_hosts=frozenset({"0.0.0.0"})))
+    app = console_app(gateway, ConsoleOptions(console=True))
 
     async def status(host: str) -> int:
         async def onto_a_network(scope: Any, receive: Any, send: Any) -> None:
@@ -191,20 +218,39 @@ async def test_one_of_several_frontends_serves_it_by_itself_as_it_does_health(ga
     async def forward(_: Request) -> Response:
         raise AssertionError("it was asked of the hub")
 
-    rules = HttpRules(console_hosts=frozenset())
-    forwarded = [Route(route.path, forward) for route in control_routes(gateway, ServerInfo(), rules)]
-    app = build_worker_app(gateway, ServerInfo(), None, rules, forwarded)
+    control = RouteExtensions([plan_console(SERVED, facts())])
+    build_app(gateway, ServerInfo(), extensions=control)
+    extensions = pickle.loads(pickle.dumps(control.in_workers()))
+    forwarded = [Route(route.path, forward) for route in control_routes(gateway, ServerInfo(), HttpRules())]
+    app = build_worker_app(gateway, ServerInfo(), None, HttpRules(), forwarded, extensions.routes(forward))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         paths = "/console", "/console/", "/console/main.js", "/v2/health/ready", "/health", "/ping"
         assert [(await client.get(path)).status_code for path in paths] == [200, 308, 200, 200, 200, 200]
 
 
 async def test_it_belongs_to_the_metadata(gateway: Any) -> None:
-    rules = HttpRules(required_headers={"metadata": RequiredHeader("key", "value")}, console_hosts=RULES.console_hosts)
-    async with serving(gateway, rules) as client:
+    async with serving(gateway, SERVED, required={"metadata": RequiredHeader("key", "value")}) as client:
         for path in ("/console", "/console/", "/console/main.js", "/console/none"):
             assert (await client.get(path)).status_code == 403
             assert (await client.get(path, headers={"key": "value"})).status_code != 403
+
+
+@pytest.mark.parametrize(
+    ("options", "serves_http", "error"),
+    [
+        (ConsoleOptions(console_host=("a",)), True, "--console-host has no effect without --console"),
+        (ConsoleOptions(console=True, console_host=("a:1",)), True, "--console-host: 'a:1' is no host's name"),
+        (ConsoleOptions(console=True), False, "which --allow-http false turns off"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(options: ConsoleOptions, serves_http: bool, error: str) -> None:
+    with pytest.raises(InvalidArgument, match=error):
+        plan_console(options, facts(serves_http=serves_http))
+
+
+def test_the_server_is_known_under_the_names_that_are_given() -> None:
+    assert plan_console(ConsoleOptions(), facts()).host_names == ()
+    assert plan_console(SERVED, facts()).host_names == {"console.example", "0.0.0.0"}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from charonia.api.graph_formats import GRAPH_FORMATS, to_mermaid, to_svg
-from charonia.api.model_graph import EdgeTensor, GraphEdge, GraphModel, ModelGraph, NodeTimes, graph_of_models, roots_of
+from charonia.extras.console.graph_formats import GRAPH_FORMATS, to_mermaid, to_svg
+from charonia.extras.console.model_graph import (
+    EdgeTensor,
+    GraphEdge,
+    GraphModel,
+    ModelGraph,
+    NodeTimes,
+    graph_of_models,
+    roots_of,
+)
 
 NASTY = """a"]; <script>`x` & 'b' #35; --> | ∎\x1b é"""
 

@@ -6,20 +6,59 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from ..api.graph_formats import GRAPH_FORMATS
-from ..api.model_graph import GraphModel, graph_of_models, node_times, roots_of
-from ..core.errors import CharoniaError, NotFound, Unavailable
-from ..repository.builder import ModelBuilder, parse_backend_config, with_config_defaults
-from ..repository.catalog import RepositoryCatalog
-from ..repository.gateway import InProcessGateway
-from ..repository.lifecycle import ignore_progress
-from ..repository.memory_budget import DeviceMemory, MemoryBudget
-from ..telemetry.shared_state import ModelServices
-from .options import ConfigOptions
-from .server_client import check_url, fetch, parse_header
+from cyclopts import Parameter
+
+from ...api.server_client import check_url, fetch, parse_header
+from ...core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
+from ...repository.builder import ModelBuilder, parse_backend_config, with_config_defaults
+from ...repository.catalog import RepositoryCatalog
+from ...repository.config_options import ConfigOptions
+from ...repository.gateway import InProcessGateway
+from ...repository.lifecycle import ignore_progress
+from ...repository.memory_budget import DeviceMemory, MemoryBudget
+from ...telemetry.shared_state import ModelServices
+from .graph_formats import GRAPH_FORMATS
+from .model_graph import GraphModel, graph_of_models, node_times, roots_of
+
+
+def graph(
+    repository: Path | None = None,
+    /,
+    *,
+    model: str = "",
+    format: Literal["mermaid", "svg", "json"] = "mermaid",
+    url: str = "",
+    header: str = "",
+    statistics: Annotated[bool, Parameter(negative=())] = False,
+    options: Annotated[ConfigOptions, Parameter("*")] = ConfigOptions(),  # noqa: B008
+) -> int:
+    """Draw how models ask each other, and the tensors between them.
+
+    Parameters
+    ----------
+    repository
+        Directory of models; nothing of it is served.
+    model
+        One model, instead of all.
+    format
+        A text for Mermaid, a picture, or data.
+    url
+        A server whose models to draw, instead of a repository's.
+    header
+        A header that the server wants, as NAME: VALUE.
+    statistics
+        Say where the server's time went.
+    """
+    if (repository is None) == (not url):
+        raise InvalidArgument("nothing to draw: name a model repository, or a server by --url")
+    if repository is not None and (header or statistics):
+        raise InvalidArgument("--header and --statistics are for a server: name it by --url")
+    models = read_server(url, header, statistics) if repository is None else read_repository(repository, options)
+    print_graph(models, model, format)
+    return 0
 
 
 def print_graph(models: Mapping[str, GraphModel], model: str, form: str) -> None:
