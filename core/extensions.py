@@ -1,4 +1,4 @@
-"""The entry points by which packages extend the server: ours under `extras/`, and anybody's.
+"""The entry points by which packages extend the server: our own, and anybody's.
 
 | group | an entry's name | what it names |
 |---|---|---|

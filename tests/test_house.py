@@ -1,6 +1,7 @@
 """The house rules: which floor may lean on which, and that the package ships what the tree holds."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -105,6 +106,7 @@ CIRCLES = {
     frozenset({"http_workers/remote_gateway.py", "http_workers/remote_models.py"}),
 }
 """Modules of a folder that imported each other when the rule was made. The list only shrinks."""
+NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}
 
 
@@ -264,10 +266,24 @@ def test_no_two_shipped_classes_share_a_name(root: Path) -> None:
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
+def test_no_file_of_the_server_names_an_extra(root: Path) -> None:
+    """They are found by their entry points alone: to take one away is to delete its folder."""
+    wrong = [
+        f"{path.relative_to(root)}:{number}: {line.strip()}"
+        for floor in (*MAY_IMPORT, "__init__.py", "__main__.py")
+        if not floor.startswith(("extras", "bench"))
+        for path in (sorted((root / floor).rglob("*.py")) if (root / floor).is_dir() else [root / floor])
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if NAMES_AN_EXTRA.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_rule_bites() -> None:
     assert complaint("core", "charonia.engine.core.step_loop", "charonia") == "core leans on engine"
     assert complaint("scheduler", "torch.nn", "charonia") == "scheduler imports torch"
     assert complaint("scheduler", "charonia.kvcache.manager", "charonia") is None
+    assert NAMES_AN_EXTRA.search("from ..extras.trtllm.build import TENSORRT_LLM")
     assert complaint("cli", "charonia.extras.trtllm.build", "charonia") == "cli leans on extras/trtllm"
     assert complaint("extras/trtllm", "charonia.extras.batches", "charonia") == "extras/trtllm leans on extras/batches"
 

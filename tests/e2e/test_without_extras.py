@@ -1,0 +1,60 @@
+"""The server without what extends it: a copy of the package that has no extras starts, serves, and says so."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.http as triton
+
+from .models import write_labelled, write_model
+from .serving import serving
+from .tensors import given
+
+WITHOUT_TREE = "import sys; sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in repr(finder)]"
+EXTRAS = "/console", "/v1/files", "/v1/batches", "/v2/models/echo/graph"
+
+
+@pytest.fixture(scope="module")
+def bare(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package, linked, but for its extras, which an editable install would find nevertheless."""
+    package = tmp_path_factory.mktemp("bare") / "charonia"
+    package.mkdir()
+    for entry in root.iterdir():
+        if entry.name not in ("extras", "tests", "docs", "build") and not entry.name.startswith("."):
+            (package / entry.name).symlink_to(entry)
+    (package.parent / "sitecustomize.py").write_text(WITHOUT_TREE)
+    return package.parent
+
+
+@pytest.mark.parametrize("flags", [(), ("--frontends", "2")])
+def test_it_starts_and_serves(bare: Path, tokenizer_only: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    write_labelled(tmp_path / "models", "echo")
+    write_model(tmp_path / "models", "llm", tokenizer_only, executor="fake", fake_vocab_size=384)
+    arguments = "--model-repository", str(tmp_path / "models"), *flags
+    with serving(tmp_path / "t", *arguments, variables={"PYTHONPATH": str(bare)}) as server:
+        with triton.InferenceServerClient(server.http_address) as client:
+            numbers = np.arange(16, dtype=np.float32)[None]
+            answer = client.infer("echo", [given(triton, "INPUT0", numbers)])
+            assert answer.as_numpy("OUTPUT0").tolist() == numbers.tolist()
+        asked = {"model": "llm", "prompt": "hi", "max_tokens": 2}
+        assert httpx.post(f"{server.url}/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 2
+        assert [server.status(path) for path in EXTRAS] == [404] * len(EXTRAS)
+        assert "batches" not in httpx.get(server.url).json()["endpoints"]
+        assert server.stop() == 0, server.said
+        assert "left out" not in server.said
+
+
+def said(bare: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> subprocess.CompletedProcess[str]:
+    monkeypatch.setenv("PYTHONPATH", str(bare))
+    command = [sys.executable, "-m", "charonia", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_its_command_line_has_no_flags_and_commands_of_theirs(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    help_ = said(bare, monkeypatch, "--help")
+    assert (help_.returncode, "serve" in help_.stdout, "graph" in help_.stdout) == (0, True, False)
+    flags = said(bare, monkeypatch, "serve", "--help").stdout
+    assert ("--http-port" in flags, "--files-dir" in flags, "--console" in flags) == (True, False, False)
