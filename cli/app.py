@@ -17,8 +17,8 @@ from cyclopts.validators import Number
 from .. import __version__
 from ..core.errors import CharoniaError, InvalidArgument, Unsupported
 from ..core.extensions import installed_extensions
+from ..repository.config_options import ConfigOptions
 from .foreign_flags import TritonFlags, VllmFlags, format_usage_error, vllm_flag_table
-from .options import ConfigOptions
 from .serve_command import serve_command
 
 log = logging.getLogger(__name__)

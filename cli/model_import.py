@@ -29,8 +29,8 @@ from ..repository.backend_registry import ENCODER_BACKEND, LANGUAGE_MODEL_BACKEN
 from ..repository.catalog import RepositoryCatalog
 from ..repository.config_defaults import detect_checkpoint_backend
 from ..repository.config_io import config_from_json, config_to_text, find_config
+from ..repository.config_options import ConfigOptions
 from ..repository.model_source import find_versions, is_checkpoint, is_repository
-from .options import ConfigOptions
 from .repository_check import CheckedModel, model_checker
 
 _MODEL_FILES = {".onnx": "model.onnx", ".pt": "model.pt", ".pth": "model.pt", ".ts": "model.pt", ".pt2": "model.pt2"}

@@ -24,9 +24,9 @@ from ..core.request import InferRequest, InferResponse, ParameterValue
 from ..core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
+from ..repository.config_options import ConfigOptions
 from ..repository.gateway import InProcessGateway
 from ..repository.model_control import ModelControl
-from .options import ConfigOptions
 
 ENDPOINT = "run-model"
 

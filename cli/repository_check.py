@@ -19,6 +19,7 @@ from ..repository.backend_registry import LANGUAGE_MODEL_BACKEND
 from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
 from ..repository.config_defaults import detect_checkpoint_backend
+from ..repository.config_options import ConfigOptions
 from ..repository.config_validation import ignored_field_message, ignored_fields
 from ..repository.gateway import InProcessGateway
 from ..repository.lifecycle import ignore_progress
@@ -28,7 +29,6 @@ from ..repository.object_storage.bucket_repository import open_buckets
 from ..repository.object_storage.locations import is_bucket_url
 from ..repository.route_file import ROUTES_FILE
 from ..telemetry.shared_state import ModelServices
-from .options import ConfigOptions
 
 
 class CheckedModel(NamedTuple):

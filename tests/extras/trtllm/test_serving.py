@@ -10,13 +10,14 @@ import pytest
 
 from charonia.cli.app import check
 from charonia.cli.model_selection import select_models
-from charonia.cli.options import ConfigOptions, RepositoryOptions
+from charonia.cli.options import RepositoryOptions
 from charonia.cli.repository_check import print_check_report
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GenerateRequest
 from charonia.core.sampling import SamplingParams
 from charonia.repository.builder import ModelBuilder, parse_backend_config
 from charonia.repository.catalog import RepositoryCatalog
+from charonia.repository.config_options import ConfigOptions
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.model_source import checkpoint_source
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from charonia.cli.options import ConfigOptions
 from charonia.cli.repository_check import print_check_report
 from charonia.core.errors import InvalidArgument, NotFound, Unavailable
 from charonia.repository.catalog import RepositoryCatalog
+from charonia.repository.config_options import ConfigOptions
 from charonia.repository.model_source import read_model
 from charonia.repository.object_storage.bucket_repository import models_of
 from charonia.repository.object_storage.object_cache import CacheFull
