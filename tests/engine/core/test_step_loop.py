@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from charonia.engine.core.messages import (
     Shutdown,
 )
 from charonia.engine.core.step_loop import EngineCore
+from charonia.engine.drafters.prediction import PredictionDrafter
 from charonia.engine.worker.executor import StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
@@ -27,6 +29,8 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import MaskArray, MaskSource, StepPlan, StepResult
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
+from charonia.scheduler.speculation import PREDICTION, DraftRequest, Speculation
+from charonia.telemetry.llm_metrics import EngineState
 
 BLOCKS = 16
 BLOCK_SIZE = 4
@@ -77,13 +81,18 @@ class Running:
     """A core that turns in a thread."""
 
     def __init__(
-        self, executor: FakeExecutor, ahead: int = 0, clock: Callable[[], float] = time.monotonic, rows: int = 4
+        self,
+        executor: FakeExecutor,
+        ahead: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        rows: int = 4,
+        speculation: Speculation | None = None,
     ) -> None:
         config = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=16, max_model_len=40, ahead=ahead)
         self.cache = cache = KVCacheManager(BLOCKS, BLOCK_SIZE)
         self.executor = executor
         self.executor.allocate(BLOCKS)
-        self.core = EngineCore(Scheduler(config, cache), cache, executor, clock=clock)
+        self.core = EngineCore(Scheduler(config, cache, speculation=speculation), cache, executor, clock=clock)
         self.outbox = Memory()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
@@ -303,3 +312,35 @@ def test_an_aborted_sequence_is_not_late() -> None:
         loop.add(2, [2], max_tokens=20)
         loop.wait(lambda: 2 in loop.outbox.finished())
     assert loop.outbox.finished() == {2: "length"}
+
+
+class NextTwo:
+    """Drafts one token that is right, and one that is not."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [[int([*request.prompt, *request.outputs][-1]) + 1, 0] for request in requests]
+
+
+def test_metrics_tell_drafters_apart() -> None:
+    """A prediction and the configured drafter serve beside each other, and the updates say what each of them did."""
+    speculation = Speculation({PREDICTION: PredictionDrafter(), "ngram": NextTwo()}, 2, 32_000)
+    speculation.observe_step = lambda *observed: None  # type: ignore[method-assign]  # drafts are always worth it
+    prompt, right = np.array([1, 2, 3], np.int32), np.arange(4, 16, dtype=np.int32)
+    with Running(FakeExecutor(block_size=BLOCK_SIZE), speculation=speculation) as running:
+        for key, prediction in ((1, right), (2, None)):
+            spec = SequenceSpec(key=key, prompt=prompt, max_tokens=12, prediction=prediction)
+            running.core.inbox.accept(AddRequest(spec))
+        running.wait(lambda: len(running.outbox.finished()) == 2)
+        assert running.outbox.tokens(1) == running.outbox.tokens(2) == right.tolist()
+        drafters = running.outbox.updates()[-1].totals.drafters
+    series: dict[str, Counter[str]] = {}
+    for reading in EngineState(drafters=drafters).readings():
+        if drafter := reading.labels.get("drafter"):
+            series.setdefault(drafter, Counter())[reading.family] += reading.value
+    assert series.keys() == {PREDICTION, "ngram"}
+    for name in series:
+        accepted = series[name]["charonia_accepted_tokens_total"]
+        assert series[name]["charonia_drafting_seconds_total"] > 0
+        assert series[name]["charonia_draft_tokens_total"] >= accepted > 0
+        assert series[name]["charonia_accepted_tokens_per_position_total"] == accepted
+    assert series["ngram"]["charonia_draft_tokens_total"] > series["ngram"]["charonia_accepted_tokens_total"]
