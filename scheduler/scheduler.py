@@ -74,7 +74,7 @@ class Scheduler:
         """Forget the times of steps so far: they say nothing of those to come."""
         self._prefill = self._make_budget(self.config)
         if self.speculation is not None:
-            self.speculation.reset_step_times()
+            self.speculation.costs.reset_step_times()
 
     @property
     def running(self) -> int:
@@ -211,7 +211,7 @@ class Scheduler:
         drafts = self._observe_drafts(flight, result) if flight.drafts else {}
         if seconds and self.speculation is not None and not flight.work.prefill_tokens:
             drafted, accepted = map(sum, zip(*drafts.values(), strict=True)) if drafts else (0, 0)
-            self.speculation.observe_step(flight.work.decode_tokens, seconds, drafted, accepted, host_seconds)
+            self.speculation.costs.observe_step(flight.work.decode_tokens, seconds, drafted, accepted, host_seconds)
         rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
         ending = frozenset(row for row, tokens in forced.items() if tokens.ends)
         continued = _continued(result, forced) if forced else result

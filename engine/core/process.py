@@ -150,7 +150,7 @@ def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
     guarded, most = GuardedDrafter(build_drafter(own, vocab_size), own.method), own.num_speculative_tokens
     drafters[own.method] = guarded
     speculation = Speculation(drafters, most, vocab_size, config.most_sampled, own.computes)
-    guarded.step_seconds, guarded.on_off = speculation.expected_seconds, speculation.note_off
+    guarded.step_seconds, guarded.on_off = speculation.costs.expected_seconds, speculation.note_off
     return speculation
 
 

@@ -85,8 +85,9 @@ class EveryDraft(Speculation):
     def is_due(self, step: int) -> bool:
         return True
 
-    def observe_step(self, *times: object, **more: object) -> None:
-        """It learns nothing."""
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.costs.observe_step = lambda *times, **more: None  # type: ignore[method-assign]
 
 
 def load(checkpoint: Path, enforce_eager: bool, **changes: Any) -> InlineExecutor:

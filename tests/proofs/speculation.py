@@ -35,6 +35,7 @@ from charonia.engine.worker.model_runner import verify_samples
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepLoad, StepSpread
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.draft_costs import DraftCosts
 from charonia.scheduler.plan import IntArray, ResolvedSampling, StepPlan, StepResult
 from charonia.scheduler.prefill_budget import StepWork
 from charonia.scheduler.scheduler import Scheduler
@@ -210,16 +211,24 @@ def read_texts(kinds: Sequence[str]) -> list[RecordedText]:
     return [text for text in texts if text.kind in kinds]
 
 
-class FullVerification(Speculation):
-    """Verifies every draft: it learns no step's cost."""
-
-    def is_due(self, step: int) -> bool:
-        return True
+class UnmeasuredCosts(DraftCosts):
+    """Learns no step's cost."""
 
     def observe_step(
         self, tokens: int, seconds: float, drafted: int = 0, accepted: int = 0, host_seconds: float = 0.0
     ) -> None:
         pass
+
+
+class FullVerification(Speculation):
+    """Verifies every draft."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], most: int, vocab_size: int) -> None:
+        super().__init__(drafters, most, vocab_size)
+        self.costs = UnmeasuredCosts()
+
+    def is_due(self, step: int) -> bool:
+        return True
 
 
 class DemoEngine:

@@ -10,10 +10,11 @@ from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler import speculation
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.draft_costs import PROBE_STEPS, DecodeCosts, DraftCosts
 from charonia.scheduler.plan import ForcedTokens, StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import GRAMMAR, PREDICTION, PROBE_STEPS, DecodeCosts, DraftRequest, Speculation
+from charonia.scheduler.speculation import GRAMMAR, PREDICTION, DraftRequest, Speculation
 
 RIGHT = 2
 """Tokens of each draft that are what the executor says, the last one and one more each time."""
@@ -119,10 +120,10 @@ def test_forced_tokens_leave_the_chance_of_drafts_as_it_is() -> None:
     loop.speculation.possible_drafts = lambda key, drafts, most: drafts or [7] * most
     loop.add(1, prompt=3, new=30, constrained=True, max_in_flight=1)
     loop.step()
-    chance = loop.speculation._chance
+    rate = loop.speculation._acceptance_rate
     for _ in range(4):
         assert loop.step()[0].drafted.tolist() == [7, 7, 7, 7], "wrong, as the executor counts: and yet no drafter's"
-    assert loop.speculation._chance == chance
+    assert loop.speculation._acceptance_rate == rate
     assert loop.speculation.totals[GRAMMAR].drafts == 4
     assert loop.speculation.totals["counting"].drafts == 0
 
@@ -415,11 +416,11 @@ def test_no_drafts_are_verified_because_they_slow_what_they_are_held_against() -
 
 def test_the_step_after_drafts_says_nothing_about_those_without() -> None:
     """It takes twice as long as they do, and is not learnt from."""
-    speculation = Speculation({"counting": Counting(9)}, 4, 32_000)
+    costs = DraftCosts()
     for drafted, seconds in [(0, 1.0), (4, 3.0), (0, 2.0), (0, 1.0)] * 20:
-        speculation.observe_step(1 + drafted, seconds, drafted, drafted)
-    assert speculation.expected_seconds(1) == pytest.approx(1.0)
-    assert speculation.expected_seconds(5) == pytest.approx(3.0)
+        costs.observe_step(1 + drafted, seconds, drafted, drafted)
+    assert costs.expected_seconds(1) == pytest.approx(1.0)
+    assert costs.expected_seconds(5) == pytest.approx(3.0)
 
 
 def test_sequences_that_rest_are_asked_together() -> None:

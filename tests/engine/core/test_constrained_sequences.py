@@ -91,7 +91,7 @@ class Served:
     def draft_always(self) -> None:
         """Whatever steps take."""
         assert self.speculation is not None
-        self.speculation.observe_step = lambda *observed: None  # type: ignore[method-assign]
+        self.speculation.costs.observe_step = lambda *observed: None  # type: ignore[method-assign]
 
     def close(self) -> None:
         self.grammars.close()

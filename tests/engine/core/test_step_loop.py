@@ -324,7 +324,7 @@ class NextTwo:
 def test_metrics_tell_drafters_apart() -> None:
     """A prediction and the configured drafter serve beside each other, and the updates say what each of them did."""
     speculation = Speculation({PREDICTION: PredictionDrafter(), "ngram": NextTwo()}, 2, 32_000)
-    speculation.observe_step = lambda *observed: None  # type: ignore[method-assign]  # drafts are always worth it
+    speculation.costs.observe_step = lambda *observed: None  # type: ignore[method-assign]  # drafts are always worth it
     prompt, right = np.array([1, 2, 3], np.int32), np.arange(4, 16, dtype=np.int32)
     with Running(FakeExecutor(block_size=BLOCK_SIZE), speculation=speculation) as running:
         for key, prediction in ((1, right), (2, None)):
