@@ -20,7 +20,7 @@ from ..engine.cpu import library
 from ..engine.cpu.matmul import GroupedFormat, GroupedMatmul, GroupedRows, MatmulFormat, PackedMatmul
 from ..engine.cpu.memory import HugePageArena
 from ..engine.layers.int4 import BYTES, GROUP_SIZE, TorchInt4Matmul, quantize_int4
-from ..engine.layers.linear import TorchInt8Matmul, quantize_rows, torch_matmul
+from ..engine.layers.torch_matmul import TorchInt8Matmul, quantize_rows, torch_matmul
 from .command import report_console, seconds_of, table_of
 from .machine_peaks import PeakMeter
 from .roofline import MachinePeaks, Precision

@@ -15,17 +15,8 @@ from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import FusedGate
 from ..gpu import runtime
-from .linear import (
-    LAYER,
-    ROUTER,
-    LayerMatmul,
-    OutputShard,
-    ProductMatrix,
-    RowLinear,
-    build_matmul,
-    column_linear,
-    column_slices,
-)
+from .linear import LayerMatmul, OutputShard, RowLinear, column_linear, column_slices
+from .product_matrix import LAYER, ROUTER, ProductMatrix, build_matmul
 from .step_context import StepContext
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ..attention.backend import CacheSpec
 from ..attention.selector import create_backend
 from ..checkpoint.build_context import BuildContext, Int4Plan
 from ..layers.int4 import dequantize_int4, quantize_int4
-from ..layers.linear import serves_int8
+from ..layers.product_matrix import serves_int8
 from ..layers.step_context import StepContext
 from ..step_batch import StepBatch
 from .interfaces import BuiltDecoder, CheckpointBuilder

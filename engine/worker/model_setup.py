@@ -16,7 +16,7 @@ from ..checkpoint.quantization_config import STORED_AS
 from ..config import EngineConfig
 from ..cpu import library
 from ..gpu import runtime
-from ..layers.linear import serves_int8
+from ..layers.product_matrix import serves_int8
 from ..models.interfaces import CheckpointBuilder
 from .devices import resolve_device
 

@@ -22,7 +22,7 @@ from charonia.engine.checkpoint.packing_cache import Packing, open_packing_cache
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import GroupedMatmul, GroupedRows
-from charonia.engine.layers.linear import LM_HEAD, ROUTER, build_matmul
+from charonia.engine.layers.product_matrix import LM_HEAD, ROUTER, build_matmul
 
 KERNELS = pytest.mark.skipif(library.level() is None, reason="no C extension here")
 INPUTS = 320

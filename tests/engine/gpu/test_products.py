@@ -13,7 +13,8 @@ from charonia.engine.checkpoint.quantised_weights import open_weights
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.config import EngineConfig
 from charonia.engine.cpu import library
-from charonia.engine.layers.linear import Matmul, build_matmul, torch_matmul
+from charonia.engine.layers.product_matrix import build_matmul
+from charonia.engine.layers.torch_matmul import Matmul, torch_matmul
 from charonia.engine.worker.loaded_rank import load_rank
 from tests.quantised_files import STYLES, write_quantised
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from charonia.engine.layers.linear import TorchInt8Matmul, quantize_rows
+from charonia.engine.layers.torch_matmul import TorchInt8Matmul, quantize_rows
 
 FP8 = torch.float8_e4m3fn
 

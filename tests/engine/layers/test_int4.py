@@ -12,7 +12,7 @@ from charonia.engine.checkpoint.packing_cache import PackingCache, open_packing_
 from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import GroupedFormat, GroupedMatmul, GroupedRows, PackedMatmul
 from charonia.engine.cpu.memory import HugePageArena
-from charonia.engine.layers import linear
+from charonia.engine.layers import product_matrix
 from charonia.engine.layers.int4 import (
     GROUP_SIZE,
     DequantizedMatmul,
@@ -143,15 +143,15 @@ def build(directory: Path, **changes: object) -> list[object]:
     """The products of the model's layers."""
     made: list[object] = []
     context = BuildContext(torch.bfloat16, torch.device("cpu"), 64, quantization="int4")._replace(**changes)  # type: ignore[arg-type]
-    before = linear.ProductMatrix.packed
+    before = product_matrix.ProductMatrix.packed
 
-    def noting(matrix: linear.ProductMatrix, bias: torch.Tensor | None) -> PackedMatmul | GroupedMatmul:
+    def noting(matrix: product_matrix.ProductMatrix, bias: torch.Tensor | None) -> PackedMatmul | GroupedMatmul:
         product = before(matrix, bias)
         made.append(product)
         return product
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear.ProductMatrix, "packed", noting)
+        patch.setattr(product_matrix.ProductMatrix, "packed", noting)
         checkpoint_builder(open_checkpoint(directory)).build(context)
     return made
 
@@ -202,7 +202,7 @@ def test_without_kernels_four_bits_are_served_too(
 ) -> None:
     monkeypatch.setattr(library, "supports", lambda *_: False)
     made: list[object] = []
-    monkeypatch.setattr(linear, "TorchInt4Matmul", lambda *given: made.append(given) or TorchInt4Matmul(*given))
+    monkeypatch.setattr(product_matrix, "TorchInt4Matmul", lambda *given: made.append(given) or TorchInt4Matmul(*given))
     context = BuildContext(torch.float32, torch.device("cpu"), 64, quantization="int4")
     checkpoint_builder(open_checkpoint(checkpoint("llama"))).build(context)
     assert len(made) > 2

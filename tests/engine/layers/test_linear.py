@@ -9,16 +9,8 @@ import torch
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.cpu import library
-from charonia.engine.layers.linear import (
-    LAYER,
-    ROUTER,
-    PackedMatmul,
-    TorchInt8Matmul,
-    build_matmul,
-    onednn_packing_works,
-    quantize_rows,
-    torch_matmul,
-)
+from charonia.engine.layers.product_matrix import LAYER, ROUTER, PackedMatmul, build_matmul
+from charonia.engine.layers.torch_matmul import TorchInt8Matmul, onednn_packing_works, quantize_rows, torch_matmul
 
 NAMES = [f"model.layers.0.mlp.{one}_proj.weight" for one in ("gate", "up")]
 PIECES = [TensorSlice(name, (96, 64), slice(10, 75), slice(3, 64)) for name in NAMES]
@@ -98,7 +90,9 @@ def test_the_packed_product_is_the_plain_one(dtype: torch.dtype) -> None:
 
 
 def test_without_onednn_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("charonia.engine.layers.linear._onednn_matmul", lambda *_: lambda x: torch.zeros(len(x), 80))
+    monkeypatch.setattr(
+        "charonia.engine.layers.torch_matmul._onednn_matmul", lambda *_: lambda x: torch.zeros(len(x), 80)
+    )
     onednn_packing_works.cache_clear()
     assert not onednn_packing_works(torch.float32)
     monkeypatch.undo()

@@ -19,12 +19,8 @@ from charonia.engine.checkpoint.model_spec import CheckpointError, LayerAttentio
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.interfaces import BuiltDecoder
 from charonia.engine.models.registry import checkpoint_builder
-from charonia.engine.models.transformers_fallback import (
-    ATTENTION_NAME,
-    TransformersDecoder,
-    probe_layers,
-    register_attention,
-)
+from charonia.engine.models.transformers_attention import ATTENTION_NAME, probe_layers, register_attention
+from charonia.engine.models.transformers_fallback import TransformersDecoder
 from charonia.engine.step_batch import StepBatch
 
 SIZES = {
