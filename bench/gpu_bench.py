@@ -341,7 +341,7 @@ class GpuBench:
     @property
     def token_bytes(self) -> int:
         """Of a token's keys and values."""
-        return self.executor.rank.attention.block_bytes // BLOCK
+        return self.executor.rank.runner.computer.attention.block_bytes // BLOCK
 
     def release(self) -> None:
         """Give the model's memory back; whoever asks for the executor makes another."""

@@ -51,12 +51,13 @@ class RankAdapter:
 
 
 class AdapterBlocks(NamedTuple):
-    """A step's adapters as the kernels of a GPU read them. `packed`, int64 [4, W]: packed places that have an adapter,
-    one adapter's after the other's; then for each block, of `most` at most, the address of its adapter's table, and
-    its first of these places and the end of them, which are BLOCK_PLACES at most. Blocks at address 0 are nobody's."""
+    """A step's adapters as the kernels of a GPU read them, in blocks of up to BLOCK_PLACES places of one adapter."""
 
     packed: Tensor
+    """int64 [4, W]: packed places that have an adapter, one adapter's after the other's; then, for each block, the
+    address of its adapter's table (0: it is nobody's), the first of its places among these, and the end of them."""
     most: int
+    """The most blocks that there may be."""
 
 
 class StepAdapters:

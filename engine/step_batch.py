@@ -33,18 +33,17 @@ def as_signed64(value: int) -> int:
 
 
 class SampledTokens(NamedTuple):
-    """Tokens that a decoder chooses by itself, from the logits as they are.
-
-    It writes them into `tokens`, int32 [S], chosen as `sampling` [S] says (None: the likeliest ones). `selected` [S],
-    ascending: which of the places with logits they are chosen at; None is all of them.
-    `mask_of` [S]: which of the masks, that come while the step is computed, says what each may be, -1 for none; their
-    logits are changed. None: no token has one.
-    """
+    """Tokens that a decoder chooses by itself, from the logits as they are."""
 
     tokens: IntArray
+    """int32 [S], which the decoder writes."""
     sampling: SamplingArray | None = None
+    """[S] how each is chosen; None: the likeliest ones."""
     selected: LongArray | None = None
+    """[S] which of the places with logits each is chosen at, ascending; None: all of them."""
     mask_of: LongArray | None = None
+    """[S] which of the masks, which come while the step is computed, says what each may be, -1 for none; logits with a
+    mask are changed. None: no token has one."""
 
 
 class DeviceBatch(NamedTuple):
@@ -60,15 +59,8 @@ class DeviceBatch(NamedTuple):
 
 
 class StepBatch:
-    """R rows of `counts` tokens each from position `starts` on, N in all, row after row.
-
-    `rows`, `starts` and `counts`, int32 [R], are host numbers; `rows` are lines of two tables on the device that have a
-    line for every row of the worker: `token_ids` int32 [lines, max_tokens], and `block_ids` int64 [lines, max_blocks],
-    with anything after the last block. Everything else is derived when it is asked for: on a GPU from `on_device`.
-
-    Where `on_device` is given, it stands in buffers whose numbers change when a recorded step is replayed: `starts` and
-    `counts` on the host are then upper bounds, by which kernels choose their grids, and nothing else is known of rows.
-    """
+    """R rows of `counts` tokens each from position `starts` on, N in all, row after row. What is not given is derived
+    when a kernel or layer reads it: on a GPU from `on_device`."""
 
     def __init__(
         self,
@@ -80,6 +72,10 @@ class StepBatch:
         block_size: int,
         on_device: DeviceBatch | None = None,
     ) -> None:
+        """`rows`, `starts` and `counts`, [R], are host numbers; `rows` are lines of `token_ids` int32 [lines,
+        max_tokens], and of `block_ids` int64 [lines, max_blocks], with anything after the last block. `on_device`: of a
+        recorded step, buffers whose numbers change when it is replayed. Then `starts` and `counts` are upper bounds, by
+        which kernels choose their grids."""
         self.rows, self.starts, self.counts = (np.ascontiguousarray(x, np.int32) for x in (rows, starts, counts))
         self.token_ids = token_ids
         self.block_ids = block_ids

@@ -51,7 +51,8 @@ class DeviceAttention(AttentionBackend):
 
 def compute_on_queue(rank: LoadedRank) -> DeviceStepComputer:
     """Have the steps of a rank computed as on a device, whose queue is worked off at once."""
-    computer = DeviceStepComputer(rank.runner.computer.decoder, rank.attention, rank.rows, torch.device("cpu"))
+    before = rank.runner.computer
+    computer = DeviceStepComputer(before.decoder, before.attention, rank.rows, torch.device("cpu"))
     rank.runner.computer = computer
     return computer
 

@@ -90,8 +90,6 @@ LONGER_FILES = {
     "api/openai/responses_request.py",
     "cli/model_import.py",
     "engine/gpu/experts.py",
-    "engine/layers/linear.py",
-    "engine/models/transformers_fallback.py",
     "http_workers/messages.py",
     "http_workers/remote_gateway.py",
     "http_workers/session.py",

@@ -13,18 +13,22 @@ from ..step_batch import StepBatch
 
 
 class CacheSpec(NamedTuple):
-    """One rank's cache: `attention` of each layer, the number of query heads and of key/value heads, in blocks of
-    `block_size` tokens. Layers with a window keep all tokens, too. `kv_cache_dtype`: "auto" stores the dtype computed
-    in, "int8" and "fp8" (e4m3) a byte for each number and a scale for each token and head."""
+    """One rank's cache of keys and values."""
 
     attention: tuple[LayerAttention, ...]
+    """That of each layer. Layers with a window keep all tokens, too."""
     heads: int
+    """Query heads."""
     kv_heads: int
+    """Key/value heads."""
     head_dim: int
     block_size: int
+    """Tokens of a block."""
     dtype: torch.dtype
+    """The dtype that is computed in."""
     device: torch.device
     kv_cache_dtype: str = "auto"
+    """"auto" stores `dtype`, "int8" and "fp8" (e4m3) a byte for each number and a scale for each token and head."""
 
     @property
     def layers(self) -> int:

@@ -1,8 +1,4 @@
-"""Cache blocks in the host's memory, and their way from a device and back.
-
-On a GPU no copy keeps the step waiting for the bus: what leaves is first copied on the device, in the order of the
-steps, and then by a stream of its own; what comes back is on its way while the step before is computed.
-"""
+"""Cache blocks in the host's memory, and their way from a device and back. On a GPU no step waits for the bus."""
 
 from collections.abc import Sequence
 
@@ -47,6 +43,7 @@ class HostCache:
                     self._take_away(device_blocks[block], host_blocks[slot])
 
     def _take_away(self, block: Tensor, slot: Tensor) -> None:
+        """Copy a block to the host: first on the device, in the order of the steps, and then by a stream of its own."""
         if self._stream is None:
             slot.copy_(block)
             return
@@ -57,6 +54,7 @@ class HostCache:
         staged.record_stream(self._stream)
 
     def _bring_back(self, slot: Tensor, block: Tensor) -> None:
+        """Copy a block to the device: it is on its way while the step before is computed."""
         if self._stream is None:
             block.copy_(slot)
             return

@@ -1,9 +1,8 @@
 """Attention in plain torch: by its formula on any device, the oracle of every other backend, and on the CPU by torch's
 flash attention over keys and values that are gathered block by block.
 
-There rows that compute one token are batched by length; longer chunks go one sequence at a time. The query heads that
-share a key/value head are always spread over an axis of their own: SDPA's `enable_gqa` expands the keys. Behind a
-window only the blocks that some token still sees are gathered.
+There rows that compute one token are batched by length; longer chunks go one sequence at a time. Behind a window only
+the blocks that some token still sees are gathered.
 """
 
 import math
@@ -127,7 +126,8 @@ class _AttentionPart(NamedTuple):
 
 class TorchSdpaAttention(AttentionBackend):
     """Keys and values of each layer, each [blocks, block_size * kv_heads * head_dim], and attention by
-    `F.scaled_dot_product_attention`."""
+    `F.scaled_dot_product_attention`. The query heads that share a key/value head are spread over an axis of their own:
+    its `enable_gqa` would expand the keys."""
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)

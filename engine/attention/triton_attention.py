@@ -1,11 +1,5 @@
 """Attention by Triton kernels on a GPU: decoding rows in one launch, chunks of prompts in another, whatever is mixed in
-a step. A row's result depends on its own tokens alone, but for a chunk's, on how its prompt was cut.
-
-Keys and values may be kept in int8 or fp8 (e4m3), rounded once, when they are written. Either has a scale for each
-token and head, after its largest magnitude: 4 bytes beside head_dim. So nothing is calibrated, no outlier costs other
-tokens their precision, and nothing is out of range (keys of some models reach hundreds, e4m3 ends at 448). Of
-numbers above a fourteenth of that largest one int8 keeps more than fp8, up to nine times as much, of smaller ones fp8.
-"""
+a step. A row's result depends on its own tokens alone, but for a chunk's, on how its prompt was cut."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -19,7 +13,9 @@ from ..step_batch import StepBatch
 from .backend import AttentionBackend, BackendSupport, CacheSpec
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""What the numbers of a cache are kept as, by `CacheSpec.kv_cache_dtype`."""
+"""What the numbers of a cache are kept as, by `CacheSpec.kv_cache_dtype`, rounded once, when they are written. Either
+has a scale for each token and head, after its largest magnitude (float32): nothing is calibrated, and nothing is out of
+range. Of numbers above a fourteenth of that largest one int8 keeps more than fp8 (e4m3), of smaller ones fp8."""
 
 
 class TritonAttention(AttentionBackend):

@@ -1,9 +1,7 @@
 """Decode steps as CUDA graphs, one for each bucket of places and context lengths.
 
-A decode step launches the same kernels again and again, and launching them takes the host longer than a fast GPU
-computes. A graph is recorded of a step over buffers that stay: the numbers of its rows, padded to the bucket by rows of
-count 0, the adapters of its places, and what comes out. A step then writes its numbers there and replays the graph, one
-launch for all kernels. Rows with drafts have several places, packed as in any step: a bucket counts places, not rows.
+Launching a decode step's kernels takes the host longer than a fast GPU computes. So a graph of them is recorded over
+buffers that stay; a step writes its numbers there and replays the graph, one launch for all kernels.
 """
 
 import logging
@@ -97,8 +95,8 @@ class _Failures(NamedTuple):
 
 
 class GraphKey(NamedTuple):
-    """A bucket: steps of up to so many `places`, at most `most` of one row, in sequences of up to `context` tokens,
-    with adapters or without."""
+    """A bucket: steps of up to so many `places`, at most `most` of one row (with drafts it has several), in sequences
+    of up to `context` tokens, with adapters or without."""
 
     context: int
     adapted: bool

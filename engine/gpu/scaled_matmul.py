@@ -6,7 +6,7 @@ Activations are quantised in one kernel, row by row or group by group. Few rows 
 them: where there are too few outputs to occupy the device, inputs are split in parts, whose sums a second kernel adds
 in their order.
 How many parts there are depends on the matrix alone, so rows do not depend on each other: in int8, where sums are
-exact, not at all, in fp8 as long as one form of `_plan` serves. The reference is `layers.linear.TorchInt8Matmul`,
+exact, not at all, in fp8 as long as one form of `_plan` serves. The reference is `layers.torch_matmul.TorchInt8Matmul`,
 bit for bit.
 """
 

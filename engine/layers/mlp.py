@@ -33,18 +33,20 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedMLPSpec(NamedTuple):
-    """The names of a gated layer's matrices, its sizes and activation; `fused` names the one matrix that holds gate
-    and up, where a checkpoint has them in one."""
+    """The names of a gated layer's matrices, its sizes and activation."""
 
     name: str
+    """What the names of the matrices, which follow, come after."""
     hidden: int
     intermediate: int
     bias: bool = False
     activation: str = "silu"
+    """One of ACTIVATION_FUNCTIONS."""
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     fused: str | None = None
+    """The one matrix that holds gate and up, where a checkpoint has them in one."""
 
     def gate_and_up(self, features: slice) -> list[OutputShard]:
         """The matrices of gate and up, of each the output `features` that this rank computes."""

@@ -1,9 +1,7 @@
 """The short calibration before a model goes to four bits: which inputs of a matrix matter, and which matrices most.
 
-It needs no text: the model writes its own. From random tokens each pass predicts, and draws, the next token of each
-place at once, and what one pass drew the next one is given; so after a few passes a stretch of text follows from what
-stands before it. (The model's own text as data: arXiv 2305.17888.) Then each matrix in turn is made as noisy as four
-bits would, and what that does to the model's predictions is the cost of quantising it.
+The model writes the text itself (arXiv 2305.17888). Then each matrix in turn is made as noisy as four bits would, and
+what that does to the model's predictions is the cost of quantising it.
 """
 
 import re
@@ -160,7 +158,9 @@ class _Reader:
         return (piece.float() for piece in logits)
 
     def own_text(self, length: int, vocabulary: int) -> Tensor:
-        """Token ids int64 [length] on the CPU."""
+        """Token ids int64 [length] on the CPU. From random tokens each pass draws the next token of all places at once,
+        and the next pass goes on from those: after a few passes each stretch of text follows from what stands before
+        it."""
         generator = torch.Generator().manual_seed(_SEED)
         tokens = torch.randint(0, vocabulary, (length,), generator=generator)
         for _ in range(PASSES):

@@ -27,21 +27,20 @@ class Decoder(Protocol):
     """A causal language model over the packed tokens of several sequences, or one rank's share of it."""
 
     def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator | None:
-        """Compute the tokens of `context`, whose attention counts this rank's layers from 0.
+        """Compute the tokens of `context`; returns the logits of each selection of packed places [S], ascending, in the
+        model's dtype or in float32. No place is in two of them.
 
-        Each selection is packed places [S], ascending, and no place is in two of them. Returns the logits of each, in
-        the model's dtype or in float32, the same on every rank of the last pipeline stage; all of these ranks must ask
-        for equally many before the next step. The other stages hand their hidden states on and return None, and all
-        but the first ignore token ids.
+        All ranks of the last stage have the same logits, and must ask for equally many before the next step. The other
+        stages hand their hidden states on and return None.
         """
 
     def begin_step(
         self, context: StepContext, logits_indices: Tensor, samples: SampledTokens | None = None
     ) -> StepRun | None:
-        """Begin to compute the tokens of `context` beside the caller, when the steps begun before are computed, and
-        logits of the packed places `logits_indices` [S], ascending, as many of a row as the caller likes. With
-        `samples` tokens are sampled, too, and stored in the batch's token ids: then the next step may begin before this
-        one is finished. None: only `compute_logits` can compute this step."""
+        """Begin to compute the tokens of `context`, and logits of the packed places `logits_indices` [S], ascending,
+        beside the caller and behind the steps begun before. With `samples` tokens are sampled, too, and stored in the
+        batch's token ids, so that the next step may begin behind this one. None: only `compute_logits` can compute
+        this step."""
 
     def close(self) -> None:
         """End the threads of `begin_step`, when everything begun is computed; no step may follow."""

@@ -151,9 +151,9 @@ class TransformersDecoder:
         return logits
 
     def _logits_again(self, context: StepContext, layers_output: Any, places: Tensor) -> Tensor:
-        """Logits of other places of a step that was computed. Each class does things of its own between its layers and
-        its logits, so the model is called again, for one token, and a hook puts the step's `layers_output` in place of
-        that token's: of the places alone, for some classes take what is longer than their input for cut already."""
+        """Logits of other places of a step that was computed: the model is called again, for one token, and a hook puts
+        the step's `layers_output` in place of that token's. What each class does between layers and logits is done so,
+        too. Of the places alone: some classes take what is longer than their input for cut already."""
 
         def attend_nowhere(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return q.new_zeros(len(q), q.shape[1] * v.shape[2])

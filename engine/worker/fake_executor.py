@@ -1,8 +1,7 @@
 """An executor that computes nothing: the next token is the last one plus one, or the next that a mask allows.
 
-It believes no plan: rows, positions, block tables and the contents of every block are checked as a real executor
-would depend on them, and a plan that breaks the contract fails its future. Ships with the package: tests, benches
-and a server without weights run on it.
+It believes no plan: rows, positions, block tables and the contents of every block are checked, and a plan that breaks
+the contract fails its future. Tests, benches and a server without weights run on it.
 """
 
 import time

@@ -13,7 +13,6 @@ import torch
 
 from ...core.errors import InvalidArgument
 from ...processes.host import usable_cores
-from ..attention.backend import AttentionBackend
 from ..attention.selector import capable_backends
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
@@ -37,7 +36,6 @@ from .rank_memory import estimate_step_bytes, free_memory, measure_step_bytes
 from .roofline import measure_roofline
 from .row_states import RowStates
 from .step_computer import StepComputer
-from .step_drafter import StepDrafter
 from .step_recording import record_decode_steps
 
 log = logging.getLogger(__name__)
@@ -57,15 +55,6 @@ class LoadedRank:
     """None where none may be loaded."""
     served: ServedForms | None = None
     """What the matrices are kept as, where that is known."""
-
-    @property
-    def attention(self) -> AttentionBackend:
-        return self.runner.computer.attention
-
-    @property
-    def draft(self) -> StepDrafter | None:
-        """What proposes tokens, on the rank that reports results."""
-        return self.runner.draft
 
     @property
     def loaded_adapters(self) -> RankAdapters:
@@ -100,7 +89,7 @@ class LoadedRank:
         return Capacity(
             self.shape.vocab_size,
             self.context.max_positions,
-            self.attention.block_bytes + (0 if self.draft is None else self.draft.attention.block_bytes),
+            sum(attention.block_bytes for attention in self.runner.attentions),
             max(free_bytes, 0),
             machine=self._machine() if on_cpu else "",
             ahead=0 if on_cpu else 1,
@@ -124,11 +113,9 @@ def load_rank(
     progress: Callable[[float], None] = lambda _: None,
     builder: CheckpointBuilder | None = None,
 ) -> LoadedRank:
-    """Load this rank's share of the model. `progress` is called with the fraction of its bytes read so far. `builder`:
-    the checkpoint's, where it is not that of a directory.
-
-    Computes on torch's threads as they are set; ranks of a stage must have the same number of them, for each chooses
-    tokens by itself. The thread that loads is the one that computes: a GPU becomes its current one.
+    """Load this rank's share of the model, in the thread that will compute. `progress` is called with the fraction of
+    its bytes read so far. `builder`: the checkpoint's, where it is not that of a directory. Ranks of a stage must have
+    equally many of torch's threads, for each chooses tokens by itself.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.

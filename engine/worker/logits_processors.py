@@ -1,9 +1,7 @@
 """Changing logits before a token is chosen, for the rows that ask for it.
 
-Processors run in the order of transformers and vLLM: bias, bans (bad words, stops before the minimum of tokens),
-repetition penalty, presence and frequency penalties, tokens that are not allowed; temperature, top-k, top-p and min-p
-follow in `sampler.py`. They keep no state: a row's history is its token ids, which stand on the device anyway, sampled
-ones included. So a row that was preempted, or is scheduled ahead, cannot count wrongly.
+Processors keep no state: a row's history is its token ids, which stand on the device anyway, sampled ones included. So
+a row that was preempted, or is scheduled ahead, cannot count wrongly.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -141,7 +139,8 @@ def _allow_only(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _
 
 
 PROCESSORS: tuple[LogitsProcessor, ...] = (_add_biases, _ban_words, _penalise_repetition, _penalise_output, _allow_only)
-"""In the order in which they run. A new parameter of `LogitsParams` is a function in this list."""
+"""In the order in which they run, which is that of transformers and vLLM; temperature, top-k, top-p and min-p follow in
+`sampler.py`. A new parameter of `LogitsParams` is a function in this list."""
 
 
 def prepare_logits_params(prompt: int, params: LogitsParams) -> PreparedLogitsParams:

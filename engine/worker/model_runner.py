@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...core.logprobs import Logprobs
 from ...scheduler.plan import IntArray, MaskSource, StepPlan, StepResult
+from ..attention.backend import AttentionBackend
 from ..attention.host_cache import HostCache
 from ..gpu.graphs import DecodeGraphs
 from .row_states import RowStates, StepInputs
@@ -57,16 +58,20 @@ class ModelRunner:
         cache they were filled with."""
         self._forget_graphs()
         self._rows.clear()
-        attention = self.computer.attention
-        attention.allocate(blocks)
+        for attention in self.attentions:
+            attention.allocate(blocks)
         if self.draft is not None:
-            self.draft.attention.allocate(blocks)
             self.draft.forget(blocks)
         self._host_cache = None
         if host_blocks:
-            caches = [attention] if self.draft is None else [attention, self.draft.attention]
-            views = [view for cache in caches for view in cache.device_blocks]
+            views = [view for attention in self.attentions for view in attention.device_blocks]
             self._host_cache = HostCache(views, host_blocks)
+
+    @property
+    def attentions(self) -> list[AttentionBackend]:
+        """The caches that have the same blocks: that of the computer, and that of what drafts."""
+        drafting = [] if self.draft is None else [self.draft.attention]
+        return [self.computer.attention, *drafting]
 
     @property
     def all_graphs(self) -> list[DecodeGraphs]:

@@ -132,7 +132,7 @@ def generate(
 def captured(checkpoint: Path, **changes: Any) -> InlineExecutor:
     """One all of whose graphs are captured already."""
     executor = load(checkpoint, enforce_eager=False, **changes)
-    if not executor.rank.attention.recordable_places:
+    if not executor.rank.runner.computer.attention.recordable_places:
         pytest.skip("steps with the device's attention cannot be recorded")
     missing = sum(len(each.buckets.keys) for each in executor.rank.runner.all_graphs)
     for _ in range(missing):

@@ -341,14 +341,14 @@ def test_a_draft_models_passes_are_replayed(drafting: Setting, cancelled: dict[i
 def test_what_can_be_recorded_is(drafting: Setting, adapted: Setting, caplog: pytest.LogCaptureFixture) -> None:
     """As many places a row as drafts need, and the attention takes; two for a draft model."""
     rank = drafting.executor.rank
-    record_decode_steps(drafting.config, rank.context, drafting.computer, rank.draft, drafting.recorder)
+    record_decode_steps(drafting.config, rank.context, drafting.computer, rank.runner.draft, drafting.recorder)
     target, draft = rank.runner.all_graphs
     assert (target.buckets.most, target.buckets.adapters) == (1 + MOST, 0)
     assert (draft.buckets.most, draft.buckets.contexts) == (2, target.buckets.contexts)
     many = msgspec.structs.replace(
         drafting.config, speculation=SpeculationConfig(num_speculative_tokens=20, method="ngram")
     )
-    record_decode_steps(many, rank.context, drafting.computer, rank.draft, drafting.recorder)
+    record_decode_steps(many, rank.context, drafting.computer, rank.runner.draft, drafting.recorder)
     assert rank.runner.all_graphs[0].buckets.most == DeviceAttention.recordable_places
     while any(graphs.capture_one() for graphs in rank.runner.all_graphs):
         pass
@@ -356,7 +356,7 @@ def test_what_can_be_recorded_is(drafting: Setting, adapted: Setting, caplog: py
     drafting.computer.graphs = None
     with caplog.at_level("INFO"):
         eager = msgspec.structs.replace(drafting.config, enforce_eager=True)
-        record_decode_steps(eager, rank.context, drafting.computer, rank.draft, drafting.recorder)
+        record_decode_steps(eager, rank.context, drafting.computer, rank.runner.draft, drafting.recorder)
     assert drafting.computer.graphs is None
     assert caplog.messages == ["decode steps are computed without CUDA graphs: enforce_eager"]
 

@@ -76,7 +76,7 @@ def generate(
     sizes = CacheConfig(block_size=BLOCK, dtype=kept)
     executor = InlineExecutor(EngineConfig(model=str(directory), device="cpu", attention=attention, cache=sizes))
     executor.load(lambda phase, fraction: None)
-    assert isinstance(executor.rank.attention, backend)
+    assert isinstance(executor.rank.runner.computer.attention, backend)
     cache = KVCacheManager(5, BLOCK, prefix_caching=True)
     executor.allocate(5)
     config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=13, max_model_len=64)

@@ -310,8 +310,8 @@ def test_whatever_its_cache_holds_changes_no_text(target: Path, head: Head, conf
     """Blocks of a prefix hit, for which nothing was proposed, have what was in them before: at worst no numbers."""
 
     def spoil(executor: InlineExecutor) -> None:
-        assert executor.rank.draft is not None
-        executor.rank.draft.attention._cache.fill_(255 if not config else torch.nan)  # type: ignore[attr-defined]
+        assert executor.rank.runner.draft is not None
+        executor.rank.runner.draft.attention._cache.fill_(255 if not config else torch.nan)  # type: ignore[attr-defined]
 
     plain = EngineConfig(model=str(target), device="cpu", cache=CacheConfig(block_size=BLOCK), **config)
     texts, found = run(config_of(target, head, **config), before_step=spoil)
@@ -417,7 +417,7 @@ def test_a_head_goes_on_from_the_states_of_replayed_steps(
             rank.rows._lines = 3  # as on a GPU, where tables stay
             computer = compute_on_queue(rank)
             executor.allocate(BLOCKS)
-            record_decode_steps(config, rank.context, computer, rank.draft, recorder)
+            record_decode_steps(config, rank.context, computer, rank.runner.draft, recorder)
             while any(each.capture_one() for each in rank.runner.all_graphs):
                 pass
         eager.append(executor.eager_steps)

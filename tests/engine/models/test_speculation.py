@@ -265,8 +265,8 @@ def test_a_draft_model_computes_with_the_models_threads_but_behind_no_later_step
     model = models(speculation=half_right, scheduler=SchedulerConfig(ahead=ahead))
     model.run(SAMPLINGS["greedy"], ProposedDrafts(), lengths=(30,), ahead=ahead)
     rank = model.executor.rank
-    assert rank.draft is not None
-    own, threads = (each.program.threads for each in (rank.draft.model, rank.runner.computer.decoder))  # type: ignore[union-attr]
+    assert rank.runner.draft is not None
+    own, threads = (each.program.threads for each in (rank.runner.draft.model, rank.runner.computer.decoder))  # type: ignore[union-attr]
     assert (own is threads) == (not ahead)
 
 

@@ -159,5 +159,5 @@ def test_a_draft_model_without_a_tokenizer_needs_as_many_tokens(
     with pytest.raises(InvalidArgument, match=r"has another number of tokens than .*, and no tokenizer"):
         load_rank(EngineConfig(model=str(DEMO), device="cpu", speculation=other))
     rank = load_rank(EngineConfig(model=str(checkpoint("llama")), device="cpu", speculation=other))
-    assert rank.draft is not None
+    assert rank.runner.draft is not None
     rank.close()

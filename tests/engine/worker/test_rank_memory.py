@@ -63,7 +63,9 @@ def test_the_worst_step_is_measured_with_what_graphs_keep(
     monkeypatch.setattr(rank.runner.computer.decoder, "compute_logits", watched)
     monkeypatch.setattr(rank_memory, "peak_bytes", peak)
     rows = RowStates(256, 16, torch.device("cpu"), lines=3)
-    computer = DeviceStepComputer(rank.runner.computer.decoder, rank.attention, rows, torch.device("cpu"))
+    computer = DeviceStepComputer(
+        rank.runner.computer.decoder, rank.runner.computer.attention, rows, torch.device("cpu")
+    )
     runner = ModelRunner(computer, rows)
     assert measure_step_bytes(rank.config, rank.context, runner, computer) == 1000
     assert sizes == [(600, 64)]
