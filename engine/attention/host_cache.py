@@ -33,9 +33,9 @@ class HostCache:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._host_blocks = [_HostBlocks(slots, blocks, on_gpu) for blocks in device_blocks]
 
-    def move(self, moves: IntArray) -> None:
-        """Make the `moves` [V, 3] of a plan, behind what is queued on the device, or, on a CPU, at once."""
-        for block, slot, back in moves.tolist():
+    def copy_blocks(self, block_copies: IntArray) -> None:
+        """Make the `block_copies` [V, 3] of a plan, behind what is queued on the device, or, on a CPU, at once."""
+        for block, slot, back in block_copies.tolist():
             for device_blocks, host_blocks in zip(self._device_blocks, self._host_blocks, strict=True):
                 if back:
                     self._bring_back(host_blocks[slot], device_blocks[block])

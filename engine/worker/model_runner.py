@@ -162,7 +162,7 @@ class ModelRunner:
                 return False
             before.begun.make_masks()  # to begin a step may mean to wait for the one before
         if self._host_cache is not None:
-            self._host_cache.move(step.plan.block_copies)
+            self._host_cache.copy_blocks(step.plan.block_copies)
         step.begun = self.computer.begin(step.inputs, step.masks)
         return True
 
