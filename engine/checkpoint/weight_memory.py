@@ -1,5 +1,6 @@
 """The memory that a checkpoint's weights will take, by the headers of its files, before anything is loaded. Imports no
-torch; `layers.product_matrix.ProductMatrix` says of each product what is counted here. Measured, it is `ServedForms.bytes`."""
+torch; `layers.product_matrix.ProductMatrix` says of each product what is counted here. Measured, it is
+`ServedForms.bytes`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
