@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..core.metrics import SequenceState
 from ..kvcache.manager import BlockTable, KVCacheManager
-from .plan import IntArray, LongArray
+from .plan import IntArray, LongArray, NewSequence
 from .prefill_budget import StepWork
 from .sequence import Sequence
 from .waiting_queue import WaitingQueue
@@ -68,24 +68,12 @@ class RunningSet:
     `committed <= computed <= scheduled <= expected`, which is known + pending, and `computed < known`: computing the
     newest token is what samples its successor. (Until plans in flight are back, `scheduled` of an ended or awaiting
     row counts on tokens that will not come.)
-
-    `prefilling`: running rows that were not sampled in this stay; all other running rows decode. `awaiting_results`: a
-    result was not what later plans built on; these rows are not scheduled until those plans are back. `releasing`: the
-    sequence ended or was preempted; plans in flight still have it. `capped`: rows with a lower `max_in_flight` than the
-    others. `scoring`: rows that want log-probabilities of their prompts. `drafting`: those that may have drafts.
-    `constrained`: the key of each row whose tokens the host follows; `forced`: (row, position, token) that it put there
-    and the executor has not been told of. `itl_targets`: seconds between tokens that a row wants, of rows that say so.
-    `adapters`: rows by adapter. Each is empty in most steps, which then touch none of it. Nor do they look for rows
-    whose last token came while at least `min_remaining` tokens are still to come to every running row.
-
-    `closed_rows`: rows freed since the last plan. `started`: (key, prompt tokens found in the prefix cache) of
-    sequences first admitted since the last updates. `blocked`: the sequence that was last found not to fit, and the
-    blocks that were to be had then.
     """
 
     def __init__(self, size: int, cache: KVCacheManager, waiting: WaitingQueue, max_in_flight: int) -> None:
         self.size, self.cache, self.waiting = size, cache, waiting
         self._most_in_flight = max_in_flight
+        # By row.
         self.known = _counter(size)
         self.expected = _counter(size)  # known, and tokens that plans in flight are to bring
         self.scheduled = _counter(size)
@@ -105,18 +93,28 @@ class RunningSet:
         self.outputs: list[list[int]] = [[] for _ in range(size)]  # each is its sequence's own list
         self.sequences: dict[int, Sequence] = {}
         self.tables: dict[int, BlockTable] = {}
+        # Rows of one kind. Each is empty in most steps, which then touch none of it.
+        self.prefilling = set[int]()  # running, and not sampled in this stay; all other running rows decode
+        self.awaiting_results = set[int]()  # a result was not what later plans built on: waits until they are back
+        self.releasing = set[int]()  # the sequence ended or was preempted; plans in flight still have it
+        self.capped = set[int]()  # has a lower `max_in_flight` than the others
+        self.scoring = set[int]()  # wants log-probabilities of its prompt
+        self.drafting = set[int]()  # may have drafts
+        self.constrained: dict[int, int] = {}  # the key of each row whose tokens the host follows
+        self.forced: list[tuple[int, int, int]] = []  # (row, position, token) that the executor was not told of
+        self.itl_targets: dict[int, float] = {}  # seconds between tokens, of rows that want some
+        self.adapters: Counter[str] = Counter()  # rows by adapter
+        # Of all rows.
         self.in_flight: deque[InFlightStep] = deque()
-        self.prefilling, self.awaiting_results, self.releasing = (set[int]() for _ in range(3))
-        self.capped, self.scoring, self.drafting = set[int](), set[int](), set[int]()
-        self.constrained: dict[int, int] = {}
-        self.forced: list[tuple[int, int, int]] = []
-        self.itl_targets: dict[int, float] = {}
-        self.adapters: Counter[str] = Counter()
         self.min_remaining = UNLIMITED
+        """At least so many tokens are still to come to every running row; while that is more than a result brings, no
+        row is looked at for its last token."""
         self.blocked: tuple[Sequence | None, int] = None, 0
+        """The sequence that was last found not to fit, and the blocks that were to be had then."""
         self._free = list(range(size))  # a heap
-        self.closed_rows: list[int] = []
+        self.closed_rows: list[int] = []  # freed since the last plan
         self.started: list[tuple[int, int]] = []
+        """(key, prompt tokens found in the prefix cache) of sequences first admitted since the last updates."""
         self.totals = SchedulerTotals()
 
     @property
@@ -136,6 +134,11 @@ class RunningSet:
         """Blocks that running rows were promised at admission and have not taken yet."""
         lacking = np.maximum(self.reserved_tokens - self.capacity, 0)[self.running]
         return int((-(-lacking // self.cache.block_size)).sum())
+
+    def spare_blocks(self, no_evict: bool) -> int:
+        """Blocks that a new sequence must leave: those promised to others, and optimistically one for each to grow."""
+        reserved = self.reserved_blocks()
+        return reserved if no_evict else reserved + self.num_running
 
     # The life of a row
 
@@ -180,13 +183,31 @@ class RunningSet:
             self.totals.recomputed_tokens += max(sequence.preempted_at - cached, 0)
         return row
 
+    def new_sequence(self, row: int) -> NewSequence:
+        """What an executor is told of the row's sequence when it enters."""
+        sequence = self.sequences[row]
+        spec, sampling = sequence.spec, sequence.spec.sampling
+        if not sequence.lacks_prompt_logprobs:
+            sampling = sampling._replace(prompt_logprobs=None)
+        known = np.concatenate([spec.prompt, np.array(sequence.outputs, np.int32)])
+        return NewSequence(row, known, int(self.scheduled[row]), sampling, len(spec.prompt), spec.adapter)
+
+    def extend(self, row: int, end: int) -> list[int] | None:
+        """Let the row's table hold `end` tokens; the blocks that are new, or None where too few are free."""
+        table = self.tables[row]
+        before = len(table.blocks)
+        if not self.cache.extend(table, end):
+            return None
+        self.capacity[row] = len(table.blocks) * self.cache.block_size
+        return table.blocks[before:]
+
     def remove(self, row: int) -> None:
         """End a row's stay: it is released at once, or when the last plan in flight that has it is applied."""
         self.running[row] = False
         self.decode_limit[row] = 0
         self.prefilling.discard(row)
         self.releasing.add(row)
-        self.forced = [each for each in self.forced if each[0] != row]
+        self.forced = [forced for forced in self.forced if forced[0] != row]
         self.release_settled((row,))
 
     def release_settled(self, rows: Iterable[int] | None = None) -> None:
@@ -243,6 +264,16 @@ class RunningSet:
         for flight in self.in_flight:
             counts[flight.rows] += 1
         return counts
+
+    def full_rows(self) -> BoolArray | None:
+        """[size] whether a row is in as many plans in flight as it may be in; None where none can be."""
+        if not self.in_flight or (len(self.in_flight) < self._most_in_flight and not (self.capped or self.drafting)):
+            return None
+        steps = self.steps_in_flight()
+        full: BoolArray = steps >= self.max_in_flight
+        if self.drafting:  # their next drafts follow their last token
+            full |= (steps > 0) & (self.known >= self.drafts_from)
+        return full
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` where counters are out of order, or rows and sequences do not match."""

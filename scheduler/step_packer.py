@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.metrics import SequenceState
 from .config import SchedulerConfig
-from .plan import NO_BLOCK_COPIES, NO_ROWS, NO_TOKENS, IntArray, LongArray, NewSequence, StepPlan
+from .plan import NO_BLOCK_COPIES, NO_ROWS, NO_TOKENS, IntArray, LongArray, StepPlan
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .sequence import Sequence
@@ -43,13 +43,7 @@ class PendingPrefill(NamedTuple):
 
 
 class StepPacker:
-    """Step number `step` in the making, at `clock` seconds; admits and preempts as it must.
-
-    `counts` [rows]: tokens each row computes in this step, 0 for those outside. `budget_left`: tokens not spent.
-    `work`: everything it computes so far. `appended`: (row, block) pairs that the executor has not been told of.
-    `short_of_blocks`: a row lacks blocks, so no sequence is admitted; and `admitted_rows` left enough blocks for the
-    others, so they are never preempted in the same step. `drafts`: tokens that rows are to verify.
-    """
+    """Step number `step` in the making, at `clock` seconds; admits and preempts as it must."""
 
     def __init__(
         self,
@@ -64,15 +58,16 @@ class StepPacker:
         self._config, self._rows, self._fairness, self._prefill = config, rows, fairness, prefill
         self._speculation = speculation
         self._step, self._clock = step, clock
-        self._cache, self._waiting = rows.cache, rows.waiting
-        # Of decoding rows at first. The last token of all is never computed: nothing follows it.
+        self._cache, self._waiting, self._no_evict = rows.cache, rows.waiting, config.admission == "no_evict"
+        # [rows] tokens that each row computes in this step, 0 for those outside; of decoding rows at first. The last
+        # token of all is never computed: nothing follows it.
         self._counts = np.maximum(np.minimum(rows.expected, rows.decode_limit), rows.scheduled) - rows.scheduled
         self._budget_left = config.max_num_batched_tokens
-        self._work = StepWork()
-        self._appended: list[tuple[int, int]] = []
-        self._admitted_rows: list[int] = []
-        self._drafts: dict[int, list[int]] = {}
-        self._short_of_blocks = False
+        self._work = StepWork()  # everything it computes so far
+        self._appended: list[tuple[int, int]] = []  # (row, block) pairs that the executor has not been told of
+        self._admitted_rows: list[int] = []  # they left enough blocks for the others: never preempted in the same step
+        self._drafts: dict[int, list[int]] = {}  # tokens that rows are to verify
+        self._short_of_blocks = False  # a row lacks blocks, so no sequence is admitted
 
     def pack(self) -> tuple[StepPlan, InFlightStep] | None:
         """Choose what the step computes; None when nothing runs (closed rows then ride with a plan that does)."""
@@ -86,19 +81,16 @@ class StepPacker:
     def wait_reason(self) -> SequenceState:
         """What a sequence that is still in line after `pack` waits for."""
         blocked, _ = self._rows.blocked
-        if self._short_of_blocks or (self._rows.num_free and blocked is not None and blocked in self._heads()):
+        heads = [self._waiting.peek(self._step, long) for long in (None, False, True)]
+        if self._short_of_blocks or (self._rows.num_free and blocked is not None and blocked in heads):
             return SequenceState.NO_BLOCKS
         return SequenceState.NO_TOKENS if self._rows.num_free else SequenceState.NO_ROW
-
-    def _heads(self) -> tuple[Sequence | None, ...]:
-        return tuple(self._waiting.peek(self._step, long) for long in (None, False, True))
 
     def _finish_plan(self, chosen: LongArray) -> tuple[StepPlan, InFlightStep]:
         """Write the step into the rows' counters."""
         rows, counts = self._rows, self._counts[chosen]
         starts, expected = rows.scheduled[chosen], rows.expected[chosen]
-        ends = starts + counts
-        drafts = NO_ROWS
+        ends, drafts = starts + counts, NO_ROWS
         if self._drafts:
             drafts = np.array([len(self._drafts.get(row, ())) for row in chosen.tolist()], np.int32)
             expected = expected + drafts
@@ -109,7 +101,7 @@ class StepPacker:
         for row in rows.scoring:  # all places of a chunk that is followed by prompt tokens to be scored
             if self._counts[row] and rows.scheduled[row] < len(rows.sequences[row].spec.prompt) - 1:
                 num_logits[np.searchsorted(chosen, row)] = self._counts[row]
-        new = tuple([self._new_sequence(row) for row in self._admitted_rows])
+        new = tuple([rows.new_sequence(row) for row in self._admitted_rows])
         rows.scheduled[chosen], rows.expected[chosen] = ends, expected + samples
         sampled = list(compress(chosen.tolist(), samples.tolist()))
         drafted = {row: self._drafts[row] for row in sampled if row in self._drafts} if self._drafts else {}
@@ -119,32 +111,30 @@ class StepPacker:
         proposals = NO_ROWS
         if self._speculation is not None and self._speculation.asks_draft_model:
             proposals = self._plan_proposals(self._speculation, chosen.tolist(), ends.tolist(), samples.tolist())
-        pairs = [pair for pair in self._appended if self._counts[pair[0]]]
-        appended = np.array(pairs, np.int32) if pairs else _NO_PAIRS
-        closed = np.array(rows.closed_rows, np.int32) if rows.closed_rows else NO_ROWS
-        forced = np.array(rows.forced, np.int32) if rows.forced else NO_TOKENS
+        appended = [pair for pair in self._appended if self._counts[pair[0]]]
+        copies = self._cache.take_block_copies()
+        plan = StepPlan(
+            self._step,
+            chosen.astype(np.int32),
+            starts,
+            counts,
+            samples,
+            num_logits,
+            np.array(appended, np.int32) if appended else _NO_PAIRS,
+            new,
+            closed=np.array(rows.closed_rows, np.int32) if rows.closed_rows else NO_ROWS,
+            forced=np.array(rows.forced, np.int32) if rows.forced else NO_TOKENS,
+            proposals=proposals,
+            block_copies=np.array(copies, np.int32) if copies else NO_BLOCK_COPIES,
+        )
         rows.closed_rows.clear()
         rows.forced.clear()
-        plan_rows = chosen.astype(np.int32)
-        plan = StepPlan(self._step, plan_rows, starts, counts, samples, num_logits, appended, new, closed, forced)
-        copies = self._cache.take_block_copies()
-        block_copies = np.array(copies, np.int32) if copies else NO_BLOCK_COPIES
-        plan = plan._replace(proposals=proposals, block_copies=block_copies)
         if not drafted:
             return plan, InFlightStep(self._step, chosen, ends, sampled, self._work)
         plan = plan._replace(drafts=drafts, drafted=np.array([*chain(*drafted.values())], np.int32))
         sampled = [row for row in sampled for _ in range(1 + len(drafted.get(row, ())))]
         lengths = {row: len(tokens) for row, tokens in drafted.items()}
         return plan, InFlightStep(self._step, chosen, ends, sampled, self._work, lengths)
-
-    def _new_sequence(self, row: int) -> NewSequence:
-        sequence = self._rows.sequences[row]
-        prompt, sampling = sequence.spec.prompt, sequence.spec.sampling
-        if not sequence.lacks_prompt_logprobs:
-            sampling = sampling._replace(prompt_logprobs=None)
-        known = np.concatenate([prompt, np.array(sequence.outputs, np.int32)])
-        adapter = sequence.spec.adapter
-        return NewSequence(row, known, int(self._rows.scheduled[row]), sampling, len(prompt), adapter)
 
     # Decoding rows
 
@@ -153,7 +143,7 @@ class StepPacker:
         blocks. In a pipeline, where a row waits for its own last result while plans of others are under way, a plan
         takes its share of all decoding rows: together, they would wait together, for one stage after the other."""
         rows, counts = self._rows, self._counts
-        full = self._full_rows()
+        full = rows.full_rows()
         if full is not None:
             counts[full] = 0
         decoding = counts.nonzero()[0]
@@ -191,7 +181,7 @@ class StepPacker:
         known, counts = rows.known[due], self._counts[due]
         ready = (counts > 0) & (rows.scheduled[due] + counts == known) & (rows.expected[due] == known)
         for row in due[ready].tolist():
-            most = self._room_for_drafts(row, min(rows.sequences[row].drafts, left))
+            most = self._room_after(row, int(rows.known[row]), min(rows.sequences[row].drafts, left))
             if most > 0:
                 wanted[row] = most
                 left -= most
@@ -199,21 +189,17 @@ class StepPacker:
         found = speculation.draft(asked, self._work.decode_tokens, self._step) if asked else []
         for row, tokens in zip(wanted, found, strict=True):
             rows.drafts_from[row] = rows.sequences[row].drafts_from
-            if drafts := tokens[: self._room_for_drafts(row, len(tokens))]:
+            if drafts := tokens[: self._room_after(row, int(rows.known[row]), len(tokens))]:
                 self._drafts[row] = drafts
                 self._set_count(row, int(self._counts[row]) + len(drafts))
                 self._grow(row)
-
-    def _room_for_drafts(self, row: int, most: int) -> int:
-        """How many drafts the row may have: each could be followed by a token."""
-        return self._room_after(row, int(self._rows.known[row]), most)
 
     def _room_after(self, row: int, end: int, most: int) -> int:
         """How many of `most` tokens the row may hold after the first `end` ones, but the very last: the blocks are its
         own, promised to it, or free even if every running row took one."""
         rows, size, held = self._rows, self._cache.block_size, int(self._rows.capacity[row])
         most = min(most, int(rows.token_limit[row]) - 1 - end)
-        if end + most <= held or self._config.admission == "no_evict":
+        if end + most <= held or self._no_evict:
             return most
         return min(most, held - end + size * max(self._cache.free_blocks - rows.num_running, 0))
 
@@ -243,19 +229,6 @@ class StepPacker:
             counts[senior] = 1 + np.clip(free - np.cumsum(more) + more, 0, more)
         computed: list[int] = counts[decoding].tolist()
         return computed
-
-    def _full_rows(self) -> BoolArray | None:
-        """[rows] whether a row is in as many plans in flight as it may be in; None where none can be."""
-        rows = self._rows
-        if not rows.in_flight or (
-            len(rows.in_flight) < self._config.max_in_flight and not (rows.capped or rows.drafting)
-        ):
-            return None
-        steps = rows.steps_in_flight()
-        full: BoolArray = steps >= rows.max_in_flight
-        if rows.drafting:  # their next drafts follow their last token
-            full |= (steps > 0) & (rows.known >= rows.drafts_from)
-        return full
 
     # Prompts
 
@@ -292,7 +265,7 @@ class StepPacker:
 
     def _half_computed(self) -> tuple[list[PendingPrefill], list[PendingPrefill]]:
         """Prefilling rows, those of short prompts and those of long ones; the next one to go on is the last."""
-        rows, full = self._rows, self._full_rows()
+        rows, full = self._rows, self._rows.full_rows()
         prefilling = [row for row in rows.prefilling if full is None or not full[row]]
         several = len({rows.sequences[row].tenant_slot for row in prefilling}) > 1  # else rank alone decides
         found: list[PendingPrefill] = []
@@ -357,13 +330,9 @@ class StepPacker:
         if first is None or (first is not next_of_all and self._rows.num_free == 1):
             return None
         blocked, available = self._rows.blocked
-        still_blocked = blocked in (first, next_of_all) and self._cache.free_blocks - self._spare_blocks() <= available
-        return None if still_blocked else first
-
-    def _spare_blocks(self) -> int:
-        """Blocks that a new sequence must leave: those promised to others, and optimistically one for each to grow."""
-        reserved = self._rows.reserved_blocks()
-        return reserved if self._config.admission == "no_evict" else reserved + self._rows.num_running
+        if blocked not in (first, next_of_all):
+            return first
+        return first if self._cache.free_blocks - self._rows.spare_blocks(self._no_evict) > available else None
 
     def _admit(self, lane: PrefillLane, sequence: Sequence) -> None:
         """Give the sequence a row and its first chunk; or set it aside until a block it can share is computed, or fewer
@@ -375,9 +344,9 @@ class StepPacker:
         if not self._has_adapter_room(sequence):
             self._waiting.wait_for_adapter(sequence, self._step)
             return
-        spare, free = self._spare_blocks(), self._cache.free_blocks
+        spare, free = self._rows.spare_blocks(self._no_evict), self._cache.free_blocks
         table = self._cache.open(sequence.hashes, sequence.shareable_tokens)
-        reserved = sequence.token_limit - 1 if self._config.admission == "no_evict" else sequence.known
+        reserved = sequence.token_limit - 1 if self._no_evict else sequence.known
         if not self._cache.room_for(table, reserved, spare):
             self._cache.close(table)
             self._rows.blocked = (sequence, free - spare)
@@ -411,13 +380,9 @@ class StepPacker:
 
     def _extend(self, row: int, end: int) -> bool:
         """Let the row's table hold `end` tokens, if so many blocks are free."""
-        table = self._rows.tables[row]
-        held = len(table.blocks)
-        if not self._cache.extend(table, end):
-            return False
-        self._rows.capacity[row] = len(table.blocks) * self._cache.block_size
-        self._appended.extend((row, block) for block in table.blocks[held:])
-        return True
+        blocks = self._rows.extend(row, end)
+        self._appended.extend((row, block) for block in blocks or ())
+        return blocks is not None
 
     def _make_room(self, row: int, missing: int) -> bool:
         """Preempt the youngest running row of the lowest class for `missing` blocks. False: the row itself was it, or
