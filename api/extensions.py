@@ -8,21 +8,23 @@ from typing import Any, NamedTuple
 
 from starlette.routing import Route
 
-from ..core.extension_contracts import EndpointFunction, ExtensionHost, RoutesPlan, ServedRoutes
+from ..core.extension_contracts import EndpointFunction, ExtensionHost, RoutesPlan, ServedRoutes, StateStore
 from ..core.gateway import Administration
 from ..core.metrics import Measurement
+from ..core.request_context import RequestContext
 
 
 class RouteExtensions:
-    """What `plans` serve: nothing before `serve` was called, which happens once."""
+    """What `plans` serve: nothing before `serve` was called, which happens once. `state`: what `--state-dir` keeps."""
 
-    def __init__(self, plans: Iterable[RoutesPlan] = ()) -> None:
+    def __init__(self, plans: Iterable[RoutesPlan] = (), state: StateStore | None = None) -> None:
         self.plans = tuple(plans)
+        self._state = state
         self._served: list[ServedRoutes] = []
 
     def serve(self, administration: Administration, endpoints: Mapping[str, EndpointFunction]) -> list[Any]:
         """The routes of all. `endpoints`: the server's own, by path."""
-        host = ExtensionHost(administration, endpoints)
+        host = ExtensionHost(administration, endpoints, self._state)
         self._served = [plan.serve(host) for plan in self.plans]
         static = [route for plan in self.plans for route in plan.static_routes()]
         return [*static, *(route for served in self._served for route in served.routes)]
@@ -47,6 +49,10 @@ class RouteExtensions:
         for served in self._served:
             if served.measure is not None:
                 yield from served.measure()
+
+    def end_listeners(self) -> list[Callable[[RequestContext], None]]:
+        """Those that are to be called with each request that has ended."""
+        return [served.request_ended for served in self._served if served.request_ended is not None]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -1,36 +1,44 @@
-"""What installed packages add to the server's routes: their flags, and what they plan by them."""
+"""What installed packages add to the server: routes, with their flags and what they plan by them, and observers."""
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, make_dataclass
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from ..core.extension_contracts import NoOptions, RoutesExtension, RoutesPlan, ServerFacts
+from ..core.extension_contracts import NoOptions, ObserverExtension, RoutesExtension, RoutesPlan, ServerFacts
 from ..core.extensions import installed_extensions
 
 log = logging.getLogger(__name__)
 
-_GROUP = "charonia.routes"
+ExtensionT = TypeVar("ExtensionT")
 
 
 @cache
 def route_extensions() -> Mapping[str, RoutesExtension[Any]]:
     """Those that can be loaded, by their names, which are those of the fields of `extension_options`."""
-    extensions = {}
-    for name, entry in installed_extensions(_GROUP).items():
+    return {re.sub(r"\W", "_", name): each for name, each in _loaded("charonia.routes", RoutesExtension)}
+
+
+@cache
+def observer_extensions() -> Sequence[ObserverExtension]:
+    return [each for _, each in _loaded("charonia.request_observers", ObserverExtension)]
+
+
+def _loaded(group: str, kind: type[ExtensionT]) -> Iterator[tuple[str, ExtensionT]]:
+    """The extensions of a group; the log tells of those that cannot be loaded, or are something else."""
+    for name, entry in installed_extensions(group).items():
         try:
             extension = entry.load()
-            if not isinstance(extension, RoutesExtension):
-                raise TypeError(f"{entry.value} is no RoutesExtension")
+            if not isinstance(extension, kind):
+                raise TypeError(f"{entry.value} is no {kind.__name__}")
         except Exception as error:
-            log.warning("the extension '%s' of the server's routes is left out: %s", name, error)
-            continue
-        extensions[re.sub(r"\W", "_", name)] = extension
-    return extensions
+            log.warning("the extension '%s' of %s is left out: %s", name, group, error)
+        else:
+            yield name, extension
 
 
 def extension_options(heading: Callable[[str], Parameter]) -> Any:

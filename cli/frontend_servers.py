@@ -49,8 +49,8 @@ class FrontendServers:
     ) -> None:
         self._plan, self._gateway, self._ports = plan, gateway, ports
         self._pool: FrontendPool | None = None
-        server, settings = plan.options.server, plan.endpoints
-        self._extensions = RouteExtensions(plan.extensions)
+        server = plan.options.server
+        self._extensions = RouteExtensions(plan.extensions, plan.selection.state)
         sources = (*sources, self._extensions.measure)
         if server.frontends > 1:
             sources = (*sources, self._measure_frontends)
@@ -58,8 +58,7 @@ class FrontendServers:
         if ports.metrics is not None:
             measured = *sources, *machine_metric_sources(server)
             vllm, custom = server.metrics_names == "vllm", gateway.shared_state.metrics
-            families = [family for extension in plan.extensions for family in extension.metrics]
-            shown = build_registry(measured, vllm, plan.metrics.hidden, custom, families)
+            shown = build_registry(measured, vllm, plan.metrics.hidden, custom, plan.extension_families)
             self._metrics = HttpServer(metrics_app(shown), ports.metrics, access_log=False)
         metrics = MetricRegistries(shown, build_registry(sources))
         sizes = server.http_max_input_size, server.max_raw_input_size, server.max_response_bytes
@@ -70,18 +69,26 @@ class FrontendServers:
 
             self._pool = frontend_pool(plan, gateway, ports, info, metrics, self._extensions)
             self._servers.append(self._pool)
-            return
+        else:
+            self._servers += self._own_servers(info, metrics)
+        for listener in self._extensions.end_listeners():
+            gateway.add_end_listener(listener)
+
+    def _own_servers(self, info: ServerInfo, metrics: MetricRegistries) -> "list[HttpServer | GrpcServer]":
+        """Those of a process that does all by itself."""
+        gateway, settings, ports = self._gateway, self._plan.endpoints, self._ports
+        servers: list[HttpServer | GrpcServer] = []
         app = build_app(gateway, info, settings.keys, settings.http, metrics, self._extensions)
         timeout = settings.http.body_timeout
         if ports.http is not None:
-            self._servers.append(HttpServer(app, ports.http, access_log=True, tls=settings.tls, body_timeout=timeout))
+            servers.append(HttpServer(app, ports.http, access_log=True, tls=settings.tls, body_timeout=timeout))
         for cloud, sock in zip(settings.clouds, ports.clouds, strict=True):
             translated = CloudMiddleware(app, cloud, self._model_names)
-            self._servers.append(HttpServer(translated, sock, access_log=True, body_timeout=timeout))
+            servers.append(HttpServer(translated, sock, access_log=True, body_timeout=timeout))
         if ports.grpc is not None:
-            self._servers.append(
-                GrpcServer(gateway, info, settings.grpc, ports.grpc, settings.grpc_policy, bound_rpcs(gateway))
-            )
+            rpcs = bound_rpcs(gateway)
+            servers.append(GrpcServer(gateway, info, settings.grpc, ports.grpc, settings.grpc_policy, rpcs))
+        return servers
 
     def _measure_frontends(self) -> Iterator[Measurement]:
         if self._pool is not None:

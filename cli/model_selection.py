@@ -31,7 +31,6 @@ from ..repository.object_storage.bucket_repository import open_buckets
 from ..repository.object_storage.locations import is_bucket_url
 from ..repository.on_demand import OnDemandLimits, OnDemandLoader
 from ..repository.response_cache import parse_cache_config
-from ..repository.rollout_control import RolloutControl
 from ..repository.route_control import RouteControl
 from ..repository.state_directory import StateDirectory
 from ..repository.watcher import RepositoryWatcher
@@ -139,7 +138,6 @@ class ModelSelection:
             gateway.model_control = ModelControl(self.catalog, gateway.registry, gateway.lifecycle, *allowed)
         gateway.route_control = routes = RouteControl(gateway.routes, gateway.lifecycle, self.catalog, self.state)
         routes.restore(self.routes)
-        gateway.rollouts = RolloutControl(routes, gateway.routes, gateway.lifecycle, gateway.registry, self.state)
         return RepositoryWatcher(self.catalog, gateway.registry, gateway.lifecycle, routes, gateway.on_demand)
 
     def keep_spare_cores(self) -> None:

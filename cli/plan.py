@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from ..api.http.web_pages import parse_allowed_hosts
 from ..api.tls import KeyPair, load_tls_files, parse_key_pair
 from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_endpoint
 from ..core.errors import InvalidArgument
-from ..core.extension_contracts import RoutesPlan, ServerFacts
+from ..core.extension_contracts import ObserverExtension, RoutesPlan, ServerFacts
+from ..core.metrics import MetricFamily
 from ..engine.options import declare_drafters
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..telemetry.custom_metrics import CustomMetrics
@@ -25,7 +26,7 @@ from ..telemetry.request_trace import check_trace_file
 from ..telemetry.roofline import StepRoofline, read_roofline
 from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config
-from .extensions import plan_extensions
+from .extensions import observer_extensions, plan_extensions
 from .model_selection import ModelSelection, parse_lora_modules, select_models
 from .options import AdapterOptions, CloudOptions, GrpcOptions, HttpOptions, ServeOptions, ServerOptions, is_true
 
@@ -57,6 +58,13 @@ class ServePlan:
     shared: SharedState
     metrics: MetricsConfig
     extensions: tuple[RoutesPlan, ...] = ()
+    observers: Sequence[ObserverExtension] = ()
+
+    @property
+    def extension_families(self) -> list[MetricFamily]:
+        """What extensions measure."""
+        extensions = (*self.extensions, *self.observers)
+        return [family for extension in extensions for family in extension.metrics]
 
 
 def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> ServePlan:
@@ -93,8 +101,10 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
     if options.adapters.lora_modules:
         engine["lora_modules"] = json.dumps(parse_lora_modules(options.adapters.lora_modules))
     selection = select_models(model, repository, engine, metrics.quantiles if metrics.summaries else ())
-    shared = _shared_state(options.server, logs, extensions)
-    return ServePlan(options, endpoints, selection, shared, metrics, extensions)
+    observers = observer_extensions()
+    reserved = [family.name for extension in (*extensions, *observers) for family in extension.metrics]
+    shared = _shared_state(options.server, logs, reserved)
+    return ServePlan(options, endpoints, selection, shared, metrics, extensions, observers)
 
 
 def server_facts(options: ServeOptions, endpoints: EndpointSettings) -> ServerFacts:
@@ -181,7 +191,7 @@ def unprotected_routes(options: ServeOptions, endpoints: EndpointSettings) -> bo
     return options.repository.state_dir is not None and is_true(options.server.allow_http) and not protected
 
 
-def _shared_state(server: ServerOptions, logs: LogControl, extensions: Iterable[RoutesPlan]) -> SharedState:
+def _shared_state(server: ServerOptions, logs: LogControl, reserved: Iterable[str]) -> SharedState:
     traces = parse_trace_config(server.trace_config)
     check_trace_file(traces)
     if traces.spans is not None and TENSORS in traces.trace_level:
@@ -189,8 +199,7 @@ def _shared_state(server: ServerOptions, logs: LogControl, extensions: Iterable[
     if traces.spans is not None and not traces.enabled:
         log.warning("nothing is traced: --trace-config level=TIMESTAMPS is not given")
     regions, rooflines = SharedMemoryRegistry(is_true(server.allow_client_shm)), read_rooflines(server.machine)
-    custom = CustomMetrics(family.name for plan in extensions for family in plan.metrics)
-    return SharedState(regions, logs, TraceControl(traces), custom, rooflines=rooflines)
+    return SharedState(regions, logs, TraceControl(traces), CustomMetrics(reserved), rooflines=rooflines)
 
 
 def read_rooflines(words: Iterable[str]) -> dict[str, StepRoofline]:

@@ -81,6 +81,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
     traces = TraceFileWriter(plan.shared.traces)
     strict, listeners = is_true(options.strict_readiness), _end_listeners(plan.shared.traces, traces, tracer)
     gateway = InProcessGateway(strict, lambda: not lag.stuck, listeners, plan.shared, plan.selection.builder)
+    gateway.routes.observers += [extension.observe(gateway) for extension in plan.observers]
     watcher = plan.selection.create_watcher(gateway)
     reserved = reserve_ports(options, plan.options.grpc, plan.endpoints.clouds)
     with reserved as ports, StopSignals() as stop, lag, closing(traces):
@@ -102,7 +103,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
                 gc_tuning.collect_and_freeze(frozen_too=False)
                 sys.setswitchinterval(_TURN_SECONDS)
                 await servers.settle()
-                async with plan.selection.polling(watcher), gateway.rollouts.running():
+                async with plan.selection.polling(watcher):
                     async with servers.extensions():
                         servers.print_addresses()
                         await wait_for_first(stop.stop_requested.wait(), servers.ended())

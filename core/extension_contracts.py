@@ -1,4 +1,5 @@
-"""What an entry point of `charonia.routes` names: endpoints of HTTP that another package adds to the server.
+"""What entry points of `charonia.routes` and `charonia.request_observers` name: endpoints of HTTP that another package
+adds to the server, and what follows its requests.
 
     EXTENSION = RoutesExtension(GreetingOptions, "Greetings", plan_greetings)
 
@@ -6,15 +7,21 @@ Its flags are those of its dataclass. The server calls `plan` with them before i
 once in the process that has the models. Knows no library of HTTP: routes are Starlette's or FastAPI's.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from .gateway import Administration
+import msgspec
+
+from .gateway import Administration, ModelHandle, ResponseStream
 from .metrics import Measurement, MetricFamily
+from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse
+from .request_context import RequestContext
 
 OptionsT = TypeVar("OptionsT")
+Item = TypeVar("Item", InferResponse, GenerateChunk)
+Kept = TypeVar("Kept", bound=msgspec.Struct)
 
 EndpointFunction: TypeAlias = Callable[[Any], Awaitable[Any]]
 """Takes a request, and returns the response, which is an application, or raises `CharoniaError`."""
@@ -34,6 +41,17 @@ class ServerFacts:
     """How many tenants the API keys name; 0 where every client may ask."""
 
 
+class StateStore(Protocol):
+    """Keeps structs by name, beyond the server's end."""
+
+    def read(self, name: str, kind: type[Kept]) -> Kept | None:
+        """What was written by that name; None if nothing was. Raises `InvalidArgument` for a file that is damaged."""
+
+    def write(self, name: str, kept: msgspec.Struct) -> None:
+        """Keep it in place of what was written by that name; blocks. Raises `Internal` if the disk refuses: then
+        nothing changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExtensionHost:
     """The server, as its extensions know it."""
@@ -42,6 +60,8 @@ class ExtensionHost:
     """The models, for a request and as they are."""
     endpoints: Mapping[str, EndpointFunction]
     """The server's own endpoints by path, for what asks them as a client would."""
+    state: StateStore | None = None
+    """What `--state-dir` keeps; None without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +76,8 @@ class ServedRoutes:
     the server begins to exit, before it waits for requests that run."""
     measure: Callable[[], Iterable[Measurement]] | None = None
     """Called at each scrape."""
+    request_ended: Callable[[RequestContext], None] | None = None
+    """Called with the context of every request to a model, at its end."""
 
 
 def serve_nothing(host: ExtensionHost) -> ServedRoutes:
@@ -112,3 +134,58 @@ class RoutesExtension(Generic[OptionsT]):
     """What its flags stand under in the help."""
     plan: Callable[[OptionsT, ServerFacts], RoutesPlan]
     """Raises `CharoniaError` for flags that mean nothing. It is the place to import what takes long."""
+
+
+class ResidentHandle(ModelHandle, Protocol):
+    """A version that is in memory, held by a request that is no client's."""
+
+    @property
+    def generates_text(self) -> bool: ...
+
+    @property
+    def asks_models(self) -> bool:
+        """Whether it computes nothing itself."""
+
+
+class ResidentModels(Protocol):
+    """The models in memory, for requests that no client waits for."""
+
+    def acquire_resident(self, context: RequestContext, name: str, version: str = "") -> ResidentHandle | None:
+        """As `ModelLookup.acquire`, but nothing is loaded, and the server's end does not wait for the request. None for
+        a model that is not in memory, which its next request would load."""
+
+
+class RouteObserver(Protocol):
+    """Follows the requests for one route."""
+
+    def follow(
+        self, request: InferRequest | GenerateRequest, context: RequestContext, responses: ResponseStream[Item]
+    ) -> ResponseStream[Item]:
+        """The responses as the client gets them."""
+
+
+class RequestObserver(Protocol):
+    """Follows the requests of the server. Lives in the event loop of the process that has the models."""
+
+    def observe_route(self, name: str, route: Mapping[str, Any]) -> RouteObserver | None:
+        """What follows the requests for a route from now on, None for nothing. Called when a route comes and when it
+        changes; `route`: as `routes.yaml` has it."""
+
+    def forget_others(self, routes: Container[str]) -> None:
+        """Drop what was counted of routes that are none of these."""
+
+    def measure(self) -> Iterable[Measurement]:
+        """The readings of a scrape."""
+
+    def close(self) -> None:
+        """The server begins to exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObserverExtension:
+    """An extension that follows requests."""
+
+    observe: Callable[[ResidentModels], RequestObserver]
+    """Called once, before there is a route."""
+    metrics: Sequence[MetricFamily] = ()
+    """The families of what it measures."""

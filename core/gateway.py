@@ -11,7 +11,7 @@ from .metrics import ModelStatistics
 from .model import ModelConfig, ModelStats
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
 from .request_context import ExecutionTimes, Headers, RequestContext
-from .traffic import ChangeableRoutes, Rollouts
+from .traffic import ChangeableRoutes
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
@@ -154,9 +154,6 @@ class Administration(ModelLookup, Protocol):
 
     @property
     def route_control(self) -> ChangeableRoutes: ...
-
-    @property
-    def rollouts(self) -> Rollouts: ...
 
     def requests_in_flight(self) -> int:
         """How many requests to models are being answered."""

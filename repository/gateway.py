@@ -21,6 +21,7 @@ from ..telemetry.request_log import log_request
 from ..telemetry.request_trace import request_trace, trace_tensors
 from ..telemetry.shared_state import SharedState
 from .adapter_control import AdapterControl
+from .backend_registry import is_composition
 from .builder import ModelBuilder
 from .catalog import RepositoryCatalog
 from .lifecycle import ModelLifecycle
@@ -28,7 +29,6 @@ from .model_control import ModelControl
 from .model_registry import InFlightCounter, LoadedModel, ModelRegistry, ModelVersion, NotResident
 from .on_demand import OnDemandLoader
 from .request_validation import validate_request
-from .rollout_control import RolloutControl
 from .route_control import RouteControl
 from .route_table import RouteTable, ServedRoute
 
@@ -186,7 +186,7 @@ class RoutedModelHandle(LoadedModelHandle):
 
     @property
     def needs_full_request(self) -> bool:
-        return self._arm is None or self._route.shadow is not None
+        return self._arm is None or bool(self._route.observers)
 
     def for_request(self, context: RequestContext) -> LoadedModelHandle:
         served = self._loaded.config
@@ -208,17 +208,18 @@ class RoutedModelHandle(LoadedModelHandle):
             try:
                 self._take_arm(request)
             except NotResident as missing:
-                return self._shadowed(request, self._infer_when_loaded(request, missing))
-        return self._shadowed(request, super().infer(request))
+                return self._observed(request, self._infer_when_loaded(request, missing))
+        return self._observed(request, super().infer(request))
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
-        return self._shadowed(request, super().generate(request))
+        return self._observed(request, super().generate(request))
 
-    def _shadowed(
+    def _observed(
         self, request: InferRequest | GenerateRequest, responses: ResponseStream[_Item]
     ) -> ResponseStream[_Item]:
-        shadow = self._route.shadow
-        return responses if shadow is None else shadow.follow(request, self._context, responses)
+        for observer in self._route.observers:
+            responses = observer.follow(request, self._context, responses)
+        return responses
 
     def _take_arm(self, request: InferRequest) -> None:
         """Hold the arm that serves this request. Raises as `ServedRoute.find`; it may then be called again."""
@@ -258,6 +259,28 @@ class RoutedModelHandle(LoadedModelHandle):
                 yield response
 
 
+class LoadedResidentHandle(LoadedModelHandle):
+    """A loaded model in use by a request that no client waits for: `core.extension_contracts.ResidentHandle`. Nothing
+    is traced, and the server's end does not wait for it."""
+
+    __slots__ = ()
+
+    @property
+    def generates_text(self) -> bool:
+        return self._loaded.capabilities.text is not None
+
+    @property
+    def asks_models(self) -> bool:
+        return is_composition(self.config.backend)
+
+    def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
+        validate_request(self.config, request)
+        return cast("ResponseStream[InferResponse]", self._loaded.model.infer(request, self._context))
+
+    def start(self) -> None:
+        """It counts for nobody."""
+
+
 class _AnsweredStream:
     """The responses of a model as they are: the request is answered with the final one, or at their end. An async
     generator would take 4 % of the CPU time of a small request over HTTP."""
@@ -290,7 +313,7 @@ class InProcessGateway:
 
     With `strict`, the server is ready when its registry is, else at once; nothing is ready while the process is not
     `healthy`. Each of `end_listeners` is called with the context of every request that ended. `model_control` is set in
-    mode explicit, `on_demand` where requests load models, `route_control` and `rollouts` where there are repositories;
+    mode explicit, `on_demand` where requests load models, `route_control` where there are repositories;
     `in_flight` counts the requests that are being answered.
     """
 
@@ -308,14 +331,13 @@ class InProcessGateway:
         self.routes = RouteTable(self.registry)
         self.lifecycle = ModelLifecycle(self.registry, builder, self)
         self.route_control = RouteControl(self.routes, self.lifecycle, RepositoryCatalog())
-        self.rollouts = RolloutControl(self.route_control, self.routes, self.lifecycle, self.registry)
         self._adapters = AdapterControl(self.registry)
         self.model_control: ModelControl | None = None
         self.on_demand: OnDemandLoader | None = None
         self.in_flight = InFlightCounter()
         self._strict = strict
         self._healthy = healthy
-        self._end_listeners = end_listeners
+        self._end_listeners = [*end_listeners]
         self._budget, self._limiter = builder.budget, builder.limiter
         self._ended_without_model: Counter[RequestEnd] = Counter()
         self._exiting = False
@@ -444,6 +466,14 @@ class InProcessGateway:
             except NotResident as missing:
                 await self.provide(missing, context)
 
+    def acquire_resident(self, context: RequestContext, name: str, version: str = "") -> LoadedResidentHandle | None:
+        """See `core.extension_contracts.ResidentModels`."""
+        try:
+            loaded = self.registry.find_loaded(name, version, context)
+        except NotResident:
+            return None
+        return LoadedResidentHandle(self, loaded, context)
+
     def check_room(self, context: RequestContext) -> None:
         """See `core.gateway.ModelLookup.check_room`: the model is known without a body where no other writes text."""
         entries = self.registry.entries
@@ -488,6 +518,10 @@ class InProcessGateway:
 
     # For the composition root
 
+    def add_end_listener(self, listener: Callable[[RequestContext], None]) -> None:
+        """Call it with the context of every request that ends from now on."""
+        self._end_listeners.append(listener)
+
     def measurements(self) -> Iterator[Measurement]:
         """The readings of each model at a scrape, and of requests that were for none."""
         yield Measurement({}, tuple(ended_readings(self._ended_without_model)))
@@ -499,8 +533,8 @@ class InProcessGateway:
             yield self.on_demand.measure()
         for route in self.routes.served.values():
             yield from route.measurements()
-        yield from self.rollouts.measurements()
-        yield from self.routes.copies.measurements()
+        for observer in self.routes.observers:
+            yield from observer.measure()
         for held in self._budget.measurements():
             entry = self.registry.get_or_add(held.labels["model"])
             yield held._replace(labels=entry.labels(held.labels["version"]))
@@ -509,4 +543,5 @@ class InProcessGateway:
         """Refuse new requests from here on, and cancel the loads and unloads that clients wait for."""
         self._exiting = True
         self.lifecycle.cancel_client_changes()
-        self.routes.copies.close()
+        for observer in self.routes.observers:
+            observer.close()

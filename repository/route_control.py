@@ -1,4 +1,4 @@
-"""The one place where routes change: their files, requests and rollouts, each change whole or not at all.
+"""The one place where routes change: their files and requests, each change whole or not at all.
 
 What `routes.yaml` says is remembered beside what a request made of it, so that a route follows its file whenever that
 says something new about it, now or after a restart, and is otherwise as the last request left it.
@@ -97,7 +97,7 @@ class RouteControl:
                 if (old and old.route) != (new and new.route):
                     log.info("route '%s' is %s", name, f"as its file has it now: {_said(new)}" if new else "gone")
 
-    # For endpoints, and for rollouts
+    # For endpoints
 
     def entries(self) -> list[RouteEntry]:
         """Every route, by name."""

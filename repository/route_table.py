@@ -4,10 +4,13 @@ Arms of a route take and make the same tensors, and stream alike; it serves noth
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+import msgspec
+
 from ..core.errors import CharoniaError, NotFound, Unavailable
+from ..core.extension_contracts import RequestObserver, RouteObserver
 from ..core.metrics import Measurement, ModelStatistics
 from ..core.model import ModelConfig
 from ..core.request import InferRequest
@@ -15,11 +18,9 @@ from ..core.request_context import RequestContext
 from ..core.tensor import TensorSpec
 from ..routing.arm_selector import ArmName, ArmSelector
 from ..routing.request_fields import body_fields, infer_fields
-from ..routing.rollout import RolloutWatch
 from ..routing.route import Route
 from ..telemetry.route_metrics import ArmMetrics
 from .model_registry import LoadedModel, ModelRegistry, ModelVersion, NotResident
-from .shadow import Shadow, ShadowTraffic
 
 _SEQUENCE_IDLE = 1.0
 """Seconds after which a model forgets a sequence, by default: Triton's `max_sequence_idle_microseconds`."""
@@ -30,15 +31,15 @@ _MAX_COUNTED = 64
 
 
 class ServedRoute:
-    """One route, its counts, and the arms of its open sequences. `watch`: of the rollout that it has; `shadow`: who
-    gets copies."""
+    """One route, its counts, and the arms of its open sequences. `observers`: follow its requests."""
 
-    def __init__(self, name: str, route: Route, registry: ModelRegistry, copies: ShadowTraffic | None = None) -> None:
+    def __init__(
+        self, name: str, route: Route, registry: ModelRegistry, observers: Iterable[RequestObserver] = ()
+    ) -> None:
         self.name, self.route = name, route
-        self.watch: RolloutWatch | None = None
-        self.shadow: Shadow | None = None
-        if route.shadow is not None and copies is not None:
-            self.shadow = Shadow(name, route.shadow, registry, copies)
+        document = msgspec.to_builtins(route)
+        observing = (observer.observe_route(name, document) for observer in observers)
+        self.observers: tuple[RouteObserver, ...] = tuple(filter(None, observing))
         self._registry = registry
         self._selector = ArmSelector(route)
         # By model and version: the config as it was loaded, and with the route's name.
@@ -50,7 +51,7 @@ class ServedRoute:
 
     def follow(self, before: "ServedRoute") -> None:
         """Go on with the open sequences and the counts of the route as it was before."""
-        self._sequences, self._counted, self.watch = before._sequences, before._counted, before.watch
+        self._sequences, self._counted = before._sequences, before._counted
 
     def choose(self, context: RequestContext) -> ArmName | None:
         """The arm that serves a request, which `find` finds; None if that depends on what was not read yet, and
@@ -133,8 +134,6 @@ class ServedRoute:
             if arm is None:
                 arm = self._add_counts(context.model, context.version)
             arm.count(context.end, context)
-            if self.watch is not None:
-                self.watch.observe(context)
 
     def _add_counts(self, model: str, version: str) -> ArmMetrics:
         if len(self._counted) >= _MAX_COUNTED:
@@ -191,12 +190,12 @@ class ServedRoute:
 
 
 class RouteTable:
-    """The routes by name. `copies`: those that their shadows get."""
+    """The routes by name. `observers`: follow their requests; added before there are routes."""
 
     def __init__(self, registry: ModelRegistry) -> None:
         self.served: dict[str, ServedRoute] = {}
         self.registry = registry
-        self.copies = ShadowTraffic()
+        self.observers: list[RequestObserver] = []
 
     def replace(self, routes: Mapping[str, Route]) -> list[str]:
         """Serve these routes and no others from now on; one that is as before keeps its counts and sequences. Returns
@@ -204,13 +203,14 @@ class RouteTable:
         before = self.served
         same = {name for name in routes.keys() & before.keys() if before[name].route == routes[name]}
         self.served = {
-            name: before[name] if name in same else ServedRoute(name, route, self.registry, self.copies)
+            name: before[name] if name in same else ServedRoute(name, route, self.registry, self.observers)
             for name, route in routes.items()
         }
         for name in before.keys() & routes.keys() - same:
             self.served[name].follow(before[name])
         self.registry.route_names = frozenset(routes)
-        self.copies.forget_others(routes)
+        for observer in self.observers:
+            observer.forget_others(routes)
         return sorted((routes.keys() | before.keys()) - same)
 
     def difference(self, name: str, route: Route) -> str:

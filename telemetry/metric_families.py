@@ -100,11 +100,6 @@ CHARONIA_FAMILIES = (
     MetricFamily(
         "charonia_route_time_to_first_token_seconds", "histogram", "Those for text, from arrival to first token"
     ),
-    MetricFamily("charonia_rollout_share_ratio", "gauge", "Share of a route's requests that its rollout's version has"),
-    MetricFamily("charonia_rollout_decisions_total", "counter", "Steps of rollouts that ended, by what was decided"),
-    MetricFamily("charonia_shadow_requests_total", "counter", "Copies for a route's shadow, by what became of them"),
-    MetricFamily("charonia_shadow_seconds", "histogram", "Requests that arm and shadow answered, by whose time it is"),
-    MetricFamily("charonia_shadow_running", "gauge", "Copies that wait for their request's end, or are being answered"),
     MetricFamily("charonia_resource_limit", "gauge", "What there is of a resource of the rate limiter"),
     MetricFamily("charonia_resource_used", "gauge", "What instances that execute hold of it"),
     MetricFamily("charonia_resource_waiting", "gauge", "Instances that wait for it"),

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "extras/trtllm": {"core", "telemetry", "scheduler", "tokenization", "engine", "ensembles"},
     "extras/batches": {"core", "processes", "api"},
     "extras/console": {"core", "telemetry", "api", "repository"},
+    "extras/rollouts": {"core", "processes", "routing", "api"},
     "bench": {"core", "telemetry", "processes", "kvcache", "scheduler", "engine"},
     "cli": {
         "api",

@@ -1,7 +1,6 @@
-"""/v2/routes: the names that stand for several models, listed and changed while they serve, and their rollouts. An
-extension of ours.
+"""/v2/routes: the names that stand for several models, listed and changed while they serve. An extension of ours.
 
-Translates between HTTP and the gateway. A body is a route as `routes.yaml` has it, in JSON, or a rollout's plan.
+Translates between HTTP and the gateway. A body is a route as `routes.yaml` has it, in JSON.
 """
 
 from typing import Any
@@ -11,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.errors import InvalidArgument
-from ...core.traffic import RolloutEntry, RouteEntry
+from ...core.traffic import RouteEntry
 from ...telemetry.shared_state import ServerAdministration
 from ..chunked_json import read_whole_json_object
 from ..http.connection import read_json_body
@@ -31,9 +30,6 @@ class TrafficEndpoints:
         one = "/v2/routes/{name:path}"
         return [
             Route("/v2/routes", self.list, methods=["GET"]),
-            Route(f"{one}/rollout", self.show_rollout, methods=["GET"]),
-            Route(f"{one}/rollout", self.start_rollout, methods=["POST"]),
-            Route(f"{one}/rollout", self.abort_rollout, methods=["DELETE"]),
             Route(one, self.show, methods=["GET"]),
             Route(one, self.put, methods=["PUT"]),
             Route(one, self.delete, methods=["DELETE"]),
@@ -57,23 +53,6 @@ class TrafficEndpoints:
         name, expect = request.path_params["name"], _expected_version(request)
         await self._administration.route_control.delete(name, _client(request), expect)
         return json_response({"name": name, "deleted": True})
-
-    async def show_rollout(self, request: Request) -> Response:
-        return json_response(_shown_rollout(self._administration.rollouts.rollout(request.path_params["name"])))
-
-    async def start_rollout(self, request: Request) -> Response:
-        plan = await read_whole_json_object(await read_json_body(request, _MAX_BODY_BYTES))
-        started = await self._administration.rollouts.start(request.path_params["name"], plan, _client(request))
-        return json_response(_shown_rollout(started))
-
-    async def abort_rollout(self, request: Request) -> Response:
-        aborted = await self._administration.rollouts.abort(request.path_params["name"], _client(request))
-        return json_response(_shown_rollout(aborted))
-
-
-def _shown_rollout(entry: RolloutEntry) -> dict[str, Any]:
-    shown = entry._asdict()
-    return {**shown, "state": entry.state.value, "events": [event._asdict() for event in entry.events]}
 
 
 def _shown(entry: RouteEntry) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_a_package_brings_endpoints(
         assert httpx.get(server.url).json()["endpoints"]["greetings"] == "/greet"
         scrape = httpx.get(server.metrics_url).text
         assert "# HELP greetings_total Greetings\n# TYPE greetings_total counter\ngreetings_total 2\n" in scrape
-        assert "the extension 'broken' of the server's routes is left out: greetings:plan is no" in server.said
+        assert "the extension 'broken' of charonia.routes is left out: greetings:plan is no" in server.said
         assert server.stop() == 0, server.said
 
 

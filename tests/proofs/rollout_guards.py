@@ -14,8 +14,8 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from charonia.routing.arm_samples import ArmSamples
-from charonia.routing.rollout import Decision, RolloutPlan, RolloutWatch
+from charonia.extras.rollouts.arm_samples import ArmSamples
+from charonia.extras.rollouts.rollout import Decision, RolloutPlan, RolloutWatch
 from charonia.routing.route import RouteTarget
 
 TO = RouteTarget("m", 2)

@@ -4,8 +4,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from ..core.metrics import log_bucket, log_bucket_value
-from ..core.request_context import Outcome, RequestContext, RequestEnd
+from ...core.metrics import log_bucket, log_bucket_value
+from ...core.request_context import Outcome, RequestContext, RequestEnd
 from .guard import Latency
 
 _ANSWERED = Outcome.DONE, Outcome.STOP, Outcome.LENGTH

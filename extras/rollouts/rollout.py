@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..core.request_context import RequestContext
+from ...core.request_context import RequestContext
+from ...routing.route import Route, RouteArm, RouteTarget
 from .arm_samples import ArmSamples
 from .exact_tests import binomial_tail, hypergeometric_tail
 from .guard import Guard, parse_guards
-from .route import Route, RouteArm, RouteTarget
 
 _LEVEL = 0.03
 """The chance that a version which is as good as the others goes back at the end of any interval, at most."""

@@ -4,16 +4,17 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from ..api.server_client import ServerRefused, check_url, fetch, parse_header
-from ..core.errors import InvalidArgument, Unavailable
-from ..core.traffic import RolloutState
+from ...api.server_client import ServerRefused, check_url, fetch, parse_header
+from ...core.errors import InvalidArgument, Unavailable
+from .rollout_entry import RolloutState
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)?")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -21,6 +22,58 @@ _LOOKS_EVERY = 1.0
 _LOOK_SECONDS, _LOAD_SECONDS = 30.0, 3600.0
 _PATIENCE = 300.0
 """Seconds that a server may not answer, because it starts again, say."""
+
+
+def rollout(
+    name: str,
+    /,
+    *,
+    to: str = "",
+    steps: str = "1,5,25,100",
+    every: str = "5m",
+    min_requests: int = 300,
+    guard: str = "error_rate < 1 %",
+    url: str = "http://localhost:8000",
+    header: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    detach: Annotated[bool, Parameter(negative=())] = False,
+    status: Annotated[bool, Parameter(negative=())] = False,
+    abort: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Bring a new version to more and more of a route's requests, or back, and watch until it has ended; the status is
+    0 if the version serves alone then, 1 if not. The server steers it: it goes on if this command is ended.
+
+    Parameters
+    ----------
+    name
+        The route.
+    to
+        VERSION of the model that the route stands for, or MODEL:VERSION.
+    steps
+        Per cent of the requests that the version gets, one step after the other; the last is 100.
+    every
+        How long a step lasts, such as 30s, 5m or 1h; longer if the version has fewer requests.
+    min_requests
+        Requests of the version that a step lasts for, at least.
+    guard
+        What must hold, such as 'error_rate < 1 %, p99 < 1.2x, ttft_p95 < 800ms'; x: of what the others have.
+    url
+        The server.
+    header
+        A header that the server wants, as NAME: VALUE; may be given several times.
+    detach
+        Start it, and watch nothing.
+    status
+        Say how the route's last rollout goes, or ended.
+    abort
+        End the rollout that runs, and go back.
+    """
+    if bool(to) + status + abort != 1:
+        raise InvalidArgument("nothing to do: say one of --to VERSION, --status and --abort")
+    watcher = RolloutWatcher(url, header, name)
+    if status or abort:
+        return watcher.abort() if abort else watcher.print_status()
+    watcher.start(rollout_plan(to, steps, every, min_requests, guard))
+    return 0 if detach else watcher.watch()
 
 
 def rollout_plan(to: str, steps: str, every: str, min_requests: int, guard: str) -> Mapping[str, Any]:

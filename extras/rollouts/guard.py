@@ -4,7 +4,7 @@ import re
 from enum import StrEnum
 from typing import NamedTuple
 
-from ..core.errors import InvalidArgument
+from ...core.errors import InvalidArgument
 
 _GUARD = re.compile(r"(?P<name>\w+(?:\.\d+)?)\s*<\s*(?P<bound>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>%|[a-z]*)")
 _LATENCY = re.compile(r"(?:(?P<latency>ttft|itl)_)?p(?P<percent>\d{1,2}(?:\.\d+)?)")

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Container, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Container, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import InvalidArgument, NotFound, QueueFull
-from ..core.gateway import ResponseStream
-from ..core.metrics import Histogram, Measurement, Reading
-from ..core.request import (
+from ...core.errors import NotFound, QueueFull
+from ...core.extension_contracts import ResidentHandle, ResidentModels
+from ...core.gateway import ResponseStream
+from ...core.metrics import Histogram, Measurement, Reading
+from ...core.request import (
     Conversation,
     GenerateChunk,
     GenerateRequest,
@@ -31,14 +32,11 @@ from ..core.request import (
     ParameterValue,
     Prompt,
 )
-from ..core.request_context import RequestContext
-from ..core.tensor import Tensor
-from ..processes.client_shared_memory import is_lent
-from ..routing.arm_samples import is_answer, is_failure
-from ..routing.route import RouteShadow
-from .backend_registry import is_composition
-from .model_registry import LoadedModel, ModelRegistry, NotResident
-from .request_validation import validate_request
+from ...core.request_context import RequestContext
+from ...core.tensor import Tensor
+from ...processes.client_shared_memory import is_lent
+from ...routing.route import RouteShadow
+from .arm_samples import is_answer, is_failure
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +71,21 @@ class ShadowKey(NamedTuple):
 
 class ShadowTraffic:
     """The copies that are waiting or being answered, of all routes, and what was counted of those that were. Lives in
-    one event loop."""
+    one event loop: a `RequestObserver`."""
 
-    def __init__(self, most: int = _MOST, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, models: ResidentModels, most: int = _MOST, most_bytes: int = _MOST_BYTES) -> None:
+        self.models = models
         self.most, self.most_bytes = most, most_bytes
         self.copies = self.bytes = 0
         self.outcomes: Counter[tuple[ShadowKey, str]] = Counter()
         self._seconds: dict[ShadowKey, tuple[Histogram, Histogram]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._said: dict[ShadowKey, float] = {}
+
+    def observe_route(self, name: str, route: Mapping[str, Any]) -> "Shadow | None":
+        """The shadow of a route, if it has one."""
+        shadow = route.get("shadow")
+        return None if shadow is None else Shadow(name, msgspec.convert(shadow, RouteShadow), self)
 
     def reserve(self, size: int) -> bool:
         """Take room for a copy of so many bytes, if there is some; `release` gives it back."""
@@ -133,7 +137,7 @@ class ShadowTraffic:
         for task in self._tasks:
             task.cancel()
 
-    def measurements(self) -> Iterator[Measurement]:
+    def measure(self) -> Iterator[Measurement]:
         """For a scrape."""
         for (key, outcome), count in self.outcomes.items():
             labels = {**key._asdict(), "outcome": outcome}
@@ -208,8 +212,8 @@ class _Copy:
 class Shadow:
     """The shadow of one route: which of its requests are copied, and to whom."""
 
-    def __init__(self, route: str, shadow: RouteShadow, registry: ModelRegistry, traffic: ShadowTraffic) -> None:
-        self._shadow, self._registry, self._traffic = shadow, registry, traffic
+    def __init__(self, route: str, shadow: RouteShadow, traffic: ShadowTraffic) -> None:
+        self._shadow, self._traffic = shadow, traffic
         self._key = ShadowKey(route, shadow.model, str(shadow.version or ""))
         self._due = 0.0
 
@@ -296,37 +300,31 @@ class Shadow:
         self, copy: _Copy, context: RequestContext
     ) -> AsyncGenerator[InferResponse | GenerateChunk, None]:
         """The shadow's answer. Raises `_Excluded` if it may not be asked."""
-        loaded, request = self._find(context), copy.request
-        loaded.in_flight.increment()
-        context.on_end(lambda _: loaded.in_flight.decrement())
-        responses: AsyncIterator[InferResponse] | AsyncIterator[GenerateChunk]
+        model, request = self._acquire(context), copy.request
+        responses: ResponseStream[InferResponse] | ResponseStream[GenerateChunk]
         if isinstance(request, GenerateRequest):
-            if loaded.capabilities.text is None:
-                raise InvalidArgument(f"model '{loaded.config.name}' does not generate text")
             targets = {"target_ttft_ms": 0.0, "target_itl_ms": 0.0}
             request = msgspec.structs.replace(request, id=f"shadow-{id(context):x}-{request.id}", **targets)
-            responses = loaded.capabilities.text.generate(request, context)
+            responses = model.generate(request)
         else:
-            copy.compared = copy.compared and copy.as_text is (loaded.capabilities.text is not None)
-            validate_request(loaded.config, request)
-            responses = loaded.model.infer(request, context)
+            copy.compared = copy.compared and copy.as_text is model.generates_text
+            responses = model.infer(request)
         async with aclosing(cast("ResponseStream[InferResponse | GenerateChunk]", responses)) as stream:
             async for item in stream:
                 yield item
         if not context.sequences:
             context.finish()
 
-    def _find(self, context: RequestContext) -> LoadedModel:
-        try:
-            loaded = self._registry.find_loaded(self._key.model, self._key.version, context)
-        except NotResident:
-            raise _Excluded("it is not in memory, and copies load no model") from None
-        backend, also = loaded.config.backend, self._shadow.also
-        if backend == _PYTHON and "python" not in also:
+    def _acquire(self, context: RequestContext) -> ResidentHandle:
+        model = self._traffic.models.acquire_resident(context, self._key.model, self._key.version)
+        if model is None:
+            raise _Excluded("it is not in memory, and copies load no model")
+        also = self._shadow.also
+        if model.config.backend == _PYTHON and "python" not in also:
             raise _Excluded("it is a Python model, which gets no copies unless the route says so: also: [python]")
-        if is_composition(backend) and "pipelines" not in also:
+        if model.asks_models and "pipelines" not in also:
             raise _Excluded("it asks other models, and gets no copies unless the route says so: also: [pipelines]")
-        return loaded
+        return model
 
 
 class _Excluded(NotFound):

@@ -1,28 +1,34 @@
 """The rollouts of routes: each goes on, or back, by itself, and on from where it was when the server starts again.
 
-A rollout changes its route through `RouteControl`, as requests do; whoever changes that route meanwhile ends it.
+A rollout changes its route as requests do; whoever changes that route meanwhile ends it.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
-from ..core.errors import CharoniaError, Conflict, InvalidArgument, NotFound, describe_validation_error
-from ..core.metrics import Measurement, Reading
-from ..core.traffic import RolloutEntry, RolloutEvent, RolloutState
-from ..routing.rollout import Decision, RolloutPlan, RolloutWatch, pinned, share_of, with_all, with_share
-from ..routing.route import Route
-from .lifecycle import ModelLifecycle
-from .model_registry import ModelRegistry
-from .route_control import RouteControl
-from .route_table import RouteTable
-from .state_directory import StateDirectory
+from ...core.errors import (
+    CharoniaError,
+    Conflict,
+    InvalidArgument,
+    NotFound,
+    ServerExiting,
+    describe_validation_error,
+)
+from ...core.extension_contracts import StateStore
+from ...core.gateway import Administration
+from ...core.metrics import Measurement, Reading
+from ...core.request_context import RequestContext
+from ...core.traffic import ChangeableRoutes
+from ...routing.route import Route
+from .rollout import Decision, RolloutPlan, RolloutWatch, pinned, share_of, with_all, with_share
+from .rollout_entry import RolloutEntry, RolloutEvent, RolloutState
 
 log = logging.getLogger(__name__)
 
@@ -89,14 +95,11 @@ class RolloutControl:
 
     def __init__(
         self,
-        routes: RouteControl,
-        table: RouteTable,
-        lifecycle: ModelLifecycle,
-        registry: ModelRegistry,
-        state: StateDirectory | None = None,
+        administration: Administration,
+        state: StateStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._routes, self._table, self._lifecycle, self._registry = routes, table, lifecycle, registry
+        self._administration = administration
         self._state, self._clock = state, clock
         kept = None if state is None else state.read(_STATE, RolloutRecords)
         self._records = dict((kept or RolloutRecords()).rollouts)
@@ -106,6 +109,7 @@ class RolloutControl:
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._keeping = asyncio.Lock()
         self._error = ""
+        self._changes: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -115,9 +119,15 @@ class RolloutControl:
         try:
             yield
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            for change in (task, *self._changes):
+                change.cancel()
+            await asyncio.gather(task, *self._changes, return_exceptions=True)
+
+    def request_ended(self, context: RequestContext) -> None:
+        """Count a request for a route in the step of its rollout."""
+        running = self._running.get(context.route) if context.route else None
+        if running is not None and context.end is not None and context.model_found:
+            running.watch.observe(context)
 
     async def _run(self) -> None:
         while True:
@@ -162,7 +172,7 @@ class RolloutControl:
     def _stranger(self, name: str, record: RolloutRecord, running: _RunningRollout | None) -> str:
         """Who else has changed the route; empty for nobody."""
         try:
-            route, version = self._routes.route(name)
+            route, version = self._route(name)
         except NotFound as error:
             return error.message
         own = record.is_own(route) if running is None else running.version == version
@@ -186,27 +196,52 @@ class RolloutControl:
         """Make the route what a record says, and keep that. May be done again, if it raises."""
         route, running, version = record.route, self._running.get(name), 0
         if route is not None:
-            version = await self._routes.put(name, route, f"the rollout to {record.plan.to.label}", expect)
+            version = await self._put(name, route, f"the rollout to {record.plan.to.label}", expect)
             if running is not None:
                 running.version = version
-        runs, watch = record.state is RolloutState.RUNNING, None
+        runs = record.state is RolloutState.RUNNING
         await self._keep(name, record if runs else msgspec.structs.replace(record, ended_at=time.time()))
         _tell(name, record)
         self._running.pop(name, None)
         if runs:
             watch = RolloutWatch(record.plan, record.step, self._clock())
             self._running[name] = _RunningRollout(watch, version)
-        if name in self._table.served:
-            self._table.served[name].watch = watch
+
+    @property
+    def _routes(self) -> ChangeableRoutes:
+        return self._administration.route_control
+
+    def _route(self, name: str) -> tuple[Route, int]:
+        """A route as it is served, and its version. Raises `NotFound`."""
+        entry = self._routes.entry(name)
+        return msgspec.convert(entry.route, Route), entry.version
+
+    async def _put(self, name: str, route: Route, who: str, expect: int | None = None) -> int:
+        """Serve a route from now on; its version. Raises as `ChangeableRoutes.put_document`."""
+        return (await self._routes.put_document(name, msgspec.to_builtins(route), who, expect)).version
+
+    async def _run_to_completion(self, change: Coroutine[None, None, None]) -> None:
+        """Change a rollout for a client: to the end, even if the client leaves meanwhile. Raises `ServerExiting` if the
+        server exits before."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise ServerExiting from None
+            raise
 
     async def _keep(self, name: str, record: RolloutRecord | None) -> None:
         """Keep a route's record, or None. Raises `Internal`."""
         async with self._keeping:
             known = {**self._records, name: record}
+            routes = {entry.name for entry in self._routes.entries()}
             kept = {
                 each: other
                 for each, other in known.items()
-                if other is not None and (other.state is RolloutState.RUNNING or each in {name, *self._table.served})
+                if other is not None and (other.state is RolloutState.RUNNING or each in {name, *routes})
             }
             if self._state is not None:
                 await asyncio.to_thread(self._state.write, _STATE, RolloutRecords(kept))
@@ -219,7 +254,7 @@ class RolloutControl:
         """The last rollout of a route. Raises `NotFound` if there was none."""
         record = self._records.get(name)
         if record is None:
-            self._routes.route(name)
+            self._routes.entry(name)
             raise NotFound(f"route '{name}' has had no rollout", field="name")
         running, plan = self._running.get(name), record.plan
         return RolloutEntry(
@@ -241,11 +276,11 @@ class RolloutControl:
         """Begin a rollout of a route; see `core.traffic.Rollouts`."""
         if not isinstance(document, dict):
             raise InvalidArgument("the rollout must be an object", field="to")
-        await self._lifecycle.run_to_completion(self._start(name, document, who))
+        await self._run_to_completion(self._start(name, document, who))
         return self.rollout(name)
 
     async def _start(self, name: str, document: Mapping[str, Any], who: str) -> None:
-        route, version = self._routes.route(name)
+        route, version = self._route(name)
         async with self._changing[name]:
             last = self._records.get(name)
             if last is not None and last.state is RolloutState.RUNNING:
@@ -259,13 +294,13 @@ class RolloutControl:
                 await self._apply(name, record, version)
             except CharoniaError:
                 await self._keep(name, last)
-                if self._routes.route(name)[0] != route:
-                    await self._routes.put(name, route, who)
+                if self._route(name)[0] != route:
+                    await self._put(name, route, who)
                 raise
 
     async def abort(self, name: str, who: str) -> RolloutEntry:
         """End the rollout that a route has, and go back; see `core.traffic.Rollouts`."""
-        await self._lifecycle.run_to_completion(self._abort(name, who))
+        await self._run_to_completion(self._abort(name, who))
         return self.rollout(name)
 
     async def _abort(self, name: str, who: str) -> None:
@@ -284,10 +319,9 @@ class RolloutControl:
         """The route to go back to. An arm that is "the latest" has the number that it is now: else the rollout's
         version might be it."""
         to, first = plan.to, plan.steps[0]
-        entry = self._registry.find(to.model)
-        if entry is None or not entry.served_versions:
+        latest = self._latest(to.model)
+        if latest is None:
             raise NotFound(f"no version of model '{to.model}' is served, which '{to.label}' is to be of", field="to")
-        latest = 0 if entry.latest is None else int(entry.latest.number)
         try:
             before = pinned(route, to.model, latest)
             with_share(before, to, first)
@@ -300,7 +334,16 @@ class RolloutControl:
             raise InvalidArgument(f"{has}: {more}", field="steps")
         return before
 
-    def measurements(self) -> Iterator[Measurement]:
+    def _latest(self, model: str) -> int | None:
+        """The latest version of a model that is served, None if none is, and for what is no model but a route."""
+        if any(entry.name == model for entry in self._routes.entries()):
+            return None
+        try:
+            return int(self._administration.model_config(model).version)
+        except CharoniaError:
+            return None
+
+    def measure(self) -> Iterator[Measurement]:
         """The share of the new arm of each rollout that runs, and what was decided. Ways back are counted from 0 on:
         so the first one is an increase."""
         decided = Counter(self._decided)

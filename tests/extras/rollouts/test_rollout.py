@@ -13,13 +13,13 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.request import FinishReason
 from charonia.core.request_context import CANCELLED, DONE, Outcome, RequestContext, RequestEnd
 from charonia.core.sampling import SamplingParams
-from charonia.routing.arm_samples import LatencyCounts
+from charonia.extras.rollouts.arm_samples import LatencyCounts
+from charonia.extras.rollouts.guard import Latency
+from charonia.extras.rollouts.rollout import Decision, RolloutPlan, RolloutWatch, with_all, with_share
 from charonia.routing.arm_selector import StickyHash
-from charonia.routing.guard import Latency
-from charonia.routing.rollout import Decision, RolloutPlan, RolloutWatch, with_all, with_share
 from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget
 
-from ..proofs.rollout_guards import (
+from ...proofs.rollout_guards import (
     GUARDS,
     TIGHT,
     TO,

@@ -13,19 +13,19 @@ from charonia.core.errors import CharoniaError, Conflict, Internal, InvalidArgum
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import TensorSpec
-from charonia.core.traffic import RolloutState
+from charonia.extras.rollouts.rollout_control import RolloutControl
+from charonia.extras.rollouts.rollout_entry import RolloutState
 from charonia.repository import routed_versions
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.model_registry import LoadedModel
-from charonia.repository.rollout_control import RolloutControl
 from charonia.repository.route_control import RouteControl
 from charonia.repository.state_directory import StateDirectory
 from charonia.routing.route import Route, RouteArm, RouteRule, RouteTarget, StickyKey
 
-from ..waiting import until
-from . import test_routed_versions
-from .conftest import World
-from .test_routes import Numbered, gateway_with, version_that_answers
+from ...repository import test_routed_versions
+from ...repository.conftest import World
+from ...repository.test_routes import Numbered, gateway_with, version_that_answers
+from ...waiting import until
 
 PLAN: dict[str, Any] = {"to": "2", "steps": [10, 50, 100], "every": 60, "min_requests": 5, "guard": "error_rate < 1 %"}
 CONFIG = """
@@ -65,10 +65,12 @@ class Server:
         self.new = Faulty("2")
         self.gateway = gateway_with(*(models or (Numbered("1"), self.new)))
         self.state = StateDirectory(self.root / "state") if state else None
-        lifecycle, registry, table = self.gateway.lifecycle, self.gateway.registry, self.gateway.routes
+        lifecycle, table = self.gateway.lifecycle, self.gateway.routes
         self.routes = RouteControl(table, lifecycle, RepositoryCatalog([self.root / "models"]), self.state)
         self.routes.restore({})
-        self.rollouts = RolloutControl(self.routes, table, lifecycle, registry, self.state, lambda: self.now)
+        self.gateway.route_control = self.routes
+        self.rollouts = RolloutControl(self.gateway, self.state, lambda: self.now)
+        self.gateway.add_end_listener(self.rollouts.request_ended)
 
     def close(self) -> None:
         if self.state is not None:
@@ -97,7 +99,7 @@ class Server:
 
 
 def rollout_readings(server: Server) -> Iterator[tuple[object, ...]]:
-    for measured in server.rollouts.measurements():
+    for measured in server.rollouts.measure():
         for reading in measured.readings:
             yield (*measured.labels.values(), reading.family, reading.value)
 
@@ -336,8 +338,8 @@ async def test_the_new_version_is_loaded_if_it_fits_and_goes_with_the_rollout(
     await world.start()
     await routed.put(3)
     gateway = world.gateway
-    given = routed.control, gateway.routes, gateway.lifecycle, gateway.registry, routed.state
-    rollouts = RolloutControl(*given)
+    gateway.route_control = routed.control
+    rollouts = RolloutControl(gateway, routed.state)
     plan = {**PLAN, "to": "2", "steps": [1, 100]}
     await rollouts.start("r", plan, "x")
     assert routed.loaded == ["2", "3"]

@@ -26,14 +26,14 @@ from charonia.core.request import (
 from charonia.core.request_context import RequestContext
 from charonia.core.sampling import SamplingParams
 from charonia.core.tensor import Tensor, TensorSpec
+from charonia.extras.rollouts.shadow import SHADOW_TENANT, ShadowTraffic
 from charonia.processes.client_shared_memory import is_lent
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.model_registry import LoadedModel
-from charonia.repository.shadow import SHADOW_TENANT
 from charonia.routing.route import Route, RouteArm, RouteShadow
 
-from ..waiting import until
-from .test_gateway import Echo
+from ...repository.test_gateway import Echo
+from ...waiting import until
 
 HALF = (TensorSpec("A", "FP32", (-1,)),)
 
@@ -103,7 +103,8 @@ class World:
         models: list[Any] = [self.arm, self.shadow]
         self.loaded = {each.config.version: LoadedModel(each, each.config) for each in models}
         self.gateway.registry.get_or_add("m").publish(self.loaded)
-        self.traffic = self.gateway.routes.copies
+        self.traffic = ShadowTraffic(self.gateway)
+        self.gateway.routes.observers.append(self.traffic)
         self.serve(**shadow)
 
     def serve(self, **shadow: Any) -> None:
@@ -136,7 +137,7 @@ class World:
 
     def seconds(self) -> list[int]:
         """How many times were measured of the shadow, and of the arm."""
-        read = [each for measured in self.traffic.measurements() for each in measured.readings]
+        read = [each for measured in self.traffic.measure() for each in measured.readings]
         return [sum(each.value.counts) for each in read if isinstance(each.value, Histogram)]
 
 
@@ -160,7 +161,7 @@ async def test_a_share_of_the_requests_is_copied_and_counts_for_no_client() -> N
     assert [each.in_flight.count for each in world.loaded.values()] == [0, 0]
     assert world.gateway.in_flight.count == 0
     world.gateway.routes.replace({})
-    assert (world.outcomes, list(world.traffic.measurements())) == ({}, [])
+    assert (world.outcomes, list(world.traffic.measure())) == ({}, [])
 
 
 @pytest.mark.parametrize(

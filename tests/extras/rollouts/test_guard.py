@@ -3,7 +3,7 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.routing.guard import Latency, parse_guards
+from charonia.extras.rollouts.guard import Latency, parse_guards
 
 
 @pytest.mark.parametrize(

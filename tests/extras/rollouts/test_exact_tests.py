@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.routing.exact_tests import binomial_tail, hypergeometric_tail
+from charonia.extras.rollouts.exact_tests import binomial_tail, hypergeometric_tail
 
 
 @given(st.integers(1, 60), st.data(), st.fractions(0, 1, max_denominator=50))

@@ -3,8 +3,8 @@
 import pytest
 
 from charonia.cli.app import app
-from charonia.cli.rollout import rollout_plan
 from charonia.core.errors import InvalidArgument
+from charonia.extras.rollouts.rollout_command import rollout_plan
 
 NOBODY = "--url", "http://127.0.0.1:9"
 
