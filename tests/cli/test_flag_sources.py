@@ -63,12 +63,12 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
 def test_every_kind_of_flag_is_read_of_both(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(
         "backend-config: ['onnxruntime,a=1', b=2]\nspeculative-config: {method: ngram}\nlog-info: false\n"
-        "console: true\nlora-modules: [{name: x, path: y}]\nstate-dir:\n"
+        "allow-pipelines: true\nlora-modules: [{name: x, path: y}]\nstate-dir:\n"
     )
     options = options_of("--config", str(file))
     assert options.repository.configs.backend_config == ("onnxruntime,a=1", "b=2")
     assert options.engine.speculative_config == '{"method":"ngram"}'
-    assert (options.server.log_info, options.extensions.console.console, options.repository.state_dir) == (
+    assert (options.server.log_info, options.repository.allow_pipelines, options.repository.state_dir) == (
         "false",
         True,
         None,
@@ -79,7 +79,7 @@ def test_every_kind_of_flag_is_read_of_both(file: Path, monkeypatch: pytest.Monk
         "ALLOWED_ORIGINS": '["https://a", "https://b c"]',
         "SPECULATIVE_CONFIG": '{"method": "suffix"}',
         "LOG_INFO": "False",
-        "CONSOLE": "true",
+        "ALLOW_PIPELINES": "true",
         "ENFORCE_EAGER": "false",
         "STATE_DIR": "",
         "MODEL_STORE": "",
@@ -89,7 +89,7 @@ def test_every_kind_of_flag_is_read_of_both(file: Path, monkeypatch: pytest.Monk
     assert options.repository.model_repository == ("/a", "s3://b")
     assert options.http.allowed_origins == ("https://a", "https://b c")
     assert options.engine == EngineOptions(speculative_config='{"method": "suffix"}', enforce_eager=False)
-    assert (options.server.log_info, options.extensions.console.console, options.repository.state_dir) == (
+    assert (options.server.log_info, options.repository.allow_pipelines, options.repository.state_dir) == (
         "false",
         True,
         None,
