@@ -63,8 +63,7 @@ class ServePlan:
     @property
     def extension_families(self) -> list[MetricFamily]:
         """What extensions measure."""
-        extensions = (*self.extensions, *self.observers)
-        return [family for extension in extensions for family in extension.metrics]
+        return _families(self.extensions, self.observers)
 
 
 def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> ServePlan:
@@ -102,9 +101,14 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
         engine["lora_modules"] = json.dumps(parse_lora_modules(options.adapters.lora_modules))
     selection = select_models(model, repository, engine, metrics.quantiles if metrics.summaries else ())
     observers = observer_extensions()
-    reserved = [family.name for extension in (*extensions, *observers) for family in extension.metrics]
+    reserved = [family.name for family in _families(extensions, observers)]
     shared = _shared_state(options.server, logs, reserved)
     return ServePlan(options, endpoints, selection, shared, metrics, extensions, observers)
+
+
+def _families(plans: Sequence[RoutesPlan], observers: Sequence[ObserverExtension]) -> list[MetricFamily]:
+    routed = [family for plan in plans for family in plan.metrics]
+    return [*routed, *(family for observer in observers for family in observer.metrics)]
 
 
 def server_facts(options: ServeOptions, endpoints: EndpointSettings) -> ServerFacts:
