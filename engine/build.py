@@ -14,7 +14,9 @@ from ..processes.host import torch_has_cuda, usable_cores
 from ..telemetry.host_metrics import Gpus
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.weight_memory import WeightUse, count_weight_bytes
-from .client.llm import LlmModel, TokenizerBundle, own_engine_spec
+from .client.client import own_engine_spec
+from .client.llm import LlmModel
+from .client.tokenizer_bundle import TokenizerBundle
 from .config import EngineConfig, LoraConfig
 from .options import EngineOptions, engine_config, parse_settings, read_speculation_config
 

@@ -10,8 +10,9 @@ from ...core.model import MemoryNeed, Model, ModelConfig
 from ...core.request import GenerateChunk
 from ...core.tensor import TensorSpec
 from .. import build
+from ..client.client import own_engine_spec
 from ..client.infer import OUTPUT_VALUES, OutputTensor, TensorLayout
-from ..client.llm import LlmModel, own_engine_spec
+from ..client.llm import LlmModel
 from .model_json import read_model_json
 
 _RETURNED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
