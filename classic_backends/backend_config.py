@@ -77,7 +77,7 @@ def read_choice(parameters: Parameters, name: str, choices: Collection[str], def
     """Raises `InvalidArgument` for none of the `choices`; `field` names the parameter."""
     text = parameters.get(name, default)
     if text not in choices:
-        known = ", ".join(f"'{each}'" for each in choices)
+        known = ", ".join(f"'{choice}'" for choice in choices)
         raise InvalidArgument(f"parameter '{name}' must be one of {known}, got '{text}'", field=name)
     return text
 
@@ -138,7 +138,8 @@ def _all_placements(model: str, raw: RawConfig) -> Iterator[InstancePlacement]:
         kind = group.get("kind") or "KIND_CPU"
         name = group.get("name") or f"{model}_{index}"
         devices = [int(gpu) for gpu in group.get("gpus") or [0]] if kind == "KIND_GPU" else [0]
-        count, passive = max(1, int(group.get("count") or 1)), bool(group.get("passive", False))
+        count = max(1, int(group.get("count") or 1))
+        passive = bool(group.get("passive", False))
         for number in range(len(devices) * count):
             device = devices[number // count]
             rate = None if passive else read_rate(group, device)
@@ -159,6 +160,8 @@ class FoundTensor(NamedTuple):
 
 
 class FoundModel(NamedTuple):
+    """The tensors of a model as its file has them."""
+
     inputs: tuple[FoundTensor, ...]
     outputs: tuple[FoundTensor, ...]
 
@@ -168,15 +171,16 @@ def declares_tensors(raw: RawConfig) -> bool:
     return bool(raw.get("input")) and bool(raw.get("output"))
 
 
-def complete_config(raw: RawConfig, found: FoundModel, parameters: Parameters) -> dict[str, Any]:
+def complete_config(raw: RawConfig, model: FoundModel, parameters: Parameters) -> dict[str, Any]:
     """`raw` with the inputs, outputs and batch size that it lacks. Raises `InvalidArgument` if it has a max_batch_size,
     and the model cannot batch."""
-    size, tensors = int(raw.get("max_batch_size") or 0), (*found.inputs, *found.outputs)
-    ranks = {each.name: len(each.shape or ()) for each in tensors}
-    given = [*(raw.get("input") or ()), *(raw.get("output") or ())]
+    size = int(raw.get("max_batch_size") or 0)
+    tensors = (*model.inputs, *model.outputs)
+    ranks = {tensor.name: len(tensor.shape or ()) for tensor in tensors}
+    entries = [*(raw.get("input") or ()), *(raw.get("output") or ())]
     # A tensor of the config with all of the model's dims would have the batch among them.
-    batches = all(each.shape and each.shape[0] == -1 for each in tensors) and all(
-        len(model_dims(each)) != ranks.get(each["name"]) for each in given
+    batches = all(tensor.shape and tensor.shape[0] == -1 for tensor in tensors) and all(
+        len(model_dims(entry)) != ranks.get(entry["name"]) for entry in entries
     )
     if size and not batches:
         name = raw.get("name", "")
@@ -185,29 +189,29 @@ def complete_config(raw: RawConfig, found: FoundModel, parameters: Parameters) -
     if batches and not size:
         size = read_integer(parameters, "default-max-batch-size", DEFAULT_MAX_BATCH_SIZE)
     completed = {**raw, "max_batch_size": size}
-    for side, there, hidden in zip(
-        ("input", "output"), (found.inputs, found.outputs), sequence_tensor_names(raw), strict=True
+    for side, side_tensors, hidden in zip(
+        ("input", "output"), (model.inputs, model.outputs), sequence_tensor_names(raw), strict=True
     ):
         if not raw.get(side):
-            completed[side] = [_tensor_entry(each, size > 0) for each in there if each.name not in hidden]
+            completed[side] = [_tensor_entry(tensor, size > 0) for tensor in side_tensors if tensor.name not in hidden]
     return completed
 
 
-def _tensor_entry(found: FoundTensor, batched: bool) -> dict[str, Any]:
-    dims = list((found.shape or ())[int(batched) :])
-    tensor: dict[str, Any] = {"name": found.name, "data_type": config_type(found.datatype), "dims": dims or [1]}
+def _tensor_entry(tensor: FoundTensor, batched: bool) -> dict[str, Any]:
+    dims = list((tensor.shape or ())[int(batched) :])
+    entry: dict[str, Any] = {"name": tensor.name, "data_type": config_type(tensor.datatype), "dims": dims or [1]}
     if not dims:
-        tensor["reshape"] = {"shape": []}
-    return tensor | ({"optional": True} if found.optional else {})
+        entry["reshape"] = {"shape": []}
+    return entry | ({"optional": True} if tensor.optional else {})
 
 
 def sequence_tensor_names(raw: RawConfig) -> tuple[set[str], set[str]]:
     """Inputs and outputs of the model that belong to its sequences: controls and states, no tensors of clients."""
-    asked: RawConfig = raw.get("sequence_batching") or {}
-    states: Sequence[RawConfig] = asked.get("state", ())
-    controls = (str(each.get("name", "")) for each in asked.get("control_input", ()))
-    inputs = {*controls, *(str(each.get("input_name", "")) for each in states)}
-    return inputs, {str(each.get("output_name", "")) for each in states}
+    sequence_batching: RawConfig = raw.get("sequence_batching") or {}
+    states: Sequence[RawConfig] = sequence_batching.get("state", ())
+    controls = (str(control.get("name", "")) for control in sequence_batching.get("control_input", ()))
+    inputs = {*controls, *(str(state.get("input_name", "")) for state in states)}
+    return inputs, {str(state.get("output_name", "")) for state in states}
 
 
 def config_type(datatype: str) -> str:
@@ -215,19 +219,19 @@ def config_type(datatype: str) -> str:
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
-def check_config_matches(config: ModelConfig, found: FoundModel) -> None:
+def check_config_matches(config: ModelConfig, model: FoundModel) -> None:
     """Check that each tensor of the config is one of the model's, of its type and of a shape that fits. Raises
     `InvalidArgument` if one is not; `field` names it."""
-    batch_inputs = (name for each in config.raw.get("batch_input", ()) for name in each.get("target_name", ()))
-    given = {*batch_inputs, *(spec.name for spec in config.inputs)}
-    missing = [each.name for each in found.inputs if each.name not in given and not each.optional]
+    batch_inputs = (name for entry in config.raw.get("batch_input", ()) for name in entry.get("target_name", ()))
+    names = {*batch_inputs, *(spec.name for spec in config.inputs)}
+    missing = [tensor.name for tensor in model.inputs if tensor.name not in names and not tensor.optional]
     if missing:
-        count = f"configuration expects {len(given)} inputs, model provides {len(found.inputs)}"
+        count = f"configuration expects {len(names)} inputs, model provides {len(model.inputs)}"
         raise _refuse(config, "input", f"{count}: '{missing[0]}' is missing")
     entries = chain.from_iterable(config.raw.get(side, ()) for side in ("input", "output"))
-    raw_tensors = {each["name"]: each for each in entries}
-    for side, specs, tensors in (("input", config.inputs, found.inputs), ("output", config.outputs, found.outputs)):
-        known = {each.name: each for each in tensors}
+    raw_tensors = {entry["name"]: entry for entry in entries}
+    for side, specs, tensors in (("input", config.inputs, model.inputs), ("output", config.outputs, model.outputs)):
+        known = {tensor.name: tensor for tensor in tensors}
         for spec in specs:
             path = f"{side}.{spec.name}"
             if spec.name not in known:
@@ -237,22 +241,21 @@ def check_config_matches(config: ModelConfig, found: FoundModel) -> None:
             _check_tensor(config, path, known[spec.name], spec, raw_tensors.get(spec.name, {}))
 
 
-def _check_tensor(config: ModelConfig, path: str, found: FoundTensor, spec: TensorSpec, raw: RawConfig) -> None:
-    if found.datatype != spec.datatype:
-        wanted, has = config_type(spec.datatype), config_type(found.datatype)
-        message = f"'{spec.name}' has data type {wanted} in the configuration, {has} in the model"
-        raise _refuse(config, f"{path}.data_type", message)
-    if raw.get("allow_ragged_batch") or found.shape is None:
+def _check_tensor(config: ModelConfig, path: str, tensor: FoundTensor, spec: TensorSpec, raw: RawConfig) -> None:
+    if tensor.datatype != spec.datatype:
+        types = f"{config_type(spec.datatype)} in the configuration, {config_type(tensor.datatype)} in the model"
+        raise _refuse(config, f"{path}.data_type", f"'{spec.name}' has data type {types}")
+    if raw.get("allow_ragged_batch") or tensor.shape is None:
         return  # a ragged tensor is flat, whatever the dims of a request
     dims = model_dims(raw) if raw else spec.dims
     shape = (-1, *dims) if config.max_batch_size else tuple(dims)
-    if not found.shape and all(dim == -1 for dim in shape):
+    if not tensor.shape and all(dim == -1 for dim in shape):
         return  # onnxruntime reports a scalar and an unknown rank alike
     # As in Triton, a free dimension of the config needs a free one of the model.
-    if len(shape) != len(found.shape) or any(
-        there not in (-1, here) for here, there in zip(shape, found.shape, strict=True)
+    if len(shape) != len(tensor.shape) or any(
+        model_dim not in (-1, dim) for dim, model_dim in zip(shape, tensor.shape, strict=True)
     ):
-        message = f"'{spec.name}' has shape {list(shape)} in the configuration, {list(found.shape)} in the model"
+        message = f"'{spec.name}' has shape {list(shape)} in the configuration, {list(tensor.shape)} in the model"
         batch = "; its first dimension is the batch, because max_batch_size > 0" if config.max_batch_size else ""
         raise _refuse(config, f"{path}.dims", message + batch)
 

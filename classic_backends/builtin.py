@@ -1,9 +1,9 @@
 """Triton's small example backends, built in: `identity`, `repeat` and `square`.
 
-Made for trying out clients, batching and streams without a model; none reads a file. Sources:
-https://github.com/triton-inference-server/identity_backend, repeat_backend and square_backend beside it. Triton's
-`repeat` and `square` answer several requests at a time on one instance; here a request has its instance to itself until
-its last response, so `WAIT`, after which Triton's takes the next one, changes nothing.
+They are for trying out clients, batching and streams without a model; none reads a file. Sources:
+https://github.com/triton-inference-server/identity_backend, repeat_backend and square_backend beside it. Here a request
+has its instance to itself until its last response: `WAIT`, after which Triton's `repeat` takes the next one, has no
+effect.
 """
 
 import time
@@ -62,15 +62,15 @@ def _make_identity(config: ModelConfig, placement: InstancePlacement, parameters
     config = replace(config, inputs=tuple(spec for spec in config.inputs if spec.name not in hidden))
     if len(config.inputs) != len(config.outputs):
         raise InvalidArgument(f"model '{config.name}' must have equal input/output pairs", field="output")
-    for given, made in zip(config.inputs, config.outputs, strict=True):
-        if given.datatype != made.datatype:
-            message = f"output '{made.name}' must have the datatype of input '{given.name}', {given.datatype}"
+    for source, target in zip(config.inputs, config.outputs, strict=True):
+        if source.datatype != target.datatype:
+            message = f"output '{target.name}' must have the datatype of input '{source.name}', {source.datatype}"
             raise InvalidArgument(f"model '{config.name}': {message}", field="output")
     time.sleep(read_integer(parameters, "creation_delay_sec", 0))
     factor = max(1, placement.number * read_integer(parameters, "instance_wise_delay_multiplier", 0))
     delay = read_integer(parameters, "execute_delay_ms", 0) * factor / 1000
     warn_unknown_parameters(config.name, config.parameters, _IDENTITY_PARAMETERS)
-    pairs = [(given.name, made.name) for given, made in zip(config.inputs, config.outputs, strict=True)]
+    pairs = [(source.name, target.name) for source, target in zip(config.inputs, config.outputs, strict=True)]
     ragged = _is_ragged(config, pairs)
     traits = RuntimeTraits(inline=not (delay or ragged), ragged=ragged)
     return BuiltinRuntime(partial(_identity, pairs, delay), traits)
@@ -80,16 +80,16 @@ def _identity(pairs: Sequence[tuple[str, str]], delay: float, inputs: Arrays) ->
     """Copies inputs to outputs, by (input, output) `pairs`; `delay`: seconds."""
     if delay:
         time.sleep(delay)
-    yield {output: inputs[given] for given, output in pairs if given in inputs}
+    yield {target: inputs[source] for source, target in pairs if source in inputs}
 
 
 def _is_ragged(config: ModelConfig, pairs: Sequence[tuple[str, str]]) -> bool:
     """Whether inputs allow ragged batches; then a batch_output must give their outputs the same shapes."""
-    ragged = {each["name"] for each in config.raw.get("input", ()) if each.get("allow_ragged_batch", False)}
-    split = {name for each in config.raw.get("batch_output", ()) for name in each.get("target_name", ())}
-    for given, made in pairs:
-        if (given in ragged) != (made in split):
-            message = f"output '{made}' needs a batch_output exactly if input '{given}' allows ragged batches"
+    ragged = {entry["name"] for entry in config.raw.get("input", ()) if entry.get("allow_ragged_batch", False)}
+    split = {name for entry in config.raw.get("batch_output", ()) for name in entry.get("target_name", ())}
+    for source, target in pairs:
+        if (source in ragged) != (target in split):
+            message = f"output '{target}' needs a batch_output exactly if input '{source}' allows ragged batches"
             raise InvalidArgument(f"model '{config.name}': {message}", field="batch_output")
     return bool(ragged)
 
@@ -136,10 +136,10 @@ def _decoupled_loader(compute: Callable[[Arrays], Iterator[Arrays]], inputs: Spe
     return BuiltinLoader(make, fill)
 
 
-def _check_specs(model: str, side: str, given: Specs, known: Specs) -> None:
+def _check_specs(model: str, side: str, specs: Specs, known: Specs) -> None:
     """Each tensor of the config must be one that the backend knows, and of its type."""
     by_name = {spec.name: spec for spec in known}
-    for spec in given:
+    for spec in specs:
         if spec.name not in by_name:
             message = f"expected {side} names of {sorted(by_name)}, got '{spec.name}'"
             raise InvalidArgument(f"model '{model}': {message}", field=side)

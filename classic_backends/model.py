@@ -55,11 +55,7 @@ _WARMING_UP = "model '%s' instance %s is running warmup sample '%s' for iteratio
 
 
 class ClassicModel:
-    """One version of a model, on as many instances as its config asks for. `directory`: of the version. `parameters`:
-    the backend's; those of the model's config override them. `samples`: a failing warm-up request fails the load.
-    `quantiles`: of the latency summaries, empty for no summaries. `limiter`: of the resources that instances take turns
-    at, if they do. Raises `InvalidArgument` if values of the config
-    contradict each other, of which `field` names one, and `Unsupported` if it asks for what is not built."""
+    """One version of a model, on as many instances as its config asks for."""
 
     def __init__(
         self,
@@ -71,6 +67,13 @@ class ClassicModel:
         quantiles: Sequence[float] = (),
         limiter: RateLimiter | None = None,
     ) -> None:
+        """`directory`: of the version. `parameters`: the backend's; those of the config override them. `quantiles`: of
+        the latency summaries, empty for none. `limiter`: of the resources that instances take turns at.
+
+        Raises:
+            InvalidArgument: values of the config contradict each other; `field` names one of them.
+            Unsupported: the config asks for what is not built.
+        """
         self.config = config
         self._loader = loader
         self._waits = loader.waits if loader.by_request else None
@@ -90,10 +93,11 @@ class ClassicModel:
         self._placements = read_placements(config.name, config.raw)
         latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)
         self._metrics = metrics = ModelMetrics(latencies)
-        self.statistics, self.count = metrics.statistics, metrics.record_request_end
+        self.statistics = metrics.statistics
+        self.count = metrics.record_request_end
         self._orderer = ResponseOrderer() if self._batching.preserve_ordering else None
         self._pool = InstancePool(self._load_runtime, execution_timeout, restart_pause, limiter)
-        self._takes_turns = limiter is not None and any(each.rate is not None for each in self._placements)
+        self._takes_turns = limiter is not None and any(placement.rate is not None for placement in self._placements)
         self._dispatcher: Dispatcher | SequenceScheduler | None = None
         self._inline_runtime: Runtime | None = None
 
@@ -126,7 +130,8 @@ class ClassicModel:
             yield from self._dispatcher.readings()
 
     async def load(self) -> None:
-        """Return when every instance is loaded and warm. After an error of one of them, none is left."""
+        """Return when every instance is loaded and has answered the warm-up requests. After an error of one of them,
+        none is left."""
         first, *others = self._placements
         decoupled = self.config.decoupled
         try:
@@ -292,7 +297,7 @@ class ClassicModel:
         if self._loader.by_request:
             errors = [execute_alone(runtime, self._layout, job, instance)]
         elif self.config.decoupled:
-            errors = [each.error for each in execute_decoupled(runtime, self._layout, job, instance)]
+            errors = [result.error for result in execute_decoupled(runtime, self._layout, job, instance)]
         else:
             errors = [execute_batch(runtime, self._layout, [job], instance).error]
         for error in errors:

@@ -43,7 +43,10 @@ _DATATYPES = {
 
 _PRECISIONS = ("f32", "bf16", "f16")
 _HINTS = ("LATENCY", "THROUGHPUT", "CUMULATIVE_THROUGHPUT")
-_THREADS, _STREAMS, _HINT, _DEVICE = "INFERENCE_NUM_THREADS", "NUM_STREAMS", "PERFORMANCE_HINT", "TARGET_DEVICE"
+_THREADS = "INFERENCE_NUM_THREADS"
+_STREAMS = "NUM_STREAMS"
+_HINT = "PERFORMANCE_HINT"
+_DEVICE = "TARGET_DEVICE"
 _PRECISION = "INFERENCE_PRECISION_HINT"
 _KNOWN_PARAMETERS = {_THREADS, _STREAMS, _HINT, _DEVICE, _PRECISION, "default-max-batch-size"}
 
@@ -91,7 +94,8 @@ def _found(ports: Sequence[Any]) -> tuple[FoundTensor, ...]:
 
 
 def _found_tensor(port: Any) -> FoundTensor:
-    name, kind = port.get_any_name(), port.get_element_type().get_type_name()
+    name = port.get_any_name()
+    kind = port.get_element_type().get_type_name()
     if kind not in _DATATYPES:
         raise Unsupported(f"tensor '{name}' of the model is of OpenVINO's type {kind}, which v2 does not have")
     shape = port.get_partial_shape()
@@ -160,15 +164,16 @@ class OpenVinoRuntime(Runtime):
     def __init__(self, model: OpenVinoModel) -> None:
         self._model: OpenVinoModel | None = model
         self._request: Any = model.new_request()
-        self._datatypes = {each.name: each.datatype for each in (*model.tensors.inputs, *model.tensors.outputs)}
+        tensors = (*model.tensors.inputs, *model.tensors.outputs)
+        self._datatypes = {tensor.name: tensor.datatype for tensor in tensors}
         self._interrupted = ""
         self.traits = RuntimeTraits(interrupt=self._interrupt)
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         self._interrupted = ""
-        given = {name: self._to_value(name, array) for name, array in inputs.items()}
+        values = {name: self._to_value(name, array) for name, array in inputs.items()}
         try:
-            self._request.start_async(given)  # it copies
+            self._request.start_async(values)  # it copies
             self._request.wait()
         except (RuntimeError, TypeError, ValueError) as error:
             raise Internal(self._interrupted or f"OpenVINO error: {_one_line(error)}") from error

@@ -42,13 +42,16 @@ _DATATYPES = {
 }
 """TensorFlow's names of types -> v2's."""
 
-_INTRA, _INTER = "TF_NUM_INTRA_THREADS", "TF_NUM_INTER_THREADS"
-_TAG, _SIGNATURE = "TF_GRAPH_TAG", "TF_SIGNATURE_DEF"
+_INTRA = "TF_NUM_INTRA_THREADS"
+_INTER = "TF_NUM_INTER_THREADS"
+_TAG = "TF_GRAPH_TAG"
+_SIGNATURE = "TF_SIGNATURE_DEF"
 _OF_SESSIONS = ("TF_USE_PER_SESSION_THREADS", "MAX_SESSION_SHARE_COUNT")
 _OF_THE_BACKEND = ("default-max-batch-size", "version", "allow-soft-placement", "gpu-memory-fraction")
 _KNOWN_PARAMETERS = {_INTRA, _INTER, _TAG, _SIGNATURE, *_OF_SESSIONS, *_OF_THE_BACKEND}
 _MOST_GRAPH_BYTES = 1 << 31
-_USUAL_TAG, _USUAL_SIGNATURE = "serve", "serving_default"
+_USUAL_TAG = "serve"
+_USUAL_SIGNATURE = "serving_default"
 _INIT_SIGNATURE = "__saved_model_init_op"
 
 
@@ -64,12 +67,12 @@ def import_tensorflow() -> Any:
 def show_gpu(tensorflow: Any, number: int) -> None:
     """Let TensorFlow, before it computes anything, take that GPU, and of its memory what it needs. Raises `Unsupported`
     if it has no such GPU."""
-    found = tensorflow.config.list_physical_devices("GPU")
-    if number >= len(found):
-        message = f"TensorFlow finds {len(found)} GPUs here, and none with the number {number}"
+    gpus = tensorflow.config.list_physical_devices("GPU")
+    if number >= len(gpus):
+        message = f"TensorFlow finds {len(gpus)} GPUs here, and none with the number {number}"
         raise Unsupported(f"{message}: install tensorflow[and-cuda], or set KIND_CPU", field="instance_group.kind")
-    tensorflow.config.experimental.set_memory_growth(found[number], True)
-    tensorflow.config.set_visible_devices([found[number]], "GPU")
+    tensorflow.config.experimental.set_memory_growth(gpus[number], True)
+    tensorflow.config.set_visible_devices([gpus[number]], "GPU")
 
 
 class Signature(NamedTuple):
@@ -105,14 +108,14 @@ def read_signature(directory: Path, parameters: Parameters) -> Signature:
         raise InvalidArgument(f"TensorFlow cannot load {directory}: {error}") from error
     tag = parameters.get(_TAG, _USUAL_TAG)
     graphs = {tuple(graph.meta_info_def.tags): graph for graph in model.meta_graphs}
-    tags = _chosen(_TAG, {each: tags for tags in graphs for each in tags}, tag)
-    signatures = {name: each for name, each in graphs[tags].signature_def.items() if name != _INIT_SIGNATURE}
+    tags = _chosen(_TAG, {name: tags for tags in graphs for name in tags}, tag)
+    signatures = {name: signature for name, signature in graphs[tags].signature_def.items() if name != _INIT_SIGNATURE}
     name = parameters.get(_SIGNATURE, _USUAL_SIGNATURE)
     if _SIGNATURE not in parameters and name not in signatures and len(signatures) == 1:
         [name] = signatures
     signature = _chosen(_SIGNATURE, signatures, name)
-    found = FoundModel(_found(tensorflow, signature.inputs), _found(tensorflow, signature.outputs))
-    return Signature(name, tags, found)
+    tensors = FoundModel(_found(tensorflow, signature.inputs), _found(tensorflow, signature.outputs))
+    return Signature(name, tags, tensors)
 
 
 def _chosen(parameter: str, known: Mapping[str, Any], name: str) -> Any:
@@ -137,7 +140,7 @@ def _found_tensor(tensorflow: Any, name: str, info: Any) -> FoundTensor:
 
 class TensorFlowLoader(RuntimeLoader):
     """Loads `model.savedmodel`, or the `default_model_filename`, and runs a signature of it. Triton's parameters:
-    threads, TF_GRAPH_TAG and TF_SIGNATURE_DEF; sessions there are none."""
+    threads, TF_GRAPH_TAG and TF_SIGNATURE_DEF; those of sessions have no effect."""
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
@@ -177,15 +180,15 @@ class TensorFlowRuntime(Runtime):
         except (tensorflow.errors.OpError, OSError, RuntimeError, TypeError, ValueError, KeyError) as error:
             raise InvalidArgument(f"TensorFlow cannot load {directory}: {_one_line(error)}") from error
         self._run = self._model.signatures[signature.name]
-        tensors = signature.tensors
-        self._datatypes = {each.name: each.datatype for each in (*tensors.inputs, *tensors.outputs)}
+        tensors = (*signature.tensors.inputs, *signature.tensors.outputs)
+        self._datatypes = {tensor.name: tensor.datatype for tensor in tensors}
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         try:
-            made = self._run(**{name: self._to_tensor(name, array) for name, array in inputs.items()})
+            outputs = self._run(**{name: self._to_tensor(name, array) for name, array in inputs.items()})
         except (self._tensorflow.errors.OpError, TypeError, ValueError) as error:
             raise Internal(f"TensorFlow error: {_one_line(error)}") from error
-        yield {name: self._to_array(name, made[name]) for name in output_names}
+        yield {name: self._to_array(name, outputs[name]) for name in output_names}
 
     def _to_tensor(self, name: str, array: NDArray[Any]) -> Any:
         match self._datatypes[name]:

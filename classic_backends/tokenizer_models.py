@@ -32,7 +32,7 @@ from ..core.runtime import (
 )
 from ..tokenization.checkpoint_files import locate_checkpoint
 from ..tokenization.tokenizer import Tokenizer
-from .backend_config import FoundModel, FoundTensor, complete_config, config_type, read_flag
+from .backend_config import FoundModel, FoundTensor, complete_config, config_type, declares_tensors, read_flag
 
 
 def _tensors(*texts: str, optional: bool = False) -> tuple[FoundTensor, ...]:
@@ -61,7 +61,7 @@ POSTPROCESSING_TENSORS = FoundModel(
 )
 
 _UNREAD = {"DECODER_QUERY"}
-"""Inputs that are known, and refused when they hold something; so are those that are not known."""
+"""Inputs that are declared, and refused when they hold something, as those that are not declared."""
 
 Answer = Callable[[Arrays], Arrays]
 
@@ -101,21 +101,22 @@ class TokenizerLoader(RuntimeLoader):
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         self._check_types(config)
-        given = {name: value for name, value in parameters.items() if value and not value.startswith("${")}
-        named = given.get("tokenizer_dir", "")
-        if not named and not (directory / "tokenizer.json").is_file():
+        # Triton's repositories come with ${...} where somebody is to write a value.
+        filled_in = {name: value for name, value in parameters.items() if value and not value.startswith("${")}
+        tokenizer_directory = filled_in.get("tokenizer_dir", "")
+        if not tokenizer_directory and not (directory / "tokenizer.json").is_file():
             message = f"model '{config.name}' needs the parameter 'tokenizer_dir': the directory of its tokenizer"
             raise InvalidArgument(message, field="tokenizer_dir")
-        tokenizer = Tokenizer.load(locate_checkpoint(named) if named else directory)
+        tokenizer = Tokenizer.load(locate_checkpoint(tokenizer_directory) if tokenizer_directory else directory)
         traits = RuntimeTraits(inline=self.inline)
-        return TokenizerRuntime(self.make(tokenizer, config, given), traits)
+        return TokenizerRuntime(self.make(tokenizer, config, filled_in), traits)
 
     def _check_types(self, config: ModelConfig) -> None:
         for side, specs, tensors in (
             ("input", config.inputs, self.tensors.inputs),
             ("output", config.outputs, self.tensors.outputs),
         ):
-            known = {each.name: each.datatype for each in tensors}
+            known = {tensor.name: tensor.datatype for tensor in tensors}
             for spec in specs:
                 if known.get(spec.name, spec.datatype) != spec.datatype:
                     types = f"must be {config_type(known[spec.name])}, not {config_type(spec.datatype)}"
@@ -123,7 +124,7 @@ class TokenizerLoader(RuntimeLoader):
                     raise InvalidArgument(message, field=f"{side}.{spec.name}.data_type")
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
-        if raw.get("input") and raw.get("output"):
+        if declares_tensors(raw):
             return raw
         return complete_config(raw, self.tensors, parameters)
 
@@ -137,16 +138,19 @@ def _in_rows(answer: Answer, batched: bool, inputs: Arrays) -> Arrays:
     """The answer to inputs that have a batch dimension, or get one for it."""
     if batched:
         return answer(inputs)
-    return {name: array[0] for name, array in answer({name: each[None] for name, each in inputs.items()}).items()}
+    outputs = answer({name: array[None] for name, array in inputs.items()})
+    return {name: array[0] for name, array in outputs.items()}
 
 
 class Preprocessor:
     """Makes the token ids of prompts and words. `special`: prompts begin as the model wants them to, with bos say."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
-        self._tokenizer, self._special = tokenizer, special
-        self._end, self._pad = tokenizer.token_id("eos_token"), tokenizer.token_id("pad_token")
-        self._known = {each.name for each in PREPROCESSING_TENSORS.inputs} - _UNREAD
+        self._tokenizer = tokenizer
+        self._special = special
+        self._end = tokenizer.token_id("eos_token")
+        self._pad = tokenizer.token_id("pad_token")
+        self._known = {tensor.name for tensor in PREPROCESSING_TENSORS.inputs} - _UNREAD
 
     def answer(self, inputs: Arrays) -> Arrays:
         """Raises `InvalidArgument` for an input that asks for more than texts."""
@@ -154,11 +158,11 @@ class Preprocessor:
             if name not in self._known and array.size and any(element not in (b"", 0) for element in array.flat):
                 raise InvalidArgument(f"input '{name}' is not supported by this model", field=name)
         prompts = [self._tokenizer.encode(_text("QUERY", row.item()), self._special) for row in inputs["QUERY"]]
-        size, empty = len(prompts), np.zeros((len(prompts), 0), np.int32)
-        made: dict[str, NDArray[Any]] = {
+        size = len(prompts)
+        outputs: dict[str, NDArray[Any]] = {
             "INPUT_ID": _padded(prompts, self._number(inputs, "PAD_ID") or 0),
             "REQUEST_INPUT_LEN": np.array([[len(prompt)] for prompt in prompts], np.int32),
-            "DECODER_INPUT_ID": empty,
+            "DECODER_INPUT_ID": np.zeros((size, 0), np.int32),
             "REQUEST_DECODER_INPUT_LEN": np.zeros((size, 1), np.int32),
             "BAD_WORDS_IDS": self._words("BAD_WORDS_DICT", inputs, size),
             "STOP_WORDS_IDS": self._words("STOP_WORDS_DICT", inputs, size),
@@ -168,10 +172,11 @@ class Preprocessor:
         end = self._number(inputs, "END_ID")
         for name, token in (("OUT_END_ID", end), ("OUT_PAD_ID", self._number(inputs, "PAD_ID"))):
             if (token := end if token is None else token) is not None:
-                made[name] = np.full((size, 1), token, np.int32)
+                outputs[name] = np.full((size, 1), token, np.int32)
         if "PROMPT_TABLE_EXTRA_ID" in inputs:
-            made["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.repeat(inputs["PROMPT_TABLE_EXTRA_ID"], len(made["INPUT_ID"][0]), 1)
-        return made
+            length = len(outputs["INPUT_ID"][0])
+            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.repeat(inputs["PROMPT_TABLE_EXTRA_ID"], length, 1)
+        return outputs
 
     def _number(self, inputs: Arrays, name: str) -> int | None:
         own = self._end if name == "END_ID" else self._pad
@@ -180,26 +185,28 @@ class Preprocessor:
     def _words(self, name: str, inputs: Arrays, size: int) -> NDArray[Any]:
         """int32 [size, 2, n]: the tokens of all words one after the other, and where each word ends, then -1."""
         rows = inputs[name].reshape(size, -1) if name in inputs else [()] * size
-        encoded = [self._tokenizer.word_ids([word for each in row if (word := _text(name, each))]) for row in rows]
+        texts = ([text for element in row if (text := _text(name, element))] for row in rows)
+        encoded = [self._tokenizer.word_ids(row) for row in texts]
         width = max(sum(map(len, words)) for words in encoded)
-        made = np.tile(np.array([[[0] * width, [-1] * width]], np.int32), (size, 1, 1))
-        for row, words in zip(made, encoded, strict=True):
+        array = np.tile(np.array([[[0] * width, [-1] * width]], np.int32), (size, 1, 1))
+        for row, words in zip(array, encoded, strict=True):
             tokens = [token for word in words for token in word]
             row[0, : len(tokens)] = tokens
             row[1, : len(words)] = list(accumulate(map(len, words)))
-        return made
+        return array
 
     def _bias(self, inputs: Arrays, size: int) -> NDArray[Any]:
         """float32 [size, vocabulary]: the weight of each word, added to all its tokens; [size, 0] without words."""
-        words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
+        words = inputs.get("EMBEDDING_BIAS_WORDS")
+        weights = inputs.get("EMBEDDING_BIAS_WEIGHTS")
         if words is None and weights is None:
             return np.zeros((size, 0), np.float32)
         if words is None or weights is None or words.shape != weights.shape:
             message = "EMBEDDING_BIAS_WORDS and EMBEDDING_BIAS_WEIGHTS must be there together, and equally many"
             raise InvalidArgument(message, field="EMBEDDING_BIAS_WEIGHTS")
         bias = np.zeros((size, self._tokenizer.size), np.float32)
-        for row, *pair in zip(bias, words, weights, strict=True):
-            for word, weight in zip(*(each.ravel() for each in pair), strict=True):
+        for row, row_words, row_weights in zip(bias, words, weights, strict=True):
+            for word, weight in zip(row_words.ravel(), row_weights.ravel(), strict=True):
                 tokens = self._tokenizer.encode(_text("EMBEDDING_BIAS_WORDS", word), special=False)
                 row[list(set(tokens))] += weight
         return bias
@@ -213,10 +220,10 @@ def _text(name: str, element: bytes | str) -> str:
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int) -> NDArray[Any]:
-    made = np.full((len(rows), max(map(len, rows))), pad, np.int32)
-    for array, row in zip(made, rows, strict=True):
-        array[: len(row)] = row
-    return made
+    padded = np.full((len(rows), max(map(len, rows))), pad, np.int32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
 
 
 def _make_postprocessing(tokenizer: Tokenizer, config: ModelConfig, parameters: Parameters) -> Answer:
@@ -226,7 +233,8 @@ def _make_postprocessing(tokenizer: Tokenizer, config: ModelConfig, parameters: 
 
 def _postprocess(tokenizer: Tokenizer, special: bool, inputs: Arrays) -> Arrays:
     """The texts of all answers of all rows, one after the other, as Triton's model has them."""
-    tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"].ravel()
+    tokens = inputs["TOKENS_BATCH"]
+    lengths = inputs["SEQUENCE_LENGTH"].ravel()
     answers = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])
     if len(lengths) != len(answers):
         message = f"SEQUENCE_LENGTH must have one element for each of {len(answers)} answers, got {len(lengths)}"

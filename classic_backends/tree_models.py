@@ -38,8 +38,12 @@ _FILES = {
 }
 """`model_type` -> its file."""
 
-_INPUT, _OUTPUT = "input__0", "output__0"
-_MODEL_TYPE, _CLASSES, _THRESHOLD, _PROBABILITIES = "model_type", "output_class", "threshold", "predict_proba"
+_INPUT = "input__0"
+_OUTPUT = "output__0"
+_MODEL_TYPE = "model_type"
+_CLASSES = "output_class"
+_THRESHOLD = "threshold"
+_PROBABILITIES = "predict_proba"
 _THREADS = "cpu_nthread"
 _OF_GPUS = (
     "storage_type",
@@ -69,8 +73,8 @@ class ForestOutput(NamedTuple):
     def of(self, scores: NDArray[Any]) -> NDArray[np.float32]:
         """`scores`: [rows, classes], or [rows, 1] of two classes or none."""
         if self.probabilities:
-            whole = np.hstack([1 - scores, scores]) if scores.shape[1] == 1 else scores
-            return np.asarray(whole, np.float32)
+            probabilities = np.hstack([1 - scores, scores]) if scores.shape[1] == 1 else scores
+            return np.asarray(probabilities, np.float32)
         if not self.classes:
             return np.asarray(scores, np.float32)
         chosen = scores > self.threshold if scores.shape[1] == 1 else scores.argmax(axis=1)[:, None]
@@ -115,10 +119,10 @@ class Forest:
     def scores(self, rows: NDArray[Any], threads: int) -> NDArray[Any]:
         """[rows, classes], or [rows, 1]; of several targets [rows, targets, classes]. With 0 `threads` all of
         OpenMP's."""
-        made = self._predict(self._model, rows.astype(self._model.input_type, copy=False), nthread=threads)
-        if made.ndim == 3 and made.shape[1] == 1:
-            return np.asarray(made[:, 0])
-        return np.asarray(made.reshape(len(rows), -1, *made.shape[2:]))
+        scores = self._predict(self._model, rows.astype(self._model.input_type, copy=False), nthread=threads)
+        if scores.ndim == 3 and scores.shape[1] == 1:
+            return np.asarray(scores[:, 0])
+        return np.asarray(scores.reshape(len(rows), -1, *scores.shape[2:]))
 
 
 class ForestLoader(RuntimeLoader):
@@ -129,7 +133,8 @@ class ForestLoader(RuntimeLoader):
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
-        forest, output = _open(directory, config.raw, parameters), _read_output(parameters)
+        forest = _open(directory, config.raw, parameters)
+        output = _read_output(parameters)
         check_config_matches(config, _found(forest, output))
         threads = read_thread_count(parameters, _THREADS)
         try:
@@ -142,7 +147,7 @@ class ForestLoader(RuntimeLoader):
     def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
         """The host's, wherever instances are said to be."""
         needs = memory_per_instance(raw, _model_file(directory, raw, parameters))
-        return tuple(each._replace(gpu=None) for each in needs)
+        return tuple(need._replace(gpu=None) for need in needs)
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         if declares_tensors(raw):
@@ -153,8 +158,8 @@ class ForestLoader(RuntimeLoader):
 
 def _found(forest: Forest, output: ForestOutput) -> FoundModel:
     columns = max(forest.columns, 2) if output.probabilities else 1 if output.classes else forest.columns
-    given, made = FoundTensor(_INPUT, "FP32", (-1, forest.features)), FoundTensor(_OUTPUT, "FP32", (-1, columns))
-    return FoundModel((given,), (made,))
+    rows = FoundTensor(_INPUT, "FP32", (-1, forest.features))
+    return FoundModel((rows,), (FoundTensor(_OUTPUT, "FP32", (-1, columns)),))
 
 
 def _open(directory: Path, raw: RawConfig, parameters: Parameters) -> Forest:
@@ -170,16 +175,18 @@ def _model_type(parameters: Parameters) -> str:
 
 
 def _model_file(directory: Path, raw: RawConfig, parameters: Parameters) -> Path:
-    given = raw.get("default_model_filename")
+    name = raw.get("default_model_filename")
     usual = _FILES[_model_type(parameters)]
-    return directory / (given if given and given != "model.fil" else usual)
+    return directory / (name if name and name != "model.fil" else usual)
 
 
 class ForestRuntime(Runtime):
     """One instance, with a forest of its own."""
 
     def __init__(self, forest: Forest, output: ForestOutput, threads: int) -> None:
-        self._forest, self._output, self._threads = forest, output, threads
+        self._forest = forest
+        self._output = output
+        self._threads = threads
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         rows = inputs[_INPUT]

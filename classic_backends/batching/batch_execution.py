@@ -1,9 +1,8 @@
 """One execution: the tensors of a batch's requests become one set of arrays, the runtime's outputs become responses.
 
-Knows a model's signature, reshapes, and ragged batches: requests of different shapes share one as one flat tensor, and
-a batch input tells the model the place of each request's elements; see
+Requests of different shapes may share a ragged batch as one flat tensor; see
 https://github.com/triton-inference-server/server/blob/main/docs/user_guide/ragged_batching.md. Runs in the thread of an
-instance. Knows nothing of queues and event loops. Requests have passed the gateway's validation.
+instance, with requests that have passed the gateway's validation. Knows nothing of queues and event loops.
 """
 
 import logging

@@ -48,7 +48,8 @@ class DeadlineTimer:
             self._timer.cancel()
 
     def _run(self) -> None:
-        self._timer = self.due_at = None
+        self._timer = None
+        self.due_at = None
         self._on_due()
 
 

@@ -265,8 +265,8 @@ class DynamicBatcher:
         oldest = min(request.queued_at for request in requests)
         exceeded = 0 < delay <= now - oldest
         if preferred and not exceeded:
-            whole = preferred == len(requests)
-            return RequestBatch(requests[:preferred], closed_by if closed_by and whole else CloseReason.PREFERRED)
+            takes_all = preferred == len(requests)
+            return RequestBatch(requests[:preferred], closed_by if closed_by and takes_all else CloseReason.PREFERRED)
         if closed_by:
             return RequestBatch(requests, closed_by)
         if size >= self._target_size:

@@ -35,8 +35,12 @@ from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
 if TYPE_CHECKING:
     from .encoder_modules import Encoder
 
-TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
-EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
+TEXT = "text_input"
+PAIR = "text_pair"
+IDS = "input_ids"
+EMBEDDING = "embedding"
+SCORE = "score"
+COUNT = "num_input_tokens"
 MAX_BATCH_SIZE = 256
 """Texts of one execution, if the config does not say."""
 
@@ -87,7 +91,8 @@ class EncoderLoader(RuntimeLoader):
 def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
     """The tensors of an encoder. An embedder's texts may come as ids instead, in rows that -1 fills up; a classifier's
     need no pair, those that are ranked do."""
-    text, count = FoundTensor(TEXT, "BYTES", (-1, 1)), FoundTensor(COUNT, "INT32", (-1, 1))
+    text = FoundTensor(TEXT, "BYTES", (-1, 1))
+    count = FoundTensor(COUNT, "INT32", (-1, 1))
     if isinstance(files, CrossEncoderFiles):
         score = FoundTensor(SCORE, "FP32", (-1, files.labels))
         pair = FoundTensor(PAIR, "BYTES", (-1, 1), optional=files.labels > 1)
@@ -118,7 +123,7 @@ class EncoderRuntime(Runtime):
         assert self._encoder is not None
         texts = self._read_tokens(inputs)
         vectors: dict[int, NDArray[np.float32]] = {}
-        for indices in batch_by_length([len(each.ids) for each in texts], self._max_batch_tokens):
+        for indices in batch_by_length([len(text.ids) for text in texts], self._max_batch_tokens):
             encoded = self._encoder.encode([texts[index] for index in indices])
             vectors.update(zip(indices, encoded, strict=True))
         counts = np.array([[len(text.ids)] for text in texts], np.int32)
@@ -144,8 +149,8 @@ class EncoderRuntime(Runtime):
         if not 0 < len(ids) <= self._max_tokens:
             message = f"{IDS} must be 1 to {self._max_tokens} tokens for this model, got {len(ids)}"
             raise InvalidArgument(message, field=IDS)
-        wrong = [each for each in row if not -1 <= each < self._vocabulary_size]
-        if wrong or any(each != -1 for each in row[len(ids) :]):
+        wrong = [token for token in row if not -1 <= token < self._vocabulary_size]
+        if wrong or any(token != -1 for token in row[len(ids) :]):
             message = f"{IDS} must be between 0 and {self._vocabulary_size - 1}, filled up with -1"
             raise InvalidArgument(f"{message}, got {(wrong or row)[0]}", field=IDS)
         return EncodedText(ids, [0] * len(ids))
@@ -160,13 +165,16 @@ def batch_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[in
     """Batches of indices of `lengths`, each index in exactly one; the longest come first. No batch has more than
     `max_tokens`, padding included, unless it is a single sequence; and little is padding."""
     batch: list[int] = []
-    longest = tokens = 0
-    for index in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
-        padded, filled = longest * (len(batch) + 1), tokens + lengths[index]
+    longest = 0
+    tokens = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        padded = longest * (len(batch) + 1)
+        filled = tokens + lengths[index]
         fits = padded <= max_tokens and (padded <= _SMALL_BATCH or filled >= _MIN_FILLED * padded)
         if batch and not fits:
             yield batch
-            batch, tokens = [], 0
+            batch = []
+            tokens = 0
         if not batch:
             longest = lengths[index]
         batch.append(index)

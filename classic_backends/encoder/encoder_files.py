@@ -112,17 +112,19 @@ def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
 def _read_embedder(directory: Path) -> EmbedderFiles:
     try:
         modules = sorted(
-            orjson.loads(read_regular(directory / "modules.json", MAX_TEXT_BYTES)), key=lambda each: int(each["idx"])
+            orjson.loads(read_regular(directory / "modules.json", MAX_TEXT_BYTES)),
+            key=lambda module: int(module["idx"]),
         )
     except (ValueError, LookupError, TypeError) as error:
         raise InvalidArgument(f"{directory / 'modules.json'} is no list of modules: {error}") from error
-    steps = [(str(each["type"]).rpartition(".")[2], file_within(directory, each["path"])) for each in modules]
+    steps = [(str(module["type"]).rpartition(".")[2], file_within(directory, module["path"])) for module in modules]
     kinds = [kind for kind, _ in steps]
     dense = tuple(_read_dense(path) for kind, path in steps if kind == "Dense")
     if kinds not in (["Transformer", "Pooling", *["Dense"] * len(dense), *tail] for tail in ([], ["Normalize"])):
         message = "it must be Transformer, Pooling, maybe Dense, maybe Normalize"
         raise Unsupported(f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; {message}")
-    transformer, pooling = steps[0][1], read_json(steps[1][1] / "config.json")
+    transformer = steps[0][1]
+    pooling = read_json(steps[1][1] / "config.json")
     hidden = _read_hidden_size(read_json(transformer / "config.json"), transformer)
     tokenization = _read_tokenization(directory, transformer)
     if tokenization.prompt and not pooling.get("include_prompt", True):
@@ -139,8 +141,8 @@ def _read_pooling(config: Mapping[str, Any], directory: Path) -> Pooling:
     modes = modes or ([named] if isinstance(named, str) else list(named or ()))
     if len(modes) != 1 or modes[0] not in set(Pooling):
         known = ", ".join(Pooling)
-        found = ", ".join(map(str, modes)) or "none"
-        raise Unsupported(f"{directory / 'config.json'}: pooling must be one of {known}, got {found}")
+        names = ", ".join(map(str, modes)) or "none"
+        raise Unsupported(f"{directory / 'config.json'}: pooling must be one of {known}, got {names}")
     return Pooling(modes[0])
 
 

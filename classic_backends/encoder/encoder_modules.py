@@ -44,12 +44,13 @@ class Transformer:
             verbosity = log.get_verbosity()
             log.set_verbosity_error()  # its report of what is missing is ours
             try:
-                made = getattr(transformers, auto_class).from_pretrained(directory, output_loading_info=True, **options)
+                module, report = getattr(transformers, auto_class).from_pretrained(
+                    directory, output_loading_info=True, **options
+                )
             except (OSError, ValueError, RuntimeError, KeyError) as error:
                 raise InvalidArgument(f"transformers cannot load {directory}: {error}") from error
             finally:
                 log.set_verbosity(verbosity)
-        module, report = made
         # A base model's own pooler is not asked: those of embedders lie in files of their own.
         missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
         if missing:
@@ -61,15 +62,19 @@ class Transformer:
 
     def __call__(self, texts: Sequence[EncodedText]) -> tuple[Any, Tensor]:
         """The module's outputs for texts, padded at their ends, and the mask, int64 [texts, tokens]: 0 is padding."""
-        rows = len(texts), max(len(each.ids) for each in texts)
-        ids, mask, segments = np.full(rows, self._pad_id), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-        for row, each in enumerate(texts):
-            length = len(each.ids)
-            ids[row, :length], mask[row, :length], segments[row, :length] = each.ids, 1, each.segments
-        given = {"input_ids": ids, "attention_mask": mask}
+        shape = len(texts), max(len(text.ids) for text in texts)
+        ids = np.full(shape, self._pad_id)
+        mask = np.zeros(shape, np.int64)
+        segments = np.zeros(shape, np.int64)
+        for row, text in enumerate(texts):
+            length = len(text.ids)
+            ids[row, :length] = text.ids
+            mask[row, :length] = 1
+            segments[row, :length] = text.segments
+        arrays = {"input_ids": ids, "attention_mask": mask}
         if self._has_segments:
-            given["token_type_ids"] = segments
-        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in given.items()}
+            arrays["token_type_ids"] = segments
+        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
         return self._module(**tensors), tensors["attention_mask"]
 
 
@@ -79,7 +84,7 @@ class Embedder:
     def __init__(self, files: EmbedderFiles, device: str) -> None:
         self._transformer = Transformer("AutoModel", files.directory, device)
         self._pooling = files.pooling
-        self._dense = nn.Sequential(*(_load_dense(each) for each in files.dense)).to(device)
+        self._dense = nn.Sequential(*(_load_dense(dense) for dense in files.dense)).to(device)
         self._normalize = files.normalize
 
     @torch.inference_mode()
@@ -88,8 +93,8 @@ class Embedder:
         vectors: Tensor = self._dense(pool_tokens(outputs.last_hidden_state.float(), mask, self._pooling))
         if self._normalize:
             vectors = nn.functional.normalize(vectors, dim=-1)
-        made: NDArray[np.float32] = vectors.cpu().numpy()
-        return made
+        array: NDArray[np.float32] = vectors.cpu().numpy()
+        return array
 
 
 class CrossEncoder:
@@ -124,7 +129,8 @@ def pool_tokens(tokens: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 
 
 def _load_dense(files: DenseFiles) -> nn.Module:
-    layer, directory = nn.Linear(files.inputs, files.outputs, files.bias), files.directory
+    layer = nn.Linear(files.inputs, files.outputs, files.bias)
+    directory = files.directory
     if (directory / "model.safetensors").is_file():
         weights = load_file(directory / "model.safetensors")
     elif (directory / "pytorch_model.bin").is_file():

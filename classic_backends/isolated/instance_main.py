@@ -1,8 +1,7 @@
 """The process of one isolated instance: loads its runtime, executes the batches that the server sends, one at a time.
-Here are also the messages and the connection that carries them: one small message goes each way for a batch, as
-msgpack, beside the tensors, which lie in memory that both map.
 
-The process ends when the server closes the connection, or ends itself. Knows nothing of queues and requests.
+One small message goes each way for a batch, as msgpack, beside the tensors, which lie in memory that both map. The
+process ends when the server closes the connection, or ends itself. Knows nothing of queues and requests.
 """
 
 import logging
@@ -78,7 +77,8 @@ FromInstance: TypeAlias = InstanceLoaded | OutputsMade | ConfigCompleted | Insta
 def failure_message(error: BaseException) -> InstanceFailed:
     if isinstance(error, CharoniaError):
         return InstanceFailed(error.message, error.code.value, error.field)
-    message, report = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    message = f"{type(error).__name__}: {error}"
+    report = "".join(traceback.format_exception(error))
     return InstanceFailed(message, ErrorCode.UNKNOWN.value, None, report)
 
 
@@ -89,7 +89,8 @@ class TensorConnection(Generic[T]):
 
     def __init__(self, connection: Connection, descriptors: tuple[int, int], received: Any) -> None:
         self._connection = connection
-        self._reader, self._writer = BlockReader(descriptors[0]), BlockWriter(descriptors[1], _MEMORY_BYTES)
+        self._reader = BlockReader(descriptors[0])
+        self._writer = BlockWriter(descriptors[1], _MEMORY_BYTES)
         self.send = MessageWriter[Any](connection, self._encode).send
         """Raises `OSError` when nothing reads the other end."""
         self._decode = msgspec.msgpack.Decoder(tuple[received, list[int]]).decode
@@ -125,7 +126,7 @@ class TensorConnection(Generic[T]):
 
     def read(self, tensors: list[TensorMessage]) -> dict[str, NDArray[Any]]:
         """The arrays that the other end has written. Numbers are not copied: a block is free when its array is gone."""
-        return {each.name: self._reader.read(each) for each in tensors}
+        return {tensor.name: self._reader.read(tensor) for tensor in tensors}
 
     def _encode(self, message: Any) -> bytes:
         return msgspec.msgpack.encode((message, self._reader.take_released()))
@@ -214,10 +215,9 @@ def completion_main(
 
 
 def _connect(connection: Connection, descriptors: tuple[int, int]) -> TensorConnection[ToInstance]:
-    """Yield cores to others, and let the server keep the log. Called before the model's libraries are imported. Threads
-    of OpenMP that wait spin, by its own choice, for milliseconds: on cores that other models need, where two at the
-    same time would each take several times as long as alone. And the threads of a language model stand still together
-    when one of them has no core."""
+    """Yield cores to others, and let the server keep the log. Called before the model's libraries are imported."""
+    # Waiting threads of OpenMP spin for milliseconds by its own choice: two models at once would each take several
+    # times as long as alone, and the threads of a language model stand still together when one of them has no core.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
     os.nice(NICENESS)

@@ -82,7 +82,7 @@ class IsolatableLoader(RuntimeLoader):
         if not isolated:
             return loader.needs(directory, raw, own)
         placements = read_placements("", raw)
-        weights = [loader.needs(directory, with_one_instance(raw, each), own) for each in placements]
+        weights = [loader.needs(directory, with_one_instance(raw, placement), own) for placement in placements]
         return (MemoryNeed(self.library_bytes * len(placements)), *chain.from_iterable(weights))
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
@@ -158,24 +158,30 @@ class ProcessLost(Exception):
 
 class InstanceProcess:
     """The server's end of a child process that runs `target(connection, descriptors, *arguments)`. `send` and `receive`
-    belong to one thread. A process that is lost is replaced by a new `InstanceProcess`. `tensors`: to and from it;
-    `pid`; `sentinel`: a descriptor that becomes readable when the process has ended; `lost`: its end was noticed.
-    Raises `OSError` if the process cannot be started, `MemoryError` if there is none for its tensors."""
+    belong to one thread. Raises `OSError` if the process cannot be started, `MemoryError` if there is none for its
+    tensors."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         self.lost = False
+        """Its end was noticed; a new `InstanceProcess` takes its place."""
         self._kill_reason = ""
         with ExitStack() as resources:
             self._connection, theirs = Pipe()
             resources.enter_context(self._connection)
             with theirs:
-                files = inputs, outputs = anonymous_file("charonia-inputs"), anonymous_file("charonia-outputs")
+                inputs = anonymous_file("charonia-inputs")
+                outputs = anonymous_file("charonia-outputs")
+                files = inputs, outputs
                 for file in files:
                     resources.callback(os.close, file)
                 self.tensors = TensorConnection[FromInstance](self._connection, (outputs, inputs), FromInstance)
+                """To and from the process."""
                 process = python_child("charonia-model", target, theirs, files, *arguments, inherited=files)
-            self._process, self._resources = process, resources.pop_all()
-        self.pid, self.sentinel = process.pid, process.sentinel
+            self._process = process
+            self._resources = resources.pop_all()
+        self.pid = process.pid
+        self.sentinel = process.sentinel
+        """A descriptor that becomes readable when the process has ended."""
         self._poll = select.poll()
         for descriptor in (self._connection.fileno(), self.sentinel):
             self._poll.register(descriptor, select.POLLIN)

@@ -78,9 +78,9 @@ class Session:
             raise Unsupported(message, field="instance_group.kind")
         self._shrink_arenas = plan.shrink_arenas
         self.tensors = _find_tensors(self._session)
-        found = (*self.tensors.inputs, *self.tensors.outputs)
-        self._texts = {each.name for each in found if each.datatype == "BYTES"}
-        self._bfloat16 = {each.name for each in found if each.datatype == "BF16"}
+        tensors = (*self.tensors.inputs, *self.tensors.outputs)
+        self._texts = {tensor.name for tensor in tensors if tensor.datatype == "BYTES"}
+        self._bfloat16 = {tensor.name for tensor in tensors if tensor.datatype == "BF16"}
 
     def run_options(self) -> Any:
         """The options of one instance's runs; `terminate` in them ends the current run before its next operator."""
@@ -97,8 +97,8 @@ class Session:
         outputs: Sequence[NDArray[Any]]
         if self._bfloat16:
             values = {name: _to_value(array, name in self._bfloat16) for name, array in inputs.items()}
-            made = self._session.run_with_ort_values(list(output_names), values, options)
-            outputs = [_to_array(value) for value in made]
+            output_values = self._session.run_with_ort_values(list(output_names), values, options)
+            outputs = [_to_array(value) for value in output_values]
         else:
             outputs = self._session.run(output_names, inputs, options)
         if self._texts:
@@ -110,12 +110,12 @@ class Session:
 
 
 def _find_tensors(session: Any) -> FoundModel:
-    for each in session.get_inputs():
-        if not _datatype(each):
-            raise Unsupported(f"input '{each.name}' of the model is a {each.type}, which no client could send")
-    inputs = [_found(each) for each in session.get_inputs()]
-    inputs += [_found(each, optional=True) for each in session.get_overridable_initializers()]
-    return FoundModel(tuple(inputs), tuple(_found(each) for each in session.get_outputs() if _datatype(each)))
+    for node in session.get_inputs():
+        if not _datatype(node):
+            raise Unsupported(f"input '{node.name}' of the model is a {node.type}, which no client could send")
+    inputs = [_found(node) for node in session.get_inputs()]
+    inputs += [_found(node, optional=True) for node in session.get_overridable_initializers()]
+    return FoundModel(tuple(inputs), tuple(_found(node) for node in session.get_outputs() if _datatype(node)))
 
 
 def _found(node: Any, optional: bool = False) -> FoundTensor:
@@ -129,9 +129,11 @@ def _datatype(node: Any) -> str:
 
 
 def _to_value(array: NDArray[Any], bfloat16: bool) -> Any:
-    whole = np.ascontiguousarray(array)
-    make = import_onnxruntime().OrtValue
-    return make.ortvalue_from_numpy_with_onnx_type(whole, _BFLOAT16) if bfloat16 else make.ortvalue_from_numpy(whole)
+    contiguous = np.ascontiguousarray(array)
+    values = import_onnxruntime().OrtValue
+    if bfloat16:
+        return values.ortvalue_from_numpy_with_onnx_type(contiguous, _BFLOAT16)
+    return values.ortvalue_from_numpy(contiguous)
 
 
 def _to_array(value: Any) -> NDArray[Any]:
@@ -221,17 +223,17 @@ class OnnxLoader(RuntimeLoader):
         return "CUDAExecutionProvider" in import_onnxruntime().get_available_providers()
 
 
-def _scalar_dims(config: ModelConfig, found: FoundModel) -> dict[str, Shape]:
+def _scalar_dims(config: ModelConfig, model: FoundModel) -> dict[str, Shape]:
     """The dims that a config gives to tensors that have none in the model: as in Triton any number of ones."""
-    scalars = {tensor.name for tensor in (*found.inputs, *found.outputs) if tensor.shape == ()}
+    scalars = {tensor.name for tensor in (*model.inputs, *model.outputs) if tensor.shape == ()}
     tensors = [*config.raw.get("input", ()), *config.raw.get("output", ())] if not config.max_batch_size else []
     dims = {tensor["name"]: model_dims(tensor) for tensor in tensors if tensor["name"] in scalars}
     return {name: ones for name, ones in dims.items() if set(ones) == {1}}
 
 
-def _with_dims(found: FoundModel, dims: Mapping[str, Shape]) -> FoundModel:
+def _with_dims(model: FoundModel, dims: Mapping[str, Shape]) -> FoundModel:
     inputs, outputs = (
-        tuple(tensor._replace(shape=dims.get(tensor.name, tensor.shape)) for tensor in tensors) for tensors in found
+        tuple(tensor._replace(shape=dims.get(tensor.name, tensor.shape)) for tensor in tensors) for tensors in model
     )
     return FoundModel(inputs, outputs)
 
@@ -255,7 +257,8 @@ class OnnxRuntime(Runtime):
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         assert self._session is not None
         if self._interrupted:
-            self._interrupted, self._options.terminate = "", False
+            self._interrupted = ""
+            self._options.terminate = False
         try:
             if self._scalars:
                 inputs = {name: array.reshape(()) if name in self._scalars else array for name, array in inputs.items()}
@@ -264,14 +267,15 @@ class OnnxRuntime(Runtime):
             raise
         except Exception as error:
             raise Internal(self._interrupted) if self._interrupted else _in_tritons_words(error) from error
-        made = dict(zip(output_names, outputs, strict=True))
+        by_name = dict(zip(output_names, outputs, strict=True))
         for name, dims in self._scalars.items():
-            if name in made:
-                made[name] = made[name].reshape(dims)
-        yield made
+            if name in by_name:
+                by_name[name] = by_name[name].reshape(dims)
+        yield by_name
 
     def _interrupt(self, reason: str) -> None:
-        self._interrupted, self._options.terminate = f"onnx runtime error: the run was ended: {reason}", True
+        self._interrupted = f"onnx runtime error: the run was ended: {reason}"
+        self._options.terminate = True
 
     def close(self) -> None:
         self._session = None
@@ -283,8 +287,8 @@ def _in_tritons_words(error: Exception) -> CharoniaError:
         return Internal(f"onnx runtime error: an output of the model is not UTF-8: {error}")
     if isinstance(error, ValueError):  # an input that is optional in the config alone
         return InvalidArgument(str(error))
-    found = _ERROR.match(str(error))
-    return Internal(f"onnx runtime error {found[1]}: {found[2]}" if found else f"onnx runtime error: {error}")
+    match = _ERROR.match(str(error))
+    return Internal(f"onnx runtime error {match[1]}: {match[2]}" if match else f"onnx runtime error: {error}")
 
 
 ONNX = OnnxLoader()

@@ -46,11 +46,10 @@ KNOWN_PARAMETERS = {
 
 
 class SessionPlan(NamedTuple):
-    """Equal plans for one file make equal sessions. `global_thread_pool`: threads are shared with every model that
-    wants that. `config_entries`: onnxruntime's session config entries. `shrink_arenas`: the arenas that give back
-    memory after each run, such as "cpu:0"; empty for none."""
+    """The options of a session. Equal plans for one file make equal sessions."""
 
     providers: tuple[Provider, ...]
+    """By precedence: an operator runs on the first that has it."""
     intra_op_threads: int
     inter_op_threads: int
     optimization_level: str = "ORT_ENABLE_ALL"
@@ -58,8 +57,11 @@ class SessionPlan(NamedTuple):
     memory_arena: bool = True
     memory_pattern: bool = True
     global_thread_pool: bool = False
+    """Threads are shared with every model that wants that."""
     config_entries: tuple[tuple[str, str], ...] = ()
+    """onnxruntime's session config entries."""
     shrink_arenas: str = ""
+    """The arenas that give back memory after each run, such as "cpu:0"; empty for none."""
 
 
 def read_session_plan(raw: RawConfig, placement: InstancePlacement, parameters: Parameters) -> SessionPlan:
@@ -91,12 +93,13 @@ def _read_providers(
     accelerators: RawConfig, placement: InstancePlacement, parameters: Parameters
 ) -> tuple[Provider, ...]:
     """The providers by precedence: an operator runs on the first that has it, and the CPU has all."""
-    on_gpu, device = placement.kind == "KIND_GPU", {"device_id": str(placement.device)}
+    on_gpu = placement.kind == "KIND_GPU"
+    device = {"device_id": str(placement.device)}
     side = "gpu_execution_accelerator" if on_gpu else "cpu_execution_accelerator"
     providers: list[tuple[str, dict[str, str]]] = []
-    for asked in accelerators.get(side, ()):
-        options = dict(asked.get("parameters", {}))
-        match on_gpu, asked.get("name", ""):
+    for accelerator in accelerators.get(side, ()):
+        options = dict(accelerator.get("parameters", {}))
+        match on_gpu, accelerator.get("name", ""):
             case False, "openvino":
                 providers.append(("OpenVINOExecutionProvider", options))
             case True, "cuda":

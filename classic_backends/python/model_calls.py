@@ -70,12 +70,15 @@ def error_from_message(error: ErrorMessage) -> CharoniaError:
 
 
 def write_tensors(process: StubProcess, tensors: Sequence[Tensor]) -> list[TensorMessage]:
-    return process.writer.write_all((each.name, each.datatype, each.data) for each in tensors)
+    return process.writer.write_all((tensor.name, tensor.datatype, tensor.data) for tensor in tensors)
 
 
 def read_tensors(process: StubProcess, tensors: Sequence[TensorMessage]) -> list[Tensor]:
     """Tensors over the process's memory; their blocks are its again when they are gone."""
-    return [Tensor(each.name, each.datatype, tuple(each.shape), process.reader.read(each)) for each in tensors]
+    return [
+        Tensor(message.name, message.datatype, tuple(message.shape), process.reader.read(message))
+        for message in tensors
+    ]
 
 
 def _read_request(message: RequestMessage, inputs: Sequence[Tensor]) -> InferRequest:
@@ -94,16 +97,18 @@ def _read_request(message: RequestMessage, inputs: Sequence[Tensor]) -> InferReq
 
 @dataclass(slots=True, eq=False)
 class _OpenInference:
-    """A request of the process to another model. `room`: for responses, before the process has read some; `answers`:
-    responses sent so far; `awaited_from`: how many of them there were when the process did nothing but wait for the
-    next one, -1 if it never did; `context`: set when `task` begins."""
+    """A request of the process to another model."""
 
     message: Infer
     parent: RequestContext | None
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_UNREAD_ANSWERS))
+    """For responses, before the process has read some."""
     answers: int = 0
+    """Responses sent so far."""
     awaited_from: int = -1
+    """How many responses were sent when the process did nothing but wait for the next one; -1 if it never did."""
     context: RequestContext | None = None
+    """Set when `task` begins."""
     task: asyncio.Task[None] = field(init=False)
 
 
@@ -117,7 +122,9 @@ class ModelCalls:
         metrics: CustomMetrics,
         max_inferences: int = MAX_INFERENCES,
     ) -> None:
-        self._process, self._gateway, self._metrics = process, gateway, metrics
+        self._process = process
+        self._gateway = gateway
+        self._metrics = metrics
         self._max_inferences = max_inferences
         self._inferences: dict[int, _OpenInference] = {}
         self._calls: set[asyncio.Task[None]] = set()
@@ -138,7 +145,7 @@ class ModelCalls:
 
     def close(self) -> None:
         """Cancel everything that the process has asked for, and remove its metrics."""
-        for task in (*(each.task for each in self._inferences.values()), *self._calls):
+        for task in (*(inference.task for inference in self._inferences.values()), *self._calls):
             task.cancel()
         self._metrics.remove_all(self)
 
@@ -193,7 +200,8 @@ class ModelCalls:
         self._send_failure(inference.message.call, error)
 
     async def _infer(self, inference: _OpenInference, inputs: Sequence[Tensor]) -> None:
-        message, parent = inference.message, inference.parent
+        message = inference.message
+        parent = inference.parent
         sent_final = False
         try:
             with self._gateway.open_request(ENDPOINT, () if parent is None else parent.headers) as context:

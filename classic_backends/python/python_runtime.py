@@ -39,7 +39,6 @@ _CHECK_SECONDS = 5.0
 
 _ENDED = "its process ended unexpectedly"
 
-
 _ANSWERS = (messages.Initialized, messages.CompletedConfig, messages.Failed)
 
 
@@ -52,7 +51,8 @@ class FirstAnswer:
     before what that logs; `failure`: begins the errors."""
 
     def __init__(self, name: str, failure: str) -> None:
-        self._name, self._failure = name, failure
+        self._name = name
+        self._failure = failure
         self._answer: Future[Any] = Future()
 
     def on_message(self, message: Any) -> None:
@@ -85,26 +85,28 @@ class FirstAnswer:
 
 class PythonRuntime(Runtime):
     """One instance. `name` is the instance's; `datatypes` are the v2 names of the model's inputs; `loop` and `traces`
-    are the server's; `resources` are closed with it.
-
-    The process knows a request by its handle, from its first execution until it is answered or dropped. `_waiting` are
-    the handles of those that are rescheduled, and not executed again yet.
-    """
+    are the server's. The process knows a request by its handle, from its first execution until it is answered or
+    dropped."""
 
     def __init__(
         self, name: str, datatypes: Mapping[str, str], loop: asyncio.AbstractEventLoop, traces: TraceControl
     ) -> None:
-        self._name, self._datatypes, self._loop, self._traces = name, datatypes, loop, traces
+        self._name = name
+        self._datatypes = datatypes
+        self._loop = loop
+        self._traces = traces
         self._first = FirstAnswer(name, initialize_failure(name))
         self._new_handles = count(1)
         self._open: dict[int, RuntimeRequest] = {}
         self._handles: dict[RuntimeRequest, int] = {}
         self._waiting: set[int] = set()
+        """The handles of requests that are rescheduled, and not executed again yet."""
         self._executed: Future[messages.Executed | None] = Future()
         self._executing = False
         self._kill_reason = ""
         self._readiness: asyncio.Future[str] | None = None
         self.resources = ExitStack()
+        """Closed with it."""
 
     def start(self, process: StubProcess, calls: ModelCalls, message: messages.Initialize, seconds: float) -> None:
         """Load the model in a process that was made with this object as its listener.
@@ -112,7 +114,8 @@ class PythonRuntime(Runtime):
         Raises:
             InvalidArgument: the model cannot be loaded.
         """
-        self._process, self._calls = process, calls
+        self._process = process
+        self._calls = calls
         asyncio.run_coroutine_threadsafe(process.connect(), self._loop).result()
         try:
             process.send(message)
@@ -238,8 +241,9 @@ class PythonRuntime(Runtime):
 
     def _parent_context(self, handle: int) -> RequestContext | None:
         """The context of the request that the model asks another model for: it names one, or there is only one."""
-        named, known = self._open.get(handle), list(self._open.values())
-        request = known[0] if named is None and len(known) == 1 else named
+        request = self._open.get(handle)
+        if request is None and len(self._open) == 1:
+            [request] = self._open.values()
         return None if request is None else request.context
 
     def on_message(self, message: Any) -> None:

@@ -77,9 +77,6 @@ class StubProcess:
     """Runs the package `python_stub` with an interpreter, once it is connected. `name` is the instance's, and stands
     before each line that it prints.
 
-    `writer` takes the tensors for the process, `reader` has those from it. `pid`; `kill` ends it, from any thread;
-    `sentinel`: a descriptor that becomes readable when the process has ended; `lost`: that was noticed.
-
     Raises:
         OSError: the process cannot be started.
         MemoryError: there is no memory for its tensors.
@@ -92,7 +89,9 @@ class StubProcess:
         interpreter: Interpreter = SAME_INTERPRETER,
         memory: MemorySizes = DEFAULT_SIZES,
     ) -> None:
-        self.name, self.lost = name, False
+        self.name = name
+        self.lost = False
+        """The end of the process was noticed."""
         self._listener = listener
         self._encode = msgspec.json.Encoder().encode
         self._resources = ExitStack()
@@ -100,7 +99,9 @@ class StubProcess:
             try:
                 files = [self._own(anonymous_file(f"charonia-tensors-{way}")) for way in ("in", "out")]
                 self.writer = BlockWriter(files[0], *memory)
+                """Takes the tensors for the process."""
                 self.reader = BlockReader(files[1], self._count_release)
+                """Has the tensors from the process."""
                 self._resources.callback(self.writer.close)
                 self._resources.callback(self.reader.close)
                 self._socket, their_socket = socket.socketpair()
@@ -112,7 +113,11 @@ class StubProcess:
                 inherited = [their_socket.fileno(), *files, their_output]
                 program = [interpreter.program, "-c", _BOOTSTRAP, *map(str, (*inherited, *memory)), str(_STUB)]
                 self._process = ChildProcess(program, inherited, interpreter.environment, grouped=True)
-                self.pid, self.sentinel, self.kill = self._process.pid, self._process.sentinel, self._process.kill
+                self.pid = self._process.pid
+                self.sentinel = self._process.sentinel
+                """A descriptor that becomes readable when the process has ended."""
+                self.kill = self._process.kill
+                """Ends the process; from any thread."""
                 # The instance's pool watches the sentinel for itself.
                 self._end = self._own(os.dup(self.sentinel))
             except BaseException:
@@ -219,7 +224,8 @@ class _OutputLog:
     of another file."""
 
     def __init__(self, name: str, descriptor: int) -> None:
-        self._name, self._descriptor = name, descriptor
+        self._name = name
+        self._descriptor = descriptor
         self._line = b""
         self._left_out = 0
 
@@ -255,7 +261,8 @@ class _OutputLog:
     def _end_line(self) -> None:
         more = f"... ({self._left_out} bytes more)" if self._left_out else ""
         log.info("%s: %s%s", self._name, escape_controls(self._line.decode(errors="replace")), more)
-        self._line, self._left_out = b"", 0
+        self._line = b""
+        self._left_out = 0
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\t"}

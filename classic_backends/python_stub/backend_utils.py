@@ -140,7 +140,8 @@ class MetricFamily:
     def __init__(self, name: str, description: str, kind: int) -> None:
         if kind not in _KINDS:
             raise TritonModelException(f"{kind} is no kind of metric")
-        self._name, self._kind = name, kind
+        self._name = name
+        self._kind = kind
         self._metrics: weakref.WeakSet[Metric] = weakref.WeakSet()
         server().call("add_metric_family", name=name, description=description, kind=_KINDS[kind])
 
@@ -226,13 +227,13 @@ class ModelConfig:
         if "name" not in tensor:
             raise ValueError(f"{kind} {where} is missing 'name' property.")
         name = tensor["name"]
-        if any(each not in allowed for each in tensor):
-            others = ", ".join(f"'{each}'" for each in allowed[:-1])
+        if any(key not in allowed for key in tensor):
+            others = ", ".join(f"'{key}'" for key in allowed[:-1])
             raise ValueError(f"{kind} '{name}' {where} contains property other than {others} and '{allowed[-1]}'.")
-        for each in ("data_type", "dims"):
-            if each not in tensor:
-                raise ValueError(f"{kind} '{name}' {where} is missing '{each}' property.")
-        declared = next((each for each in self._config.setdefault(kind, []) if each["name"] == name), None)
+        for key in ("data_type", "dims"):
+            if key not in tensor:
+                raise ValueError(f"{kind} '{name}' {where} is missing '{key}' property.")
+        declared = next((entry for entry in self._config.setdefault(kind, []) if entry["name"] == name), None)
         if declared is None:
             self._config[kind].append(tensor)
             return
@@ -291,11 +292,11 @@ def _find(tensors: Sequence[Tensor], name: str) -> Tensor | None:
 
 
 def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    return next((each for each in model_config.get("input", ()) if each["name"] == name), None)
+    return next((entry for entry in model_config.get("input", ()) if entry["name"] == name), None)
 
 
 def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    return next((each for each in model_config.get("output", ()) if each["name"] == name), None)
+    return next((entry for entry in model_config.get("output", ()) if entry["name"] == name), None)
 
 
 def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
@@ -310,7 +311,7 @@ def get_model_dir() -> str:
 def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
     """Load a model of the server's repositories, where the server was started with explicit model control. The paths of
     `files` may begin with `file:`, as in a load request."""
-    encoded = {path[len("file:") * path.startswith("file:") :]: each.hex() for path, each in (files or {}).items()}
+    encoded = {path[len("file:") * path.startswith("file:") :]: data.hex() for path, data in (files or {}).items()}
     server().call("load_model", name=model_name, config=config, files=encoded)
 
 

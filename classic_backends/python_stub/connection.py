@@ -42,7 +42,8 @@ class TritonError:
             raise TypeError("the message of a TritonError must be a str, not None")
         if code not in ERROR_NAMES:
             raise TritonModelException(f"{code} is no code of TritonError")
-        self._message, self._code = str(message), code
+        self._message = str(message)
+        self._code = code
 
     def message(self) -> str:
         return self._message
@@ -64,28 +65,30 @@ InferListener = Callable[[Optional[ResponseMessage], bool], None]
 
 
 class ServerConnection:
-    """Messages to and from the server. Any thread may send; one thread reads, and ends the process with the connection.
-
-    `reader` has the tensors that the server writes, out of `reader_descriptor`; `writer` takes those for it. `handlers`
-    are called in the reading thread with the body of a message, by the name of its class. `serves`: the server answers
-    calls, for the model is to serve; else only its config is completed. `forked`: this process is a copy that the model
-    made with `os.fork`, and all of this is its parent's. `execution`: the task of a coroutine that the model's current
-    execution waits for; `execution_threads`: those in which a wait keeps it from going on.
-    """
+    """Messages to and from the server. Any thread may send; one thread reads, and ends the process with the
+    connection."""
 
     def __init__(self, connection: socket.socket, reader_descriptor: int, writer: BlockWriter) -> None:
         self._socket = connection
-        self.serves = self.forked = False
+        self.serves = False
+        """The server answers calls, for the model is to serve; else only its config is completed."""
+        self.forked = False
+        """This process is a copy that the model made with `os.fork`, and all of this is its parent's."""
         self.execution: asyncio.Task[Any] | None = None
+        """The task of a coroutine that the model's current execution waits for."""
         self.execution_threads = {threading.get_ident()}
+        """The threads in which a wait keeps the execution from going on."""
         self.reader = BlockReader(reader_descriptor, self._count_release)
+        """Has the tensors that the server writes."""
         self.writer = writer
+        """Takes the tensors for the server."""
         self.handlers: dict[str, Callable[..., None]] = {
             "Release": lambda: None,
             "TrimMemory": self._trim_memory,
             "CallAnswer": lambda call, *answer: self._calls.pop(call).put(answer),
             "InferAnswer": self._on_infer_answer,
         }
+        """Called in the reading thread with the body of a message, by the name of its class."""
         # What is collected while a message is made may send one itself, in the same thread.
         self._send_lock = threading.RLock()
         self._serials = count()

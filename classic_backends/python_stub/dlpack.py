@@ -90,7 +90,8 @@ def to_capsule(array: np.ndarray[Any, Any], bfloat16: bool) -> Any:
 
 def _export(tensor: _Tensor, shape: tuple[int, ...], strides: tuple[int, ...], owner: Any) -> Any:
     """A capsule of a tensor without its dimensions, in the memory of `owner`."""
-    sizes, steps = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*strides)
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    steps = (ctypes.c_int64 * len(shape))(*strides)
     managed = _ManagedTensor()
     serial = next(_serials)
     managed.tensor = tensor
@@ -112,7 +113,8 @@ class ImportedTensor:
         self._tensor = tensor = managed.tensor
         if managed.deleter:
             weakref.finalize(self, _Deleter(managed.deleter), address).atexit = False
-        code, bits = tensor.dtype.code, tensor.dtype.bits
+        code = tensor.dtype.code
+        bits = tensor.dtype.bits
         self.bfloat16 = (code, bits) == (_BFLOAT, 16)
         kind = "u2" if self.bfloat16 else _TYPES.get((code, bits))
         if kind is None or tensor.dtype.lanes != 1:
@@ -132,8 +134,8 @@ class ImportedTensor:
         strides = tuple(step * self.dtype.itemsize for step in self._steps)
         if self.on_gpu:
             last = sum((size - 1) * step for size, step in zip(self.shape, strides))
-            whole = _copy_from_gpu(self.device[1], self._address, last + self.dtype.itemsize)
-            return np.ndarray(self.shape, self.dtype, whole, 0, strides)
+            copy = _copy_from_gpu(self.device[1], self._address, last + self.dtype.itemsize)
+            return np.ndarray(self.shape, self.dtype, copy, 0, strides)
         self.__array_interface__ = {
             "shape": self.shape,
             "typestr": self.dtype.str,
@@ -146,8 +148,10 @@ class ImportedTensor:
     def to_capsule(self) -> Any:
         """Another capsule of the same memory."""
         tensor = _Tensor()
-        tensor.data, tensor.byte_offset = self._tensor.data, self._tensor.byte_offset
-        tensor.device, tensor.dtype = self._tensor.device, self._tensor.dtype
+        tensor.data = self._tensor.data
+        tensor.byte_offset = self._tensor.byte_offset
+        tensor.device = self._tensor.device
+        tensor.dtype = self._tensor.dtype
         return _export(tensor, self.shape, self._steps, self)
 
 
@@ -192,7 +196,8 @@ def _on_host(source: Any) -> Any:
 def _copy_from_gpu(device: int, address: int, size: int) -> np.ndarray[Any, Any]:
     """A copy of bytes of a GPU, by the driver: the library that the tensor comes from may be any."""
     copy = np.empty(size, np.uint8)
-    library, context = _cuda(), _primary_context(device)
+    library = _cuda()
+    context = _primary_context(device)
     _check(library.cuCtxPushCurrent_v2(context))
     try:
         _check(library.cuMemcpyDtoH_v2(copy.ctypes.data, address, size))
@@ -216,7 +221,8 @@ def _cuda() -> ctypes.CDLL:
 @lru_cache(maxsize=None)
 def _primary_context(device: int) -> ctypes.c_void_p:
     """The one that CUDA's users share; held as long as the process lives."""
-    number, context = ctypes.c_int(), ctypes.c_void_p()
+    number = ctypes.c_int()
+    context = ctypes.c_void_p()
     _check(_cuda().cuDeviceGet(ctypes.byref(number), device))
     _check(_cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
     return context

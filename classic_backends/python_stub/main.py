@@ -1,8 +1,7 @@
 """The life of a Python model's process: load `model.py`, execute batches, finalize.
 
-Started by the server with four descriptors (a socket, the memory to read from, the memory to write to, one for standard
-output and error) and two sizes of the latter memory: at the start, and by which it grows. `execute` runs in the main
-thread, as user code expects; coroutines run in an event loop of their own, for as long as the process lives.
+`execute` runs in the main thread, as user code expects; coroutines run in an event loop of their own, for as long as
+the process lives.
 """
 
 from __future__ import annotations
@@ -38,7 +37,11 @@ _EXPECTED_RESPONSE = "Expected an 'InferenceResponse' object in the execute func
 
 
 def main() -> None:
-    """Serve one instance of a model until the server says `Finalize` or hangs up."""
+    """Serve one instance of a model until the server says `Finalize` or hangs up.
+
+    The arguments are four descriptors (a socket, the memory to read from, the memory to write to, one for standard
+    output and error) and two sizes of the memory to write to: at the start, and by which it grows.
+    """
     connection_descriptor, reader, writer, output, size, growth = map(int, sys.argv[1:7])
     sys.argv[:] = [""]  # as where Python is embedded
     stop_signals = (signal.SIGINT, signal.SIGTERM)
@@ -98,12 +101,14 @@ class _Batch:
     """Requests to execute together, and what is known of their answers."""
 
     def __init__(self, requests: list[RequestMessage], pending: list[PendingRequest]) -> None:
-        self.requests, self.pending = requests, pending
+        self.requests = requests
+        self.pending = pending
 
     def take_requests(self) -> list[InferenceRequest]:
         """The requests as the model sees them, once."""
-        requests, self.requests = self.requests, []
-        return [InferenceRequest._received(*each) for each in zip(requests, self.pending)]
+        requests = self.requests
+        self.requests = []
+        return [InferenceRequest._received(message, pending) for message, pending in zip(requests, self.pending)]
 
     def close(self) -> list[PendingRequest]:
         """Close what is not answered, and return it."""
@@ -163,7 +168,8 @@ class StubInstance:
                 self._connection.send(messages.Failed(_describe(error), report))
 
     def _initialize(self, message: messages.Initialize) -> None:
-        self._decoupled, self._arguments = message.decoupled, message.arguments
+        self._decoupled = message.decoupled
+        self._arguments = message.arguments
         states = json.loads(message.arguments["model_config"]).get("sequence_batching", {}).get("state", [])
         self._state_outputs = {state["output_name"] for state in states}
         backend_utils.set_model_directory(message.paths[0])
@@ -187,11 +193,11 @@ class StubInstance:
         received = [request_from_json(request) for request in requests]
         handles = [request.handle for request in received]
         pending = [
-            self._rescheduled.pop(each) if each in self._rescheduled else PendingRequest(each, self._decoupled)
-            for each in handles
+            self._rescheduled.pop(handle) if handle in self._rescheduled else PendingRequest(handle, self._decoupled)
+            for handle in handles
         ]
-        for each in pending:
-            each.rescheduled = False
+        for request in pending:
+            request.rescheduled = False
         self._pending.update(zip(handles, pending))
         self._inbox.put(_Batch(received, pending))
 
@@ -273,7 +279,9 @@ class StubInstance:
                 written.append(None if response is None else response_to_message(response, request._outputs))
             rescheduled_handles = self._reschedule(requests, batch)
         except BaseException:
-            self._connection.writer.release(tensor.offset for each in written if each for tensor in each.outputs)
+            self._connection.writer.release(
+                tensor.offset for message in written if message for tensor in message.outputs
+            )
             raise
         for response, pending in zip(result, batch.pending):
             pending.closed = pending.closed or (response is not None and not pending.rescheduled)
@@ -381,7 +389,8 @@ def _describe(error: BaseException) -> str:
     """An error as Triton tells it: its type and text, and where in the user's code it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = (str(Path(__file__).parent), str(Path(futures.__file__).parent))
-    places = [f"  {each.filename}({each.lineno}): {each.name}" for each in frames if not each.filename.startswith(own)]
+    foreign = [frame for frame in frames if not frame.filename.startswith(own)]
+    places = [f"  {frame.filename}({frame.lineno}): {frame.name}" for frame in foreign]
     where = "\n\nAt:\n" + "\n".join(reversed(places)) + "\n" if places else ""
     try:
         text = str(error)

@@ -2,7 +2,6 @@
 
 A message is `[kind, body, released]`: `kind` names the class of the body, a named tuple that travels as a list;
 `released` are blocks of the receiver's `BlockWriter` that the sender has done with. Tensors lie in shared memory.
-Imported by the server and by the model's process, of whatever version of Python.
 """
 
 from __future__ import annotations
@@ -32,19 +31,23 @@ class TensorMessage(NamedTuple):
 
 
 class RequestMessage(NamedTuple):
-    """A request for a model to execute, or one that it makes itself. `handle` names it in later messages; `timeout` is
-    in microseconds; `parameters` is a JSON object; `outputs` are those requested; `trace` is a W3C trace context."""
+    """A request for a model to execute, or one that it makes itself."""
 
     handle: int
+    """Names the request in later messages."""
     id: str
     correlation_id: int | str
     flags: int
     timeout: int
+    """In microseconds."""
     priority: int
     parameters: str
+    """A JSON object."""
     outputs: list[str]
+    """The names of those that are requested."""
     inputs: list[TensorMessage]
     trace: str | None = None
+    """A W3C trace context."""
 
 
 class ErrorMessage(NamedTuple):
@@ -263,7 +266,8 @@ class FrameReader:
     def feed(self, data: bytes | memoryview) -> list[bytes]:
         """The messages that are complete with `data`."""
         self._buffer += data
-        messages, start = [], 0
+        messages = []
+        start = 0
         while len(self._buffer) - start >= LENGTH.size:
             [length] = LENGTH.unpack_from(self._buffer, start)
             end = start + LENGTH.size + length
@@ -278,7 +282,7 @@ class FrameReader:
 def request_from_json(body: list[Any]) -> RequestMessage:
     """A request message out of the lists that JSON has for it."""
     message = RequestMessage(*body)
-    return message._replace(inputs=[TensorMessage(*each) for each in message.inputs])
+    return message._replace(inputs=[TensorMessage(*fields) for fields in message.inputs])
 
 
 def response_from_json(body: list[Any] | None) -> ResponseMessage | None:
@@ -286,5 +290,5 @@ def response_from_json(body: list[Any] | None) -> ResponseMessage | None:
     if body is None:
         return None
     outputs, error, parameters = body
-    tensors = [TensorMessage(*each) for each in outputs]
+    tensors = [TensorMessage(*fields) for fields in outputs]
     return ResponseMessage(tensors, None if error is None else ErrorMessage(*error), parameters)

@@ -63,7 +63,8 @@ class InferenceTrace:
     """The trace of a request, to pass on."""
 
     def __init__(self, handle: int = -1, context: str | None = None) -> None:
-        self._handle, self._context = handle, context
+        self._handle = handle
+        self._context = context
 
     def get_context(self) -> str | None:
         """The W3C trace context as JSON text, or None without a trace."""
@@ -99,14 +100,18 @@ class InferenceRequest:
                 raise TritonModelException(f"An input must be a Tensor, found type '{type(tensor)}'.")
         for name in requested_output_names:
             _require(str, "requested_output_names", name)
-        self._id, self._model = _require(str, "request_id", request_id), _require(str, "model_name", model_name)
+        self._id = _require(str, "request_id", request_id)
+        self._model = _require(str, "model_name", model_name)
         if not isinstance(correlation_id, str):
             correlation_id = _integer("correlation_id", correlation_id)
-        self._correlation_id, self._version = correlation_id, _integer("model_version", model_version)
-        self._flags, self._timeout = _integer("flags", flags), _integer("timeout", timeout)
+        self._correlation_id = correlation_id
+        self._version = _integer("model_version", model_version)
+        self._flags = _integer("flags", flags)
+        self._timeout = _integer("timeout", timeout)
         _require(PreferredMemory, "preferred_memory", preferred_memory)
         self._trace = _require(InferenceTrace, "trace", trace)
-        self._inputs, self._outputs = list(inputs), list(requested_output_names)
+        self._inputs = list(inputs)
+        self._outputs = list(requested_output_names)
         self._parameters = parameters_json(parameters)
         self._priority = 0
         self._pending: PendingRequest | None = None
@@ -114,9 +119,11 @@ class InferenceRequest:
 
     @classmethod
     def _received(cls, message: RequestMessage, pending: PendingRequest) -> InferenceRequest:
-        tensors = [received_tensor(each) for each in message.inputs]
+        tensors = [received_tensor(tensor) for tensor in message.inputs]
         request = cls(message.id, message.correlation_id, tensors, message.outputs, "", flags=message.flags)
-        request._timeout, request._priority, request._parameters = message.timeout, message.priority, message.parameters
+        request._timeout = message.timeout
+        request._priority = message.priority
+        request._parameters = message.parameters
         request._trace = InferenceTrace(message.handle, message.trace)
         request._pending = pending
         return request
@@ -234,8 +241,8 @@ def _settle(future: asyncio.Future[None]) -> None:
 
 
 class ResponseIterator:
-    """The responses of a called model as they come, for `for` and, where coroutines run beside each other, `async for`.
-    The last one may be empty: it only says that there are no more.
+    """The responses of a called model as they come, for `for` and `async for`. The last one may be empty: it only says
+    that there are no more.
 
     The called model waits where many are unread; an iterator that is let go of cancels it. A short stream that was read
     can be iterated over once more.
@@ -244,7 +251,8 @@ class ResponseIterator:
     def __init__(self, request: InferenceRequest, decoupled: bool) -> None:
         self._answers = _Answers()
         self._ended = False
-        self._read = self._unreported = 0
+        self._read = 0
+        self._unreported = 0
         self._kept: list[InferenceResponse] = []
         self._kept_bytes = 0
         self._replayed: int | None = None

@@ -28,7 +28,8 @@ class InferenceResponse:
         for tensor in output_tensors:
             if not isinstance(tensor, Tensor):
                 raise TritonModelException(f"An output must be a Tensor, found type '{type(tensor)}'.")
-        self._outputs, self._error = list(output_tensors), error
+        self._outputs = list(output_tensors)
+        self._error = error
         self._parameters = parameters_json(parameters)
 
     def output_tensors(self) -> list[Tensor]:
@@ -65,7 +66,7 @@ def response_from_message(message: ResponseMessage) -> InferenceResponse:
     if message.error is not None:
         code = {name: number for number, name in ERROR_NAMES.items()}.get(message.error.code, TritonError.UNKNOWN)
         return InferenceResponse(error=TritonError(message.error.message, code), parameters=message.parameters or None)
-    tensors = [received_tensor(each) for each in message.outputs]
+    tensors = [received_tensor(tensor) for tensor in message.outputs]
     return InferenceResponse(tensors, parameters=message.parameters or None)
 
 
@@ -89,8 +90,13 @@ class PendingRequest:
     """
 
     def __init__(self, handle: int, decoupled: bool) -> None:
-        self.handle, self.decoupled = handle, decoupled
-        self.closed = self.cancelled = self.answered = self.has_sender = self.rescheduled = False
+        self.handle = handle
+        self.decoupled = decoupled
+        self.closed = False
+        self.cancelled = False
+        self.answered = False
+        self.has_sender = False
+        self.rescheduled = False
         self.lock = threading.Lock()
         self._may_send = threading.Event()
         self._may_send.set()
@@ -126,7 +132,8 @@ class InferenceResponseSender:
     """Sends the responses to one request, from any thread, also after `execute` has returned."""
 
     def __init__(self, pending: PendingRequest, requested: Sequence[str]) -> None:
-        self._pending, self._requested = pending, requested
+        self._pending = pending
+        self._requested = requested
 
     def is_cancelled(self) -> bool:
         return self._pending.cancelled

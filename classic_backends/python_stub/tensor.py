@@ -43,7 +43,9 @@ class Tensor:
         self._set(name, datatype, np.require(array, requirements="C"))
 
     def _set(self, name: str, datatype: str, array: np.ndarray[Any, Any]) -> Tensor:
-        self._name, self._datatype, self._array = name, datatype, array
+        self._name = name
+        self._datatype = datatype
+        self._array = array
         return self
 
     def name(self) -> str:
@@ -94,11 +96,13 @@ class Tensor:
         datatype = "BF16" if imported.bfloat16 else V2_NAMES.get(imported.dtype)
         if datatype is None:
             raise TritonModelException(f"Tensor '{name}' has the type {imported.dtype}, for which Triton has none.")
-        made = Tensor.__new__(Tensor)
+        tensor = Tensor.__new__(Tensor)
         if imported.on_gpu:
-            made._name, made._datatype, made._on_gpu = name, datatype, imported
-            return made
-        return made._set(name, datatype, imported.as_array())
+            tensor._name = name
+            tensor._datatype = datatype
+            tensor._on_gpu = imported
+            return tensor
+        return tensor._set(name, datatype, imported.as_array())
 
     def _on_host(self) -> np.ndarray[Any, Any]:
         return self._array if self._on_gpu is None else self._on_gpu.as_array()
@@ -117,7 +121,7 @@ def received_tensor(message: TensorMessage) -> Tensor:
 def write_tensors(tensors: Iterable[Tensor]) -> list[TensorMessage]:
     server().require_own_process()
     try:
-        return server().writer.write_all((each._name, each._datatype, each._on_host()) for each in tensors)
+        return server().writer.write_all((tensor._name, tensor._datatype, tensor._on_host()) for tensor in tensors)
     except (MemoryError, ValueError) as error:
         raise TritonModelException(str(error)) from None
 
@@ -157,7 +161,8 @@ def serialize_byte_tensor(input_tensor: np.ndarray[Any, Any]) -> np.ndarray[Any,
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> np.ndarray[Any, Any]:
     """The elements of what `serialize_byte_tensor` made, as a flat array of objects."""
-    items, offset = [], 0
+    items = []
+    offset = 0
     while offset < len(encoded_tensor):
         [length] = struct.unpack_from("<I", encoded_tensor, offset)
         offset += 4 + length

@@ -1,8 +1,8 @@
 """Memory that the server and a model's process both map, one for each direction, in blocks.
 
-The `BlockWriter` of one side allocates blocks, the `BlockReader` of the other makes arrays over them; a block is
-released when the last of its arrays is gone, and its number travels back with the next message. The memory grows to
-what is in use at once, and stays so until it is trimmed.
+The `BlockWriter` of one side allocates blocks, the `BlockReader` of the other makes arrays over them. A block is
+released when the last of its arrays is gone. The memory grows to what is in use at once, and stays so until it is
+trimmed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class BlockWriter:
         try:
             written.extend(self.write(*tensor) for tensor in tensors)
         except BaseException:
-            self.release([each.offset for each in written])
+            self.release([tensor.offset for tensor in written])
             raise
         return written
 
@@ -140,8 +140,8 @@ class BlockWriter:
             size += self._free.pop(index)[1]
         if index and sum(self._free[index - 1]) == offset:
             index -= 1
-            before, room = self._free.pop(index)
-            offset, size = before, room + size
+            offset, room = self._free.pop(index)
+            size += room
         self._free.insert(index, (offset, size))
 
     def _grow(self, size: int) -> None:
@@ -155,7 +155,8 @@ class BlockWriter:
             reason = os.strerror(error.errno or errno.ENOMEM)
             raise MemoryError(f"Failed to increase the shared memory pool size to {grown} bytes: {reason}") from None
         self._memory = mmap.mmap(self._descriptor, grown)
-        end, self._end = self._end, grown
+        end = self._end
+        self._end = grown
         self._free_range(end, grown - end)
 
     def check_integrity(self) -> None:
@@ -199,9 +200,9 @@ class BlockReader:
             self._memory = mmap.mmap(self._descriptor, 0)
         dtype = NUMPY_TYPES[tensor.datatype]
         if dtype.hasobject:
-            whole = self._memory[tensor.offset : end]
+            data = self._memory[tensor.offset : end]
             self._release(tensor.offset)
-            return _split_bytes(whole, tensor.shape)
+            return _split_bytes(data, tensor.shape)
         block = _Block(np.ndarray(tuple(tensor.shape), dtype, self._memory, tensor.offset))
         array = np.asarray(block)
         weakref.finalize(block, self._release, tensor.offset).atexit = False

@@ -64,15 +64,16 @@ class StateTensor(NamedTuple):
 
 
 class SlotRules(NamedTuple):
-    """The sequences that may be open on one instance, and how long each may be without a request. `fixed_rows` (the
-    "direct" strategy): an open sequence has a row of the batch to itself. `iterative`: each request is a sequence,
-    which ends with it, and gets one of the `ids` if it brings none; they are such as clients do not choose."""
+    """The sequences that may be open on one instance, and how long each may be without a request."""
 
     slots_per_instance: int
     max_idle_ns: int = _DEFAULT_IDLE_US * NS_PER_US
     fixed_rows: bool = False
+    """The "direct" strategy: an open sequence has a row of the batch to itself."""
     iterative: bool = False
+    """Each request is a sequence, which ends with it."""
     ids: range = range(1 << 62, 1 << 63)
+    """Of an iterative model's requests that bring none: such as clients do not choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,31 +95,31 @@ def read_sequence_config(
     cannot do."""
     if "sequence_batching" not in config.raw:
         return None
-    asked: RawConfig = config.raw["sequence_batching"]
+    raw: RawConfig = config.raw["sequence_batching"]
     if not by_request:
-        _check_backend(asked, config)
-    slots, batching = _read_strategy(asked, config, by_request or not config.decoupled)
-    idle_ns = (int(asked.get("max_sequence_idle_microseconds", 0)) or _DEFAULT_IDLE_US) * NS_PER_US
-    states = tuple(_read_state(each, initial, config.max_batch_size > 0) for each in asked.get("state", ()))
-    controls = _read_controls(asked)
-    ids = [_free_ids(each.datatype) for each in controls if each.kind is ControlKind.ID]
-    iterative = bool(asked.get("iterative_sequence", False))
-    rules = SlotRules(slots, idle_ns, "oldest" not in asked, iterative, *ids)
+        _check_backend(raw, config)
+    slots, batching = _read_strategy(raw, config, by_request or not config.decoupled)
+    idle_ns = (int(raw.get("max_sequence_idle_microseconds", 0)) or _DEFAULT_IDLE_US) * NS_PER_US
+    states = tuple(_read_state(state, initial, config.max_batch_size > 0) for state in raw.get("state", ()))
+    controls = _read_controls(raw)
+    ids = [_free_ids(control.datatype) for control in controls if control.kind is ControlKind.ID]
+    iterative = bool(raw.get("iterative_sequence", False))
+    rules = SlotRules(slots, idle_ns, "oldest" not in raw, iterative, *ids)
     return SequenceConfig(rules, batching, controls, states)
 
 
-def _check_backend(asked: RawConfig, config: ModelConfig) -> None:
+def _check_backend(raw: RawConfig, config: ModelConfig) -> None:
     """Refuse what only a runtime that takes requests as they are can do."""
     field = ""
-    if asked.get("iterative_sequence"):
-        field, reason = (
-            "iterative_sequence",
-            f"needs a backend that reschedules requests, which '{config.backend}' cannot",
-        )
-    elif config.decoupled and asked.get("state"):
-        field, reason = "state", f"cannot be carried on by a decoupled model of '{config.backend}'"
-    elif config.decoupled and config.max_batch_size > 1 and "oldest" not in asked:
-        field, reason = "direct", f"needs max_batch_size 0 or 1 for a decoupled model of '{config.backend}'"
+    if raw.get("iterative_sequence"):
+        field = "iterative_sequence"
+        reason = f"needs a backend that reschedules requests, which '{config.backend}' cannot"
+    elif config.decoupled and raw.get("state"):
+        field = "state"
+        reason = f"cannot be carried on by a decoupled model of '{config.backend}'"
+    elif config.decoupled and config.max_batch_size > 1 and "oldest" not in raw:
+        field = "direct"
+        reason = f"needs max_batch_size 0 or 1 for a decoupled model of '{config.backend}'"
     if field:
         message = f"model '{config.name}': sequence batching {field} {reason}"
         raise Unsupported(message, field=f"sequence_batching.{field}")
@@ -130,12 +131,13 @@ def _free_ids(datatype: str) -> range:
     return range(1 << bits, 2 << bits)
 
 
-def _read_strategy(asked: RawConfig, config: ModelConfig, combines: bool) -> tuple[int, BatchingConfig]:
+def _read_strategy(raw: RawConfig, config: ModelConfig, combines: bool) -> tuple[int, BatchingConfig]:
     """The slots of an instance, and its batching, by the strategy: "oldest", or else "direct"."""
-    size, combine = max(config.max_batch_size, 1), config.max_batch_size > 0 and combines
-    rules: RawConfig = asked.get("oldest", asked.get("direct", {}))
+    size = max(config.max_batch_size, 1)
+    combine = config.max_batch_size > 0 and combines
+    rules: RawConfig = raw.get("oldest", raw.get("direct", {}))
     delay = int(rules.get("max_queue_delay_microseconds", 0)) * NS_PER_US
-    if "oldest" in asked:
+    if "oldest" in raw:
         slots = int(rules.get("max_candidate_sequences", 0)) or size
         if slots < 1:
             name = "max_candidate_sequences"
@@ -154,34 +156,40 @@ def _read_strategy(asked: RawConfig, config: ModelConfig, combines: bool) -> tup
 
 def _read_controls(sequence_batching: RawConfig) -> tuple[ControlTensor, ...]:
     controls = []
-    for each in sequence_batching.get("control_input", ()):
-        name, kinds = each.get("name"), each.get("control", ())
+    for entry in sequence_batching.get("control_input", ()):
+        name = entry.get("name")
+        kinds = entry.get("control", ())
         if not name:
             raise _refuse("control tensor must have a name")
         if len(kinds) != 1:
             raise _refuse(f"control tensor '{name}' must have exactly one control")
-        asked: RawConfig = kinds[0]
-        kind, datatype = ControlKind(asked.get("kind") or ControlKind.START), _read_datatype(asked)
-        given, control = [form for form in _VALUE_TYPES if asked.get(form)], f"control '{name}' of kind {kind}"
+        raw: RawConfig = kinds[0]
+        kind = ControlKind(raw.get("kind") or ControlKind.START)
+        datatype = _read_datatype(raw)
+        value_types = [value_type for value_type in _VALUE_TYPES if raw.get(value_type)]
+        control = f"control '{name}' of kind {kind}"
         if kind is ControlKind.ID:
-            if given or datatype not in _ID_TYPES:
-                wanted = "a data_type of UINT64, INT64, UINT32, INT32 or STRING and no values"
-                raise _refuse(f"{control} must have {wanted}")
+            if value_types or datatype not in _ID_TYPES:
+                needs = "a data_type of UINT64, INT64, UINT32, INT32 or STRING and no values"
+                raise _refuse(f"{control} must have {needs}")
             controls.append(ControlTensor(name, kind, datatype))
             continue
-        if len(given) != 1 or len(asked[given[0]]) != 2:
-            wanted = "exactly one of int32_false_true, fp32_false_true and bool_false_true, with 2 values"
-            raise _refuse(f"{control} must have {wanted}")
+        if len(value_types) != 1 or len(raw[value_types[0]]) != 2:
+            needs = "exactly one of int32_false_true, fp32_false_true and bool_false_true, with 2 values"
+            raise _refuse(f"{control} must have {needs}")
         if datatype:
             raise _refuse(f"{control} must not have a data_type: its values tell it")
-        controls.append(ControlTensor(name, kind, _VALUE_TYPES[given[0]], tuple(asked[given[0]])))
+        [value_type] = value_types
+        controls.append(ControlTensor(name, kind, _VALUE_TYPES[value_type], tuple(raw[value_type])))
     _check_distinct("control kind", [control.kind.value for control in controls])
     return tuple(controls)
 
 
-def _read_state(asked: RawConfig, initial: Mapping[str, Tensor], batched: bool) -> StateTensor:
-    name, output, datatype = asked.get("input_name", ""), asked.get("output_name", ""), _read_datatype(asked)
-    dims = tuple(int(dim) for dim in asked.get("dims", ()))
+def _read_state(raw: RawConfig, initial: Mapping[str, Tensor], batched: bool) -> StateTensor:
+    name = raw.get("input_name", "")
+    output = raw.get("output_name", "")
+    datatype = _read_datatype(raw)
+    dims = tuple(int(dim) for dim in raw.get("dims", ()))
     message = ""
     if not name or not output:
         message = "must have an input_name and an output_name"
@@ -192,15 +200,15 @@ def _read_state(asked: RawConfig, initial: Mapping[str, Tensor], batched: bool) 
     if message:
         raise _refuse(f"state {message}", "state")
     if name in initial:
-        begin = initial[name].data
+        first = initial[name].data
     else:
-        begin = zero_array(tuple(map(abs, dims)), np.dtype(NUMPY_TYPES[datatype]))
-    return StateTensor(name, output, datatype, dims, begin[np.newaxis] if batched else begin)
+        first = zero_array(tuple(map(abs, dims)), np.dtype(NUMPY_TYPES[datatype]))
+    return StateTensor(name, output, datatype, dims, first[np.newaxis] if batched else first)
 
 
-def _read_datatype(asked: RawConfig) -> str:
+def _read_datatype(raw: RawConfig) -> str:
     """The v2 name of `data_type`; empty without it."""
-    name = str(asked.get("data_type") or "").removeprefix("TYPE_")
+    name = str(raw.get("data_type") or "").removeprefix("TYPE_")
     return {"STRING": "BYTES", "INVALID": ""}.get(name, name)
 
 
@@ -216,7 +224,8 @@ def with_sequence_tensors(
     ]
     _check_distinct("input", [spec.name for spec in inputs])
     _check_distinct("output of a state", [state.output for state in states])
-    outputs, declared = list(config.outputs), {spec.name: spec.datatype for spec in config.outputs}
+    outputs = list(config.outputs)
+    declared = {spec.name: spec.datatype for spec in config.outputs}
     for state in states:
         if state.output not in declared:
             outputs.append(TensorSpec(state.output, state.datatype, state.dims))

@@ -1,8 +1,7 @@
 """The scheduler of a stateful model: a sequence stays on its instance, and each instance has a batch queue of its own,
 which makes batches of the next request of each sequence, never two.
 
-The scheduler lives in the event loop's thread, between the model and its instances; a batch queue is pure logic over
-times (nanoseconds) that its caller gives.
+The scheduler lives in the event loop's thread; a batch queue is pure logic over times in nanoseconds.
 """
 
 import time
@@ -87,7 +86,8 @@ class SequenceBatcher(DynamicBatcher):
 
     def settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool], now: int) -> None:
         """Those `again` come behind the requests of other sequences, and before those of their own."""
-        taken, self._taken = self._taken, ()
+        taken = self._taken
+        self._taken = ()
         self._held.update(held)
         for request in again:
             self._add_first(request, now)
@@ -214,12 +214,14 @@ class SequenceScheduler:
         dispatcher = None if sequence.slot is None else self._dispatchers.get(sequence.slot.instance)
         # From the last to the first: a request becomes executable when the one before it is withdrawn.
         withdrawn = [
-            each for each in reversed(sequence.pending) if dispatcher is None or dispatcher.cancel_request(each)
+            pending
+            for pending in reversed(sequence.pending)
+            if dispatcher is None or dispatcher.cancel_request(pending)
         ]
         cancelled = Cancelled(f"sequence {sequence.id} of model '{self._model}' was cancelled")
-        for each in reversed(withdrawn):
-            if each is not request:
-                self._router.on_rejected(each, cancelled)
+        for pending in reversed(withdrawn):
+            if pending is not request:
+                self._router.on_rejected(pending, cancelled)
         self._router.on_finished([request] if request in withdrawn else [])
 
     def queue_waits(self) -> list[QueueWaits]:

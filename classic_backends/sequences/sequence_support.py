@@ -29,16 +29,18 @@ from .sequence_config import (
 
 
 class SequenceSupport:
-    """A `batch_execution.SequenceLayout`. `runtime_config`: the config of `model` with the tensors of its sequences, as
-    runtimes see it. `id_control`: the tensor that tells the model the sequence's id, if there is one.
-    `tells_idle_rows`: the model is told of rows without a request, and knows them by a control."""
+    """The additions of a stateful model to its requests and batches: a `batch_execution.SequenceLayout`."""
 
     def __init__(self, config: SequenceConfig, model: ModelConfig) -> None:
         by_kind = {control.kind: control for control in config.controls}
-        self.config, self.runtime_config = config, with_sequence_tensors(model, config.controls, config.states)
+        self.config = config
+        self.runtime_config = with_sequence_tensors(model, config.controls, config.states)
+        """The config of `model` with the tensors of its sequences, as runtimes see it."""
         self.id_control = by_kind.get(ControlKind.ID)
+        """The tensor that tells the model the sequence's id, if there is one."""
         self.iterative = config.slots.iterative
         self.tells_idle_rows = ControlKind.READY in by_kind and config.slots.fixed_rows
+        """The model is told of rows without a request, and knows them by a control."""
         self.state_outputs = tuple(state.output for state in config.states)
         self._batched = model.max_batch_size > 0
 
@@ -55,27 +57,29 @@ class SequenceSupport:
         return SequenceFlags(sequence_id, start or not sequence_id, end and not self.iterative)
 
     def _read_id(self, request: InferRequest) -> SequenceId:
-        model, control = self.runtime_config.name, self.id_control
-        found = request.parameters.get("sequence_id", 0)
-        if isinstance(found, bool) or not isinstance(found, (int, str)):
-            raise _refuse(request, f"parameter 'sequence_id' must be an integer or a string, got {found!r}")
-        if not found and self.iterative:
+        model = self.runtime_config.name
+        control = self.id_control
+        sequence_id = request.parameters.get("sequence_id", 0)
+        if isinstance(sequence_id, bool) or not isinstance(sequence_id, (int, str)):
+            raise _refuse(request, f"parameter 'sequence_id' must be an integer or a string, got {sequence_id!r}")
+        if not sequence_id and self.iterative:
             return "" if control is not None and control.datatype == "BYTES" else 0
-        if not found:
+        if not sequence_id:
             message = f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
             raise InvalidArgument(message, field="sequence_id")
         if control is None:
-            return found
-        name, datatype = control.name, control.datatype
-        if isinstance(found, str) != (datatype == "BYTES"):
-            kind = "BYTES" if isinstance(found, str) else "UINT64"
+            return sequence_id
+        name = control.name
+        datatype = control.datatype
+        if isinstance(sequence_id, str) != (datatype == "BYTES"):
+            kind = "BYTES" if isinstance(sequence_id, str) else "UINT64"
             expected = f"but model '{model}' expects '{datatype}'"
             raise _refuse(request, f"sequence batching control '{name}' data-type is '{kind}', {expected}")
-        if isinstance(found, int):
+        if isinstance(sequence_id, int):
             limits = np.iinfo(datatype.lower())
-            if not limits.min <= found <= limits.max:
-                raise _refuse(request, f"sequence id {found} does not fit '{name}' of type {datatype}")
-        return found
+            if not limits.min <= sequence_id <= limits.max:
+                raise _refuse(request, f"sequence id {sequence_id} does not fit '{name}' of type {datatype}")
+        return sequence_id
 
     def mark_warm_up(self, job: InferenceJob) -> None:
         """Make a warm-up job the only request of a sequence."""
@@ -112,18 +116,20 @@ class SequenceSupport:
 
     def store_states(self, jobs: Sequence[InferenceJob], outputs: Sequence[Arrays]) -> None:
         """Keep the states that each job's outputs leave its sequence, all of them or, after an error, none; one that a
-        job has no output for stays. Raises
-        `Internal` if a state has another type or shape than its config says."""
-        states = self.config.states
-        kept = [
-            {each.input: self._checked(each, part[each.output]) for each in states if each.output in part}
+        job has no output for stays. Raises `Internal` if a state has another type or shape than its config says."""
+        states_of_jobs = [
+            {
+                state.input: self._checked(state, part[state.output])
+                for state in self.config.states
+                if state.output in part
+            }
             for part in outputs
         ]
-        for job, made in zip(jobs, kept, strict=True):
+        for job, states in zip(jobs, states_of_jobs, strict=True):
             if job.sequence is not None and job.sequence_flags is not None:
                 if len(jobs) > 1:  # a view would keep the whole batch in memory
-                    made = {name: array.copy() for name, array in made.items()}
-                job.sequence.states = {} if job.sequence_flags.end else {**job.sequence.states, **made}
+                    states = {name: array.copy() for name, array in states.items()}
+                job.sequence.states = {} if job.sequence_flags.end else {**job.sequence.states, **states}
 
     def _checked(self, state: StateTensor, array: NDArray[Any]) -> NDArray[Any]:
         shape = array.shape[1:] if self._batched else array.shape
@@ -131,8 +137,8 @@ class SequenceSupport:
             dim in (-1, size) for dim, size in zip(state.dims, shape, strict=True)
         )
         if array.dtype != np.dtype(NUMPY_TYPES[state.datatype]) or not fits:
-            made = f"{array.dtype} of shape {list(array.shape)}"
-            raise Internal(f"state '{state.output}' came as {made}, not {state.datatype} of dims {list(state.dims)}")
+            form = f"{array.dtype} of shape {list(array.shape)}"
+            raise Internal(f"state '{state.output}' came as {form}, not {state.datatype} of dims {list(state.dims)}")
         return array
 
 

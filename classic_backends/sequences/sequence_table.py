@@ -33,16 +33,20 @@ class SequenceSlot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OpenSequence(SequenceContext):
-    """`pending`: requests without an answer, in order; `closed`: no more of them come; `slot_deadline`: until when it
-    may wait for a slot, None for ever."""
+    """A sequence, as its table sees it."""
 
     pending: dict[QueuedRequest, None] = field(default_factory=dict)
+    """Requests without an answer, in order."""
     slot: SequenceSlot | None = None
     closed: bool = False
+    """No more requests come."""
     slot_deadline: int | None = None
+    """Until when it may wait for a slot; None for ever."""
 
 
 class SequenceTable:
+    """All open sequences of one model, and the slots of its instances."""
+
     def __init__(self, model: str, rules: SlotRules) -> None:
         self._model = model
         self._rules = rules
@@ -50,12 +54,12 @@ class SequenceTable:
         self._by_request: dict[QueuedRequest, OpenSequence] = {}
         self._backlog: dict[OpenSequence, None] = {}
         self._idle_since: dict[OpenSequence, int] = {}
-        # Slots that were left, and of each instance the first that was never used.
         self._free: list[SequenceSlot] = []
-        # Of each instance, how many slots were ever used.
+        """Slots that were left, and of each instance the first that was never used."""
         self._used: dict[Instance, int] = {}
+        """How many slots of each instance were ever used."""
         self._serial = count()
-        self._made_ids = count()
+        self._id_serial = count()
 
     @property
     def waiting_requests(self) -> int:
@@ -118,8 +122,9 @@ class SequenceTable:
     def _new_id(self, text: bool) -> SequenceId:
         """An id for a request that brings none."""
         ids = self._rules.ids
-        numbers = (ids[made % len(ids)] for made in self._made_ids)
-        return next(each for each in (str(number) if text else number for number in numbers) if each not in self._open)
+        numbers = (ids[serial % len(ids)] for serial in self._id_serial)
+        new_ids = (str(number) if text else number for number in numbers)
+        return next(new_id for new_id in new_ids if new_id not in self._open)
 
     def assign_slots(self) -> list[OpenSequence]:
         """Give free slots to the sequences that have waited longest, and return these: their requests may go there."""
@@ -132,7 +137,8 @@ class SequenceTable:
                 self._used[slot.instance] += 1
                 if slot.row + 1 < self._rules.slots_per_instance:
                     heappush(self._free, slot._replace(row=slot.row + 1))
-            sequence.slot, sequence.slot_deadline = slot, None
+            sequence.slot = slot
+            sequence.slot_deadline = None
             sequence.row = slot.row
             assigned.append(sequence)
         return assigned
@@ -177,7 +183,11 @@ class SequenceTable:
                 break
             log.debug("model '%s': sequence %s was idle for too long", self._model, sequence.id)
             self.close_sequence(sequence)
-        late = [each for each in self._backlog if each.slot_deadline is not None and each.slot_deadline <= now]
+        late = [
+            sequence
+            for sequence in self._backlog
+            if sequence.slot_deadline is not None and sequence.slot_deadline <= now
+        ]
         for sequence in late:
             self.close_sequence(sequence)
         return late
@@ -192,7 +202,7 @@ class SequenceTable:
     @property
     def next_expiry(self) -> int | None:
         """The time of the next `expire_sequences`; None if no sequence can expire."""
-        times = [each.slot_deadline for each in self._backlog if each.slot_deadline is not None]
+        times = [sequence.slot_deadline for sequence in self._backlog if sequence.slot_deadline is not None]
         if self._idle_since:
             times.append(next(iter(self._idle_since.values())) + self._rules.max_idle_ns)
         return min(times, default=None)
@@ -200,12 +210,16 @@ class SequenceTable:
     def check_integrity(self) -> None:
         """Recompute everything. Raises `AssertionError`."""
         known = {*self._open.values(), *self._by_request.values()}
-        assert {request: each for each in known for request in each.pending} == self._by_request
-        assert all(not each.closed and self._open[each.id] is each for each in self._open.values())
-        assert all(not each.pending and not each.closed and each.slot is not None for each in self._idle_since)
-        assert all(each.pending and each.slot is None for each in self._backlog)
-        assert all(each.pending or each in self._idle_since for each in known)
-        taken = [each.slot for each in known if each.slot is not None and each.slot.instance in self._used]
+        assert {request: sequence for sequence in known for request in sequence.pending} == self._by_request
+        assert all(not sequence.closed and self._open[sequence.id] is sequence for sequence in self._open.values())
+        for sequence in self._idle_since:
+            assert not sequence.pending
+            assert not sequence.closed
+            assert sequence.slot is not None
+        assert all(sequence.pending and sequence.slot is None for sequence in self._backlog)
+        assert all(sequence.pending or sequence in self._idle_since for sequence in known)
+        slots = [sequence.slot for sequence in known if sequence.slot is not None]
+        taken = [slot for slot in slots if slot.instance in self._used]
         assert len(taken) == self.used_slots
         for instance, used in self._used.items():
             rows = sorted(slot.row for slot in (*self._free, *taken) if slot.instance == instance)

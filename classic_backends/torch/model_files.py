@@ -1,9 +1,8 @@
 """Opens the files that PyTorch saves of models: TorchScript (`.pt`), exported programs and AOTInductor packages
 (`.pt2`).
 
-What TorchScript does not declare, its tensors, can be guessed for somebody to look at: the model is run on inputs of
-the types and shapes that its first weights suggest, and again with each dimension changed, to learn which are free.
-Imported only where such a model is loaded.
+TorchScript does not declare its tensors. They can be guessed: the model is run on inputs that its first weights
+suggest, and again with each dimension changed, to learn which are free. Imported only where such a model is loaded.
 """
 
 import json
@@ -63,10 +62,10 @@ def open_model_file(file: Path, device: str | None) -> OpenedModel:
                 return OpenedModel(module, tuple(argument.name for argument in arguments))
             with ZipFile(file) as package:
                 compiled = [name for name in package.namelist() if "/aotinductor/" in name]
-                told = [json.loads(package.read(name)) for name in compiled if name.endswith(_PACKAGE_METADATA)]
+                metadata = [json.loads(package.read(name)) for name in compiled if name.endswith(_PACKAGE_METADATA)]
             if compiled:
-                made_for = {each[_PACKAGE_DEVICE] for each in told if _PACKAGE_DEVICE in each}
-                return _open_compiled(file, device, made_for)
+                targets = {entries[_PACKAGE_DEVICE] for entries in metadata if _PACKAGE_DEVICE in entries}
+                return _open_compiled(file, device, targets)
             return _open_exported(file, device)
     except Unsupported:
         raise
@@ -74,11 +73,12 @@ def open_model_file(file: Path, device: str | None) -> OpenedModel:
         raise InvalidArgument(f"PyTorch cannot load {file}: {error}") from error
 
 
-def _open_compiled(file: Path, device: str | None, made_for: set[str]) -> OpenedModel:
-    """A package has code for one kind of device, which finds nothing where another one keeps its tensors."""
+def _open_compiled(file: Path, device: str | None, targets: set[str]) -> OpenedModel:
+    """A package has code for one kind of device, which finds nothing where another one keeps its tensors. `targets`:
+    the kinds that its metadata name."""
     kind, _, number = (device or "").partition(":")
-    if kind and made_for and made_for != {kind}:
-        message = f"{file} was compiled for {', '.join(sorted(made_for))}, and its instance is on {device}"
+    if kind and targets and targets != {kind}:
+        message = f"{file} was compiled for {', '.join(sorted(targets))}, and its instance is on {device}"
         raise Unsupported(f"{message}: set its kind to KIND_GPU for cuda, or KIND_CPU", field="instance_group.kind")
     return OpenedModel(torch._inductor.aoti_load_package(str(file), device_index=int(number or -1)))
 
@@ -90,7 +90,7 @@ def _open_exported(file: Path, device: str | None) -> OpenedModel:
 
         program = move_to_device_pass(program, device)
     names = tuple(program.graph_signature.user_inputs)
-    _, given = program.example_inputs or ((), {})
+    _, keywords = program.example_inputs or ((), {})
     nodes = {node.name: node for node in program.graph.nodes}
     if not all(isinstance(name, str) and isinstance(nodes[name].meta.get("val"), torch.Tensor) for name in names):
         raise Unsupported(f"{file}: the arguments of an exported program must be tensors")
@@ -100,7 +100,7 @@ def _open_exported(file: Path, device: str | None) -> OpenedModel:
         for index, name in enumerate(program.graph_signature.user_outputs)
         if isinstance(name, str)
     )
-    return OpenedModel(program.module(), tuple(map(str, names)), frozenset(given), FoundModel(inputs, outputs))
+    return OpenedModel(program.module(), tuple(map(str, names)), frozenset(keywords), FoundModel(inputs, outputs))
 
 
 def _found(name: str, node: Any) -> FoundTensor:
@@ -111,8 +111,7 @@ def _found(name: str, node: Any) -> FoundTensor:
 
 _BATCH = 2
 _IMAGE_SIZES = (224, 64, 32, 28)
-_LENGTH = 8
-"""Of a sequence."""
+_SEQUENCE_LENGTH = 8
 
 
 class Trial(NamedTuple):
@@ -133,12 +132,13 @@ def guess_config(raw: RawConfig, file: Path) -> RawConfig:
 
 
 def guess_tensors(file: Path) -> FoundModel:
-    """The tensors alone."""
+    """The tensors alone; see `guess_config`."""
     _refuse_weights(file)
     module: Any = open_model_file(file, "cpu").module
-    arguments = [each for each in module.forward.schema.arguments[1:] if not each.has_default_value()]
-    names = ", ".join(f"{each.name}: {each.type}" for each in module.forward.schema.arguments[1:])
-    if arguments and all(each.type.kind() == "TensorType" for each in arguments):
+    declared = module.forward.schema.arguments[1:]
+    arguments = [argument for argument in declared if not argument.has_default_value()]
+    names = ", ".join(f"{argument.name}: {argument.type}" for argument in declared)
+    if arguments and all(argument.type.kind() == "TensorType" for argument in arguments):
         for trial in _trials(module):
             if (results := _run(module, trial, len(arguments))) is not None:
                 return _measured(module, trial, results, len(arguments))
@@ -161,17 +161,17 @@ def _refuse_weights(file: Path) -> None:
 
 
 def _trials(module: Any) -> Iterator[Trial]:
-    for weight in (each for each in module.parameters() if each.ndim >= 2):
+    for weight in (parameter for parameter in module.parameters() if parameter.ndim >= 2):
         size = weight.shape[1]
         if weight.ndim == 2:
             yield Trial(weight.dtype, (_BATCH, size))
-            yield Trial(torch.int64, (_BATCH, _LENGTH))
-            yield Trial(weight.dtype, (_BATCH, _LENGTH, size))
+            yield Trial(torch.int64, (_BATCH, _SEQUENCE_LENGTH))
+            yield Trial(weight.dtype, (_BATCH, _SEQUENCE_LENGTH, size))
         else:
             spatial = weight.ndim - 2
             yield from (Trial(weight.dtype, (_BATCH, size, *(side,) * spatial)) for side in _IMAGE_SIZES)
         break  # what comes first is what meets the inputs
-    yield Trial(torch.float32, (_BATCH, _LENGTH))
+    yield Trial(torch.float32, (_BATCH, _SEQUENCE_LENGTH))
     yield Trial(torch.float32, (_BATCH, 3, 32, 32))
 
 
@@ -184,23 +184,27 @@ def _run(module: Any, trial: Trial, count: int) -> dict[str, torch.Tensor] | Non
         return None
     if not isinstance(results, Mapping):
         several = results if isinstance(results, (tuple, list)) else (results,)
-        results = {f"OUTPUT__{index}": each for index, each in enumerate(several)}
-    fits = results and all(isinstance(each, torch.Tensor) and each.dtype in DATATYPES for each in results.values())
-    return dict(results) if fits else None
+        results = {f"OUTPUT__{index}": result for index, result in enumerate(several)}
+    fits = all(isinstance(result, torch.Tensor) and result.dtype in DATATYPES for result in results.values())
+    return dict(results) if results and fits else None
 
 
 def _measured(module: Any, trial: Trial, results: dict[str, torch.Tensor], count: int) -> FoundModel:
-    given = list(trial.shape)
-    made = {name: list(tensor.shape) for name, tensor in results.items()}
+    input_shape = list(trial.shape)
+    output_shapes = {name: list(tensor.shape) for name, tensor in results.items()}
+    ranks = {name: len(shape) for name, shape in output_shapes.items()}
     for axis, size in enumerate(trial.shape):
-        changed = (*trial.shape[:axis], size + 1, *trial.shape[axis + 1 :])
-        others = _run(module, trial._replace(shape=changed), count)
-        if others is None or {name: each.ndim for name, each in others.items()} != {n: len(s) for n, s in made.items()}:
+        changed_shape = (*trial.shape[:axis], size + 1, *trial.shape[axis + 1 :])
+        changed_results = _run(module, trial._replace(shape=changed_shape), count)
+        if changed_results is None or {name: tensor.ndim for name, tensor in changed_results.items()} != ranks:
             continue
-        given[axis] = -1
-        for name, shape in made.items():
-            now = others[name].shape
-            made[name] = [here if here == there else -1 for here, there in zip(shape, now, strict=True)]
-    inputs = (FoundTensor(f"INPUT__{index}", DATATYPES[trial.dtype], tuple(given)) for index in range(count))
-    outputs = (FoundTensor(name, DATATYPES[tensor.dtype], tuple(made[name])) for name, tensor in results.items())
+        input_shape[axis] = -1
+        for name, shape in output_shapes.items():
+            changed = changed_results[name].shape
+            output_shapes[name] = [size if size == other else -1 for size, other in zip(shape, changed, strict=True)]
+    datatype = DATATYPES[trial.dtype]
+    inputs = (FoundTensor(f"INPUT__{index}", datatype, tuple(input_shape)) for index in range(count))
+    outputs = (
+        FoundTensor(name, DATATYPES[tensor.dtype], tuple(output_shapes[name])) for name, tensor in results.items()
+    )
     return FoundModel(tuple(inputs), tuple(outputs))

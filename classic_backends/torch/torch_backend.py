@@ -87,7 +87,7 @@ class TorchLoader(RuntimeLoader):
         results = indexed_positions(config.name, "output", [spec.name for spec in config.outputs])
         if opened.tensors is not None:
             check_config_matches(config, _with_config_names(opened.tensors, config, arguments, results))
-        inputs = [spec for _, spec in sorted(zip(arguments, config.inputs, strict=True), key=lambda each: each[0])]
+        inputs = [config.inputs[index] for index in sorted(range(len(arguments)), key=arguments.__getitem__)]
         outputs = dict(zip((spec.name for spec in config.outputs), results, strict=True))
         return TorchRuntime(opened, inputs, outputs, device or "cpu", modes)
 
@@ -104,8 +104,8 @@ class TorchLoader(RuntimeLoader):
             return raw
         from .model_files import open_model_file
 
-        found = open_model_file(file, "cpu").tensors
-        return raw if found is None else complete_config(raw, found, parameters)
+        tensors = open_model_file(file, "cpu").tensors
+        return raw if tensors is None else complete_config(raw, tensors, parameters)
 
 
 def _model_file(directory: Path, raw: RawConfig) -> Path:
@@ -134,28 +134,30 @@ def argument_positions(model: str, names: Sequence[str], arguments: Sequence[str
 def indexed_positions(model: str, side: str, names: Sequence[str]) -> tuple[int, ...]:
     """The positions that names such as INPUT__0 or OUTPUT__0 tell, or else the names' own. Raises `InvalidArgument`
     where two are the same."""
-    found = [_INDEXED_NAME.fullmatch(name) for name in names]
-    positions = tuple(int(each[1]) for each in found if each) if all(found) else tuple(range(len(names)))
+    matches = [_INDEXED_NAME.fullmatch(name) for name in names]
+    positions = tuple(int(match[1]) for match in matches if match) if all(matches) else tuple(range(len(names)))
     if len(set(positions)) != len(positions):
         raise InvalidArgument(f"model '{model}': two {side}s have the same index: {', '.join(names)}", field=side)
     return positions
 
 
 def _with_config_names(
-    found: FoundModel, config: ModelConfig, arguments: Sequence[int], results: Sequence[int]
+    model: FoundModel, config: ModelConfig, arguments: Sequence[int], results: Sequence[int]
 ) -> FoundModel:
     """The tensors of a model's file under the names that the config gives them; one that the config does not have gets
     a name that no config can have."""
-    if len(config.inputs) != len(found.inputs):
-        message = f"configuration expects {len(config.inputs)} inputs, model provides {len(found.inputs)}"
+    if len(config.inputs) != len(model.inputs):
+        message = f"configuration expects {len(config.inputs)} inputs, model provides {len(model.inputs)}"
         raise InvalidArgument(f"unable to load model '{config.name}': {message}", field="input")
     renamed = []
     for tensors, specs, positions in (
-        (found.inputs, config.inputs, arguments),
-        (found.outputs, config.outputs, results),
+        (model.inputs, config.inputs, arguments),
+        (model.outputs, config.outputs, results),
     ):
         names = dict(zip(positions, (spec.name for spec in specs), strict=True))
-        renamed.append(tuple(each._replace(name=names.get(at, f"#{at}")) for at, each in enumerate(tensors)))
+        renamed.append(
+            tuple(tensor._replace(name=names.get(index, f"#{index}")) for index, tensor in enumerate(tensors))
+        )
     return FoundModel(*renamed)
 
 
@@ -190,18 +192,17 @@ class TorchRuntime(Runtime):
                 stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
             if not self._modes.cudnn:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            given = [_to_tensor(inputs[spec.name], spec.datatype, self._device) for spec in self._inputs]
-            names = self._opened.argument_names or [""] * len(given)
-            keywords = self._opened.keyword_names
-            named = {name: value for name, value in zip(names, given, strict=False) if name in keywords}
-            results = self._opened.module(*given[: len(given) - len(named)], **named)
-        found = [_result(results, name, self._result_positions[name]) for name in output_names]
-        yield dict(zip(output_names, _to_arrays(found), strict=True))
+            arguments = [_to_tensor(inputs[spec.name], spec.datatype, self._device) for spec in self._inputs]
+            names = self._opened.argument_names or [""] * len(arguments)
+            keyword_names = self._opened.keyword_names
+            keywords = {name: value for name, value in zip(names, arguments, strict=False) if name in keyword_names}
+            results = self._opened.module(*arguments[: len(arguments) - len(keywords)], **keywords)
+        outputs = [_result(results, name, self._result_positions[name]) for name in output_names]
+        yield dict(zip(output_names, _to_arrays(outputs), strict=True))
         if self._modes.clean_cache:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-
         self._opened = None
         release_torch_memory()
 
@@ -224,10 +225,10 @@ def _to_arrays(tensors: Sequence["torch.Tensor"]) -> list[NDArray[Any]]:
     """The arrays over tensors of the host, or over copies of a GPU's, all fetched side by side."""
     import torch
 
-    here = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
+    on_host = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    return [(each.view(torch.uint16) if each.dtype == torch.bfloat16 else each).numpy() for each in here]
+    return [(tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy() for tensor in on_host]
 
 
 def _result(results: Any, name: str, position: int) -> "torch.Tensor":
@@ -245,9 +246,6 @@ def _result(results: Any, name: str, position: int) -> "torch.Tensor":
     if not isinstance(value, torch.Tensor):
         raise Internal(f"the model made a {type(value).__name__} where a tensor was expected")
     return value
-
-
-PYTORCH = TorchLoader()
 
 
 def choose_device(model: str, placement: InstancePlacement) -> str | None:
@@ -282,3 +280,6 @@ def release_torch_memory() -> None:
 
     release_free_memory()
     torch.cuda.empty_cache()
+
+
+PYTORCH = TorchLoader()
