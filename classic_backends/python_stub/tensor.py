@@ -96,13 +96,13 @@ class Tensor:
         datatype = "BF16" if imported.bfloat16 else V2_NAMES.get(imported.dtype)
         if datatype is None:
             raise TritonModelException(f"Tensor '{name}' has the type {imported.dtype}, for which Triton has none.")
-        tensor = Tensor.__new__(Tensor)
+        view = Tensor.__new__(Tensor)
         if imported.on_gpu:
-            tensor._name = name
-            tensor._datatype = datatype
-            tensor._on_gpu = imported
-            return tensor
-        return tensor._set(name, datatype, imported.as_array())
+            view._name = name
+            view._datatype = datatype
+            view._on_gpu = imported
+            return view
+        return view._set(name, datatype, imported.as_array())
 
     def _on_host(self) -> np.ndarray[Any, Any]:
         return self._array if self._on_gpu is None else self._on_gpu.as_array()
