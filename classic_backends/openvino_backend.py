@@ -85,7 +85,7 @@ class OpenVinoModel:
         self.tensors = FoundModel(_found(self._compiled.inputs), _found(self._compiled.outputs))
 
     def new_request(self) -> Any:
-        """What runs the model, one batch at a time."""
+        """An object of OpenVINO's that runs the model, one batch at a time."""
         return self._compiled.create_infer_request()
 
 
@@ -180,7 +180,7 @@ class OpenVinoRuntime(Runtime):
         yield {name: self._to_array(name) for name in output_names}
 
     def _to_value(self, name: str, array: NDArray[Any]) -> Any:
-        """What OpenVINO takes. BF16, which numpy does not have, is uint16 here."""
+        """An input as OpenVINO takes it. BF16, which numpy does not have, is uint16 here."""
         if self._datatypes[name] == "BF16":
             openvino = import_openvino()
             return openvino.Tensor(np.ascontiguousarray(array), list(array.shape), openvino.Type.bf16)

@@ -34,7 +34,7 @@ def to_treelite(model: Any) -> Any:
 
 
 def main(source: Path, target: Path) -> str:
-    """What the forest tells."""
+    """Write the checkpoint, and return what the forest tells."""
     with source.open("rb") as file:
         if source.suffix == ".joblib":
             import joblib

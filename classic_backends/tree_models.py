@@ -63,7 +63,7 @@ def import_treelite() -> Any:
 
 
 class ForestOutput(NamedTuple):
-    """What is answered of a forest's scores: the number of the class if `classes`, else the scores; with
+    """The answer that is made of a forest's scores: the number of the class if `classes`, else the scores; with
     `probabilities` those of all classes. `threshold`: of the second of two classes."""
 
     classes: bool

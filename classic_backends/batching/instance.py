@@ -158,7 +158,7 @@ class Instance:
         return batch is not None and all(request.given_up for request in batch.requests)
 
     def waits(self) -> InstanceWaits:
-        """What it executes, and what that waits for."""
+        """The requests that it executes, and the calls that these wait for."""
         batch = self.current_batch
         executing = [] if batch is None else endless_requests(batch.requests)
         return InstanceWaits(self.name, executing, () if self.lost else self.runtime.awaited_calls())

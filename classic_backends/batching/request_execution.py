@@ -35,11 +35,11 @@ class RequestSource(Protocol):
 
     @property
     def call_in_loop(self) -> Callable[..., None]:
-        """Calls what it is given in the event loop's thread; called from any."""
+        """Calls a function with its arguments in the event loop's thread; called from any thread."""
 
     def settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool]) -> None:
-        """Of the batch that was executed, the requests to queue `again`, and those `held`, of which more is to come:
-        true for one that waits for its reader. Called in the instance's thread."""
+        """The batch of an instance was executed: queue some of its requests `again`, and keep the place of those
+        `held`, of which more is to come: true for one that waits for its reader. Called in the instance's thread."""
 
     def release(self, request: QueuedRequest, again: bool = False) -> None:
         """A request that was held is to be executed `again`, or is finished. Called in the event loop."""

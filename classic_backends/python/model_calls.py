@@ -162,7 +162,7 @@ class ModelCalls:
         inference.task.add_done_callback(lambda _: self._inferences.pop(message.call))
 
     def on_message(self, message: Any) -> None:
-        """What follows an `infer`, and all other calls."""
+        """Take a message that follows an `infer`, or any other call."""
         match message:
             case CancelInfer(call, answered) if call in self._inferences:
                 self._cancel_infer(self._inferences[call], answered)

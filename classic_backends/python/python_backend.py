@@ -79,7 +79,7 @@ class PythonBackend(RuntimeLoader):
         return (MemoryNeed(_LIBRARY_BYTES * len(read_placements("", raw))),)
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
-        """What the model's `auto_complete_config` makes of the config, in a process that ends afterwards."""
+        """The config that the model's `auto_complete_config` makes of `raw`, in a process that ends afterwards."""
         message = messages.CompleteConfig(
             str(self._model_file(directory, raw)), self._search_path(directory), json.dumps(dict(raw))
         )

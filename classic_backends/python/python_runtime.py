@@ -223,7 +223,7 @@ class PythonRuntime(Runtime):
     # In the event loop
 
     async def _unready_reason(self) -> str:
-        """What the model's `is_ready` says. All who ask at one time share its answer, however late that is."""
+        """The answer of the model's `is_ready`, which all who ask at one time share, however late it is."""
         if self._process.lost:
             return _ENDED
         if self._readiness is None:

@@ -200,7 +200,8 @@ class ServerConnection:
 
 
 class _NoConnection:
-    """What a process has that the model has spawned. Raises `ForkedProcessError` for all that asks the server."""
+    """The connection of a process that the model has spawned: raises `ForkedProcessError` for all that asks the
+    server."""
 
     forked = True
 

@@ -88,7 +88,8 @@ def _obey_signals_in_copies(numbers: Iterable[signal.Signals]) -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Of a copy of this process that ends with an error, or with an attempt to answer in its parent's place."""
+    """The exit code of a copy of this process that ends with an error, or by an attempt to answer in its parent's
+    place."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, ForkedProcessError):
@@ -249,7 +250,7 @@ class StubInstance:
                 self._connection.send(messages.SendResponse(pending.handle, message, True))
 
     def _read_result(self, result: Any, requests: list[InferenceRequest], batch: _Batch) -> Executed:
-        """What `execute` returned, checked and written."""
+        """The result of `execute`, checked and written."""
         if self._decoupled:
             self._check_decoupled_result(result)
         if result is None:

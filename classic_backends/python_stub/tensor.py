@@ -109,7 +109,7 @@ class Tensor:
 
 
 def byte_size(array: np.ndarray[Any, Any]) -> int:
-    """Of what an array holds; objects are `bytes`."""
+    """The size of an array's elements; objects are `bytes`."""
     return sum(map(len, array.ravel())) if array.dtype.hasobject else array.nbytes
 
 

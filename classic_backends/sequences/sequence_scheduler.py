@@ -85,7 +85,7 @@ class SequenceBatcher(DynamicBatcher):
         return decision._replace(batch=decision.batch._replace(requests=self._taken))
 
     def settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool], now: int) -> None:
-        """Those `again` come behind the requests of other sequences, and before those of their own."""
+        """Requests that come `again` are queued behind those of other sequences, and before those of their own."""
         taken = self._taken
         self._taken = ()
         self._held.update(held)
@@ -160,7 +160,7 @@ class SequenceScheduler:
 
     @property
     def open_sequences(self) -> int:
-        """Those that have a slot."""
+        """The number of sequences that have a slot."""
         return self._table.used_slots
 
     def readings(self) -> Iterator[Reading]:
