@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -25,9 +23,9 @@ from pathlib import Path
 from typing import Any, Iterable
 
 from . import backend_utils, messages, spawned
-from .backend_utils import ModelConfig
 from .connection import ForkedProcessError, ServerConnection, TritonModelException, connect
 from .messages import ErrorMessage, Executed, RequestMessage, ResponseMessage, bounded_text, request_from_json
+from .model_file import complete_config, load_class
 from .request import TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, InferenceRequest
 from .response import InferenceResponse, PendingRequest, response_to_message
 from .tensor_memory import BlockWriter
@@ -161,7 +159,7 @@ class StubInstance:
                     self._initialize(message)
                     self._connection.send(messages.Initialized(hasattr(self._model, "is_ready")))
                 else:
-                    self._connection.send(messages.CompletedConfig(_complete_config(message)))
+                    self._connection.send(messages.CompletedConfig(complete_config(message)))
             except BaseException as error:
                 if self._connection.forked:
                     raise
@@ -174,7 +172,7 @@ class StubInstance:
         states = json.loads(message.arguments["model_config"]).get("sequence_batching", {}).get("state", [])
         self._state_outputs = {state["output_name"] for state in states}
         backend_utils.set_model_directory(message.paths[0])
-        model = _load_class(message.model_file, message.paths)()
+        model = load_class(message.model_file, message.paths)()
         if not hasattr(model, "execute"):
             raise AttributeError(f"class TritonPythonModel of '{message.model_file}' has no function 'execute'")
         if hasattr(model, "initialize"):
@@ -355,35 +353,6 @@ class StubInstance:
 
 async def _await(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _load_class(model_file: str, paths: list[str]) -> Any:
-    """The class `TritonPythonModel` of a file. A file in a version's directory is imported as a module of a package, so
-    that its relative imports work."""
-    sys.path.extend(path for path in paths if path not in sys.path)
-    path = Path(model_file)
-    if path.parent.name.isdecimal():
-        module = importlib.import_module(f"{path.parent.name}.{path.stem}")
-    else:
-        spec = importlib.util.spec_from_file_location(path.stem, model_file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    if not hasattr(module, "TritonPythonModel"):
-        raise AttributeError(f"module '{model_file}' has no class 'TritonPythonModel'")
-    return module.TritonPythonModel
-
-
-def _complete_config(message: messages.CompleteConfig) -> str:
-    config = ModelConfig(json.loads(message.config))
-    model_class = _load_class(message.model_file, message.paths)
-    if hasattr(model_class, "auto_complete_config"):
-        completed = model_class.auto_complete_config(config)
-        if completed is not None and not isinstance(completed, ModelConfig):
-            raise TypeError(f"auto_complete_config must return a ModelConfig, not '{type(completed).__name__}'")
-        config = config if completed is None else completed
-    return json.dumps(config.as_dict())
 
 
 def _describe(error: BaseException) -> str:
