@@ -10,12 +10,12 @@ alone, which is a fake that only counts. `chain`: requests a second through thre
 of its own; `--script` adds a graph with a Python step per token. Ends with status 1 if a bar is missed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import chain, count, pairwise
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal, TypeAlias
 
@@ -31,10 +31,10 @@ from .load.driver import OK, LoopMode, RequestOptions
 from .load.infer_load import InferLoad, run_load
 from .load.plan import Prompts
 from .load.planned_requests import uniform_jobs
-from .load.service_trials import speed
 from .load.worker import LoadRun, LoadTarget, WorkerOutcome, run
 from .server_process import CpuMeter, ServerAddress, own_server
-from .trial import TrialVerdict, show_verdicts
+from .service_trials import speed
+from .trial import TrialVerdict, median_of, show_verdicts, take_turns
 
 TrialName: TypeAlias = Literal["tokens", "chain", "throughput"]
 _TRIALS: tuple[TrialName, ...] = ("tokens", "chain", "throughput")
@@ -83,25 +83,15 @@ class GraphTurn(msgspec.Struct, frozen=True, kw_only=True):
     microseconds: float
 
 
-Turn: TypeAlias = Callable[[str, int], GraphTurn]
-"""A turn of a model; its number, from which its prompts are drawn: none is in a prefix cache."""
+Turns: TypeAlias = dict[str, list[GraphTurn]]
+"""By model."""
 
 
-def take_turns(turn: Turn, models: Sequence[str], repeats: int, log: Log) -> list[GraphTurn]:
-    """Each model's turn, one after the other, `repeats` times."""
-    turns = []
-    for number, model in enumerate(list(models) * repeats):
-        turns.append(turn(model, number))
-        done = turns[-1]
-        log(f"{done.trial:10} {model:9} {done.per_second:9.1f}/s, {done.microseconds:7.1f} µs of frontend CPU each")
-    return turns
+def describe(turn: GraphTurn) -> str:
+    return f"{turn.trial}, {turn.per_second:.1f}/s, {turn.microseconds:.1f} µs of frontend CPU each"
 
 
-def middle(turns: Sequence[GraphTurn], model: str, figure: Callable[[GraphTurn], float]) -> float:
-    return median(figure(turn) for turn in turns if turn.model == model)
-
-
-def tokens_trial(load: GraphLoad, log: Log) -> tuple[list[GraphTurn], list[TrialVerdict]]:
+def tokens_trial(load: GraphLoad, log: Log) -> tuple[Turns, list[TrialVerdict]]:
     length = load.prompt * 8 + load.new + _BLOCK
     parameters = {
         "max_num_seqs": load.streams,
@@ -115,17 +105,16 @@ def tokens_trial(load: GraphLoad, log: Log) -> tuple[list[GraphTurn], list[Trial
         repository = fake_model.write_repository(Path(scratch) / "models", parameters)
         write_graphs(repository)
         with own_server("--model-repository", str(repository)) as place:
-            turns = take_turns(
-                lambda model, number: _stream("tokens", place, model, load, number), (LLM, GRAPH), load.repeats, log
-            )
-    alone, through = (middle(turns, model, lambda turn: turn.microseconds) for model in (LLM, GRAPH))
+            contenders = {model: partial(_stream, "tokens", place, model, load) for model in (LLM, GRAPH)}
+            turns = take_turns(contenders, load.repeats, log, describe)
+    alone, through = (median_of(runs, lambda turn: turn.microseconds) for runs in turns.values())
     what = f"frontend CPU of a token, µs: {through:.1f} through three steps, {alone:.1f} alone"
     return turns, [TrialVerdict(what, through - alone, _MOST_MICROSECONDS, at_least=False)]
 
 
 def throughput_trial(
     checkpoint: Path, load: GraphLoad, parameters: Mapping[str, object], log: Log
-) -> tuple[list[GraphTurn], list[TrialVerdict]]:
+) -> tuple[Turns, list[TrialVerdict]]:
     """`parameters`: of the model of `checkpoint`, which computes."""
     graphs = (GRAPH, SCRIPTED) if load.script else (GRAPH,)
     with TemporaryDirectory(prefix="charonia-bench-") as scratch:
@@ -135,13 +124,9 @@ def throughput_trial(
         fake_model.write_config(repository / LLM, {"max_num_seqs": load.streams, **parameters})
         write_graphs(repository, script=load.script)
         with own_server("--model-repository", str(repository)) as place:
-            turns = take_turns(
-                lambda model, number: _stream("throughput", place, model, load, number),
-                (LLM, *graphs),
-                load.repeats,
-                log,
-            )
-    alone, *through = (middle(turns, model, lambda turn: turn.per_second) for model in (LLM, *graphs))
+            contenders = {model: partial(_stream, "throughput", place, model, load) for model in (LLM, *graphs)}
+            turns = take_turns(contenders, load.repeats, log, describe)
+    alone, *through = (median_of(runs, lambda turn: turn.per_second) for runs in turns.values())
     kinds = ("three steps", "three steps, one in Python")
     said = [
         f"tokens/s of {load.streams} streams: {rate:.1f} through {kind}, {alone:.1f} alone"
@@ -154,6 +139,10 @@ def throughput_trial(
     ]
 
 
+_seeds = count()
+"""Each turn has prompts of its own: none is in a prefix cache."""
+
+
 def _stream(trial: TrialName, place: ServerAddress, model: str, load: GraphLoad, number: int) -> GraphTurn:
     """A closed loop of as many streams; every stream has all its tokens."""
     jobs = uniform_jobs([0.0] * (2 * load.streams), load.prompt, load.new)
@@ -162,7 +151,7 @@ def _stream(trial: TrialName, place: ServerAddress, model: str, load: GraphLoad,
     )
     pace = LoopMode(concurrency=load.streams)
     meter = CpuMeter(place.pid)
-    prompts = Prompts(form="text", seed=number)
+    prompts = Prompts(form="text", seed=next(_seeds))
     [outcome] = run(LoadRun(target=target, jobs=jobs, prompts=prompts, pace=pace), on_start=meter.start)
     spent, tokens = meter.spent(), _tokens(model, outcome)
     each = float("nan") if spent is None else spent.frontend / tokens * 1e6
@@ -176,17 +165,18 @@ def _tokens(model: str, outcome: WorkerOutcome) -> int:
     return sum(record.tokens for record in outcome.records)
 
 
-def chain_trial(load: GraphLoad, log: Log) -> tuple[list[GraphTurn], list[TrialVerdict]]:
+def chain_trial(load: GraphLoad, log: Log) -> tuple[Turns, list[TrialVerdict]]:
     with TemporaryDirectory(prefix="charonia-bench-") as scratch:
         write_chain(Path(scratch))
         with own_server("--model-repository", scratch) as place:
-            turns = take_turns(lambda model, _: _ask(place, model, load), (IDENTITY, CHAIN), load.repeats, log)
-    alone, through = (middle(turns, model, lambda turn: turn.per_second) for model in (IDENTITY, CHAIN))
+            contenders = {model: partial(_ask, place, model, load) for model in (IDENTITY, CHAIN)}
+            turns = take_turns(contenders, load.repeats, log, describe)
+    alone, through = (median_of(runs, lambda turn: turn.per_second) for runs in turns.values())
     what = f"requests/s: {through:.0f} through three identity models, {alone:.0f} of one"
     return turns, [TrialVerdict(what, through / alone, _LEAST_CHAIN, at_least=True)]
 
 
-def _ask(place: ServerAddress, model: str, load: GraphLoad) -> GraphTurn:
+def _ask(place: ServerAddress, model: str, load: GraphLoad, number: int) -> GraphTurn:
     asked = InferLoad(
         door="binary", port=place.http_port, connections=load.connections, seconds=load.seconds, model=model
     )
@@ -245,7 +235,8 @@ def ensemble(
                     taken, reached = throughput_trial(checkpoint, load, parameters, log)
             else:
                 taken, reached = (tokens_trial if trial == "tokens" else chain_trial)(load, log)
-            turns, verdicts = turns + taken, verdicts + reached
+            turns += chain.from_iterable(taken.values())
+            verdicts += reached
     show_verdicts(console, verdicts)
     if json:
         json.write_bytes(msgspec.json.encode({"load": load, "turns": turns, "verdicts": verdicts}))

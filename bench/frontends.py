@@ -11,11 +11,11 @@ the hub is full. The rate that was seen is told too; where client and server sha
 status 1 if a bar is missed: the hub at most a fifth of a frontend, all processes together at most 1.3 of one process.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
@@ -34,6 +34,7 @@ from .load.plan import Prompts
 from .load.planned_requests import uniform_jobs
 from .load.worker import LoadRun, LoadTarget, run
 from .server_process import ServerAddress, children, own_server, process_cpu, process_name
+from .trial import median_of, take_turns
 
 LoadName: TypeAlias = Literal["binary", "json", "grpc", "frames"]
 _IDENTITY = "identity"
@@ -120,19 +121,22 @@ class SeveralVerdict(NamedTuple):
         return min(count / self.frontends, 1 / self.hub) * 1e6
 
 
-def compare(trial: SeveralTrial, before: Path | None, log: Log) -> list[FrontendLeg]:
-    """Run the servers in turns.
+def compare(trial: SeveralTrial, before: Path | None, log: Log) -> dict[LoadName, dict[str, list[FrontendLeg]]]:
+    """The legs of each load by server; the servers take turns.
 
     Raises:
         Unavailable: a server cannot be started, or answers nothing.
     """
-    legs = []
     with _servers(trial, before) as places:
-        for load in trial.loads:
-            for name, place in list(places.items()) * trial.repeats:
-                legs.append(_leg(name, place, load, trial))
-                log(_line(legs[-1]))
-    return legs
+        return {
+            load: take_turns(
+                {name: partial(_leg, name, place, load, trial) for name, place in places.items()},
+                trial.repeats,
+                log,
+                _line,
+            )
+            for load in trial.loads
+        }
 
 
 @contextmanager
@@ -161,7 +165,7 @@ def _servers(trial: SeveralTrial, before: Path | None) -> Iterator[dict[str, Ser
         yield places
 
 
-def _leg(name: str, place: ServerAddress, load: LoadName, trial: SeveralTrial) -> FrontendLeg:
+def _leg(name: str, place: ServerAddress, load: LoadName, trial: SeveralTrial, number: int) -> FrontendLeg:
     assert place.pid is not None
     processes = {pid: process_name(pid) for pid in (place.pid, *children(place.pid))}
     begun: dict[int, float] = {}
@@ -213,30 +217,20 @@ def _stream(place: ServerAddress, trial: SeveralTrial, start: Callable[[], None]
     return seen.frames, seen.per_second(seen.frames)
 
 
-def judge(legs: Sequence[FrontendLeg]) -> list[SeveralVerdict]:
-    """The verdict of each load."""
-
-    def middle(load: LoadName, server: str, figure: Callable[[FrontendLeg], float]) -> float:
-        return median(figure(leg) for leg in legs if (leg.load, leg.server) == (load, server))
-
-    found = []
-    for load in dict.fromkeys(leg.load for leg in legs):
-        has_before = any(leg.server == _BEFORE for leg in legs)
-        found.append(
-            SeveralVerdict(
-                load,
-                middle(load, _ONE, lambda leg: leg.whole),
-                middle(load, _SEVERAL, lambda leg: leg.hub),
-                middle(load, _SEVERAL, lambda leg: leg.frontends),
-                middle(load, _BEFORE, lambda leg: leg.whole) if has_before else None,
-            )
-        )
-    return found
+def judge(load: LoadName, legs: Mapping[str, Sequence[FrontendLeg]]) -> SeveralVerdict:
+    """The verdict of a load, of the legs of each server."""
+    return SeveralVerdict(
+        load,
+        median_of(legs[_ONE], lambda leg: leg.whole),
+        median_of(legs[_SEVERAL], lambda leg: leg.hub),
+        median_of(legs[_SEVERAL], lambda leg: leg.frontends),
+        median_of(legs[_BEFORE], lambda leg: leg.whole) if _BEFORE in legs else None,
+    )
 
 
 def _line(leg: FrontendLeg) -> str:
     return (
-        f"{leg.load:6} {leg.server:7} {leg.per_second:8,.0f}/s, CPU µs each: hub {leg.hub:.1f}, "
+        f"{leg.load:6} {leg.per_second:8,.0f}/s, CPU µs each: hub {leg.hub:.1f}, "
         f"frontends {leg.frontends:.1f}, engine {leg.engine:.1f}"
     )
 
@@ -278,10 +272,11 @@ def main(
     console = report_console()
     with exit_on_error():
         legs = compare(trial, before, log_to(console))
-    verdicts = judge(legs)
+    verdicts = [judge(load, by_server) for load, by_server in legs.items()]
     show(console, verdicts)
     if json:
-        json.write_bytes(msgspec.json.encode(legs))
+        every = [leg for by_server in legs.values() for turns in by_server.values() for leg in turns]
+        json.write_bytes(msgspec.json.encode(every))
     return 0 if all(each.holds for each in verdicts) else 1
 
 

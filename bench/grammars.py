@@ -11,7 +11,7 @@ the arms take turns, and each figure is a median of its turns.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceSpec
 from .checkpoint import ShapeName, prepare_checkpoint
 from .command import Count, exit_on_error, log_to, report_console, run_command
+from .trial import ratio_of, take_turns
 
 Arm: TypeAlias = Literal["free", "half", "half, one by one", "all", "all, one by one"]
 ARMS: tuple[Arm, ...] = ("free", "half", "half, one by one", "all", "all, one by one")
@@ -195,15 +196,15 @@ def _is_constrained(arm: Arm, stream: int) -> bool:
     return arm != "free" and (stream % 2 == 1 or arm.startswith("all"))
 
 
-def _table(runs: dict[Arm, list[ArmRun]], work: GrammarWork) -> Table:
+def _table(runs: Mapping[str, list[ArmRun]], work: GrammarWork) -> Table:
     table = Table(
         "arm", "tokens/s", "of free", "step of free streams ms", "of free", "not sampled", "a mask us",
         title=f"{work.streams} streams of {work.new} tokens, {work.precision}, medians of {work.repeats}",
     )  # fmt: skip
     for arm, turns in runs.items():
         mine = ArmRun(*map(median, zip(*turns, strict=True)))
-        speeds = median(turn.speed / other.speed for turn, other in zip(turns, runs["free"], strict=True))
-        steps = median(turn.free_step / other.free_step for turn, other in zip(turns, runs["free"], strict=True))
+        speeds = ratio_of(turns, runs["free"], lambda run: run.speed)
+        steps = ratio_of(turns, runs["free"], lambda run: run.free_step)
         table.add_row(
             arm, f"{mine.speed:.1f}", f"{speeds:.1%}", f"{mine.free_step * 1e3:.2f}", f"{steps:.1%}",
             f"{mine.forced:.1%}", f"{mine.mask * 1e6:.0f}" if mine.mask else "",
@@ -246,12 +247,10 @@ def main(
         prepare_checkpoint(checkpoint, shape, scratch, log) as (found, _),
         closing(GrammarBench(found, work)) as bench,
     ):
-        runs: dict[Arm, list[ArmRun]] = {arm: [] for arm in ARMS}
         for arm in ARMS:
-            bench.run(arm, seed=0)
-        for seed in range(1, work.repeats + 1):
-            for arm in ARMS if seed % 2 else reversed(ARMS):
-                runs[arm].append(bench.run(arm, seed))
+            bench.run(arm, seed=work.repeats)
+        contenders = {arm: partial(bench.run, arm) for arm in ARMS}
+        runs = take_turns(contenders, work.repeats, log, lambda run: f"{run.speed:.1f} tokens/s")
         masks = bench.first_masks(100)
     console.print(_table(runs, work))
     log(f"vocabulary read in {bench.vocabulary_seconds:.2f} s, schema compiled in {bench.compile_seconds:.3f} s")

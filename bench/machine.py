@@ -32,7 +32,6 @@ from .checkpoint import ShapeName, prepare_checkpoint
 from .command import Count, Log, Positive, exit_on_error, log_to, report_console, run_command
 from .kernels import row_seconds
 from .load.figures import Slo, Spread, compute_figures
-from .load.service_trials import TrialSizes
 from .load.worker import run as put_load
 from .offline import OfflineOptions, play_round, warm_contenders
 from .offline_report import OfflineComparison
@@ -41,6 +40,7 @@ from .roofline import OfflineJob, Precision
 from .serve import LoadFlags, ServerFlags, build_load
 from .server_process import own_server
 from .service import SERVER_FLAGS, run_trials
+from .service_trials import TrialSizes
 from .start import start
 from .trial import TrialVerdict
 

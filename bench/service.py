@@ -20,7 +20,11 @@ from ..processes.host import usable_cores
 from .checkpoint import ShapeName, prepare_checkpoint
 from .command import Log, exit_on_error, log_to, report_console, run_command
 from .inline_loop import PRECISIONS
-from .load.service_trials import (
+from .peer_process import OURS, PeerProcess, PeerSpec
+from .peer_runner import PeerSetup
+from .roofline import Precision
+from .server_process import first_model, own_server
+from .service_trials import (
     TrialSizes,
     TrialTarget,
     beside,
@@ -30,10 +34,6 @@ from .load.service_trials import (
     prefix,
     throughput,
 )
-from .peer_process import OURS, PeerProcess, PeerSpec
-from .peer_runner import PeerSetup
-from .roofline import Precision
-from .server_process import first_model, own_server
 from .trial import TrialVerdict, show_verdicts
 
 TrialName: TypeAlias = Literal["throughput", "prefill", "beside", "mixed", "prefix", "hostile"]

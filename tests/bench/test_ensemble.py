@@ -12,9 +12,6 @@ from charonia.bench.ensemble import (
     LLM,
     SCRIPTED,
     GraphLoad,
-    GraphTurn,
-    middle,
-    take_turns,
     write_chain,
     write_graphs,
 )
@@ -55,20 +52,7 @@ def test_the_graphs_fit_their_models(tmp_path: Path, name: str, stages: int) -> 
     assert (len(plan.stages), len(list(plan.steps))) == (stages, 3)
 
 
-def test_turns_alternate_and_their_medians_are_told() -> None:
-    asked: list[str] = []
-
-    def turn(model: str, number: int) -> GraphTurn:
-        assert number == len(asked)
-        asked.append(model)
-        return GraphTurn(trial="chain", model=model, per_second=float(len(asked)), microseconds=2.0)
-
-    lines: list[str] = []
-    turns = take_turns(turn, ("alone", "graph"), 3, lines.append)
-    assert asked == ["alone", "graph"] * 3
-    assert [middle(turns, model, lambda each: each.per_second) for model in ("alone", "graph")] == [3.0, 4.0]
-    assert len(lines) == 6
-    assert "graph" in lines[1]
+def test_verdicts_are_told_beside_their_bars() -> None:
     console = Console(record=True, width=100)
     show_verdicts(
         console, [TrialVerdict("one", 61.0, 60.0, at_least=False), TrialVerdict("two", 0.5, 0.4, at_least=True)]

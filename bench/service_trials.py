@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from itertools import count, cycle, islice
 from statistics import median
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from ...core.errors import Unavailable
-from ..command import Count, Log
-from ..peer_process import PeerProcess
-from ..server_process import ServerAddress
-from ..trial import TrialVerdict
-from .driver import OK, LoadRecord, LoopMode, RequestOptions
-from .figures import inter_token_times, ttft
-from .plan import Prompts
-from .planned_requests import PlannedRequest, uniform_jobs
-from .worker import LoadRun, LoadTarget, WorkerOutcome, run
+from ..core.errors import Unavailable
+from .command import Count, Log
+from .load.driver import OK, LoadRecord, LoopMode, RequestOptions
+from .load.figures import inter_token_times, ttft
+from .load.plan import Prompts
+from .load.planned_requests import PlannedRequest, uniform_jobs
+from .load.worker import LoadRun, LoadTarget, WorkerOutcome, run
+from .peer_process import PeerProcess
+from .server_process import ServerAddress
+from .trial import TrialVerdict, ratio_of, take_turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,17 +116,22 @@ def throughput(asked: TrialTarget, engine: PeerProcess, sizes: TrialSizes, cores
     verdicts = []
     engine.generate([[1] * sizes.prompt], 2)
     for streams in sizes.streams:
-        shares = []
         jobs = uniform_jobs([0.0] * streams, sizes.prompt, sizes.new)
-        for seed in islice(asked.seeds, sizes.repeats):
-            outcome = asked.put(jobs, seed=seed, concurrency=streams, warm_up=1)
-            served = without_generator(speed(outcome), outcome.cpu / outcome.seconds, cores)
-            ids = [_ids(asked, job, seed) for job in jobs]
-            alone = engine.generate(ids, sizes.new).speed
-            shares.append(served / alone)
-            log(f"{streams} streams: {speed(outcome):.1f} tokens/s, {served:.1f} net; engine {alone:.1f}")
+        seeds = list(islice(asked.seeds, sizes.repeats))
+
+        def served(number: int, jobs: Sequence[PlannedRequest] = jobs, seeds: Sequence[int] = seeds) -> float:
+            outcome = asked.put(jobs, seed=seeds[number], concurrency=len(jobs), warm_up=1)
+            return without_generator(speed(outcome), outcome.cpu / outcome.seconds, cores)
+
+        def alone(number: int, jobs: Sequence[PlannedRequest] = jobs, seeds: Sequence[int] = seeds) -> float:
+            return engine.generate([_ids(asked, job, seeds[number]) for job in jobs], sizes.new).speed
+
+        contenders = {f"{streams} streams over HTTP, net": served, "the engine without doors": alone}
+        over_http, without_doors = take_turns(
+            contenders, sizes.repeats, log, lambda speed: f"{speed:.1f} tokens/s"
+        ).values()
         what = f"{streams} streams over HTTP, net, of the engine without doors"
-        verdicts.append(TrialVerdict(what, median(shares), 0.95, True))
+        verdicts.append(TrialVerdict(what, ratio_of(over_http, without_doors, float), 0.95, True))
     return verdicts
 
 
@@ -227,24 +232,41 @@ _HOSTILE = ("(a{1,500}){500}", "(" * 300 + "x" + ")*" * 300)
 """Regular expressions that cost as much as the server lets them."""
 
 
+class _StreamFigures(NamedTuple):
+    """The p99 gap between tokens of streams, and their tokens a second."""
+
+    gap: float
+    speed: float
+
+
 def hostile(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """The p99 gap between tokens of running streams, and their throughput, while a client asks with one hostile
     constraint after another, over those without."""
-    gaps, speeds = [], []
     running = uniform_jobs([0.0] * sizes.beside, sizes.prompt, sizes.running_new)
-    _warm(asked)
-    for _ in range(sizes.repeats):
-        alone = asked.put(running)
+
+    def alone(number: int) -> _StreamFigures:
+        outcome = asked.put(running)
+        return _StreamFigures(float(np.percentile(steady_gaps(outcome.records), 99)), speed(outcome))
+
+    def troubled(number: int) -> _StreamFigures:
         with _hostile_client(asked) as answers:
-            troubled = asked.put(running)
-        usual, slow = (float(np.percentile(steady_gaps(each.records), 99)) for each in (alone, troubled))
-        log(f"p99 gap {usual * 1e3:.1f} ms, {slow * 1e3:.1f} ms beside {len(answers)} answers: {Counter(answers)}")
-        gaps.append(slow / usual)
-        speeds.append(speed(troubled) / speed(alone))
+            figures = alone(number)
+        log(f"{len(answers)} answers: {Counter(answers)}")
+        return figures
+
+    _warm(asked)
+    without, beside_hostile = take_turns(
+        {"alone": alone, "beside hostile constraints": troubled},
+        sizes.repeats,
+        log,
+        lambda figures: f"p99 gap {figures.gap * 1e3:.1f} ms, {figures.speed:.1f} tokens/s",
+    ).values()
     what = f"{sizes.beside} streams beside hostile constraints"
+    gaps = ratio_of(beside_hostile, without, lambda figures: figures.gap)
+    speeds = ratio_of(beside_hostile, without, lambda figures: figures.speed)
     return [
-        TrialVerdict(f"p99 ITL of {what}, of that without", median(gaps), 1.5, False),
-        TrialVerdict(f"throughput of {what}, of that without", median(speeds), 0.9, True),
+        TrialVerdict(f"p99 ITL of {what}, of that without", gaps, 1.5, False),
+        TrialVerdict(f"throughput of {what}, of that without", speeds, 0.9, True),
     ]
 
 
@@ -278,22 +300,22 @@ def _hostile_client(asked: TrialTarget) -> Iterator[list[int]]:
 
 def mixed(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """The median TTFT of short prompts that arrive right behind long ones, over what they have alone."""
-    ratios = []
     lengths = np.linspace(32, 255, sizes.shorts).astype(int).tolist()
     shorts = [PlannedRequest(index, 0.0, length, sizes.new) for index, length in enumerate(lengths)]
-    _warm(asked)
     longs = [PlannedRequest(len(shorts) + index, 0.0, sizes.long, sizes.new) for index in range(sizes.longs)]
-    for _ in range(sizes.repeats):
-        alone = _median_ttft(asked.put(shorts).records, len(shorts))
-        behind = _median_ttft(asked.put([*longs, *shorts]).records, len(shorts))
-        log(f"TTFT of {len(shorts)} short prompts: {alone * 1e3:.0f} ms alone, {behind * 1e3:.0f} ms behind long ones")
-        ratios.append(behind / alone)
+
+    def first_tokens(jobs: Sequence[PlannedRequest]) -> float:
+        return median(ttft(record) for record in asked.put(jobs).records if record.index < len(shorts))
+
+    _warm(asked)
+    alone, behind = take_turns(
+        {"alone": lambda _: first_tokens(shorts), "behind long ones": lambda _: first_tokens([*longs, *shorts])},
+        sizes.repeats,
+        log,
+        lambda seconds: f"TTFT of {len(shorts)} short prompts {seconds * 1e3:.0f} ms",
+    ).values()
     what = f"p50 TTFT of short prompts behind {sizes.longs} of {sizes.long} tokens, of theirs alone"
-    return [TrialVerdict(what, median(ratios), 3.0, False)]
-
-
-def _median_ttft(records: Sequence[LoadRecord], shorts: int) -> float:
-    return median(ttft(record) for record in records if record.index < shorts)
+    return [TrialVerdict(what, ratio_of(behind, alone, float), 3.0, False)]
 
 
 _OWN = 16
@@ -302,14 +324,17 @@ _OWN = 16
 
 def prefix(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """Throughput of prompts with a beginning that is cached already, over that of prompts with nothing in common."""
-    ratios = []
     jobs = uniform_jobs([0.0] * sizes.sharing, sizes.shared + _OWN, sizes.new)
-    for _ in range(sizes.repeats):
+
+    def shared_speed(shared: int) -> float:
         # The request that warms up has the same beginning.
-        cached = speed(asked.put(jobs, concurrency=sizes.sharing, shared=sizes.shared, warm_up=1))
-        computed = speed(asked.put(jobs, concurrency=sizes.sharing, warm_up=1))
-        log(f"{sizes.shared} tokens of each prompt cached: {cached:.1f} tokens/s, computed: {computed:.1f}")
-        ratios.append(cached / computed)
-    return [
-        TrialVerdict(f"throughput with {sizes.shared} prompt tokens cached, of that without", median(ratios), 4.0, True)
-    ]
+        return speed(asked.put(jobs, concurrency=sizes.sharing, shared=shared, warm_up=1))
+
+    cached, computed = take_turns(
+        {"cached": lambda _: shared_speed(sizes.shared), "computed": lambda _: shared_speed(0)},
+        sizes.repeats,
+        log,
+        lambda speed: f"{speed:.1f} tokens/s",
+    ).values()
+    what = f"throughput with {sizes.shared} prompt tokens cached, of that without"
+    return [TrialVerdict(what, ratio_of(cached, computed, float), 4.0, True)]
