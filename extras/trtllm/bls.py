@@ -142,9 +142,9 @@ class TensorRtLlmBls:
 
     def __init__(self, config: ModelConfig, gateway: ModelLookup) -> None:
         self._config = config
-        given = {name: value for name, value in config.parameters.items() if value and not value.startswith("${")}
-        self._llm = given.get("tensorrt_llm_model_name", "tensorrt_llm")
-        self._accumulates = given.get("accumulate_tokens", "").lower() in ("true", "1")
+        parameters = {name: value for name, value in config.parameters.items() if value and not value.startswith("${")}
+        self._llm = parameters.get("tensorrt_llm_model_name", "tensorrt_llm")
+        self._accumulates = parameters.get("accumulate_tokens", "").lower() in ("true", "1")
         self._models = DeclaredModels(frozenset((_PREPROCESSING, self._llm, _POSTPROCESSING)))
         self._gateway = gateway
 
@@ -180,16 +180,16 @@ class TensorRtLlmBls:
                 raise InvalidArgument(f"input '{name}' is not supported by this model", field=name)
         llm, postprocessing = requests.lookup(self._llm), requests.lookup(_POSTPROCESSING, inherit=False)
         words = [word for word in (inputs.texts("stop_words") if "stop_words" in inputs else ()) if word]
-        asked = await self._preprocess(inputs, requests.lookup(_PREPROCESSING, inherit=False))
+        llm_inputs = await self._preprocess(inputs, requests.lookup(_PREPROCESSING, inherit=False))
         count = inputs["text_input"].size * (int(inputs[_COUNT].max()) if _COUNT in inputs else 1)
         always = (_TOKENS, _LENGTHS, _ROW, _SEQUENCE) if streams and count > 1 else (_TOKENS, _LENGTHS)
         whole, streamed = StopTrimmer(words), dict[tuple[int, ...], _StreamedAnswer]()
-        async with llm.stream(asked, outputs=self._outputs_of(llm, request, always)) as responses:
+        async with llm.stream(llm_inputs, outputs=self._outputs_of(llm, request, always)) as responses:
             async for response in responses:
                 if not streams:
                     texts = await decode_answers(postprocessing, response)
                     prompt = inputs.text("text_input") if len(texts) == 1 else ""
-                    yield self._response(request, [whole.trim_whole(each, prompt) for each in texts], response, True)
+                    yield self._response(request, [whole.trim_whole(text, prompt) for text in texts], response, True)
                     return
                 which = tuple(response[name].item() for name in always[2:])
                 if which not in streamed:
@@ -198,7 +198,7 @@ class TensorRtLlmBls:
                 piece = "" if trimmer.found else trimmer.push(await text.push(response[_TOKENS]))
                 if piece or (len(response) > len(always) and not trimmer.found):
                     yield self._response(request, [piece], response)
-                if sum(each.trimmer.found for each in streamed.values()) == count:
+                if sum(answer.trimmer.found for answer in streamed.values()) == count:
                     return
         for which, (text, trimmer) in streamed.items():
             if rest := trimmer.push(await text.finish()):

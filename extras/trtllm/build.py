@@ -34,7 +34,7 @@ _EXCLUDED = "exclude_input_in_output"
 def trtllm_engine_spec(model: str, options: TrtllmOptions) -> EngineSpec:
     """The engine of a model that TensorRT-LLM runs, with the capabilities that its options give it."""
     means = {"adapter": options.adapters, "guided_decoding": options.guided_decoding_backend}
-    capabilities = frozenset(name for name, given in means.items() if given)
+    capabilities = frozenset(name for name, option in means.items() if option)
 
     def connect(on_progress: Callable[[CoreLoading], None], metrics: LlmMetrics) -> TrtllmClient:
         return TrtllmClient(TrtllmRuntimeLoader(model, options), options, on_progress, metrics)
@@ -76,8 +76,8 @@ def tensorrt_llm_model(
 
 
 def _trtllm_spec(path: str, parameters: Mapping[str, str]) -> tuple[tuple[str, ...], EngineSpec]:
-    found = read_model_source(path, parameters)
-    return found.idle, trtllm_engine_spec(found.model, parse_settings(found.settings, TrtllmOptions))
+    source = read_model_source(path, parameters)
+    return source.idle, trtllm_engine_spec(source.model, parse_settings(source.settings, TrtllmOptions))
 
 
 def _layout(written: ModelConfig, path: str, parameters: Mapping[str, str]) -> InferLayout:
@@ -87,11 +87,11 @@ def _layout(written: ModelConfig, path: str, parameters: Mapping[str, str]) -> I
         return TokenLayout.of_config(written, is_set(excludes) and excludes.lower() in ("true", "1"))
     if written.backend != "llmapi" and not any(name.startswith("sampling_param_") for name in inputs):
         return OWN_LAYOUT
-    asked = read_model_yaml(path).get("triton_config") or {}
-    if written.max_batch_size or asked.get("max_batch_size"):
+    triton_config = read_model_yaml(path).get("triton_config") or {}
+    if written.max_batch_size or triton_config.get("max_batch_size"):
         message = f"model '{written.name}' must have max_batch_size 0: a request has one prompt"
         raise InvalidArgument(message, field="max_batch_size")
-    return LlmapiLayout(written.decoupled or bool(asked.get("decoupled")))
+    return LlmapiLayout(written.decoupled or bool(triton_config.get("decoupled")))
 
 
 def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:

@@ -20,8 +20,8 @@ def cancel_request(request: InferRequest, model: GeneratingModel) -> InferRespon
     Raises:
         InvalidArgument: it has no id.
     """
-    found = request_id(request)
-    if not found:
+    target = request_id(request)
+    if not target:
         raise InvalidArgument("A request id must be provided for request cancellation", field="stop")
-    model.cancel(found)
+    model.cancel(target)
     return InferResponse((), final=True)

@@ -49,26 +49,26 @@ def report(model: str | None) -> int:
         print(f"charonia: {error.message}", file=sys.stderr)
         return 1
     print(f"tensorrt_llm {version}, held against what the adapter expects of {SUPPORTED}")
-    found = list(differences())
+    differing = list(differences())
     if model is None:
         print("signatures only: name a checkpoint to generate with it")
     else:
-        found += asyncio.run(try_out(model))
-    for line in found:
+        differing += asyncio.run(try_out(model))
+    for line in differing:
         print(f"DIFFERS: {line}")
-    print(f"{len(found)} differences" if found else "good: nothing differs")
-    return int(bool(found))
+    print(f"{len(differing)} differences" if differing else "good: nothing differs")
+    return int(bool(differing))
 
 
 class CompatReport:
-    """Collects in `found` the differences from what the adapter expects, each once."""
+    """Collects the differences from what the adapter expects, each once."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.differences: list[str] = []
 
     def expect(self, holds: bool, otherwise: str) -> None:
-        if not holds and otherwise not in self.found:
-            self.found.append(otherwise)
+        if not holds and otherwise not in self.differences:
+            self.differences.append(otherwise)
 
     def check_attributes(self, path: str, thing: object) -> None:
         """Expect the attributes of the stub at `path`."""
@@ -87,42 +87,42 @@ class CompatReport:
 
 async def try_out(model: str) -> list[str]:
     """Load the model, generate, abort, ask for statistics, shut down; the differences that were found."""
-    loader, found = TrtllmRuntimeLoader(model, TrtllmOptions(max_num_seqs=4)), CompatReport()
+    loader, compat = TrtllmRuntimeLoader(model, TrtllmOptions(max_num_seqs=4)), CompatReport()
     try:
         runtime = await loader.load()
-        found.check_attributes("tensorrt_llm.LLM", runtime.llm)
+        compat.check_attributes("tensorrt_llm.LLM", runtime.llm)
         async with asyncio.timeout(_SECONDS):
-            await _generate(runtime, found)
-            await _abort(runtime, found)
-            await _read_statistics(runtime, found)
+            await _generate(runtime, compat)
+            await _abort(runtime, compat)
+            await _read_statistics(runtime, compat)
     except CharoniaError as error:
-        found.expect(False, error.message)
+        compat.expect(False, error.message)
     except TimeoutError:
-        found.expect(False, f"no end within {_SECONDS:g} s")
+        compat.expect(False, f"no end within {_SECONDS:g} s")
     except Exception as error:
-        found.expect(False, f"{type(error).__name__}: {error}")
+        compat.expect(False, f"{type(error).__name__}: {error}")
     finally:
         await loader.close()
-    return found.found
+    return compat.differences
 
 
-async def _generate(runtime: TrtllmRuntime, found: CompatReport) -> None:
+async def _generate(runtime: TrtllmRuntime, compat: CompatReport) -> None:
     spec = SequenceSpec(key=1, prompt=_PROMPT, max_tokens=_TOKENS, sampling=ResolvedSampling(logprobs=1))
     submitted, reader, tokens, items = runtime.submit(runtime.translate(AddRequest(spec))), ResultReader(spec), 0, 0
     async for result in submitted:
         items += 1
-        found.check_result(result)
-        found.expect(result is submitted, "results are not one object, changed in place")
+        compat.check_result(result)
+        compat.expect(result is submitted, "results are not one object, changed in place")
         delta = reader.read_delta(result)
         tokens += len(delta.tokens)
-        found.expect(len(delta.tokens) == len(delta.logprobs), "there is not one log-probability for each token")
+        compat.expect(len(delta.tokens) == len(delta.logprobs), "there is not one log-probability for each token")
     reason = submitted.outputs[0].finish_reason
-    found.expect(reason in _FINISH_REASONS, f"a generation ended with '{reason}'")
-    found.expect(tokens == _TOKENS, f"{tokens} tokens came, {_TOKENS} were asked for")
+    compat.expect(reason in _FINISH_REASONS, f"a generation ended with '{reason}'")
+    compat.expect(tokens == _TOKENS, f"{tokens} tokens came, {_TOKENS} were asked for")
     print(f"generated {tokens} tokens in {items} items: {list(submitted.outputs[0].token_ids)}")
 
 
-async def _abort(runtime: TrtllmRuntime, found: CompatReport) -> None:
+async def _abort(runtime: TrtllmRuntime, compat: CompatReport) -> None:
     """An aborted generation must end by itself."""
     longest = runtime.ready.max_model_len - 3
     add = AddRequest(SequenceSpec(key=2, prompt=_PROMPT, max_tokens=longest))
@@ -130,17 +130,17 @@ async def _abort(runtime: TrtllmRuntime, found: CompatReport) -> None:
     async for result in submitted:
         result.abort()
     came = len(submitted.outputs[0].token_ids)
-    found.expect(came < longest, "an abort changes nothing")
+    compat.expect(came < longest, "an abort changes nothing")
     print(f"aborted after the first item, ended after {came} tokens")
 
 
-async def _read_statistics(runtime: TrtllmRuntime, found: CompatReport) -> None:
+async def _read_statistics(runtime: TrtllmRuntime, compat: CompatReport) -> None:
     records = [record async for record in runtime.llm.get_stats_async(timeout=2.0)]
-    found.expect(bool(records), "there are no statistics")
+    compat.expect(bool(records), "there are no statistics")
     for record in records[-1:]:
         plain = msgspec.json.decode(record) if isinstance(record, str | bytes) else record
         for path in _STATISTICS:
             value: Any = plain
             for name in path.split("."):
                 value = value.get(name) if isinstance(value, Mapping) else None
-            found.expect(value is not None, f"statistics have no {path}")
+            compat.expect(value is not None, f"statistics have no {path}")

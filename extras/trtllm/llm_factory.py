@@ -84,15 +84,15 @@ def read_model_info(model: str, max_model_len: int | None) -> TrtllmModelInfo:
     return TrtllmModelInfo(path, vocab_size, length)
 
 
-def _prebuilt_engine(directory: Path, config: dict[str, Any], asked: int | None) -> TrtllmModelInfo:
+def _prebuilt_engine(directory: Path, config: dict[str, Any], max_model_len: int | None) -> TrtllmModelInfo:
     built = config["build_config"]
     longest = _number(built, "max_seq_len", directory)
-    if asked is not None and asked > longest:
-        message = f"max_model_len {asked} is more than the engine was built for: {longest}"
+    if max_model_len is not None and max_model_len > longest:
+        message = f"max_model_len {max_model_len} is more than the engine was built for: {longest}"
         raise InvalidArgument(message, field="max_model_len")
     vocab_size = _number(config["pretrained_config"], "vocab_size", directory)
     most = _number(built, "max_batch_size", directory)
-    return TrtllmModelInfo(str(directory), vocab_size, asked or longest, engine=True, max_num_seqs=most)
+    return TrtllmModelInfo(str(directory), vocab_size, max_model_len or longest, engine=True, max_num_seqs=most)
 
 
 def _number(config: Any, name: str, directory: Path) -> int:
@@ -171,7 +171,7 @@ def _shared_arguments(model: TrtllmModelInfo, options: TrtllmOptions) -> dict[st
     return arguments
 
 
-def _speculative_config(asked: Mapping[str, Any]) -> "SpeculativeConfig":
+def _speculative_config(speculation: Mapping[str, Any]) -> "SpeculativeConfig":
     import inspect
 
     from tensorrt_llm import llmapi
@@ -183,17 +183,17 @@ def _speculative_config(asked: Mapping[str, Any]) -> "SpeculativeConfig":
         "Eagle": llmapi.EagleDecodingConfig,
         "Lookahead": llmapi.LookaheadDecodingConfig,
     }
-    given = dict(asked)
-    kind = given.pop("decoding_type", None)
+    fields = dict(speculation)
+    kind = fields.pop("decoding_type", None)
     if kind not in kinds:
         message = f"speculative_config: decoding_type must be one of {', '.join(kinds)}, got {kind!r}"
         raise InvalidArgument(message, field="speculative_config")
     known = inspect.signature(kinds[kind]).parameters
-    for name in given:
+    for name in fields:
         if name not in known:
             message = f"speculative_config: {kind} has no '{name}'; known are {', '.join(known)}"
             raise InvalidArgument(message, field="speculative_config")
-    return kinds[kind](**given)
+    return kinds[kind](**fields)
 
 
 def _lora_config(options: TrtllmOptions) -> "LoraConfig":
@@ -213,11 +213,11 @@ def _lora_config(options: TrtllmOptions) -> "LoraConfig":
         if not isinstance(targets, list) or not targets:
             raise _bad_adapter(f"adapter '{name}' must list its target_modules, got {targets!r}")
         names = [str(target).rpartition(".")[2] for target in targets]
-        if unknown := [each for each in names if each not in _LORA_MODULES]:
+        if unknown := [name for name in names if name not in _LORA_MODULES]:
             raise _bad_adapter(f"adapter '{name}' changes {', '.join(unknown)}, which TensorRT-LLM cannot")
         if not isinstance(rank, int) or rank < 1:
             raise _bad_adapter(f"adapter '{name}' has no rank (r)")
-        modules += (_LORA_MODULES[each] for each in names)
+        modules += (_LORA_MODULES[name] for name in names)
         ranks.append(rank)
     return LoraConfig(
         lora_target_modules=list(dict.fromkeys(modules)),

@@ -186,16 +186,16 @@ def read_model_source(path: str, parameters: Mapping[str, str]) -> SourceSetting
     Raises:
         InvalidArgument: something is asked for that cannot be served; `field` names it.
     """
-    given: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     for name, value in read_model_yaml(path).items():
         if name == "kv_cache_config" and isinstance(value, dict):
-            given |= {_YAML_CACHE.get(field, f"{name}.{field}"): each for field, each in value.items()}
+            written |= {_YAML_CACHE.get(field, f"{name}.{field}"): setting for field, setting in value.items()}
         elif value is not None:
-            given[_YAML.get(name, name)] = value
-    given |= {_PARAMETERS.get(name, name): value for name, value in parameters.items() if is_set(value)}
-    settings = {name: _converted(name, value) for name, value in given.items() if name not in _IDLE | _PER_REQUEST}
+            written[_YAML.get(name, name)] = value
+    written |= {_PARAMETERS.get(name, name): value for name, value in parameters.items() if is_set(value)}
+    settings = {name: _converted(name, value) for name, value in written.items() if name not in _IDLE | _PER_REQUEST}
     settings = {name: value for name, value in settings.items() if name not in _ONLY}
-    return SourceSettings(settings.pop("model", path), settings, tuple(sorted(_IDLE & given.keys())))
+    return SourceSettings(settings.pop("model", path), settings, tuple(sorted(_IDLE & written.keys())))
 
 
 def read_model_yaml(path: str) -> dict[str, Any]:

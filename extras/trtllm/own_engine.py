@@ -41,11 +41,11 @@ def read_own_settings(path: str, parameters: Mapping[str, str]) -> OwnSettings:
     Raises:
         InvalidArgument: there is no checkpoint, or none that it can read; or see `read_model_source`.
     """
-    found = read_model_source(path, parameters)
-    _check_checkpoint(path, found)
+    source = read_model_source(path, parameters)
+    _check_checkpoint(path, source)
     known = {field.name for field in fields(EngineOptions)}
-    settings = {name: value for name, value in found.settings.items() if name not in _ALWAYS_SO}
-    idle = {*found.idle, *(settings.keys() - known - {_CACHE_TOKENS})}
+    settings = {name: value for name, value in source.settings.items() if name not in _ALWAYS_SO}
+    idle = {*source.idle, *(settings.keys() - known - {_CACHE_TOKENS})}
     if _CACHE_TOKENS in settings:
         block = _number("block_size", settings.get("block_size", CacheConfig().block_size))
         settings["kv_cache_blocks"] = max(1, _number(_CACHE_TOKENS, settings.pop(_CACHE_TOKENS)) // block)
@@ -58,15 +58,15 @@ def read_own_settings(path: str, parameters: Mapping[str, str]) -> OwnSettings:
     taken = {name: value for name, value in settings.items() if name in known and name not in idle}
     taken |= _adapter_settings(parameters, settings)
     idle -= {*_ADAPTER_CACHE, *taken}
-    return OwnSettings({**taken, "model": found.model}, tuple(sorted(idle)))
+    return OwnSettings({**taken, "model": source.model}, tuple(sorted(idle)))
 
 
 def _adapter_settings(parameters: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """What there is to set of adapters: a size of their cache asks for them, unless `enable_lora` says otherwise."""
     sizes = {ours: parameters[name] for name, ours in _ADAPTER_CACHE.items() if is_set(parameters.get(name, ""))}
-    given = {name: settings[name] for name in ("enable_lora", "lora_modules", *sizes) if name in settings}
-    enabled = str(given.get("enable_lora", bool(sizes))).lower() in ("true", "1")
-    return {"enable_lora": "true", **sizes, **given} if enabled else {}
+    chosen = {name: settings[name] for name in ("enable_lora", "lora_modules", *sizes) if name in settings}
+    enabled = str(chosen.get("enable_lora", bool(sizes))).lower() in ("true", "1")
+    return {"enable_lora": "true", **sizes, **chosen} if enabled else {}
 
 
 def _number(name: str, value: Any) -> int:
@@ -79,8 +79,8 @@ def _number(name: str, value: Any) -> int:
     return number
 
 
-def _check_checkpoint(path: str, found: SourceSettings) -> None:
-    directory = Path(found.model).expanduser()
+def _check_checkpoint(path: str, source: SourceSettings) -> None:
+    directory = Path(source.model).expanduser()
     config = read_json(directory / "config.json") if directory.is_dir() else {}
     engines = [directory] if directory.suffix == ".engine" else [*directory.glob("*.engine")]
     if engines or "pretrained_config" in config or "builder_config" in config:
@@ -90,6 +90,6 @@ def _check_checkpoint(path: str, found: SourceSettings) -> None:
             "was built from",
             field="gpt_model_path",
         )
-    if found.model == path and not (directory / "config.json").is_file():
+    if source.model == path and not (directory / "config.json").is_file():
         message = f"the parameter 'gpt_model_path' is not set, and there is no checkpoint in {path}"
         raise InvalidArgument(f"{message}: set it to a Hugging Face directory", field="gpt_model_path")

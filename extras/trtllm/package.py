@@ -64,29 +64,31 @@ class Stub(NamedTuple):
 @cache
 def read_stubs() -> Mapping[str, Stub]:
     """Every class of the stubs, by its dotted path."""
-    found = {}
+    stubs = {}
     for file in sorted(_STUBS.rglob("*.pyi")):
         parts = file.relative_to(_STUBS.parent).with_suffix("").parts
         module = ".".join(part for part in parts if part != "__init__")
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
-                fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+                fields = [statement.target for statement in node.body if isinstance(statement, ast.AnnAssign)]
                 attributes = frozenset(field.id for field in fields if isinstance(field, ast.Name))
-                methods = {each.name: _signature(each) for each in node.body if isinstance(each, ast.FunctionDef)}
-                found[f"{module}.{node.name}"] = Stub(module, node.name, attributes, methods)
-    return found
+                methods = {
+                    method.name: _signature(method) for method in node.body if isinstance(method, ast.FunctionDef)
+                }
+                stubs[f"{module}.{node.name}"] = Stub(module, node.name, attributes, methods)
+    return stubs
 
 
 def _signature(function: ast.FunctionDef) -> inspect.Signature:
-    given = function.args
-    positional, keyword = given.args[1:], given.kwonlyargs
-    required = len(positional) - len(given.defaults)
-    defaults = [*[None] * required, *given.defaults, *given.kw_defaults]
+    arguments = function.args
+    positional, keyword = arguments.args[1:], arguments.kwonlyargs
+    required = len(positional) - len(arguments.defaults)
+    defaults = [*[None] * required, *arguments.defaults, *arguments.kw_defaults]
     parameters = []
-    for each, default in zip((*positional, *keyword), defaults, strict=True):
-        kind = inspect.Parameter.KEYWORD_ONLY if each in keyword else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for argument, default in zip((*positional, *keyword), defaults, strict=True):
+        kind = inspect.Parameter.KEYWORD_ONLY if argument in keyword else inspect.Parameter.POSITIONAL_OR_KEYWORD
         value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
-        parameters.append(inspect.Parameter(each.arg, kind, default=value))
+        parameters.append(inspect.Parameter(argument.arg, kind, default=value))
     return inspect.Signature(parameters)
 
 
@@ -102,10 +104,10 @@ def differences() -> Iterator[str]:
             real = getattr(import_module(stub.module), stub.name)
             for name, expected in stub.methods.items():
                 if name == "__init__":
-                    yield from (f"{path}: {each}" for each in _compare(expected, _constructor_defaults(path, real)))
+                    yield from (f"{path}: {line}" for line in _compare(expected, _constructor_defaults(path, real)))
                 elif not name.startswith("__"):
                     defaults = _defaults(getattr(real, name))
-                    yield from (f"{path}.{name}: {each}" for each in _compare(expected, defaults))
+                    yield from (f"{path}.{name}: {line}" for line in _compare(expected, defaults))
         except (ImportError, AttributeError) as error:
             yield f"{path} is not there ({error})"
 
@@ -140,9 +142,13 @@ def _defaults(function: Any, open_ended: bool = False) -> dict[str, Any] | None:
     keyword without saying which, unless it may be `open_ended`."""
     parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if not open_ended and any(each.kind is each.VAR_KEYWORD for each in parameters):
+    if not open_ended and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return {each.name: each.default for each in parameters if each.name != "self" and each.kind not in variadic}
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.name != "self" and parameter.kind not in variadic
+    }
 
 
 def _field_defaults(model: Any) -> dict[str, Any]:

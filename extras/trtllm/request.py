@@ -93,8 +93,8 @@ class SamplingTranslator:
 
     def _check(self, sampling: ResolvedSampling, logits: LogitsParams) -> None:
         values = sampling._asdict() | logits._asdict()
-        asked = [name for name, value in values.items() if value != _DEFAULTS[name]]
-        for name in asked:
+        changed = [name for name, value in values.items() if value != _DEFAULTS[name]]
+        for name in changed:
             if name in _IGNORED and not self.applies_all:
                 raise InvalidArgument(
                     f"{name}: the PyTorch sampler of tensorrt_llm {self.version} does not apply it; load the "
@@ -191,20 +191,20 @@ class ResultReader:
             return min(self._stop_token_ids)
         raise Internal("TensorRT-LLM stopped a text that nothing was to stop")
 
-    def _read_logprobs(self, given: Sequence[Mapping[int, Any] | float], tokens: Sequence[int]) -> list[Logprobs]:
-        places = zip(tokens, given[self._seen : self._seen + len(tokens)], strict=False)
-        found = [self._read_logprob(token, each) for token, each in places]
+    def _read_logprobs(self, logprobs: Sequence[Mapping[int, Any] | float], tokens: Sequence[int]) -> list[Logprobs]:
+        places = zip(tokens, logprobs[self._seen : self._seen + len(tokens)], strict=False)
+        read = [self._read_logprob(token, likely) for token, likely in places]
         # A stop token that was left out has none.
-        return found + [Logprobs(0.0, [], [])] * (len(tokens) - len(found))
+        return read + [Logprobs(0.0, [], [])] * (len(tokens) - len(read))
 
-    def _read_logprob(self, token: int, given: Mapping[int, Any] | float) -> Logprobs:
-        if not isinstance(given, Mapping):  # the chosen token's alone
-            return Logprobs(float(given), [], [])
-        if token not in given:
+    def _read_logprob(self, token: int, likely: Mapping[int, Any] | float) -> Logprobs:
+        if not isinstance(likely, Mapping):  # the chosen token's alone
+            return Logprobs(float(likely), [], [])
+        if token not in likely:
             raise Internal("TensorRT-LLM gave no log-probability for the token that it chose")
-        likeliest = sorted(given.items(), key=lambda item: -item[1].logprob)[: self._top]
-        ids, values = [int(id) for id, _ in likeliest], [float(each.logprob) for _, each in likeliest]
-        return Logprobs(float(given[token].logprob), ids, values)
+        likeliest = sorted(likely.items(), key=lambda item: -item[1].logprob)[: self._top]
+        ids, values = [int(id) for id, _ in likeliest], [float(entry.logprob) for _, entry in likeliest]
+        return Logprobs(float(likely[token].logprob), ids, values)
 
 
 def _finish_reason(reason: str | None, finished: bool) -> FinishReason | None:

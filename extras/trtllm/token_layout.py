@@ -57,7 +57,7 @@ class TokenReader:
     def read(self, chunk: GenerateChunk, prompt: tuple[int, ...] = ()) -> TokenAnswer:
         """The part of the answer that is in a chunk; `prompt` is shown before it."""
         tokens = chunk.token_ids[:-1] if chunk.end_token else chunk.token_ids
-        log_probs = [each.logprob for each in chunk.logprobs[: len(tokens)]] or [0.0] * len(tokens)
+        log_probs = [likely.logprob for likely in chunk.logprobs[: len(tokens)]] or [0.0] * len(tokens)
         self._log_prob += sum(log_probs)
         return TokenAnswer(prompt + tokens, log_probs, self._log_prob, chunk, *self._of)
 
@@ -128,8 +128,8 @@ def _stacked(rows: Sequence[Any], spec: TensorSpec) -> NDArray[Any]:
     dtype = NUMPY_TYPES[spec.datatype]
     if not (rows[0] and isinstance(rows[0][0], list | tuple)):
         return np.array(rows, dtype)
-    width = max(len(each) for row in rows for each in row)
-    return np.array([[[*each, *[0] * (width - len(each))] for each in row] for row in rows], dtype)
+    width = max(len(element) for row in rows for element in row)
+    return np.array([[[*element, *[0] * (width - len(element))] for element in row] for row in rows], dtype)
 
 
 NOT_DECOUPLED = "Streaming is only supported if model is deployed using decoupled mode."
@@ -164,8 +164,8 @@ class TokenLayout:
                 raise InvalidArgument(message, field=f"output.{spec.name}")
             if not spec.name.endswith("_logits"):  # the type of those is the model's
                 _check_type(config, "output", spec, OUTPUTS[spec.name].datatype)
-        inputs = {name: field.spec for name, field in FIELDS.items()} | {each.name: each for each in config.inputs}
-        outputs = OUTPUTS | {each.name: each for each in config.outputs}
+        inputs = {name: field.spec for name, field in FIELDS.items()} | {spec.name: spec for spec in config.inputs}
+        outputs = OUTPUTS | {spec.name: spec for spec in config.outputs}
         tensors = tuple(inputs.values()), tuple(outputs.values())
         return cls(*tensors, config.max_batch_size, config.decoupled, excludes_input)
 
@@ -192,10 +192,10 @@ class TokenLayout:
         self, question: TokenQuestion, outputs: Sequence[TensorSpec], context: RequestContext, model: GeneratingModel
     ) -> AsyncGenerator[InferResponse, None]:
         """Each response has tokens of one answer."""
-        asked, first = question.requests, len(context.sequences)
+        requests, first = question.requests, len(context.sequences)
         readers: dict[int, TokenReader] = {}
-        always, open_answers = "return_perf_metrics" in question.flags, len(asked)
-        async with aclosing(merge_streams([model.generate(each, context) for each in asked])) as merged:
+        always, open_answers = "return_perf_metrics" in question.flags, len(requests)
+        async with aclosing(merge_streams([model.generate(request, context) for request in requests])) as merged:
             async for number, chunk in merged:
                 empty, ended = always or number not in readers, chunk.finish_reason is not None
                 if number not in readers:
@@ -210,20 +210,20 @@ class TokenLayout:
         self, question: TokenQuestion, outputs: Sequence[TensorSpec], context: RequestContext, model: GeneratingModel
     ) -> InferResponse:
         excluded = self.excludes_input if question.excluded is None else question.excluded
-        asked, first = question.requests, len(context.sequences)
-        wholes = await collect_answers([model.generate(each, context) for each in asked])
+        requests, first = question.requests, len(context.sequences)
+        wholes = await collect_answers([model.generate(request, context) for request in requests])
         answers, count = [], len(question.rows[0])
-        for number, (each, whole) in enumerate(zip(asked, wholes, strict=True)):
+        for number, (request, whole) in enumerate(zip(requests, wholes, strict=True)):
             record, place = context.sequences[first + number], divmod(number, count)
             reader = TokenReader(record, model.info.block_size, *place)
-            answers.append(reader.read(whole, () if excluded else cast(tuple[int, ...], each.prompt)))
+            answers.append(reader.read(whole, () if excluded else cast(tuple[int, ...], request.prompt)))
         return self._response(outputs, [answers[at : at + count] for at in range(0, len(answers), count)])
 
     def _wanted(self, request: InferRequest, flags: Set[str]) -> Sequence[TensorSpec]:
         """The outputs to make: those that the request names, or the tokens and what its flags ask for."""
         names = set(request.outputs or ("output_ids", "sequence_length"))
         if request.outputs is None:
-            names |= {name for flag, each in RETURNED_OUTPUTS.items() if flag in flags for name in each}
+            names |= {name for flag, outputs in RETURNED_OUTPUTS.items() if flag in flags for name in outputs}
         return [spec for spec in self.output_specs if spec.name in names]
 
     def _response(
@@ -233,7 +233,7 @@ class TokenLayout:
         return InferResponse(tuple([output_tensor(spec, rows, batched) for spec in outputs]), final=final)
 
 
-def _check_type(config: ModelConfig, side: str, given: TensorSpec, datatype: str) -> None:
-    if given.datatype != datatype:
-        message = f"{side} '{given.name}' of model '{config.name}' must be {datatype}, not {given.datatype}"
-        raise InvalidArgument(message, field=f"{side}.{given.name}.data_type")
+def _check_type(config: ModelConfig, side: str, spec: TensorSpec, datatype: str) -> None:
+    if spec.datatype != datatype:
+        message = f"{side} '{spec.name}' of model '{config.name}' must be {datatype}, not {spec.datatype}"
+        raise InvalidArgument(message, field=f"{side}.{spec.name}.data_type")

@@ -42,7 +42,7 @@ class TokenQuestion(NamedTuple):
     @property
     def requests(self) -> Sequence[GenerateRequest]:
         """Those of all rows."""
-        return [each for row in self.rows for each in row]
+        return [request for row in self.rows for request in row]
 
 
 def parse_token_request(request: InferRequest, batched: bool, limit: TokenLimit) -> TokenQuestion:
@@ -108,24 +108,24 @@ def _parse_row(
 
 def _parameters(values: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     """The inputs that are parameters, as `parse_request_parameters` takes them."""
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for name, array in values.items():
         field = find_field(name)
         if field is None or field.use is not FieldUse.ON or name in _APART:
             continue
         tensor = Tensor(name, field.spec.datatype, array.shape, array)
-        found[name] = text_of(tensor) if tensor.datatype == "BYTES" else one_element(tensor)
+        parameters[name] = text_of(tensor) if tensor.datatype == "BYTES" else one_element(tensor)
     for name in ("guided_decoding_guide_type", "guided_decoding_guide"):
-        if not found.get(name, True):
-            del found[name]
-    if found.get("runtime_top_p") == 0:  # off, as is 0 for top_k
-        del found["runtime_top_p"]
+        if not parameters.get(name, True):
+            del parameters[name]
+    if parameters.get("runtime_top_p") == 0:  # off, as is 0 for top_k
+        del parameters["runtime_top_p"]
     if "end_id" in values:
-        found |= {"ignore_eos": True} if values["end_id"][0] == -1 else {"end_id": int(values["end_id"][0])}
+        parameters |= {"ignore_eos": True} if values["end_id"][0] == -1 else {"end_id": int(values["end_id"][0])}
     biased = np.flatnonzero(values.get("embedding_bias", ()))
     if biased.size:
-        found["embedding_bias"] = {int(token): float(values["embedding_bias"][token]) for token in biased}
-    return found
+        parameters["embedding_bias"] = {int(token): float(values["embedding_bias"][token]) for token in biased}
+    return parameters
 
 
 def _with_neutral(sampling: SamplingParams) -> SamplingParams:
