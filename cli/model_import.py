@@ -28,7 +28,7 @@ from ..core.tensor import TensorSpec
 from ..repository.backend_registry import ENCODER_BACKEND, LANGUAGE_MODEL_BACKEND, torch_config_guesser
 from ..repository.catalog import RepositoryCatalog
 from ..repository.config_defaults import detect_checkpoint_backend
-from ..repository.config_io import config_from_json, config_to_text, find_config
+from ..repository.config_io import config_to_text, find_config
 from ..repository.config_options import ConfigOptions
 from ..repository.model_source import find_versions, is_checkpoint, is_repository
 from .repository_check import CheckedModel, model_checker
@@ -185,7 +185,7 @@ def _file_plan(file: Path) -> ImportPlan:
         return ImportPlan("", "an ONNX model", tuple(files), _config_text("onnxruntime"))
     if file.suffix == ".pt2":
         return ImportPlan("", "an exported program of PyTorch", tuple(files), _config_text("pytorch"))
-    guessed = config_from_json(torch_config_guesser()({"backend": "pytorch"}, file))
+    guessed = torch_config_guesser()({"backend": "pytorch"}, file)
     text = (
         "# The file does not tell its tensors: types and dims were found out by running it. Look at them.\n"
         + config_to_text(guessed)

@@ -167,8 +167,8 @@ def find_native_backend(raw: RawConfig, directory: Path) -> str | None:
     """The backend that serves a model in the place of its Python code, if a package brings one. `directory`: of the
     version. Raises `InvalidArgument` if a package cannot be imported."""
     finders = installed_extensions("charonia.native_models").values()
-    found = (cast(NativeBackendFinder, _load_entry(finder, "native models"))(raw, directory) for finder in finders)
-    return next(filter(None, found), None)
+    backends = (cast(NativeBackendFinder, _load_entry(finder, "native models"))(raw, directory) for finder in finders)
+    return next(filter(None, backends), None)
 
 
 def classic_model_builder() -> ClassicModelBuilder:

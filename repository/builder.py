@@ -3,7 +3,6 @@
 Loads nothing. Knows backends only through backend_registry.py.
 """
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ..core.backends import OnProgress, TextBackend
 from ..core.errors import CharoniaError, InvalidArgument
-from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples
+from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples, RawConfig
 from ..core.regular_files import refuse_special_files
 from ..core.runtime import RuntimeLoader
 from ..core.tensor import TensorSpec
@@ -29,8 +28,9 @@ from .backend_registry import (
     text_backend,
 )
 from .config_defaults import enable_default_batching, fill_defaults
-from .config_io import ConfigMessage, config_from_json, config_to_json, v2_datatype
+from .config_io import complete_fields, v2_datatype
 from .config_validation import (
+    is_decoupled,
     is_response_cache_enabled,
     refuse_unsupported_fields,
     validate_config,
@@ -38,7 +38,7 @@ from .config_validation import (
 )
 from .memory_budget import MemoryBudget, MemoryReservation
 from .model_files import read_initial_states, read_label_files, read_warmup_requests, validate_warmup_requests
-from .model_source import ModelSource, VersionSource, with_config_position
+from .model_source import ModelSource, VersionSource, parameters_of, with_config_position
 from .response_cache import CachedModel, ResponseCache
 
 _DEFAULT_BATCH_KEY = "default-max-batch-size"
@@ -167,9 +167,7 @@ class ModelBuilder:
         settings, directory = self._classic_settings(source.backend), Path(version.path)
         loader, builder = self._runtime_loader(source.backend, services), classic_model_builder()
         # Memory is reserved before anything reads the model, as completing its config does.
-        placed = copy.deepcopy(source.config)
-        self._fill_defaults(placed)
-        needs = loader.needs(directory, config_to_json(placed), {**settings, **source.parameters})
+        needs = loader.needs(directory, self._fill_defaults(source.config), {**settings, **source.parameters})
         reservation = self.budget.reserve(source.name, version.number, needs)
         try:
             whole = self.complete_config(source, version)
@@ -188,24 +186,24 @@ class ModelBuilder:
 
         return ModelFactory(build, reservation)
 
-    def _model_config(self, whole: ConfigMessage, source: ModelSource, version: VersionSource) -> ModelConfig:
+    def _model_config(self, whole: RawConfig, source: ModelSource, version: VersionSource) -> ModelConfig:
         return _to_model_config(whole, version.number, read_label_files(whole, source.directory or Path(version.path)))
 
-    def _with_cache(self, model: MeasuredModel, config: ConfigMessage) -> MeasuredModel:
+    def _with_cache(self, model: MeasuredModel, config: RawConfig) -> MeasuredModel:
         if self.cache is None or not is_response_cache_enabled(config):
             return model
         return CachedModel(model, self.cache, self.quantiles)
 
-    def complete_config(self, source: ModelSource, version: VersionSource) -> ConfigMessage:
+    def complete_config(self, source: ModelSource, version: VersionSource) -> RawConfig:
         """The config of one version of any model but a language model: completed, with its defaults, and validated."""
-        whole = copy.deepcopy(source.config)
+        whole = source.config
         if self.auto_complete and not is_composition(source.backend):
             parameters = {**self._classic_settings(source.backend), **source.parameters}
             loader = self._runtime_loader(source.backend)
-            whole = config_from_json(loader.complete(Path(version.path), config_to_json(whole), parameters))
+            whole = complete_fields(loader.complete(Path(version.path), whole, parameters))
             if not is_written_in_python(source.backend):  # which says so itself, by set_dynamic_batching
-                enable_default_batching(whole, size_given=source.config.max_batch_size > 0)
-        self._fill_defaults(whole)
+                whole = enable_default_batching(whole, size_given=source.config["max_batch_size"] > 0)
+        whole = self._fill_defaults(whole)
         validate_config(whole, usable_gpus())
         return whole
 
@@ -219,45 +217,49 @@ class ModelBuilder:
             settings |= self.backends.get(name, {})
         return settings
 
-    def _fill_defaults(self, config: ConfigMessage) -> None:
-        gpus = usable_gpus()
-        has_runtime = bool(config.backend) and not is_composition(config.backend)
-        uses_gpus = bool(gpus) and has_runtime and self._runtime_loader(config.backend).uses_gpus()
-        fill_defaults(config, gpus, bool(uses_gpus))
+    def _fill_defaults(self, config: RawConfig) -> RawConfig:
+        gpus, backend = usable_gpus(), config["backend"]
+        has_runtime = bool(backend) and not is_composition(backend)
+        return fill_defaults(config, gpus, bool(gpus) and has_runtime and self._runtime_loader(backend).uses_gpus())
 
 
-def _to_model_config(config: ConfigMessage, version: str, labels: Mapping[str, tuple[str, ...]]) -> ModelConfig:
+def _to_model_config(config: RawConfig, version: str, labels: Mapping[str, tuple[str, ...]]) -> ModelConfig:
+    def read_tensor(tensor: RawConfig) -> TensorSpec:
+        optional = tensor.get("optional", False)
+        return TensorSpec(tensor["name"], v2_datatype(tensor), tuple(tensor["dims"]), optional)
+
     return ModelConfig(
-        config.name,
+        config["name"],
         version,
-        config.backend or config.platform,
-        platform=config.platform,
-        max_batch_size=config.max_batch_size,
-        decoupled=config.model_transaction_policy.decoupled,
-        inputs=tuple(
-            TensorSpec(each.name, v2_datatype(each), tuple(each.dims), each.optional) for each in config.input
-        ),
-        outputs=tuple(TensorSpec(each.name, v2_datatype(each), tuple(each.dims)) for each in config.output),
-        parameters={key: config.parameters[key].string_value for key in sorted(config.parameters)},
+        config["backend"] or config["platform"],
+        platform=config["platform"],
+        max_batch_size=config["max_batch_size"],
+        decoupled=is_decoupled(config),
+        inputs=tuple(map(read_tensor, config["input"])),
+        outputs=tuple(map(read_tensor, config["output"])),
+        parameters=parameters_of(config),
         created=int(time.time()),
-        raw=config_to_json(config),
+        raw=config,
         labels=labels,
     )
 
 
-def with_config_defaults(model: ModelConfig, config: ConfigMessage) -> ModelConfig:
+def with_config_defaults(model: ModelConfig, config: RawConfig) -> ModelConfig:
     """The config of a loaded model. One that it made itself is completed by the config as written, and its own wins."""
     if model.raw:
         return model
-    whole = copy.deepcopy(config)
-    whole.name, whole.backend, whole.max_batch_size = model.name, model.backend, model.max_batch_size
-    whole.model_transaction_policy.decoupled = model.decoupled
-    for specs, tensors in ((model.inputs, whole.input), (model.outputs, whole.output)):
-        del tensors[:]
-        for spec in specs:
-            data_type = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
-            tensor = tensors.add(name=spec.name, data_type=data_type, dims=spec.dims)
-            if spec.optional:
-                tensor.optional = True
-    fill_defaults(whole, ())
-    return replace(model, raw=config_to_json(whole))
+    own = {
+        "name": model.name,
+        "backend": model.backend,
+        "max_batch_size": model.max_batch_size,
+        "model_transaction_policy": {"decoupled": model.decoupled},
+        "input": [_to_field(spec) for spec in model.inputs],
+        "output": [_to_field(spec) for spec in model.outputs],
+    }
+    return replace(model, raw=fill_defaults({**config, **own}, ()))
+
+
+def _to_field(spec: TensorSpec) -> RawConfig:
+    data_type = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
+    field = {"name": spec.name, "data_type": data_type, "dims": list(spec.dims)}
+    return {**field, "optional": True} if spec.optional else field

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ..core.backends import OnProgress
 from ..core.errors import AlreadyExists, InvalidArgument, NotFound
 from ..core.metrics import Measurement
+from ..core.model import RawConfig
 from ..routing.route import Route
-from .config_io import ConfigMessage
 from .model_source import ModelSource, file_stamps, read_model
 from .object_storage.bucket_repository import BucketRepository
 from .route_file import ROUTES_FILE, check_route, read_route_file
@@ -140,7 +140,7 @@ class RepositoryCatalog:
         except OSError:  # reading the model reports it
             return None
 
-    def fetch(self, name: str, on_progress: OnProgress, override: ConfigMessage = None) -> FetchedModel:
+    def fetch(self, name: str, on_progress: OnProgress, override: RawConfig | None = None) -> FetchedModel:
         """Download a model that is in a bucket, and there alone, as far as its config, or `override`, asks for;
         nothing for others. May take long.
 
@@ -168,7 +168,7 @@ class RepositoryCatalog:
             bucket.close()
 
     def read(
-        self, name: str, override: ConfigMessage = None, directory: Path | None = None, place: str = ""
+        self, name: str, override: RawConfig | None = None, directory: Path | None = None, place: str = ""
     ) -> ModelSource:
         """The source of a model, with `override` for its config, and from `directory` instead of its own; `place`: see
         `FetchedModel`.

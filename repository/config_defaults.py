@@ -2,26 +2,28 @@
 
 See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_configuration.md.
 
-Changes the message in place. Refuses only a config without a backend; config_validation.py checks the others.
+Returns configs with what they lack. Refuses only a config without a backend; config_validation.py checks the others.
 """
 
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
 from ..core.gguf_files import GGUF_SUFFIX
+from ..core.model import RawConfig
 from ..core.regular_files import read_text
 from .backend_registry import (
     ENCODER_BACKEND,
     LANGUAGE_MODEL_BACKEND,
     PIPELINE_BACKEND,
+    PYTHON,
     find_native_backend,
     is_composition,
     is_text_backend,
 )
-from .config_io import ConfigMessage, config_to_json
+from .config_io import complete_fields
 
 
 class TritonBackend(NamedTuple):
@@ -54,29 +56,33 @@ _WITHOUT_FILE = (ENCODER_BACKEND, ENSEMBLE_PLATFORM, "charonia_preprocessing", "
 _ENCODER_CLASS = re.compile(r".*ForSequenceClassification|(?!.*LMHead).*Model")
 """The names of transformers' classes that classify, or give the vectors of a text's tokens."""
 
+_SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
+"""Of these fields a config has one."""
+
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 _ALIASES = {"tensorrt-llm": "tensorrtllm"}
 
 
-def fill_backend(config: ConfigMessage, directory: Path) -> None:
-    """Fill in `backend`, `platform` and `default_model_filename`: by each other, else by the files of the version's
-    `directory`, else by the model's name. Raises `InvalidArgument` if backend and platform contradict each other, or
-    nothing tells the backend."""
-    config.backend = canonical_backend(config.backend)
-    if config.backend == "python":
-        config.backend = find_native_backend(config_to_json(config), directory) or config.backend
-    if not config.backend and not config.platform:
-        _detect_backend(config, directory)
-    if config.HasField("ensemble_scheduling") and not {config.backend, config.platform} <= {"", ENSEMBLE_PLATFORM}:
-        platform = config.platform or config.backend
-        message = f"ensemble scheduling cannot be set for model '{config.name}' whose platform is {platform}"
+def fill_backend(config: RawConfig, directory: Path) -> RawConfig:
+    """The config with `backend`, `platform` and `default_model_filename`: by each other, else by the files of the
+    version's `directory`, else by the model's name. Raises `InvalidArgument` if backend and platform contradict each
+    other, or nothing tells the backend."""
+    name, platform, filename = config["name"], config["platform"], config["default_model_filename"]
+    backend = canonical_backend(config["backend"])
+    if backend == PYTHON:
+        backend = find_native_backend(config, directory) or backend
+    if not backend and not platform:
+        backend, platform = _detect_backend(name, directory)
+    is_ensemble = "ensemble_scheduling" in config
+    if is_ensemble and not {backend, platform} <= {"", ENSEMBLE_PLATFORM}:
+        message = f"ensemble scheduling cannot be set for model '{name}' whose platform is {platform or backend}"
         raise InvalidArgument(message, field="ensemble_scheduling")
-    if config.platform == ENSEMBLE_PLATFORM or config.HasField("ensemble_scheduling"):
-        config.platform = ENSEMBLE_PLATFORM
-        return
-    _pair_backend_and_platform(config)
-    if not config.default_model_filename and _is_in_a_file(config.backend):
-        config.default_model_filename = _default_filename(config, directory)
+    if is_ensemble or platform == ENSEMBLE_PLATFORM:
+        return {**config, "backend": backend, "platform": ENSEMBLE_PLATFORM}
+    backend, platform = _pair_backend_and_platform(backend, platform)
+    if not filename and _is_in_a_file(backend):
+        filename = _default_filename(backend, platform, directory)
+    return {**config, "backend": backend, "platform": platform, "default_model_filename": filename}
 
 
 def _is_in_a_file(backend: str) -> bool:
@@ -96,10 +102,10 @@ def detect_checkpoint_backend(directory: Path) -> str:
         return ENCODER_BACKEND
     try:
         config = json.loads(read_text(directory / "config.json"))
-        architectures = [str(each) for each in config.get("architectures") or ()]
+        architectures = map(str, config.get("architectures") or ())
     except (ValueError, AttributeError, TypeError, OSError, RecursionError, InvalidArgument):
         return LANGUAGE_MODEL_BACKEND  # its load reports the problem
-    encodes = any(_ENCODER_CLASS.fullmatch(each) for each in architectures)
+    encodes = any(map(_ENCODER_CLASS.fullmatch, architectures))
     return ENCODER_BACKEND if encodes else LANGUAGE_MODEL_BACKEND
 
 
@@ -107,80 +113,87 @@ def has_gguf(directory: Path) -> bool:
     return any(True for _ in directory.glob(f"*{GGUF_SUFFIX}"))
 
 
-def _detect_backend(config: ConfigMessage, directory: Path) -> None:
+def _detect_backend(name: str, directory: Path) -> tuple[str, str]:
+    """Backend and platform of a model that says neither."""
     if (directory / "config.json").is_file() or (directory / "modules.json").is_file() or has_gguf(directory):
-        config.backend = detect_checkpoint_backend(directory)
-        return
-    for each in TRITON_BACKENDS:
-        if (directory / each.filename).exists():
-            config.backend, config.platform = each.backend, each.platform
-            return
-    _, dot, config.backend = config.name.rpartition(".")
-    if not dot or not config.backend:
+        return detect_checkpoint_backend(directory), ""
+    for known in TRITON_BACKENDS:
+        if (directory / known.filename).exists():
+            return known.backend, known.platform
+    _, dot, backend = name.rpartition(".")
+    if not dot or not backend:
         raise InvalidArgument(
-            f"Invalid model name: Could not determine backend for model '{config.name}' with no backend in model "
+            f"Invalid model name: Could not determine backend for model '{name}' with no backend in model "
             "configuration. Expected model name of the form 'model.<backend_name>'.",
             field="backend",
         )
+    return backend, ""
 
 
-def _pair_backend_and_platform(config: ConfigMessage) -> None:
-    own = [each for each in TRITON_BACKENDS if each.platform and each.platform == config.platform]
-    if not config.backend:
-        # Older configs call the backend a platform.
-        config.backend = own[0].backend if own else config.platform
-        return
-    theirs = [each for each in TRITON_BACKENDS if each.backend == config.backend]
-    if not config.platform:
-        config.platform = theirs[0].platform if theirs else ""
-    elif own and own[0].backend != config.backend:
-        message = f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}"
+def _pair_backend_and_platform(backend: str, platform: str) -> tuple[str, str]:
+    own = [known for known in TRITON_BACKENDS if known.platform and known.platform == platform]
+    if not backend:  # older configs call the backend a platform
+        return own[0].backend if own else platform, platform
+    if not platform:
+        return backend, next((known.platform for known in TRITON_BACKENDS if known.backend == backend), "")
+    if own and own[0].backend != backend:
+        message = f"unexpected 'platform' and 'backend' pair, got:{platform}, {backend}"
         raise InvalidArgument(message, field="platform")
+    return backend, platform
 
 
-def _default_filename(config: ConfigMessage, directory: Path) -> str:
-    files = [each.filename for each in TRITON_BACKENDS if each.backend == config.backend]
-    same = [each.filename for each in TRITON_BACKENDS if each.platform and each.platform == config.platform]
+def _default_filename(backend: str, platform: str, directory: Path) -> str:
+    files = [known.filename for known in TRITON_BACKENDS if known.backend == backend]
+    same = [known.filename for known in TRITON_BACKENDS if known.platform and known.platform == platform]
     present = [file for file in files if (directory / file).exists()]
     if same and (same[0] in present or not present):
         return same[0]
-    return (present or files or [f"model.{config.backend}"])[0]
+    return (present or files or [f"model.{backend}"])[0]
 
 
-def fill_defaults(config: ConfigMessage, gpus: tuple[int, ...], uses_gpus: bool = True) -> None:
-    """Fill in all other defaults. `gpus`: those of this machine; `uses_gpus`: the backend can use them."""
-    if not config.version_policy.WhichOneof("policy_choice"):
-        config.version_policy.latest.num_versions = 1
-    if config.platform == ENSEMBLE_PLATFORM or is_composition(config.backend):
-        return
-    sequences = config.sequence_batching
-    if config.HasField("sequence_batching"):
-        sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or _DEFAULT_SEQUENCE_IDLE_US
-    for message, field in ((config, "dynamic_batching"), (sequences, "oldest")):
-        batcher = getattr(message, field)
-        if message.HasField(field) and config.max_batch_size > 0 and not batcher.preferred_batch_size:
-            batcher.preferred_batch_size.append(config.max_batch_size)
-    for buffer in (config.optimization.input_pinned_memory, config.optimization.output_pinned_memory):
-        buffer.enable = buffer.enable or not buffer.ListFields()
-    _fill_instance_groups(config, gpus if uses_gpus else (), gpus)
+def fill_defaults(config: RawConfig, gpus: tuple[int, ...], uses_gpus: bool = True) -> RawConfig:
+    """The config with all other defaults. `gpus`: those of this machine; `uses_gpus`: the backend can use them."""
+    filled = {**config, "version_policy": config.get("version_policy") or {"latest": {"num_versions": 1}}}
+    if config["platform"] == ENSEMBLE_PLATFORM or is_composition(config["backend"]):
+        return complete_fields(filled)
+    if "sequence_batching" in config:
+        sequences = config["sequence_batching"]
+        idle = sequences["max_sequence_idle_microseconds"] or _DEFAULT_SEQUENCE_IDLE_US
+        filled["sequence_batching"] = {**sequences, "max_sequence_idle_microseconds": idle}
+        if "oldest" in sequences:
+            filled["sequence_batching"]["oldest"] = _with_preferred_size(sequences["oldest"], config)
+    if "dynamic_batching" in config:
+        filled["dynamic_batching"] = _with_preferred_size(config["dynamic_batching"], config)
+    pinned = {"input_pinned_memory": {"enable": True}, "output_pinned_memory": {"enable": True}}
+    filled["optimization"] = {**config.get("optimization", {}), **pinned}
+    filled["instance_group"] = _fill_instance_groups(config, gpus if uses_gpus else (), gpus)
+    return complete_fields(filled)
 
 
-def enable_default_batching(config: ConfigMessage, size_given: bool) -> None:
-    """Batch dynamically if the server found out the batch size, unless the config chose a scheduler."""
-    if not size_given and config.max_batch_size > 1 and not config.WhichOneof("scheduling_choice"):
-        config.dynamic_batching.SetInParent()
+def _with_preferred_size(batcher: RawConfig, config: RawConfig) -> RawConfig:
+    if batcher.get("preferred_batch_size") or config["max_batch_size"] <= 0:
+        return batcher
+    return {**batcher, "preferred_batch_size": [config["max_batch_size"]]}
 
 
-def _fill_instance_groups(config: ConfigMessage, usable: tuple[int, ...], gpus: tuple[int, ...]) -> None:
-    if not config.instance_group:
-        config.instance_group.add(name=config.name)
-    for number, group in enumerate(config.instance_group):
-        group.name = group.name or f"{config.name}_{number}"
-        if group.kind == group.KIND_AUTO and is_text_backend(config.backend):
-            group.kind = group.KIND_MODEL
-        elif group.kind == group.KIND_AUTO:  # a GPU wherever there is one that the backend can use, as Triton
-            group.kind = group.KIND_GPU if usable and set(group.gpus) <= set(usable) else group.KIND_CPU
-        if group.kind == group.KIND_GPU and not group.gpus:
-            group.gpus.extend(gpus)
-        if not group.count:
-            group.count = 2 if group.kind == group.KIND_CPU and config.backend == "onnxruntime" else 1
+def enable_default_batching(config: RawConfig, size_given: bool) -> RawConfig:
+    """The config, which batches dynamically if the server found out the batch size, unless it chose a scheduler."""
+    if size_given or config["max_batch_size"] <= 1 or any(scheduler in config for scheduler in _SCHEDULERS):
+        return config
+    return {**config, "dynamic_batching": {}}
+
+
+def _fill_instance_groups(config: RawConfig, usable: tuple[int, ...], gpus: tuple[int, ...]) -> list[dict[str, Any]]:
+    name, backend, groups = config["name"], config["backend"], []
+    for number, group in enumerate(config["instance_group"] or ({"name": name},)):
+        kind, devices = group.get("kind", "KIND_AUTO"), group.get("gpus") or []
+        if kind == "KIND_AUTO" and is_text_backend(backend):
+            kind = "KIND_MODEL"
+        elif kind == "KIND_AUTO":  # a GPU wherever there is one that the backend can use, as Triton
+            kind = "KIND_GPU" if usable and set(devices) <= set(usable) else "KIND_CPU"
+        if kind == "KIND_GPU":
+            devices = devices or list(gpus)
+        count = group.get("count") or (2 if kind == "KIND_CPU" and backend == "onnxruntime" else 1)
+        named = group["name"] or f"{name}_{number}"
+        groups.append({**group, "name": named, "kind": kind, "gpus": devices, "count": count})
+    return groups

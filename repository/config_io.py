@@ -1,26 +1,25 @@
-"""A model's config as text, YAML or JSON in a file, as a message, and as the plain JSON that protocols show.
+"""A model's config as text, YAML or JSON in a file, and as the `RawConfig` that all else knows.
 
-The message is the published `ModelConfig` of tritonclient. Knows nothing of what its fields mean.
+What comes from outside goes through the published `ModelConfig` of tritonclient, a message that says which fields there
+are. Knows nothing of what they mean.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ..core.errors import InvalidArgument
+from ..core.model import RawConfig
 from ..core.regular_files import read_text
 
 CONFIG_FILE_NAMES = ("config.pbtxt", "config.yaml", "config.yml", "config.json")
 """File names of a model's config; a model has one of them."""
 
 _FORMATS = {".pbtxt": "text proto", ".yaml": "YAML", ".yml": "YAML", ".json": "JSON"}
-
-ConfigMessage: TypeAlias = Any
-"""An `inference.ModelConfig` message; protobuf's modules have no types."""
 
 
 def find_config(directory: Path, name: str = "") -> Path | None:
@@ -36,13 +35,7 @@ def find_config(directory: Path, name: str = "") -> Path | None:
     return None
 
 
-def new_config() -> ConfigMessage:
-    from tritonclient.grpc import model_config_pb2
-
-    return model_config_pb2.ModelConfig()
-
-
-def parse_config_file(file: Path) -> ConfigMessage:
+def parse_config_file(file: Path) -> RawConfig:
     """Read one config. Raises `InvalidArgument` if it cannot be read; the message names file, line and field."""
     from google.protobuf import text_format  # type: ignore[import-untyped]
 
@@ -50,7 +43,7 @@ def parse_config_file(file: Path) -> ConfigMessage:
     try:
         text = read_text(file)
         if file.suffix == ".pbtxt":
-            return text_format.Parse(text, new_config())
+            return parse_config_text(text)
         raw = json.loads(text) if file.suffix == ".json" else parse_yaml(text, failed)
     except text_format.ParseError as error:
         raise InvalidArgument(f"{failed}:{error}") from None
@@ -59,10 +52,17 @@ def parse_config_file(file: Path) -> ConfigMessage:
     except (ValueError, RecursionError, OSError) as error:  # an impossible date, endless digits or brackets
         raise InvalidArgument(f"{failed}: {error}") from None
     try:
-        return config_from_json(raw)
+        return complete_fields(raw)
     except InvalidArgument as error:
         line = line_of(text, error.field or "")
         raise InvalidArgument(f"{failed}{f':{line}' if line else ''}: {error.message}") from None
+
+
+def parse_config_text(text: str) -> RawConfig:
+    """The config of a text as config.pbtxt has it. Raises protobuf's `text_format.ParseError`."""
+    from google.protobuf import text_format
+
+    return _to_raw(text_format.Parse(text, _to_message(None)))
 
 
 def parse_yaml(text: str, failed: str) -> Any:
@@ -76,25 +76,38 @@ def parse_yaml(text: str, failed: str) -> Any:
         raise InvalidArgument(f"{failed}{where}: {getattr(error, 'problem', None) or error}") from None
 
 
-def parse_config_override(text: str) -> ConfigMessage:
+def parse_config_override(text: str) -> RawConfig:
     """Parse the `config` of a load request. Raises `InvalidArgument` if it is none."""
     try:
-        return config_from_json(json.loads(text))
+        return complete_fields(json.loads(text))
     except (ValueError, RecursionError, InvalidArgument) as error:
         raise InvalidArgument(f"Invalid config override: {error}", field="config") from None
 
 
-def config_from_json(fields: Any) -> ConfigMessage:
-    """The message of protobuf's JSON mapping. Raises `InvalidArgument` if a field is unknown or wrong; `field` names it
-    where it is known."""
-    from google.protobuf import json_format
+def complete_fields(fields: Any) -> RawConfig:
+    """The config of protobuf's JSON mapping that comes from outside, or lacks fields. Raises `InvalidArgument` if a
+    field is unknown or wrong; `field` names it where it is known."""
+    return _to_raw(_to_message(fields))
 
+
+def config_to_text(config: RawConfig) -> str:
+    """The config as config.pbtxt has it."""
+    from google.protobuf import text_format
+
+    return str(text_format.MessageToString(_to_message(config)))
+
+
+def _to_message(fields: Any) -> Any:
+    from google.protobuf import json_format
+    from tritonclient.grpc import model_config_pb2
+
+    message = model_config_pb2.ModelConfig()
     if fields is None:
-        return new_config()
+        return message
     if not isinstance(fields, Mapping):
         raise InvalidArgument(f"a config is a mapping of fields to values, not {type(fields).__name__}")
     try:
-        return json_format.ParseDict(fields, new_config())
+        return json_format.ParseDict(fields, message)
     except json_format.ParseError as error:
         raise _parse_error(str(error)) from None
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -110,14 +123,7 @@ def _parse_error(text: str) -> InvalidArgument:
     return InvalidArgument(f"{field}: {reason}" if field else reason, field=field or None)
 
 
-def config_to_text(message: ConfigMessage) -> str:
-    """The message as config.pbtxt has it."""
-    from google.protobuf import text_format
-
-    return str(text_format.MessageToString(message))
-
-
-def config_to_json(message: ConfigMessage) -> dict[str, Any]:
+def _to_raw(message: Any) -> dict[str, Any]:
     """The message in protobuf's JSON mapping as Triton shows it: names and order of the .proto, values at their
     defaults too, messages only where they are set, 64-bit integers as numbers."""
     shown = [field for field in message.DESCRIPTOR.fields if not field.has_presence or message.HasField(field.name)]
@@ -135,7 +141,7 @@ def _field_to_json(value: Any, field: Any) -> Any:
 
 def _scalar_to_json(value: Any, field: Any) -> Any:
     if field.message_type is not None:
-        return config_to_json(value)
+        return _to_raw(value)
     if field.enum_type is not None:
         known = field.enum_type.values_by_number.get(value)
         return value if known is None else known.name
@@ -157,8 +163,7 @@ def line_of(text: str, path: str) -> int:
     return found
 
 
-def v2_datatype(message: Any) -> str:
+def v2_datatype(tensor: RawConfig) -> str:
     """v2's name of a field `data_type`: FP32 for TYPE_FP32, BYTES for TYPE_STRING."""
-    values = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
-    name = str(values[message.data_type].name).removeprefix("TYPE_")
+    name = str(tensor["data_type"]).removeprefix("TYPE_")
     return "BYTES" if name == "STRING" else name

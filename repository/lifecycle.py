@@ -28,7 +28,6 @@ from ..telemetry.shared_state import ModelServices, ServerAdministration
 from .backend_registry import is_text_backend
 from .builder import ModelBuilder, ModelFactory, with_config_defaults
 from .catalog import FetchedModel, RepositoryCatalog
-from .config_io import ConfigMessage
 from .config_validation import ignored_field_message, ignored_fields
 from .memory_budget import InsufficientMemory
 from .model_registry import LoadedModel, ModelEntry, ModelRegistry, ModelVersion
@@ -164,7 +163,7 @@ class ModelLifecycle:
         self,
         catalog: RepositoryCatalog,
         name: str,
-        override: ConfigMessage = None,
+        override: RawConfig | None = None,
         on_progress: OnProgress = ignore_progress,
     ) -> tuple[ModelSource, Callable[[], None]]:
         """The source of a model, downloaded if it has to be, and what releases it: see `load`. Several may be read at

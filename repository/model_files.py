@@ -3,7 +3,7 @@
 See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_configuration.md.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,28 +12,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument, request_id_prefix
-from ..core.model import ModelConfig, WarmupRequest
+from ..core.model import ModelConfig, RawConfig, WarmupRequest
 from ..core.regular_files import read_regular, read_text
 from ..core.request import InferRequest
 from ..core.tensor import MAX_CONFIG_TENSOR_BYTES, NUMPY_TYPES, Tensor, is_config_tensor_size_allowed, zero_array
-from .config_io import ConfigMessage, v2_datatype
+from .config_io import v2_datatype
 from .request_validation import validate_request
+
+_WARMUP_SOURCES = ("zero_data", "random_data", "input_data_file")
+_STATE_SOURCES = ("zero_data", "data_file")
+"""Of these fields one says where data comes from; the last names a file."""
 
 _STATE_FIELD = "sequence_batching.state.initial_state"
 
 
-def read_label_files(config: ConfigMessage, directory: Path) -> dict[str, tuple[str, ...]]:
+def read_label_files(config: RawConfig, directory: Path) -> dict[str, tuple[str, ...]]:
     """The labels of each output that has a label file, one label a line. Raises `InvalidArgument` if a file cannot be
     read, or is outside the directory."""
     labels = {}
-    for output in config.output:
-        if output.label_filename:
-            file = path_within(directory, output.label_filename)
+    for output in config["output"]:
+        if output["label_filename"]:
+            name, file = output["name"], path_within(directory, output["label_filename"])
             try:
-                labels[output.name] = tuple(read_text(file).splitlines())
+                labels[name] = tuple(read_text(file).splitlines())
             except (OSError, UnicodeDecodeError) as error:
-                message = f"cannot read the labels of output '{output.name}' from {file}: {error}"
-                raise InvalidArgument(message, field=f"output.{output.name}.label_filename") from None
+                message = f"cannot read the labels of output '{name}' from {file}: {error}"
+                raise InvalidArgument(message, field=f"output.{name}.label_filename") from None
     return labels
 
 
@@ -49,21 +53,23 @@ def path_within(directory: Path, path: str) -> Path:
     return file
 
 
-def read_warmup_requests(config: ConfigMessage, directory: Path) -> tuple[WarmupRequest, ...]:
+def read_warmup_requests(config: RawConfig, directory: Path) -> tuple[WarmupRequest, ...]:
     """The requests of `model_warmup`, with data from `warmup/` in the model's directory. Raises `InvalidArgument` if a
     sample does not fit the model, or its file not the sample."""
-    requests = []
-    for sample in config.model_warmup:
-        of, field = f"warm-up sample '{sample.name}' of model '{config.name}'", f"model_warmup.{sample.name}"
-        if sample.batch_size > max(config.max_batch_size, 1):
-            message = f"{of} has batch_size {sample.batch_size}, more than max_batch_size {config.max_batch_size}"
+    requests, most = [], config["max_batch_size"]
+    for sample in config["model_warmup"]:
+        id, size = sample["name"], sample["batch_size"]
+        of, field = f"warm-up sample '{id}' of model '{config['name']}'", f"model_warmup.{id}"
+        if size > max(most, 1):
+            message = f"{of} has batch_size {size}, more than max_batch_size {most}"
             raise InvalidArgument(message, field=field)
-        batch = (max(sample.batch_size, 1),) if config.max_batch_size > 0 else ()
+        batch = (max(size, 1),) if most > 0 else ()
         inputs = {}
-        for name, given in sorted(sample.inputs.items()):
-            data = _sample_data(given, batch, directory / "warmup", f"input '{name}' of {of}", f"{field}.inputs.{name}")
-            inputs[name] = Tensor(name, v2_datatype(given), data.shape, data)
-        requests.append(WarmupRequest(InferRequest(sample.name, inputs), max(sample.count, 1)))
+        for name, entry in sorted(sample["inputs"].items()):
+            where = f"input '{name}' of {of}", f"{field}.inputs.{name}"
+            data = _sample_data(entry, _WARMUP_SOURCES, batch, directory / "warmup", *where)
+            inputs[name] = Tensor(name, v2_datatype(entry), data.shape, data)
+        requests.append(WarmupRequest(InferRequest(id, inputs), max(sample["count"], 1)))
     return tuple(requests)
 
 
@@ -80,53 +86,54 @@ def validate_warmup_requests(config: ModelConfig, samples: Iterable[WarmupReques
             raise InvalidArgument(message, field=f"model_warmup.{sample.id}") from None
 
 
-def read_initial_states(config: ConfigMessage, directory: Path) -> dict[str, Tensor]:
+def read_initial_states(config: RawConfig, directory: Path) -> dict[str, Tensor]:
     """The initial state of each state input of `sequence_batching`, without a batch dimension; data files are in
     `initial_state/` of the model's directory. Raises `InvalidArgument` if one does not fit its state, or its file not
     itself."""
     states = {}
-    for state in config.sequence_batching.state:
-        if not state.initial_state:
+    for state in config.get("sequence_batching", {}).get("state", ()):
+        if not state["initial_state"]:
             continue
-        of = f"initial_state of state '{state.input_name}' of model '{config.name}'"
-        if len(state.initial_state) > 1:
+        name = state["input_name"]
+        of = f"initial_state of state '{name}' of model '{config['name']}'"
+        if len(state["initial_state"]) > 1:
             raise InvalidArgument(f"{of} is there more than once", field=_STATE_FIELD)
-        [given] = state.initial_state
-        if given.data_type != state.data_type:
-            message = f"{of} is of {v2_datatype(given)}, the state of {v2_datatype(state)}"
+        [entry] = state["initial_state"]
+        if entry["data_type"] != state["data_type"]:
+            message = f"{of} is of {v2_datatype(entry)}, the state of {v2_datatype(state)}"
             raise InvalidArgument(message, field=f"{_STATE_FIELD}.data_type")
-        dims = zip(state.dims, given.dims, strict=False)
-        if len(given.dims) != len(state.dims) or not all(dim in (-1, size) for dim, size in dims):
-            message = f"{of} has dims {list(given.dims)}, the state {list(state.dims)}"
+        dims = zip(state["dims"], entry["dims"], strict=False)
+        if len(entry["dims"]) != len(state["dims"]) or not all(dim in (-1, size) for dim, size in dims):
+            message = f"{of} has dims {entry['dims']}, the state {state['dims']}"
             raise InvalidArgument(message, field=f"{_STATE_FIELD}.dims")
-        data = _sample_data(given, (), directory / "initial_state", of, _STATE_FIELD)
-        states[state.input_name] = Tensor(state.input_name, v2_datatype(given), data.shape, data)
+        data = _sample_data(entry, _STATE_SOURCES, (), directory / "initial_state", of, _STATE_FIELD)
+        states[name] = Tensor(name, v2_datatype(entry), data.shape, data)
     return states
 
 
-def _sample_data(given: ConfigMessage, batch: tuple[int, ...], directory: Path, of: str, field: str) -> NDArray[Any]:
-    """The data of a message with `data_type`, `dims` and a choice of sources, of shape [*batch, *dims]; a data file is
+def _sample_data(
+    entry: RawConfig, sources: Sequence[str], batch: tuple[int, ...], directory: Path, of: str, field: str
+) -> NDArray[Any]:
+    """The data of a field with `data_type`, `dims` and one of the `sources`, of shape [*batch, *dims]; a data file is
     read from `directory`. Errors call it `of`, and its place in the config `field`. Raises `InvalidArgument` if
     something of it is missing, or the file does not fit."""
-    if any(dim < 0 for dim in given.dims):
-        raise InvalidArgument(f"{of} must have dims of at least 0, got {list(given.dims)}", field=f"{field}.dims")
-    if given.data_type == 0:
+    if any(dim < 0 for dim in entry["dims"]):
+        raise InvalidArgument(f"{of} must have dims of at least 0, got {entry['dims']}", field=f"{field}.dims")
+    if entry["data_type"] == "TYPE_INVALID":
         raise InvalidArgument(f"{of} must specify 'data_type'", field=f"{field}.data_type")
-    datatype, shape = v2_datatype(given), (*batch, *given.dims)
+    datatype, shape = v2_datatype(entry), (*batch, *entry["dims"])
     if not is_config_tensor_size_allowed(datatype, shape):
         limits = f"at most 64 dimensions and {MAX_CONFIG_TENSOR_BYTES} bytes"
         raise InvalidArgument(f"{of} must have {limits}, got shape {list(shape)}", field=f"{field}.dims")
-    [sources] = given.DESCRIPTOR.oneofs
-    match given.WhichOneof(sources.name):
-        case "zero_data":
-            return zero_array(shape, np.dtype(NUMPY_TYPES[datatype]))
-        case "random_data":
-            return _random_data(datatype, shape)
-        case "data_file" | "input_data_file" as source:
-            file = path_within(directory.parent, f"{directory.name}/{getattr(given, source)}")
-            return _file_data(datatype, batch, tuple(given.dims), file, of)
-    *others, last = (source.name for source in sources.fields)
-    raise InvalidArgument(f"{of} must have one of {', '.join(others)} and {last}", field=field)
+    if "zero_data" in entry:
+        return zero_array(shape, np.dtype(NUMPY_TYPES[datatype]))
+    if "random_data" in entry:
+        return _random_data(datatype, shape)
+    *others, file_field = sources
+    if file_field in entry:
+        file = path_within(directory.parent, f"{directory.name}/{entry[file_field]}")
+        return _file_data(datatype, batch, tuple(entry["dims"]), file, of)
+    raise InvalidArgument(f"{of} must have one of {', '.join(others)} and {file_field}", field=field)
 
 
 def _random_data(datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -4,6 +4,7 @@ Reads directories. Completes, builds and loads nothing. A version is a folder wh
 zeros; see https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_repository.md.
 """
 
+import json
 import logging
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -12,11 +13,11 @@ from pathlib import Path
 
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gguf_files import GGUF_SUFFIX, gguf_model_name
-from ..core.model import DeclaredModels
+from ..core.model import DeclaredModels, RawConfig
 from ..core.regular_files import read_text
 from .backend_registry import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND
 from .config_defaults import canonical_backend, detect_checkpoint_backend, fill_backend, has_gguf
-from .config_io import CONFIG_FILE_NAMES, ConfigMessage, find_config, line_of, new_config, parse_config_file
+from .config_io import CONFIG_FILE_NAMES, complete_fields, find_config, line_of, parse_config_file
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ModelSource:
     because routes name them, and not by its version policy."""
 
     name: str
-    config: ConfigMessage
+    config: RawConfig
     versions: tuple[VersionSource, ...]
     directory: Path | None = None
     config_file: Path | None = None
@@ -56,14 +57,14 @@ class ModelSource:
 
     @property
     def backend(self) -> str:
-        return str(self.config.backend or self.config.platform)
+        return str(self.config["backend"] or self.config["platform"])
 
     @property
     def steps(self) -> frozenset[str]:
         """The models that an ensemble or a pipeline asks; none for another model."""
         if self.backend == PIPELINE_BACKEND:
             return DeclaredModels.of(self.parameters).names
-        return frozenset(step.model_name for step in self.config.ensemble_scheduling.step)
+        return frozenset(step["model_name"] for step in self.config.get("ensemble_scheduling", {}).get("step", ()))
 
     @property
     def optional_steps(self) -> frozenset[str]:
@@ -74,7 +75,12 @@ class ModelSource:
     @property
     def parameters(self) -> dict[str, str]:
         """Those that are for the backend."""
-        return {key: value.string_value for key, value in self.config.parameters.items() if key != _PIN}
+        return {key: text for key, text in parameters_of(self.config).items() if key != _PIN}
+
+
+def parameters_of(config: RawConfig) -> dict[str, str]:
+    """The texts of a config's parameters by their names."""
+    return {key: value["string_value"] for key, value in config["parameters"].items()}
 
 
 def config_position(file: Path | None, field: str) -> str:
@@ -94,7 +100,7 @@ def with_config_position(error: CharoniaError, file: Path | None) -> CharoniaErr
 
 def read_model(
     directory: Path,
-    override: ConfigMessage = None,
+    override: RawConfig | None = None,
     config_name: str = "",
     place: str = "",
     routed: Collection[int] = (),
@@ -104,19 +110,19 @@ def read_model(
     and field."""
     config, file = _read_config(directory, override, config_name)
     try:
-        if config.name and config.name != directory.name:
-            message = f"unexpected directory name '{directory.name}' for model '{config.name}', "
+        if config["name"] not in ("", directory.name):
+            message = f"unexpected directory name '{directory.name}' for model '{config['name']}', "
             raise InvalidArgument(f"{message}directory name must equal model name", field="name")
-        config.name = directory.name
+        config = {**config, "name": directory.name}
         present = find_versions(directory)
         chosen = _choose_versions(config, present, find_misnamed_versions(directory))
         served = _with_routed(chosen, present, routed)
-        fill_backend(config, directory / str(served[0]))
+        config = fill_backend(config, directory / str(served[0]))
         pinned = _read_pin(config)
     except InvalidArgument as error:
         raise with_config_position(error, file) from None
     # The config itself is in the mark, and not its file's stamp; a mark with `unique` equals no other.
-    text, unique = config.SerializeToString(deterministic=True), None if override is None else object()
+    text, unique = json.dumps(config), None if override is None else object()
     data = [entry for entry in directory.iterdir() if entry.name in _DATA_FOLDERS or entry.is_file()]
     data = [entry for entry in data if entry.name not in CONFIG_FILE_NAMES]
     versions = []
@@ -127,23 +133,23 @@ def read_model(
     return ModelSource(directory.name, config, tuple(versions), directory, file, pinned=pinned, routed=only_routed)
 
 
-def _read_pin(config: ConfigMessage) -> bool:
-    said = config.parameters[_PIN].string_value if _PIN in config.parameters else "false"
+def _read_pin(config: RawConfig) -> bool:
+    said = parameters_of(config).get(_PIN, "false")
     if said not in ("true", "false"):
         raise InvalidArgument(f"parameter '{_PIN}' must be true or false, got '{said}'", field=_PIN)
-    return bool(said == "true")
+    return said == "true"
 
 
-def _read_config(directory: Path, override: ConfigMessage, config_name: str) -> tuple[ConfigMessage, Path | None]:
+def _read_config(directory: Path, override: RawConfig | None, config_name: str) -> tuple[RawConfig, Path | None]:
     """The config as written, and its file if it is one's."""
     if override is not None:
         return override, None
     file = find_config(directory, config_name)
-    return (new_config() if file is None else parse_config_file(file)), file
+    return (complete_fields({}) if file is None else parse_config_file(file)), file
 
 
 def read_served_versions(
-    directory: Path, override: ConfigMessage, config_name: str, present: Sequence[int], routed: Collection[int] = ()
+    directory: Path, override: RawConfig | None, config_name: str, present: Sequence[int], routed: Collection[int] = ()
 ) -> list[int]:
     """Of these versions of a model those that are served, lowest first; `directory` has its config. Raises as
     `read_model` does."""
@@ -154,27 +160,24 @@ def read_served_versions(
         raise with_config_position(error, file) from None
 
 
-def _choose_versions(config: ConfigMessage, present: Sequence[int], misnamed: Sequence[str]) -> list[int]:
+def _choose_versions(config: RawConfig, present: Sequence[int], misnamed: Sequence[str]) -> list[int]:
     """The versions that the config's policy serves, lowest first; without a policy the latest. Raises `InvalidArgument`
     if none of them is there."""
-    policy = config.version_policy
-    match policy.WhichOneof("policy_choice"):
-        case "all":
-            served = [*present]
-        case "specific":
-            served = []
-            for version in sorted(set(policy.specific.versions)):
-                if version in present:
-                    served.append(version)
-                else:
-                    message = "version %d of model '%s' is asked for by its version policy and is not there"
-                    log.warning(message, version, config.name)
-        case "latest":
-            served = [*present[-max(policy.latest.num_versions, 1) :]]
-        case _:
-            served = [*present[-1:]]
+    policy, name = config.get("version_policy", {}), config["name"]
+    if "all" in policy:
+        served = [*present]
+    elif "specific" in policy:
+        wanted = sorted(set(policy["specific"]["versions"]))
+        served = [version for version in wanted if version in present]
+        for version in wanted:
+            if version not in present:
+                message = "version %d of model '%s' is asked for by its version policy and is not there"
+                log.warning(message, version, name)
+    else:
+        count = policy["latest"]["num_versions"] if "latest" in policy else 1
+        served = [*present[-max(count, 1) :]]
     if not served:
-        message = f"at least one version must be available under the version policy of model '{config.name}'"
+        message = f"at least one version must be available under the version policy of model '{name}'"
         hint = f"; '{misnamed[0]}' is none, for it begins with 0" if misnamed else ""
         raise InvalidArgument(message + hint, field="version_policy")
     return served
@@ -245,15 +248,14 @@ def checkpoint_source(
             f"'{model}' is neither a checkpoint (a directory with config.json, or a file in GGUF), nor a model "
             "repository (folders with config.pbtxt or numbered versions), nor a hub id (owner/name)"
         )
-    config = new_config()
-    config.name = names[0] if names else _own_name(path if path.exists() else Path(re.split("[@:]", model)[0]))
-    config.backend = canonical_backend(backend) or (
+    name = names[0] if names else _own_name(path if path.exists() else Path(re.split("[@:]", model)[0]))
+    backend = canonical_backend(backend) or (
         detect_checkpoint_backend(path) if path.exists() else LANGUAGE_MODEL_BACKEND
     )
-    for key, value in (parameters or {}).items():
-        config.parameters[key].string_value = value
+    texts = {key: {"string_value": value} for key, value in (parameters or {}).items()}
+    config = complete_fields({"name": name, "backend": backend, "parameters": texts})
     checkpoint = str(path.resolve()) if path.exists() else model
-    return ModelSource(config.name, config, (VersionSource("1", checkpoint),), aliases=tuple(names[1:]))
+    return ModelSource(name, config, (VersionSource("1", checkpoint),), aliases=tuple(names[1:]))
 
 
 def _own_name(path: Path) -> str:

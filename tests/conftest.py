@@ -50,6 +50,7 @@ LONG_ONES = (
     "tests/engine/parallel",
     "tests/engine/models/test_equality.py",
     "tests/e2e",
+    "tests/extras/trtllm/e2e",
     "tests/scheduler/test_machine.py",
     "tests/test_packaging.py",
 )

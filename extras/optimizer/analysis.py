@@ -21,8 +21,10 @@ from rich.table import Column
 from ...bench.load.worker import Watch, WorkerOutcome, run_here
 from ...bench.server_process import GRPC_PORT, parse_server_url
 from ...core.errors import InvalidArgument, Unavailable
+from ...core.model import RawConfig
 from ...processes.host import processor_name, usable_cores
-from ...repository.config_io import ConfigMessage, config_from_json
+from ...repository.config_io import complete_fields
+from ...repository.model_source import ModelSource
 from .conclusion import Conclusion, conclude, conclude_levels, describe_settings, describe_trial, describe_value
 from .load_levels import LoadLevel, LoadSubject, check_levels, level_figures, plan_levels, plan_load
 from .measured_server import MeasuredServer, ask_server
@@ -42,7 +44,7 @@ from .search_goal import (
     parse_goal,
 )
 from .search_space import Knob, SearchSpace
-from .tuned_models import TunedModels, is_composed, is_language_model, open_models, streams_text
+from .tuned_models import TunedModels, is_composed, is_language_model, open_models, streams_text, with_batching
 
 _ANSWER_SECONDS = 30.0
 """For which a server that somebody runs may be silent."""
@@ -226,7 +228,7 @@ def _machine() -> str:
     return f"{processor_name() or 'a processor that tells no name'}, {usable_cores()}"
 
 
-def _load_subject(model: str, config: ConfigMessage) -> LoadSubject:
+def _load_subject(model: str, config: RawConfig) -> LoadSubject:
     """The endpoint that a model's load goes to."""
     if is_language_model(config):
         return LoadSubject(model=model, door="completions")
@@ -261,18 +263,16 @@ def _completed(models: TunedModels, server: MeasuredServer) -> TunedModels:
     """The models with the largest batch and the batcher that the server finds where their configs are silent: by them
     the knobs are chosen. A model that does not load as it is may do so in another configuration."""
     silent = [each for each in models.models if not (is_language_model(each.config) or is_composed(each.config))]
-    if not silent:
-        return models
+    completed: dict[str, ModelSource] = {}
     try:
-        server.load({each.name: each.config for each in models.models})
+        if silent:
+            server.load({each.name: each.config for each in models.models})
         for source in silent:
-            found = config_from_json(ask_server(server.place, f"/v2/models/{quote(source.name, safe='')}/config"))
-            source.config.max_batch_size = found.max_batch_size
-            if found.HasField("dynamic_batching") and not source.config.HasField("dynamic_batching"):
-                source.config.dynamic_batching.SetInParent()
+            found = complete_fields(ask_server(server.place, f"/v2/models/{quote(source.name, safe='')}/config"))
+            completed[source.name] = with_batching(source, found)
     except Unavailable:
         pass  # the search tells of what does not load
-    return models
+    return models._replace(models=tuple(completed.get(each.name, each) for each in models.models))
 
 
 def _beginning(models: TunedModels, space: SearchSpace, plan: LoadPlan, results: ResultsFile) -> str:
@@ -366,7 +366,7 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
         raise Unavailable(f"{search_for.url}: {error.message}") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("input"), list):
         raise Unavailable(f"{search_for.url} does not tell the config of a model: it is no server of v2's protocol")
-    config = config_from_json(raw)
+    config = complete_fields(raw)
     subject = msgspec.structs.replace(_load_subject(search_for.model, config), api_key=search_for.api_key)
     goal = parse_goal(search_for.objective, search_for.constraint, streams=subject.door is not None)
     if "memory" in (goal.objective, *(bound.metric for bound in goal.bounds)):

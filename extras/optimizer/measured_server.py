@@ -19,8 +19,9 @@ import msgspec
 from ...bench.load.worker import LoadRun, Watch, WorkerOutcome, run_here
 from ...bench.server_process import ServerAddress, own_server
 from ...core.errors import Unavailable
+from ...core.model import RawConfig
 from ...processes.host import resident_memory_of
-from ...repository.config_io import ConfigMessage, config_to_json, config_to_text
+from ...repository.config_io import config_to_text
 from ...repository.model_source import ModelSource
 
 _LOAD_SECONDS = 600.0
@@ -52,7 +53,7 @@ class MeasuredServer:
         self._place, self._loaded = None, {}
         self._stack.close()
 
-    def load(self, configs: Mapping[str, ConfigMessage]) -> Any:
+    def load(self, configs: Mapping[str, RawConfig]) -> Any:
         """Load the models with these configs, by name, and unload before what had others; the config of the last, as
         the server completed it, in JSON.
 
@@ -71,7 +72,7 @@ class MeasuredServer:
             for name in [name for name in reversed(ordered) if name in self._loaded]:
                 self._unload(name)
             for name in ordered:
-                override = {"parameters": {"config": json.dumps(config_to_json(configs[name]))}}
+                override = {"parameters": {"config": json.dumps(configs[name])}}
                 self._ask(f"/v2/repository/models/{quote(name, safe='')}/load", override)
                 self._loaded[name] = texts[name]
             return self._ask(f"/v2/models/{quote(self._models[-1].name, safe='')}/config")

@@ -7,18 +7,20 @@ its engine, all by their own names. In a graph the name of the model stands befo
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import msgspec
 
 from ...core.errors import InvalidArgument, did_you_mean
+from ...core.model import RawConfig
 from ...engine.options import EngineOptions, engine_config, parse_settings, read_speculation_config
 from ...processes.host import usable_cores
-from ...repository.config_io import ConfigMessage
-from ...repository.model_source import ModelSource
+from ...repository.config_io import complete_fields
+from ...repository.model_source import ModelSource, parameters_of
 from .search_goal import KnobValue
 from .search_space import Knob
-from .tuned_models import TunedModels, copy_config, is_composed, is_language_model
+from .tuned_models import TunedModels, is_composed, is_language_model
 
 INSTANCES, BATCH, DELAY, PREFERRED = (
     "instances",
@@ -157,7 +159,7 @@ def _check_value(source: ModelSource, name: str, value: KnobValue) -> None:
     if least is not None and not (may_be_off and value == OFF) and not (isinstance(value, int) and value >= least):
         or_off = f", or '{OFF}'" if may_be_off else ""
         raise InvalidArgument(f"'{name}' must be a whole number of at least {least}{or_off}, got '{value}'")
-    if name == INSTANCES and len(source.config.instance_group) > 1:
+    if name == INSTANCES and len(source.config["instance_group"]) > 1:
         raise InvalidArgument(f"model '{source.name}' has several instance groups, which '{INSTANCES}' cannot count")
 
 
@@ -179,25 +181,25 @@ def _nearest(values: Sequence[KnobValue], now: KnobValue | None) -> int:
 
 def value_now(source: ModelSource, name: str) -> KnobValue | None:
     """What a model's config says of a knob, or what holds where it says nothing; None where that is not known."""
-    config = source.config
-    if is_language_model(source.config):
+    config, parameters = source.config, parameters_of(source.config)
+    batching = config.get("dynamic_batching")
+    if is_language_model(config):
         if name == SPECULATION:
-            return None if "speculative_config" in config.parameters else OFF
-        given = config.parameters[name].string_value if name in config.parameters else ""
+            return None if "speculative_config" in parameters else OFF
+        given = parameters.get(name, "")
         return _parse_value(given) if given else _engine_default(name)
     match name:
         case "instances":
-            return int(config.instance_group[0].count) or 1 if config.instance_group else 1
+            return int(config["instance_group"][0]["count"]) or 1 if config["instance_group"] else 1
         case "max_batch_size":
-            return int(config.max_batch_size)
+            return int(config["max_batch_size"])
         case "max_queue_delay_microseconds":
-            batches = config.HasField("dynamic_batching")
-            return int(config.dynamic_batching.max_queue_delay_microseconds) if batches else OFF
+            return OFF if batching is None else int(batching["max_queue_delay_microseconds"])
         case "preferred_batch_size":
-            sizes = config.dynamic_batching.preferred_batch_size
+            sizes = [] if batching is None else batching["preferred_batch_size"]
             return int(sizes[0]) if len(sizes) == 1 else OFF
     own = name.removeprefix(_PARAMETER)
-    if given := config.parameters[own].string_value if own in config.parameters else "":
+    if given := parameters.get(own, ""):
         return _parse_value(given)
     return usable_cores().threads if own in RUNTIME_PARAMETERS.get(source.backend, ())[:1] else None
 
@@ -215,7 +217,7 @@ def default_knobs(models: TunedModels, loop: ClosedLoop, threads: int) -> list[K
     """What is turned where nothing is said: what changes no answer. `threads`: of this machine, to compute with."""
     found = []
     # What a step is asked is up to the graph; a batch of that is what it must take at least.
-    bound = loop if not models.is_graph else ClosedLoop(None, max(1, models.loaded.config.max_batch_size))
+    bound = loop if not models.is_graph else ClosedLoop(None, max(1, models.loaded.config["max_batch_size"]))
     for source in models.models:
         for own, values in _default_values(source, bound, threads):
             now = value_now(source, own)
@@ -237,8 +239,8 @@ def _default_values(source: ModelSource, loop: ClosedLoop, threads: int) -> Iter
         yield SEQUENCES, tuple([*sequences, next((n for n in _LLM_SEQUENCES if n >= most), _LLM_SEQUENCES[-1])][-4:])
         yield BATCHED_TOKENS, _LLM_TOKENS
         return
-    yield INSTANCES, counts if len(source.config.instance_group) < 2 else ()
-    if source.config.max_batch_size > 0:
+    yield INSTANCES, counts if len(source.config["instance_group"]) < 2 else ()
+    if source.config["max_batch_size"] > 0:
         bound = loop.items
         smaller = [size for size in _BATCHES if bound is None or size < 4 * bound]
         yield BATCH, tuple(size for size in smaller if size >= loop.batch)
@@ -270,7 +272,7 @@ def equivalence(
         delay = found.get(DELAY, value_now(models.loaded, DELAY))
         if delay == OFF and not is_language_model(models.loaded.config):
             unite(found, BATCH, loop.batch)
-        size = found.get(BATCH, models.loaded.config.max_batch_size)
+        size = found.get(BATCH, models.loaded.config["max_batch_size"])
         alone = isinstance(size, int) and 0 < size < 2 * loop.batch
         if alone and DELAY in found:
             found[DELAY] = by_name[DELAY].values[0]
@@ -281,54 +283,51 @@ def equivalence(
     return same
 
 
-def configured(models: TunedModels, settings: Mapping[str, KnobValue]) -> dict[str, ConfigMessage]:
+def configured(models: TunedModels, settings: Mapping[str, KnobValue]) -> dict[str, RawConfig]:
     """Every model's config with these settings, by its name."""
-    configs = {source.name: copy_config(source.config) for source in models.models}
+    configs = {source.name: deepcopy({**source.config}) for source in models.models}
     # The delay last: without a batcher nothing else of it is said.
     for name, value in sorted(settings.items(), key=lambda setting: setting[0].endswith(DELAY)):
         source, own = owner(name, models)
         _apply(configs[source.name], is_language_model(source.config), own, value)
     for config in configs.values():
         _mend_preferred(config)
-    return configs
+    return {name: complete_fields(config) for name, config in configs.items()}
 
 
-def _apply(config: ConfigMessage, is_llm: bool, name: str, value: KnobValue) -> None:
+def _apply(config: dict[str, Any], is_llm: bool, name: str, value: KnobValue) -> None:
     if is_llm:
         key, written = _engine_setting(name, value)
         _set_parameter(config, key, value if value == OFF else written)
     elif name == INSTANCES:
-        group = config.instance_group[0] if config.instance_group else config.instance_group.add()
-        group.count = int(value)
+        config["instance_group"] = config["instance_group"] or [{}]
+        config["instance_group"][0]["count"] = int(value)
     elif name == BATCH:
-        config.max_batch_size = int(value)
+        config["max_batch_size"] = int(value)
     elif name == DELAY and value == OFF:
-        config.ClearField("dynamic_batching")
+        config.pop("dynamic_batching", None)
     elif name == DELAY:
-        config.dynamic_batching.SetInParent()
-        config.dynamic_batching.max_queue_delay_microseconds = int(value)
+        config.setdefault("dynamic_batching", {})["max_queue_delay_microseconds"] = int(value)
+    elif name == PREFERRED and value == OFF:
+        config.get("dynamic_batching", {}).pop("preferred_batch_size", None)
     elif name == PREFERRED:
-        del config.dynamic_batching.preferred_batch_size[:]
-        if value != OFF:
-            config.dynamic_batching.preferred_batch_size.append(int(value))
+        config.setdefault("dynamic_batching", {})["preferred_batch_size"] = [int(value)]
     else:
         _set_parameter(config, name.removeprefix(_PARAMETER), value)
 
 
-def _set_parameter(config: ConfigMessage, name: str, value: KnobValue) -> None:
+def _set_parameter(config: dict[str, Any], name: str, value: KnobValue) -> None:
     if value == OFF:
-        config.parameters.pop(name, None)
+        config["parameters"].pop(name, None)
     else:
-        config.parameters[name].string_value = str(value)
+        config["parameters"][name] = {"string_value": str(value)}
 
 
-def _mend_preferred(config: ConfigMessage) -> None:
+def _mend_preferred(config: dict[str, Any]) -> None:
     """Sizes that a smaller largest batch rules out are preferred no more."""
-    if config.HasField("dynamic_batching") and config.max_batch_size:
-        sizes = config.dynamic_batching.preferred_batch_size
-        kept = [size for size in sizes if size <= config.max_batch_size]
-        del sizes[:]
-        sizes.extend(kept)
+    batching, most = config.get("dynamic_batching", {}), config["max_batch_size"]
+    if most and "preferred_batch_size" in batching:
+        batching["preferred_batch_size"] = [size for size in batching["preferred_batch_size"] if size <= most]
 
 
 def _engine_setting(name: str, value: KnobValue) -> tuple[str, KnobValue]:

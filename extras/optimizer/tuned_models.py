@@ -5,18 +5,18 @@ A checkpoint on its own becomes a repository of one model. Reads configs; loads 
 
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument, NotFound, Unsupported
-from ...repository.backend_registry import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND
+from ...core.model import RawConfig
+from ...repository.backend_registry import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND, is_text_backend
 from ...repository.catalog import RepositoryCatalog
-from ...repository.config_io import ConfigMessage, config_to_text, new_config
+from ...repository.config_io import complete_fields, config_to_text
 from ...repository.model_source import ModelSource, checkpoint_source, file_stamps, in_order_of_need, is_repository
-
-_FOREIGN = ("vllm", "tensorrtllm", "llmapi")
 
 
 class TunedModels(NamedTuple):
@@ -99,39 +99,42 @@ def _write_single(repository: Path, single: ModelSource) -> None:
     """A repository of the one model: our engine reads the checkpoint where it lies, others want it in their version."""
     folder, [version] = repository / single.name, single.versions
     folder.mkdir()
+    config = single.config
     if single.backend == LANGUAGE_MODEL_BACKEND:
         (folder / "1").mkdir()
-        single.config.parameters["model"].string_value = version.path
+        config = {**config, "parameters": {**config["parameters"], "model": {"string_value": version.path}}}
     else:
         (folder / "1").symlink_to(version.path)
-    (folder / "config.pbtxt").write_text(config_to_text(single.config))
+    (folder / "config.pbtxt").write_text(config_to_text(config))
 
 
 def _check(source: ModelSource) -> None:
-    if source.config.HasField("sequence_batching"):
+    if "sequence_batching" in source.config:
         message = "is stateful: its requests belong to sequences, which no load of independent requests makes"
         raise Unsupported(f"model '{source.name}' {message}")
-    if source.backend in _FOREIGN:
+    if is_text_backend(source.backend) and not is_language_model(source.config):
         message = f"has the backend {source.backend}, whose settings are not those of a config"
         raise Unsupported(f"model '{source.name}' {message}: analyze its checkpoint instead")
 
 
-def streams_text(config: ConfigMessage) -> bool:
+def with_batching(source: ModelSource, completed: RawConfig) -> ModelSource:
+    """The model with the largest batch of the config that a server completed, and with its batcher."""
+    config = {**source.config, "max_batch_size": completed["max_batch_size"]}
+    if "dynamic_batching" in completed:
+        config.setdefault("dynamic_batching", {})
+    return replace(source, config=complete_fields(config))
+
+
+def streams_text(config: RawConfig) -> bool:
     """Whether its answers are streams of text: a language model's, or those of a graph that passes them on."""
-    asked, told = ({each.name for each in side} for side in (config.input, config.output))
+    asked, told = ({tensor["name"] for tensor in config[side]} for side in ("input", "output"))
     return is_language_model(config) or ("text_input" in asked and "text_output" in told)
 
 
-def is_language_model(config: ConfigMessage) -> bool:
-    return bool(config.backend == LANGUAGE_MODEL_BACKEND)
+def is_language_model(config: RawConfig) -> bool:
+    return bool(config["backend"] == LANGUAGE_MODEL_BACKEND)
 
 
-def is_composed(config: ConfigMessage) -> bool:
+def is_composed(config: RawConfig) -> bool:
     """Whether it only asks others: it has no instances and no batches of its own."""
-    return bool(config.backend in (PIPELINE_BACKEND, "ensemble") or config.HasField("ensemble_scheduling"))
-
-
-def copy_config(config: ConfigMessage) -> ConfigMessage:
-    copied = new_config()
-    copied.CopyFrom(config)
-    return copied
+    return config["backend"] in (PIPELINE_BACKEND, "ensemble") or "ensemble_scheduling" in config

@@ -22,7 +22,7 @@ import msgspec
 from ...core.backends import OnProgress
 from ...core.errors import InvalidArgument, NotFound, Unavailable
 from ...core.metrics import Measurement, Reading
-from ..config_io import ConfigMessage
+from ...core.model import RawConfig
 from ..model_source import VERSION_NAME, read_served_versions
 from .download import WantedObject
 from .locations import find_credentials, parse_location
@@ -194,7 +194,7 @@ class BucketRepository:
     def fetch(
         self,
         name: str,
-        override: ConfigMessage,
+        override: RawConfig | None,
         config_name: str,
         on_progress: OnProgress,
         routed: frozenset[int] = frozenset(),
@@ -214,7 +214,7 @@ class BucketRepository:
         raise Unavailable(f"model '{name}' of {self.url} changed {_CHANGES} times while it was read; try again")
 
     def _fetch(
-        self, name: str, override: ConfigMessage, config_name: str, on_progress: OnProgress, routed: frozenset[int]
+        self, name: str, override: RawConfig | None, config_name: str, on_progress: OnProgress, routed: frozenset[int]
     ) -> ModelDirectory:
         """Raises `ObjectChanged` if something changes meanwhile."""
         model, began, known = self._model(name), monotonic(), self._directories.get(name)

@@ -1,23 +1,23 @@
-"""Configs as they are written, as messages and as plain JSON; errors name file, line and field."""
+"""Configs as they are written, and in the one form that they have inside; errors name file, line and field."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import json_format, text_format
+from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import InvalidArgument
 from charonia.repository.config_io import (
-    config_from_json,
-    config_to_json,
+    complete_fields,
     find_config,
     line_of,
     parse_config_file,
     parse_config_override,
+    parse_config_text,
 )
 
 TEXT = """
@@ -50,7 +50,7 @@ def test_one_config_in_three_forms(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(yaml.safe_load(YAML)))
     configs = [parse_config_file(tmp_path / f"config.{suffix}") for suffix in ("pbtxt", "yaml", "json")]
     assert configs[0] == configs[1] == configs[2]
-    assert parse_config_override(json.dumps(config_to_json(configs[0]))) == configs[0]
+    assert parse_config_override(json.dumps(configs[0])) == configs[0]
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_finding_the_one_config(tmp_path: Path) -> None:
 
 def test_an_empty_config_is_none_at_all(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("# nothing yet\n")
-    assert parse_config_file(tmp_path / "config.yaml") == model_config_pb2.ModelConfig()
+    assert parse_config_file(tmp_path / "config.yaml") == complete_fields({})
 
 
 def test_what_is_shown() -> None:
-    config = text_format.Parse(TEXT, model_config_pb2.ModelConfig())
-    config.sequence_batching.direct.minimum_slot_utilization = 0.1
-    shown = config_to_json(config)
-    order = [field.name for field in config.DESCRIPTOR.fields]
+    before, _, after = TEXT.partition("dynamic_batching")
+    _, _, after = after.partition("\n}\n")
+    shown = parse_config_text(before + "sequence_batching { direct { minimum_slot_utilization: 0.1 } }" + after)
+    order = [field.name for field in model_config_pb2.ModelConfig.DESCRIPTOR.fields]
     assert [name for name in order if name in shown] == list(shown)
     assert shown["output"] == []
     assert shown["platform"] == ""
@@ -137,12 +137,13 @@ FIELDS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 
 
 @given(FIELDS)
-def test_plain_json_is_the_message(fields: dict[str, Any]) -> None:
-    config = config_from_json(fields)
-    plain = json.loads(json.dumps(config_to_json(config)))
-    assert config_from_json(plain) == config
+def test_plain_json_is_what_was_written(fields: dict[str, Any]) -> None:
+    config = complete_fields(fields)
+    plain = json.loads(json.dumps(config))
+    assert complete_fields(plain) == config
     # What the gRPC endpoint and clients do with it.
-    assert json_format.ParseDict(plain, model_config_pb2.ModelConfig()) == config
+    written = json_format.ParseDict(fields, model_config_pb2.ModelConfig())
+    assert json_format.ParseDict(plain, model_config_pb2.ModelConfig()) == written
 
 
 def test_the_line_of_a_path() -> None:

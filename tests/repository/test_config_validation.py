@@ -1,15 +1,14 @@
 """What Triton fills into a config, and the rules it has to keep."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import InvalidArgument
+from charonia.core.model import RawConfig
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.config_defaults import enable_default_batching, fill_defaults
+from charonia.repository.config_io import parse_config_text
 from charonia.repository.config_validation import ignored_fields, validate_config
 from charonia.repository.model_source import read_model
 
@@ -26,20 +25,18 @@ input { name: "A" data_type: TYPE_FP32 dims: 1 }
 LONE = 'name: "m" backend: "x" '
 
 
-def config_of(text: str, gpus: tuple[int, ...] = ()) -> Any:
-    config = text_format.Parse(text, model_config_pb2.ModelConfig())
-    fill_defaults(config, gpus)
-    return config
+def config_of(text: str, gpus: tuple[int, ...] = ()) -> RawConfig:
+    return fill_defaults(parse_config_text(text), gpus)
 
 
 def test_what_is_filled_in() -> None:
     config = config_of(GOOD + "dynamic_batching {}")
-    assert config.version_policy.latest.num_versions == 1
-    assert config.dynamic_batching.preferred_batch_size == [8]
-    assert config.optimization.input_pinned_memory.enable
-    assert config.optimization.output_pinned_memory.enable
-    [group] = config.instance_group
-    assert (group.name, group.kind, group.count) == ("m", group.KIND_CPU, 2)
+    assert config["version_policy"] == {"latest": {"num_versions": 1}}
+    assert config["dynamic_batching"]["preferred_batch_size"] == [8]
+    assert config["optimization"]["input_pinned_memory"] == {"enable": True}
+    assert config["optimization"]["output_pinned_memory"] == {"enable": True}
+    [group] = config["instance_group"]
+    assert (group["name"], group["kind"], group["count"]) == ("m", "KIND_CPU", 2)
     validate_config(config, ())
 
 
@@ -59,10 +56,9 @@ def test_what_is_filled_in() -> None:
 def test_an_instance_goes_where_its_kind_says(
     group: str, gpus: tuple[int, ...], uses: bool, kind: str, of: list[int]
 ) -> None:
-    config = text_format.Parse(f"{LONE} instance_group {{ {group} }}", model_config_pb2.ModelConfig())
-    fill_defaults(config, gpus, uses)
-    [made] = config.instance_group
-    assert (made.Kind.Name(made.kind), list(made.gpus)) == (kind, of)
+    config = fill_defaults(parse_config_text(f"{LONE} instance_group {{ {group} }}"), gpus, uses)
+    [made] = config["instance_group"]
+    assert (made["kind"], made["gpus"]) == (kind, of)
 
 
 def test_what_was_written_stays() -> None:
@@ -73,11 +69,9 @@ def test_what_was_written_stays() -> None:
     instance_group [ { gpus: [ 1 ] }, { kind: KIND_GPU } ]
     """
     config = config_of(GOOD.replace("onnxruntime", "pytorch") + text, gpus=(0, 1))
-    assert config.version_policy.HasField("all")
-    assert config.dynamic_batching.preferred_batch_size == [3]
-    groups = [
-        (group.name, group.Kind.Name(group.kind), group.count, list(group.gpus)) for group in config.instance_group
-    ]
+    assert config["version_policy"] == {"all": {}}
+    assert config["dynamic_batching"]["preferred_batch_size"] == [3]
+    groups = [(group["name"], group["kind"], group["count"], group["gpus"]) for group in config["instance_group"]]
     assert groups == [
         ("m_0", "KIND_CPU", 3, []),
         ("own", "KIND_MODEL", 1, []),
@@ -89,9 +83,8 @@ def test_what_was_written_stays() -> None:
 
 def test_batching_is_invited_where_the_server_found_the_size() -> None:
     for given, scheduler, invited in ((False, "", True), (True, "", False), (False, "sequence_batching {}", False)):
-        config = text_format.Parse(GOOD + scheduler, model_config_pb2.ModelConfig())
-        enable_default_batching(config, given)
-        assert config.HasField("dynamic_batching") is invited
+        config = enable_default_batching(parse_config_text(GOOD + scheduler), given)
+        assert ("dynamic_batching" in config) is invited
 
 
 def test_a_python_model_invites_batching_itself(tmp_path: Path) -> None:
@@ -108,7 +101,7 @@ def test_a_python_model_invites_batching_itself(tmp_path: Path) -> None:
     (version / "model.py").write_text("\n".join(lines))
     source = read_model(tmp_path / "m")
     whole = ModelBuilder().complete_config(source, source.versions[0])
-    assert (whole.max_batch_size, whole.HasField("dynamic_batching")) == (8, False)
+    assert (whole["max_batch_size"], "dynamic_batching" in whole) == (8, False)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +247,7 @@ def test_rules(text: str, field: str, says: str) -> None:
     ],
 )
 def test_fields_without_effect(text: str, idle: list[str]) -> None:
-    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    config = parse_config_text(text)
     assert list(ignored_fields(config, caching=False)) == idle
 
 
@@ -264,7 +257,7 @@ def test_fields_without_effect(text: str, idle: list[str]) -> None:
 def test_an_accelerator_without_instances_has_no_effect(kinds: tuple[str, ...], idle: str) -> None:
     both = 'gpu_execution_accelerator { name: "tensorrt" } cpu_execution_accelerator { name: "openvino" }'
     text = GOOD + f"optimization {{ execution_accelerators {{ {both} }} }}"
-    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    config = parse_config_text(text)
     made = {"instance_group": [{"kind": f"KIND_{kind}"} for kind in kinds]}
     path = f"optimization.execution_accelerators.{idle}_execution_accelerator"
     assert list(ignored_fields(config, made=[made])) == ([path] if idle else [])

@@ -1,22 +1,16 @@
 """What sequences begin with, and what a config with sequences shows."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.tensor import Tensor
 from charonia.repository.config_defaults import fill_defaults
+from charonia.repository.config_io import parse_config_text as config_of
 from charonia.repository.config_validation import ignored_fields, refuse_unsupported_fields
 from charonia.repository.model_files import read_initial_states
-
-
-def config_of(text: str) -> Any:
-    return text_format.Parse(text, model_config_pb2.ModelConfig())
 
 
 def initial(root: Path, text: str, of: str = "TYPE_FP32 dims: [ -1, 2 ]") -> Tensor:
@@ -66,13 +60,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, text: str, says: str) -> N
 
 def test_defaults_are_shown_as_triton_shows_them() -> None:
     config = config_of("max_batch_size: 8 sequence_batching { oldest { max_candidate_sequences: 4 } }")
-    fill_defaults(config, ())
-    assert config.sequence_batching.max_sequence_idle_microseconds == 1_000_000
-    assert config.sequence_batching.oldest.preferred_batch_size == [8]
+    sequences = fill_defaults(config, ())["sequence_batching"]
+    assert sequences["max_sequence_idle_microseconds"] == 1_000_000
+    assert sequences["oldest"]["preferred_batch_size"] == [8]
     plain = config_of("max_batch_size: 8 sequence_batching { max_sequence_idle_microseconds: 5 }")
-    fill_defaults(plain, ())
-    assert plain.sequence_batching.max_sequence_idle_microseconds == 5
-    assert plain.sequence_batching.WhichOneof("strategy_choice") is None
+    sequences = fill_defaults(plain, ())["sequence_batching"]
+    assert sequences["max_sequence_idle_microseconds"] == 5
+    assert sequences.keys().isdisjoint({"direct", "oldest"})
 
 
 def test_what_has_no_effect_is_named_and_language_models_have_no_sequences() -> None:

@@ -118,7 +118,7 @@ def test_finding_the_backend(
     if file:
         (model / "1" / file).write_bytes(b"")
     found = read_model(model).config
-    assert (found.backend, found.platform, found.default_model_filename) == (backend, platform, filename)
+    assert (found["backend"], found["platform"], found["default_model_filename"]) == (backend, platform, filename)
 
 
 def test_an_unguessable_backend(tmp_path: Path) -> None:

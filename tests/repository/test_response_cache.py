@@ -8,10 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
-from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import CharoniaError, Internal
 from charonia.core.metrics import InferenceStatistics, Reading, StatisticDuration, VersionStatistics
@@ -21,6 +19,7 @@ from charonia.core.request_context import RequestContext
 from charonia.core.tensor import Tensor
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.catalog import RepositoryCatalog
+from charonia.repository.config_io import parse_config_text
 from charonia.repository.config_validation import ignored_fields, is_response_cache_enabled
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.lifecycle import ignore_progress
@@ -241,7 +240,7 @@ async def test_a_config_says_which_models_answers_are_kept(tmp_path: Path) -> No
     ],
 )
 def test_where_answers_cannot_be_kept_that_is_told(more: str, keeps: bool) -> None:
-    config = text_format.Parse(f"{ENABLED} {more}", model_config_pb2.ModelConfig())
+    config = parse_config_text(f"{ENABLED} {more}")
     assert is_response_cache_enabled(config) is keeps
     assert ("response_cache" in ignored_fields(config)) is not keeps
     assert "response_cache" in ignored_fields(config, caching=False)

@@ -1,22 +1,16 @@
 """The samples of a config's warm-up, and the config that a language model shows."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.builder import with_config_defaults
+from charonia.repository.config_io import parse_config_text as config_of
 from charonia.repository.model_files import read_warmup_requests
-
-
-def config_of(text: str) -> Any:
-    return text_format.Parse(text, model_config_pb2.ModelConfig())
 
 
 def one_input(root: Path, datatype: str, data: str, batch: str = "max_batch_size: 4", size: int = 2) -> Tensor:

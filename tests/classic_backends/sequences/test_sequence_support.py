@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 from charonia.classic_backends.builtin import IDENTITY
 from charonia.classic_backends.isolated.isolated_runtime import ONNX
@@ -23,7 +21,7 @@ from charonia.core.model import ModelConfig, ModelSamples, WarmupRequest
 from charonia.core.request import InferRequest
 from charonia.core.runtime import Arrays
 from charonia.core.tensor import Tensor
-from charonia.repository.config_io import config_to_json
+from charonia.repository.config_io import parse_config_text
 
 from ...waiting import until
 from ..asking import answers, serving, waiting
@@ -57,9 +55,9 @@ def accumulator(
     def make(text_ids: bool = False, samples: ModelSamples = NONE, **fields: Any) -> ClassicModel:
         onnx_models.write_accumulator(version / "model.onnx", text_ids)
         text = onnx_models.ACCUMULATOR.replace("INT64", "STRING") if text_ids else onnx_models.ACCUMULATOR
-        raw = config_to_json(text_format.Parse(text, model_config_pb2.ModelConfig()))
+        raw = parse_config_text(text)
         return ClassicModel(
-            described(raw | {"sequence_batching": raw["sequence_batching"] | fields}),
+            described({**raw, "sequence_batching": raw["sequence_batching"] | fields}),
             ONNX,
             version,
             samples=samples,

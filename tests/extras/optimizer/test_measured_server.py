@@ -13,7 +13,7 @@ from charonia.bench.server_process import ServerAddress
 from charonia.extras.optimizer import measured_server
 from charonia.extras.optimizer.measured_server import MeasuredServer
 from charonia.extras.optimizer.tuned_models import TunedModels
-from charonia.repository.config_io import config_from_json
+from charonia.repository.config_io import complete_fields
 
 LOAD = LoadRun(
     target=LoadTarget(host="", port=0, door="completions", manner=RequestOptions("llm")),
@@ -37,7 +37,7 @@ def test_a_load_has_no_prompts_of_one_before_it_that_may_be_cached(
     monkeypatch.setattr(MeasuredServer, "place", ServerAddress("", 0, 0, pid=1))
     server = MeasuredServer(repository, opened("llm").models)
     for size, times in ((1, 2), (1, 1), (2, 2)):
-        server.load({"llm": config_from_json({"max_batch_size": size})})
+        server.load({"llm": complete_fields({"max_batch_size": size})})
         for _ in range(times):
             server.put(LOAD, print)
     assert seeds == [10, 11, 12, 10, 11]

@@ -17,6 +17,7 @@ from charonia.extras.optimizer.parameters import (
 from charonia.extras.optimizer.search_space import SearchSpace
 from charonia.extras.optimizer.tuned_models import TunedModels, open_models
 from charonia.processes.host import usable_cores
+from charonia.repository.model_source import parameters_of
 from charonia.scheduler.config import SchedulerConfig
 
 Opened = Callable[[str], TunedModels]
@@ -85,28 +86,26 @@ def test_settings_become_a_config(opened: Opened) -> None:
         "parameters.mine": "x",
     }
     config = configured(opened("onnx"), settings)["onnx"]
-    assert config.instance_group[0].count == 2
-    assert config.max_batch_size == 4
-    assert config.dynamic_batching.max_queue_delay_microseconds == 500
-    assert list(config.dynamic_batching.preferred_batch_size) == [], "8 is more than the largest batch"
-    assert {name: each.string_value for name, each in config.parameters.items()} == {
+    assert config["instance_group"][0]["count"] == 2
+    assert config["max_batch_size"] == 4
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 500
+    assert config["dynamic_batching"]["preferred_batch_size"] == [], "8 is more than the largest batch"
+    assert parameters_of(config) == {
         "intra_op_thread_count": "1",
         "mine": "x",
     }
-    assert not configured(opened("onnx"), {"max_queue_delay_microseconds": "off"})["onnx"].HasField("dynamic_batching")
+    assert "dynamic_batching" not in configured(opened("onnx"), {"max_queue_delay_microseconds": "off"})["onnx"]
     both = {"max_queue_delay_microseconds": "off", "preferred_batch_size": 8}
-    assert not configured(opened("onnx"), both)["onnx"].HasField("dynamic_batching")
-    assert opened("onnx").loaded.config.max_batch_size == 8, "the config as it was written stays"
+    assert "dynamic_batching" not in configured(opened("onnx"), both)["onnx"]
+    assert opened("onnx").loaded.config["max_batch_size"] == 8, "the config as it was written stays"
 
 
 def test_the_knobs_of_a_graph_are_those_of_its_steps(opened: Opened) -> None:
     configs = configured(
         opened("graph"), {"onnx.instances": 2, "llm.speculation": "ngram:3", "llm.max_num_seqs": "off"}
     )
-    assert configs["onnx"].instance_group[0].count == 2
-    assert {name: each.string_value for name, each in configs["llm"].parameters.items()} == {
-        "speculative_config": '{"method":"ngram","num_speculative_tokens":3}'
-    }
+    assert configs["onnx"]["instance_group"][0]["count"] == 2
+    assert parameters_of(configs["llm"]) == {"speculative_config": '{"method":"ngram","num_speculative_tokens":3}'}
 
 
 def test_settings_of_a_checkpoint_become_flags() -> None:

@@ -41,4 +41,4 @@ def test_code_in_the_folder_is_run_but_for_the_model_that_computes(
     (directory / "config.pbtxt").write_text("\n".join(['backend: "python"', *said]))
     source = read_model(directory)
     assert source.backend == backend
-    assert source.config.default_model_filename == ("model.py" if backend == "python" else "")
+    assert source.config["default_model_filename"] == ("model.py" if backend == "python" else "")

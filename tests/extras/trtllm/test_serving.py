@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from charonia.cli.app import check
+from charonia.cli.app import app, check
 from charonia.cli.model_selection import select_models
 from charonia.cli.options import RepositoryOptions
 from charonia.cli.repository_check import print_check_report
@@ -103,5 +103,5 @@ def test_the_command_checks_the_package_or_a_repository(
     assert "tensorrt_llm 1.2.0, held against what the adapter expects of 1.1 to before" in capsys.readouterr().out
     assert check(str(repository(TRITONS.format(backend="tensorrtllm")))) == 0
     assert "good: tensorrtllm" in capsys.readouterr().out
-    assert check() == 1
+    assert app(["check"]) == 1
     assert "name a model repository" in capsys.readouterr().err
