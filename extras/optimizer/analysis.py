@@ -29,7 +29,7 @@ from .conclusion import Conclusion, conclude, conclude_levels, describe_settings
 from .load_levels import LoadLevel, LoadSubject, check_levels, level_figures, plan_levels, plan_load
 from .measured_server import MeasuredServer, ask_server
 from .options import LevelOptions, SearchOptions, parse_budget
-from .parameters import ClosedLoop, configured, default_knobs, equivalence, parse_sweeps
+from .parameters import ClosedLoop, configured, default_parameters, equivalence, parse_sweeps
 from .ranking import rank
 from .report import ReportOrigin, write_report
 from .results_file import AnalysisSubject, ResultsFile
@@ -37,13 +37,13 @@ from .search import BudgetSpent, SearchEffort, require_optuna, search
 from .search_goal import (
     Configuration,
     ConfigurationTrial,
-    KnobValue,
     LevelFigures,
+    ParameterValue,
     SearchGoal,
     expected_wall,
     parse_goal,
 )
-from .search_space import Knob, SearchSpace
+from .search_space import SearchSpace, TunedParameter
 from .tuned_models import TunedModels, is_composed, is_language_model, open_models, streams_text, with_batching
 
 _ANSWER_SECONDS = 30.0
@@ -88,7 +88,7 @@ class ConfigurationMeter:
         self.spent = 0.0
         self._trials: list[ConfigurationTrial] = []
         self.watch: Watch = lambda progress: None
-        self.on_begin: Callable[[Mapping[str, KnobValue]], None] = lambda settings: None
+        self.on_begin: Callable[[Mapping[str, ParameterValue]], None] = lambda settings: None
 
     def meter(self, space: SearchSpace, results: ResultsFile) -> Callable[[Configuration, float], ConfigurationTrial]:
         """The function that a search calls."""
@@ -114,7 +114,7 @@ class ConfigurationMeter:
         return expected_wall(self._trials, seconds, len(self._plan.levels))
 
     def _measure(
-        self, configuration: Configuration, settings: Mapping[str, KnobValue], seconds: float
+        self, configuration: Configuration, settings: Mapping[str, ParameterValue], seconds: float
     ) -> ConfigurationTrial:
         began = loaded = time.perf_counter()
         levels: list[LevelFigures] = []
@@ -125,7 +125,7 @@ class ConfigurationMeter:
 
             def put(level: LoadLevel, seconds: float) -> tuple[WorkerOutcome, float | None]:
                 plan = self._plan
-                load = plan_load(plan.subject, self._server.place, level, plan.options, seconds, config)
+                load = plan_load(plan.subject, self._server.address, level, plan.options, seconds, config)
                 return self._server.put(load, self.watch)
 
             levels += measure_levels(self._plan, put, seconds)
@@ -167,18 +167,20 @@ def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, c
         stack.callback(results.close)
         # One that goes on measures as long as it did, whatever its budget is now: else nothing would be there.
         seconds = results.seconds if search_for.seconds is None else search_for.seconds
-        _ = server.place  # one that does not start is no fault of a configuration
+        _ = server.address  # one that does not start is no fault of a configuration
         models = _completed(models, server)
-        knobs = parse_sweeps(search_for.sweep, models) or default_knobs(models, plan.loop, usable_cores().threads)
-        space = SearchSpace(knobs, equivalence(knobs, models, plan.loop))
+        parameters = parse_sweeps(search_for.sweep, models) or default_parameters(
+            models, plan.loop, usable_cores().threads
+        )
+        space = SearchSpace(parameters, equivalence(parameters, models, plan.loop))
         meter = ConfigurationMeter(models, server, plan, budget)
         meter.spent = time.perf_counter() - began
         console.print(_beginning(models, space, plan, results), soft_wrap=True)
         progress = AnalysisProgress(console, budget, meter, goal)
         try:
-            effort = SearchEffort(seconds, budget=budget, asked=bool(search_for.sweep))
-            found = search(search_for.search, space, goal, meter.meter(space, results), effort)
-            ended = _run_search(found, space, progress)
+            effort = SearchEffort(seconds, budget=budget, named_values=bool(search_for.sweep))
+            trials = search(search_for.search, space, goal, meter.meter(space, results), effort)
+            ended = _run_search(trials, space, progress)
         except (KeyboardInterrupt, SystemExit):
             console.print(f"broken off; the same command goes on from {results.path}", soft_wrap=True)
             raise
@@ -261,22 +263,24 @@ def _results_subject(source: str, models: TunedModels, plan: LoadPlan, seconds: 
 
 def _completed(models: TunedModels, server: MeasuredServer) -> TunedModels:
     """The models with the largest batch and the batcher that the server finds where their configs are silent: by them
-    the knobs are chosen. A model that does not load as it is may do so in another configuration."""
+    the parameters are chosen. A model that does not load as it is may do so in another configuration."""
     silent = [each for each in models.models if not (is_language_model(each.config) or is_composed(each.config))]
     completed: dict[str, ModelSource] = {}
     try:
         if silent:
             server.load({each.name: each.config for each in models.models})
         for source in silent:
-            found = complete_fields(ask_server(server.place, f"/v2/models/{quote(source.name, safe='')}/config"))
-            completed[source.name] = with_batching(source, found)
+            config = complete_fields(ask_server(server.address, f"/v2/models/{quote(source.name, safe='')}/config"))
+            completed[source.name] = with_batching(source, config)
     except Unavailable:
         pass  # the search tells of what does not load
     return models._replace(models=tuple(completed.get(each.name, each) for each in models.models))
 
 
 def _beginning(models: TunedModels, space: SearchSpace, plan: LoadPlan, results: ResultsFile) -> str:
-    knobs = ", ".join(f"{knob.name} ({', '.join(map(str, knob.values))})" for knob in space.knobs)
+    parameters = ", ".join(
+        f"{parameter.name} ({', '.join(map(str, parameter.values))})" for parameter in space.parameters
+    )
     levels = ", ".join(map(str, plan.levels))
     again = f"; {results.count} results are there already" if results.count else ""
     count = (
@@ -284,7 +288,7 @@ def _beginning(models: TunedModels, space: SearchSpace, plan: LoadPlan, results:
         if space.size == space.combinations
         else (f"{space.size} configurations that can differ, of {space.combinations}")
     )
-    return f"{models.loaded.name}: {count} of {knobs}\nunder {levels}{again}"
+    return f"{models.loaded.name}: {count} of {parameters}\nunder {levels}{again}"
 
 
 class AnalysisProgress:
@@ -313,18 +317,18 @@ class AnalysisProgress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def _begin(self, settings: Mapping[str, KnobValue]) -> None:
+    def _begin(self, settings: Mapping[str, ParameterValue]) -> None:
         self._now, self._began = describe_settings(settings), time.perf_counter()
         self._show()
 
     def _show(self) -> None:
         best = rank(self.trials, self._goal)[:1]
-        told = f", best {describe_value(self._goal, best[0].value)}" if best and best[0].scores else ""
-        description = f"{len(self.trials)} measurements{told}; {self._now}"
+        best_text = f", best {describe_value(self._goal, best[0].value)}" if best and best[0].scores else ""
+        description = f"{len(self.trials)} measurements{best_text}; {self._now}"
         spent = self._meter.spent + time.perf_counter() - self._began
         self._bar.update(self._task, completed=spent, description=description)
 
-    def add(self, settings: Mapping[str, KnobValue], trial: ConfigurationTrial) -> None:
+    def add(self, settings: Mapping[str, ParameterValue], trial: ConfigurationTrial) -> None:
         self.trials.append(trial)
         if not self._console.is_terminal:
             text = f"{len(self.trials):3} {trial.seconds:.3g} s  {describe_settings(settings)}"
@@ -356,10 +360,10 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
     _check_report(search_for.report)
     _least_seconds(search_for, SearchEffort(seconds), len(levels))
     check_levels(levels, load, seconds)
-    place = parse_server_url(search_for.url, GRPC_PORT, search_for.allow_remote)
+    address = parse_server_url(search_for.url, GRPC_PORT, search_for.allow_remote)
     try:
         path = f"/v2/models/{quote(search_for.model, safe='')}/config"
-        raw = ask_server(place, path, api_key=search_for.api_key, timeout=_ANSWER_SECONDS)
+        raw = ask_server(address, path, api_key=search_for.api_key, timeout=_ANSWER_SECONDS)
     except (OSError, HTTPException) as error:
         raise Unavailable(f"{search_for.url} does not answer: {error!r}") from None
     except Unavailable as error:
@@ -372,10 +376,10 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
     if "memory" in (goal.objective, *(bound.metric for bound in goal.bounds)):
         raise InvalidArgument("memory is known of servers that are started here, and not of one by --url")
     plan = LoadPlan(subject, levels, load, goal)
-    space = SearchSpace([Knob(name="server", values=(search_for.url,))])
+    space = SearchSpace([TunedParameter(name="server", values=(search_for.url,))])
 
     def put(level: LoadLevel, seconds: float) -> tuple[WorkerOutcome, float | None]:
-        return run_here(plan_load(subject, place, level, load, seconds, raw)), None
+        return run_here(plan_load(subject, address, level, load, seconds, raw)), None
 
     began = time.perf_counter()
     figures = tuple(measure_levels(plan, put, seconds))

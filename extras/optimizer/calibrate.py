@@ -120,17 +120,17 @@ def _measure_checkpoint(
     began, config = perf_counter(), granted_config(checkpoint, engine.given())
     model = {} if config.executor == "fake" else _sizes(checkpoint)
     served = 0.0 if options.engine_alone else _SERVED_SHARE
-    found = measure_engine(config, (1 - served) * seconds, lambda share, text: tell((1 - served) * share, text))
-    machine, error = fit_machine(found.samples)
+    measurement = measure_engine(config, (1 - served) * seconds, lambda share, text: tell((1 - served) * share, text))
+    machine, error = fit_machine(measurement.samples)
     how = "the engine measured in process"
     if served:
         tell(1 - served, "starting a server")
-        with own_server(checkpoint, *_flags_of(engine)) as place:
-            limits = found.shape.scheduler.max_num_seqs, found.shape.scheduler.max_model_len
-            steps = ServedSteps(place, RequestOptions(first_model(place)), *limits)
+        with own_server(checkpoint, *_flags_of(engine)) as address:
+            limits = measurement.shape.scheduler.max_num_seqs, measurement.shape.scheduler.max_model_len
+            steps = ServedSteps(address, RequestOptions(first_model(address)), *limits)
             rest = 1 - served
             seen = steps.measure_waits(served * seconds, lambda share, text: tell(rest + served * share, text))
-        machine, how = add_serving(machine, seen, found.overhead), f"{how}, and a server over HTTP"
+        machine, how = add_serving(machine, seen, measurement.overhead), f"{how}, and a server over HTTP"
     origin = MachineOrigin(
         how=how,
         processor=processor_name(),
@@ -141,20 +141,20 @@ def _measure_checkpoint(
         model=model,
         precision=_precision(config),
         versions=_versions(),
-        steps=len(found.samples),
+        steps=len(measurement.samples),
         seconds=round(perf_counter() - began, 1),
         error=error,
     )
-    return MachineFile(origin=origin, machine=machine, engine=found.shape, block_bytes=found.block_bytes)
+    return MachineFile(origin=origin, machine=machine, engine=measurement.shape, block_bytes=measurement.block_bytes)
 
 
 def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds: float, tell: Tell) -> MachineFile:
-    place, began = parse_server_url(options.url, 0, options.allow_remote), perf_counter()
-    require_open(place, place.http_port, "the server")
-    config, (model, told) = engine_config("", engine), _served_model(place, options)
-    shape = _default_shape(config, min(filter(None, (config.max_model_len, told)), default=LONGEST))
+    address, began = parse_server_url(options.url, 0, options.allow_remote), perf_counter()
+    require_open(address, address.http_port, "the server")
+    config, (model, longest) = engine_config("", engine), _served_model(address, options)
+    shape = _default_shape(config, min(filter(None, (config.max_model_len, longest)), default=LONGEST))
     manner = RequestOptions(model, api_key=options.api_key)
-    steps = ServedSteps(place, manner, shape.scheduler.max_num_seqs, shape.scheduler.max_model_len)
+    steps = ServedSteps(address, manner, shape.scheduler.max_num_seqs, shape.scheduler.max_model_len)
     seen = steps.measure_times(seconds, tell)
     machine, error = fit_served_machine(seen)
     origin = MachineOrigin(
@@ -168,11 +168,11 @@ def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds:
     return MachineFile(origin=origin, machine=machine, engine=shape, block_bytes=0)
 
 
-def _served_model(place: ServerAddress, options: CalibrationOptions) -> tuple[str, int | None]:
+def _served_model(address: ServerAddress, options: CalibrationOptions) -> tuple[str, int | None]:
     """The model that is named, or the first that is no pipeline of others, and its longest sequence; where the server
     tells no lengths the first model."""
-    names = [options.model] if options.model else list_models(place, options.api_key)
-    lengths = ((name, model_length(place, name, options.api_key)) for name in names)
+    names = [options.model] if options.model else list_models(address, options.api_key)
+    lengths = ((name, model_length(address, name, options.api_key)) for name in names)
     return next(((name, length) for name, length in lengths if length), (names[0], None))
 
 
@@ -259,13 +259,13 @@ def _precision(config: EngineConfig) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"charonia": __version__}
+    versions = {"charonia": __version__}
     for package in ("torch", "numpy"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _print_machine(console: Console, path: Path, file: MachineFile) -> None:

@@ -16,7 +16,7 @@ from .ranking import RankedConfiguration, are_told_apart, rank
 from .search_goal import (
     Configuration,
     ConfigurationTrial,
-    KnobValue,
+    ParameterValue,
     SearchGoal,
     expected_wall,
     format_metric,
@@ -25,7 +25,7 @@ from .search_space import SearchSpace
 from .tuned_models import TunedModels
 
 _ROWS, _SEPARATE = 10, 5
-"""Configurations that the terminal shows, and knobs that have a column of their own there."""
+"""Configurations that the terminal shows, and parameters that have a column of their own there."""
 _FOLDED = 12
 """Characters that a column whose text may be folded has at least."""
 _BUSY = 0.85
@@ -71,8 +71,8 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
         middle = ranked.middle
         if middle is None:
             return ["-" for _ in columns]
-        told = {self.goal.objective: ranked.value}
-        values = [(name, told.get(name, middle.level.metric(name))) for name in columns]
+        medians = {self.goal.objective: ranked.value}
+        values = [(name, medians.get(name, middle.level.metric(name))) for name in columns]
         return ["-" if value is None else format_metric(name, value) for name, value in values]
 
     def remark(self, ranked: RankedConfiguration) -> str:
@@ -92,17 +92,17 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
             console.print(text, soft_wrap=True)
 
     def _table(self, known: Sequence[RankedConfiguration], width: int) -> Table:
-        """Metrics beside the objective are left out from the last on where there is no room, and the knobs share a
+        """Metrics beside the objective are left out from the last on where there is no room, and the parameters share a
         column where that is not enough, or there are many; the report has them all."""
-        separate = [False] if len(self.space.knobs) > _SEPARATE else [True, False]
+        separate = [False] if len(self.space.parameters) > _SEPARATE else [True, False]
         for is_separate, count in product(separate, range(len(self.columns), 0, -1)):
             rows = self._rows(known, self.columns[:count], is_separate)
             fixed = [max(map(len, column)) for column in zip(*rows, strict=True)][not is_separate : -1]
             if sum(fixed) + 3 * len(rows[0]) + 1 + _FOLDED * (2 - is_separate) <= width:
                 break
         table = Table(*rows[0])
-        for place, column in enumerate(table.columns):
-            is_folded = place == len(rows[0]) - 1 or (place == 0 and not is_separate)
+        for index, column in enumerate(table.columns):
+            is_folded = index == len(rows[0]) - 1 or (index == 0 and not is_separate)
             column.no_wrap, column.overflow = not is_folded, "fold"
         for row in rows[1:]:
             table.add_row(*row)
@@ -110,7 +110,7 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
 
     def _rows(self, known: Sequence[RankedConfiguration], columns: Sequence[str], is_separate: bool) -> list[list[str]]:
         """The heads of the columns, and a row for each configuration."""
-        names = [knob.name for knob in self.space.knobs]
+        names = [parameter.name for parameter in self.space.parameters]
         rows = [[*(names if is_separate else ["configuration"]), *columns, "turns", ""]]
         for each in known:
             together = [describe_settings(self.space.settings(each.configuration))]
@@ -127,10 +127,12 @@ def conclude(
     best = next((each for each in ranked if each.scores), None)
     sentences, texts = [*_verdict(space, goal, ranked)], list[ConclusionText]()
     if best is not None and best.feasible:
-        found = space.settings(best.configuration)
+        settings = space.settings(best.configuration)
         kept = _kept(models, space, goal, best.configuration)
-        sentences += [f"{name} may stay {now}: this load tells no {found[name]} from it" for name, now in kept.items()]
-        texts += _texts(models, found | kept)
+        sentences += [
+            f"{name} may stay {now}: this load tells no {settings[name]} from it" for name, now in kept.items()
+        ]
+        texts += _texts(models, settings | kept)
     sentences += _cautions(space, goal, ranked, trials)
     if ended:
         sentences.append(ended)
@@ -223,23 +225,23 @@ def _busy(trials: Sequence[ConfigurationTrial]) -> Iterator[str]:
         yield "the load generator was busy itself: believe differences, less the rates"
 
 
-def _kept(models: TunedModels, space: SearchSpace, goal: SearchGoal, best: Configuration) -> dict[str, KnobValue]:
-    """What holds now of knobs that nothing speaks for turning: the load cannot tell it from the best's. Nothing where
+def _kept(models: TunedModels, space: SearchSpace, goal: SearchGoal, best: Configuration) -> dict[str, ParameterValue]:
+    """The values that hold now of parameters that need no change: the load cannot tell them from the best's. None where
     memory counts, in which the two may differ."""
-    kept: dict[str, KnobValue] = {}
+    kept: dict[str, ParameterValue] = {}
     if "memory" in (goal.objective, *(bound.metric for bound in goal.bounds)):
         return kept
-    for knob in space.knobs:
+    for parameter in space.parameters:
         settings = space.settings(best) | kept
-        now = value_now(*owner(knob.name, models))
-        if now is None or now == settings[knob.name] or now not in knob.values:
+        now = value_now(*owner(parameter.name, models))
+        if now is None or now == settings[parameter.name] or now not in parameter.values:
             continue
-        if space.canonical(tuple((settings | {knob.name: now}).values())) == best:
-            kept[knob.name] = now
+        if space.canonical(tuple((settings | {parameter.name: now}).values())) == best:
+            kept[parameter.name] = now
     return kept
 
 
-def _texts(models: TunedModels, settings: Mapping[str, KnobValue]) -> Iterator[ConclusionText]:
+def _texts(models: TunedModels, settings: Mapping[str, ParameterValue]) -> Iterator[ConclusionText]:
     if models.is_checkpoint:
         yield ConclusionText("flags of charonia serve:", engine_flags(settings) or "(none)")
         return
@@ -255,7 +257,7 @@ def in_a_line(failure: str, most: int = 300) -> str:
     return " ".join(failure.split())[:most]
 
 
-def describe_settings(settings: Mapping[str, KnobValue]) -> str:
+def describe_settings(settings: Mapping[str, ParameterValue]) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
 

@@ -22,18 +22,20 @@ _IDLE, _GAIN = 0.3, 0.02
 
 
 class SimulatedTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests and what they got; latencies in seconds. `rejected`: how many, by what refused them. `itl`: the gaps
-    between tokens; `e2e`: from arrival to last token."""
+    """Requests and what they got; latencies are in seconds."""
 
     requests: int
     rejected: dict[str, int]
+    """How many, by what refused them."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     output_tokens_per_s: float
     ttft: Spread | None
     itl: Spread | None
+    """The gaps between tokens."""
     e2e: Spread | None
+    """From arrival to last token."""
 
     @classmethod
     def of(cls, results: Sequence[SimulatedResult], seconds: float) -> "SimulatedTraffic":
@@ -59,19 +61,23 @@ class SimulatedTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulated load in figures. `seconds`: from the first arrival to the last token. `busy`: the part of that which
-    replicas computed in, on average; `cache_mean`, `cache_most`: the part of a replica's cache in use while it did."""
+    """A simulated load in figures."""
 
     replicas: int
     seconds: float
+    """From the first arrival to the last token."""
     busy: float
+    """The part of that which replicas computed in, on average."""
     steps: int
     cache_mean: float
+    """The part of a replica's cache in use while it computed, on average."""
     cache_most: float
+    """The same at the most."""
     prefix_hit_rate: float
     preemptions: int
     all: SimulatedTraffic
     tenants: dict[str, SimulatedTraffic]
+    """Of several tenants each one's; empty for one."""
 
 
 def compute_fleet_figures(simulation: Simulation, results: Sequence[SimulatedResult]) -> FleetFigures:
@@ -122,8 +128,12 @@ def parse_slo(text: str) -> list[Objective]:
     Raises:
         InvalidArgument: one is not of that form.
     """
-    found = [_parse_objective(each.strip()) for each in text.split(",")]
-    return found if any(each.metric == "rejected" for each in found) else [*found, Objective("rejected", "", 0.0)]
+    objectives = [_parse_objective(each.strip()) for each in text.split(",")]
+    return (
+        objectives
+        if any(each.metric == "rejected" for each in objectives)
+        else [*objectives, Objective("rejected", "", 0.0)]
+    )
 
 
 def _parse_objective(text: str) -> Objective:
@@ -153,14 +163,14 @@ def find_fleet(simulate: Callable[[int], FleetFigures], slo: Sequence[Objective]
     few, many = 0, 1
     before: FleetFigures | None = None
     while True:
-        yield (found := simulate(many))
-        if keeps(found, slo):
+        yield (figures := simulate(many))
+        if keeps(figures, slo):
             break
-        if many == most or (before is not None and before.busy < _IDLE and not _gains(before, found, slo)):
+        if many == most or (before is not None and before.busy < _IDLE and not _gains(before, figures, slo)):
             return
-        before = found
+        before = figures
         few, many = many, min(2 * many, most)
     while many - few > 1:
         middle = (few + many) // 2
-        yield (found := simulate(middle))
-        few, many = (few, middle) if keeps(found, slo) else (middle, many)
+        yield (figures := simulate(middle))
+        few, many = (few, middle) if keeps(figures, slo) else (middle, many)

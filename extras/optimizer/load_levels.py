@@ -77,7 +77,7 @@ class LoadSubject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_load(
-    subject: LoadSubject, place: ServerAddress, level: LoadLevel, options: LevelOptions, seconds: float, config: Any
+    subject: LoadSubject, address: ServerAddress, level: LoadLevel, options: LevelOptions, seconds: float, config: Any
 ) -> LoadRun:
     """The load of one level. `config`: the model's, as the server tells it in JSON. Raises `InvalidArgument` where its
     inputs cannot be made."""
@@ -89,8 +89,8 @@ def plan_load(
     require_requests(jobs, level, seconds)
     return LoadRun(
         target=LoadTarget(
-            host=place.host,
-            port=place.http_port,
+            host=address.host,
+            port=address.http_port,
             door=subject.door or "completions",
             manner=manner,
             payload=payload,
@@ -148,22 +148,22 @@ def infer_payload(config: Any, options: LevelOptions) -> InferPayload:
 def _parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
     name, colon, dims = text.rpartition(":")
     try:
-        found = tuple(int(each) for each in dims.split(","))
+        shape = tuple(int(each) for each in dims.split(","))
     except ValueError:
-        found = ()
-    if not colon or not found or min(found) < 1:
+        shape = ()
+    if not colon or not shape or min(shape) < 1:
         raise InvalidArgument(f"shape: '{text}' is not of the form NAME:8,128", field="shape")
-    return name, found
+    return name, shape
 
 
 def _tensor(spec: Any, shapes: dict[str, tuple[int, ...]], batch: tuple[int, ...]) -> Tensor:
     name, dims = spec["name"], tuple(int(each) for each in spec["dims"])
-    given = shapes.get(name, dims)
-    fits = len(given) == len(dims) and all(there in (-1, here) for here, there in zip(given, dims, strict=True))
-    if not fits or min(given, default=1) < 0:
+    sizes = shapes.get(name, dims)
+    fits = len(sizes) == len(dims) and all(there in (-1, here) for here, there in zip(sizes, dims, strict=True))
+    if not fits or min(sizes, default=1) < 0:
         message = f"input '{name}' has dims [{', '.join(map(str, dims))}]: say its shape with --shape {name}:..."
         raise InvalidArgument(message, field="shape")
-    shape, datatype = (*batch, *given), spec["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+    shape, datatype = (*batch, *sizes), spec["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
     dtype = np.dtype(NUMPY_TYPES[datatype])
     if datatype == "BYTES":
         return Tensor(name, datatype, shape, np.full(shape, _TEXT, object))

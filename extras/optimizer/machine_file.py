@@ -14,22 +14,28 @@ from .simulation import EngineShape
 
 
 class MachineOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a formula is from. `how`: what was done. `checkpoint`: its name; `model`: its sizes, by config.json's
-    names. `precision`: dtype, quantization and the cache's dtype. `versions`: by package. `steps`: so many were
-    measured, in `seconds`; `error`: mean of what they differ by from the formula, as a share of it."""
+    """Where the formula of a machine is from."""
 
     how: str
+    """What was done."""
     processor: str = ""
     cores: str = ""
     kernels: str = ""
     threads: int = 0
     checkpoint: str = ""
+    """Its name."""
     model: dict[str, int] = {}
+    """The model's sizes, by config.json's names."""
     precision: dict[str, str] = {}
+    """Its dtype, quantization and the cache's dtype."""
     versions: dict[str, str] = {}
+    """By package."""
     steps: int = 0
+    """How many were measured."""
     seconds: float = 0.0
+    """In which they were."""
     error: float = 0.0
+    """The mean of what steps differ by from the formula, as a share of it."""
 
 
 class MachineFile(msgspec.Struct, frozen=True, kw_only=True):

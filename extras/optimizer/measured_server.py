@@ -37,20 +37,20 @@ class MeasuredServer:
         self._arguments = (*fixed, *flags)
         self._models = models
         self._stack = ExitStack()
-        self._place: ServerAddress | None = None
+        self._address: ServerAddress | None = None
         self._loaded: dict[str, str] = {}
         self._puts = 0
 
     @property
-    def place(self) -> ServerAddress:
+    def address(self) -> ServerAddress:
         """Its addresses; started if it does not run."""
-        if self._place is None:
-            self._place = self._stack.enter_context(own_server(*self._arguments))
-        return self._place
+        if self._address is None:
+            self._address = self._stack.enter_context(own_server(*self._arguments))
+        return self._address
 
     def close(self) -> None:
         """Stop it; what it had loaded is gone."""
-        self._place, self._loaded = None, {}
+        self._address, self._loaded = None, {}
         self._stack.close()
 
     def load(self, configs: Mapping[str, RawConfig]) -> Any:
@@ -93,7 +93,7 @@ class MeasuredServer:
             time.sleep(_POLL_SECONDS)
 
     def _ask(self, path: str, body: Any = None) -> Any:
-        return ask_server(self.place, path, body)
+        return ask_server(self.address, path, body)
 
     def put(self, load: LoadRun, watch: Watch) -> tuple[WorkerOutcome, float]:
         """Put a load to it; what came of it, and the most memory of its processes meanwhile. Of loads that the same
@@ -105,7 +105,7 @@ class MeasuredServer:
         prompts = msgspec.structs.replace(load.prompts, seed=load.prompts.seed + self._puts)
         load = msgspec.structs.replace(load, prompts=prompts)
         self._puts += 1
-        pid = self.place.pid
+        pid = self.address.pid
         assert pid is not None
         try:
             with peak_memory(pid) as peak:
@@ -124,7 +124,7 @@ class MeasuredServer:
 
 
 def ask_server(
-    place: ServerAddress, path: str, body: Any = None, *, api_key: str = "", timeout: float = _LOAD_SECONDS
+    address: ServerAddress, path: str, body: Any = None, *, api_key: str = "", timeout: float = _LOAD_SECONDS
 ) -> Any:
     """The content of a JSON answer: to a POST of `body`, without one to a GET.
 
@@ -132,7 +132,7 @@ def ask_server(
         Unavailable: an error's status; with its message.
         OSError, HTTPException: there is no such server, or it broke off.
     """
-    connection = HTTPConnection(place.host, place.http_port, timeout=timeout)
+    connection = HTTPConnection(address.host, address.http_port, timeout=timeout)
     try:
         data = None if body is None else json.dumps(body)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})

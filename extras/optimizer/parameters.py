@@ -1,12 +1,12 @@
-"""The knobs of models: which there are, what a search tries without being told, and what a value does to a config.
+"""The parameters of models: which there are, what a search tries without being told, and what a value does to a config.
 
-A knob of a classic model is a field of its config or a parameter of its backend, one of a language model an option of
-its engine, all by their own names. In a graph the name of the model stands before it: `step.instances`.
+A classic model's are fields of its config and parameters of its backend, a language model's are options of its engine,
+all by their own names. In a graph the name of the model stands before it: `step.instances`.
 """
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -18,8 +18,8 @@ from ...engine.options import EngineOptions, engine_config, parse_settings, read
 from ...processes.host import usable_cores
 from ...repository.config_io import complete_fields
 from ...repository.model_source import ModelSource, parameters_of
-from .search_goal import KnobValue
-from .search_space import Knob
+from .search_goal import ParameterValue
+from .search_space import Canonicalize, TunedParameter
 from .tuned_models import TunedModels, is_composed, is_language_model
 
 INSTANCES, BATCH, DELAY, PREFERRED = (
@@ -30,7 +30,7 @@ INSTANCES, BATCH, DELAY, PREFERRED = (
 )
 SPECULATION, SEQUENCES, BATCHED_TOKENS = "speculation", "max_num_seqs", "max_num_batched_tokens"
 OFF = "off"
-"""The value of a knob that takes away what it would set."""
+"""The value of a parameter that takes away what it would set."""
 _PARAMETER = "parameters."
 """Before the name of any parameter of a config, which a backend may know or not."""
 
@@ -50,7 +50,7 @@ RUNTIME_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 }
 """What of a backend's parameters may make a model faster; its threads first, where it has some."""
 
-_RAISES: Mapping[str, tuple[str, ...]] = {
+_MONOTONE_METRICS: Mapping[str, tuple[str, ...]] = {
     INSTANCES: ("memory",),
     BATCH: ("memory",),
     SEQUENCES: ("throughput", "memory"),
@@ -76,20 +76,20 @@ class ClosedLoop(msgspec.Struct, frozen=True):
         return None if self.concurrency is None else self.concurrency * self.batch
 
 
-def parse_sweeps(texts: Sequence[str], models: TunedModels) -> list[Knob]:
-    """The knobs of `NAME=VALUE,VALUE`, checked against the models.
+def parse_sweeps(texts: Sequence[str], models: TunedModels) -> list[TunedParameter]:
+    """The parameters of `NAME=VALUE,VALUE`, checked against the models.
 
     Raises:
-        InvalidArgument: another form, an unknown knob, or a value that it cannot have.
+        InvalidArgument: another form, an unknown parameter, or a value that it cannot have.
     """
-    knobs = [_parse_sweep(text, models) for text in texts]
-    names = [knob.name for knob in knobs]
+    parameters = [_parse_sweep(text, models) for text in texts]
+    names = [parameter.name for parameter in parameters]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InvalidArgument(f"sweep: the knob '{twice[0]}' is there twice", field="sweep")
-    return knobs
+    return parameters
 
 
-def _parse_sweep(text: str, models: TunedModels) -> Knob:
+def _parse_sweep(text: str, models: TunedModels) -> TunedParameter:
     name, equals, listed = text.partition("=")
     values = tuple(map(_parse_value, filter(None, (value.strip() for value in listed.split(",")))))
     if not equals or not values:
@@ -97,18 +97,18 @@ def _parse_sweep(text: str, models: TunedModels) -> Knob:
     if len(set(values)) < len(values):
         raise InvalidArgument(f"sweep: '{text}' has a value twice", field="sweep")
     source, own = owner(name, models)
-    check_knob(source, own, values)
-    return make_knob(name, own, values, value_now(source, own))
+    check_parameter(source, own, values)
+    return make_parameter(name, own, values, value_now(source, own))
 
 
-def _parse_value(text: str) -> KnobValue:
+def _parse_value(text: str) -> ParameterValue:
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     return float(text) if re.fullmatch(r"-?\d*\.\d+", text) else text
 
 
 def owner(name: str, models: TunedModels) -> tuple[ModelSource, str]:
-    """The model that a knob is of, and its name there. Raises `InvalidArgument` where it names none of a graph's."""
+    """The model of a parameter, and its name there. Raises `InvalidArgument` where it names none of a graph's."""
     for source in sorted(models.models, key=lambda each: -len(each.name)):
         if models.is_graph and name.startswith(f"{source.name}."):
             return source, name.removeprefix(f"{source.name}.")
@@ -119,8 +119,8 @@ def owner(name: str, models: TunedModels) -> tuple[ModelSource, str]:
     return models.loaded, name
 
 
-def known_knobs(source: ModelSource) -> list[str]:
-    """The names of a model's knobs."""
+def known_parameters(source: ModelSource) -> list[str]:
+    """The names of a model's parameters."""
     if is_composed(source.config):
         return []
     if is_language_model(source.config):
@@ -129,9 +129,9 @@ def known_knobs(source: ModelSource) -> list[str]:
     return [INSTANCES, BATCH, DELAY, PREFERRED, *RUNTIME_PARAMETERS.get(source.backend, ())]
 
 
-def check_knob(source: ModelSource, name: str, values: Iterable[KnobValue]) -> None:
-    """Raises `InvalidArgument` where a model has no such knob, or the knob no such value."""
-    known = known_knobs(source)
+def check_parameter(source: ModelSource, name: str, values: Iterable[ParameterValue]) -> None:
+    """Raises `InvalidArgument` where a model has no such parameter, or the parameter no such value."""
+    known = known_parameters(source)
     if is_composed(source.config):
         raise InvalidArgument(f"sweep: '{source.name}' only asks other models; turn knobs of those", field="sweep")
     is_free = name.startswith(_PARAMETER) and not is_language_model(source.config)
@@ -146,7 +146,7 @@ def check_knob(source: ModelSource, name: str, values: Iterable[KnobValue]) -> N
         raise InvalidArgument(f"sweep: {error.message}", field="sweep") from None
 
 
-def _check_value(source: ModelSource, name: str, value: KnobValue) -> None:
+def _check_value(source: ModelSource, name: str, value: ParameterValue) -> None:
     if is_language_model(source.config):
         if value != OFF:
             key, written = _engine_setting(name, value)
@@ -163,31 +163,34 @@ def _check_value(source: ModelSource, name: str, value: KnobValue) -> None:
         raise InvalidArgument(f"model '{source.name}' has several instance groups, which '{INSTANCES}' cannot count")
 
 
-def make_knob(name: str, own: str, values: tuple[KnobValue, ...], now: KnobValue | None) -> Knob:
-    """`own`: the knob's name without its model's; `now`: the value that holds without a search, if that is known."""
+def make_parameter(
+    name: str, own: str, values: tuple[ParameterValue, ...], now: ParameterValue | None
+) -> TunedParameter:
+    """`own`: its name without its model's; `now`: the value that holds without a search, if that is known."""
     ordered = all(isinstance(value, (int, float)) for value in values if value != OFF) and len(values) > 1
     if ordered:
         values = tuple(sorted(values, key=lambda value: (value != OFF, 0 if isinstance(value, str) else value)))
-    place = values.index(now) if now in values else _nearest(values, now)
-    return Knob(name=name, values=values, now=place, ordered=ordered, raises=_RAISES.get(own, ()))
+    index = values.index(now) if now in values else _nearest(values, now)
+    monotone_metrics = _MONOTONE_METRICS.get(own, ())
+    return TunedParameter(name=name, values=values, now=index, ordered=ordered, monotone_metrics=monotone_metrics)
 
 
-def _nearest(values: Sequence[KnobValue], now: KnobValue | None) -> int:
-    numbers = [(place, value) for place, value in enumerate(values) if isinstance(value, (int, float))]
+def _nearest(values: Sequence[ParameterValue], now: ParameterValue | None) -> int:
+    numbers = {index: value for index, value in enumerate(values) if isinstance(value, (int, float))}
     if isinstance(now, (int, float)) and numbers:
-        return min(numbers, key=lambda each: abs(each[1] - now))[0]
+        return min(numbers, key=lambda index: abs(numbers[index] - now))
     return 0
 
 
-def value_now(source: ModelSource, name: str) -> KnobValue | None:
-    """What a model's config says of a knob, or what holds where it says nothing; None where that is not known."""
+def value_now(source: ModelSource, name: str) -> ParameterValue | None:
+    """What a model's config says of a parameter, or what holds where it says nothing; None where that is not known."""
     config, parameters = source.config, parameters_of(source.config)
     batching = config.get("dynamic_batching")
     if is_language_model(config):
         if name == SPECULATION:
             return None if "speculative_config" in parameters else OFF
-        given = parameters.get(name, "")
-        return _parse_value(given) if given else _engine_default(name)
+        written = parameters.get(name, "")
+        return _parse_value(written) if written else _engine_default(name)
     match name:
         case "instances":
             return int(config["instance_group"][0]["count"]) or 1 if config["instance_group"] else 1
@@ -199,23 +202,23 @@ def value_now(source: ModelSource, name: str) -> KnobValue | None:
             sizes = [] if batching is None else batching["preferred_batch_size"]
             return int(sizes[0]) if len(sizes) == 1 else OFF
     own = name.removeprefix(_PARAMETER)
-    if given := parameters.get(own, ""):
-        return _parse_value(given)
+    if written := parameters.get(own, ""):
+        return _parse_value(written)
     return usable_cores().threads if own in RUNTIME_PARAMETERS.get(source.backend, ())[:1] else None
 
 
-def _engine_default(name: str) -> KnobValue | None:
+def _engine_default(name: str) -> ParameterValue | None:
     config = engine_config("", EngineOptions())
     parts = (config, config.scheduler, config.cache, config.parallel)
-    found = next((value for part in parts if (value := getattr(part, name, None)) is not None), None)
-    if isinstance(found, bool):
-        return str(found).lower()
-    return found if isinstance(found, (int, float, str)) else None
+    default = next((value for part in parts if (value := getattr(part, name, None)) is not None), None)
+    if isinstance(default, bool):
+        return str(default).lower()
+    return default if isinstance(default, (int, float, str)) else None
 
 
-def default_knobs(models: TunedModels, loop: ClosedLoop, threads: int) -> list[Knob]:
+def default_parameters(models: TunedModels, loop: ClosedLoop, threads: int) -> list[TunedParameter]:
     """What is turned where nothing is said: what changes no answer. `threads`: of this machine, to compute with."""
-    found = []
+    parameters = []
     # What a step is asked is up to the graph; a batch of that is what it must take at least.
     bound = loop if not models.is_graph else ClosedLoop(None, max(1, models.loaded.config["max_batch_size"]))
     for source in models.models:
@@ -225,11 +228,13 @@ def default_knobs(models: TunedModels, loop: ClosedLoop, threads: int) -> list[K
             known = values if now is None or now in values or now == 0 else (*values, now)
             if len(known) > 1:
                 name = f"{source.name}.{own}" if models.is_graph else own
-                found.append(make_knob(name, own, tuple(known), now))
-    return found
+                parameters.append(make_parameter(name, own, tuple(known), now))
+    return parameters
 
 
-def _default_values(source: ModelSource, loop: ClosedLoop, threads: int) -> Iterator[tuple[str, tuple[KnobValue, ...]]]:
+def _default_values(
+    source: ModelSource, loop: ClosedLoop, threads: int
+) -> Iterator[tuple[str, tuple[ParameterValue, ...]]]:
     if is_composed(source.config):
         return
     counts = tuple(count for count in (1, 2, 4, 8, 16, 32) if count <= max(2, threads))
@@ -249,41 +254,39 @@ def _default_values(source: ModelSource, loop: ClosedLoop, threads: int) -> Iter
         yield name, tuple(count for count in counts if count <= threads)
 
 
-def equivalence(
-    knobs: Sequence[Knob], models: TunedModels, loop: ClosedLoop
-) -> Callable[[Mapping[str, KnobValue]], Mapping[str, KnobValue]]:
+def equivalence(parameters: Sequence[TunedParameter], models: TunedModels, loop: ClosedLoop) -> Canonicalize:
     """What a load cannot tell apart: batches and sequences above what is there at a time, and how a batch that cannot
     form is waited for. Only of a model that takes the load itself: what a step is asked is up to the graph."""
-    by_name = {knob.name: knob for knob in knobs}
+    by_name = {parameter.name: parameter for parameter in parameters}
 
-    def unite(settings: dict[str, KnobValue], name: str, enough: int | None) -> None:
+    def unite(settings: dict[str, ParameterValue], name: str, enough: int | None) -> None:
         """All values from `enough` on become the least of them."""
         if name in by_name and enough is not None:
             numbers = [value for value in by_name[name].values if isinstance(value, int) and value >= enough]
             if settings[name] in numbers:
                 settings[name] = min(numbers)
 
-    def same(settings: Mapping[str, KnobValue]) -> Mapping[str, KnobValue]:
+    def canonicalize(settings: Mapping[str, ParameterValue]) -> Mapping[str, ParameterValue]:
         if models.is_graph:
             return settings
-        found = dict(settings)
-        unite(found, SEQUENCES, loop.concurrency)
-        unite(found, BATCH, loop.items)
-        delay = found.get(DELAY, value_now(models.loaded, DELAY))
+        united = dict(settings)
+        unite(united, SEQUENCES, loop.concurrency)
+        unite(united, BATCH, loop.items)
+        delay = united.get(DELAY, value_now(models.loaded, DELAY))
         if delay == OFF and not is_language_model(models.loaded.config):
-            unite(found, BATCH, loop.batch)
-        size = found.get(BATCH, models.loaded.config["max_batch_size"])
+            unite(united, BATCH, loop.batch)
+        size = united.get(BATCH, models.loaded.config["max_batch_size"])
         alone = isinstance(size, int) and 0 < size < 2 * loop.batch
-        if alone and DELAY in found:
-            found[DELAY] = by_name[DELAY].values[0]
-        if PREFERRED in found and (alone or delay == OFF):
-            found[PREFERRED] = by_name[PREFERRED].values[0]
-        return found
+        if alone and DELAY in united:
+            united[DELAY] = by_name[DELAY].values[0]
+        if PREFERRED in united and (alone or delay == OFF):
+            united[PREFERRED] = by_name[PREFERRED].values[0]
+        return united
 
-    return same
+    return canonicalize
 
 
-def configured(models: TunedModels, settings: Mapping[str, KnobValue]) -> dict[str, RawConfig]:
+def configured(models: TunedModels, settings: Mapping[str, ParameterValue]) -> dict[str, RawConfig]:
     """Every model's config with these settings, by its name."""
     configs = {source.name: deepcopy({**source.config}) for source in models.models}
     # The delay last: without a batcher nothing else of it is said.
@@ -295,7 +298,7 @@ def configured(models: TunedModels, settings: Mapping[str, KnobValue]) -> dict[s
     return {name: complete_fields(config) for name, config in configs.items()}
 
 
-def _apply(config: dict[str, Any], is_llm: bool, name: str, value: KnobValue) -> None:
+def _apply(config: dict[str, Any], is_llm: bool, name: str, value: ParameterValue) -> None:
     if is_llm:
         key, written = _engine_setting(name, value)
         _set_parameter(config, key, value if value == OFF else written)
@@ -316,7 +319,7 @@ def _apply(config: dict[str, Any], is_llm: bool, name: str, value: KnobValue) ->
         _set_parameter(config, name.removeprefix(_PARAMETER), value)
 
 
-def _set_parameter(config: dict[str, Any], name: str, value: KnobValue) -> None:
+def _set_parameter(config: dict[str, Any], name: str, value: ParameterValue) -> None:
     if value == OFF:
         config["parameters"].pop(name, None)
     else:
@@ -330,8 +333,8 @@ def _mend_preferred(config: dict[str, Any]) -> None:
         batching["preferred_batch_size"] = [size for size in batching["preferred_batch_size"] if size <= most]
 
 
-def _engine_setting(name: str, value: KnobValue) -> tuple[str, KnobValue]:
-    """The option that a knob of a language model sets: `speculation` is METHOD or METHOD:TOKENS."""
+def _engine_setting(name: str, value: ParameterValue) -> tuple[str, ParameterValue]:
+    """The option that a parameter of a language model sets: `speculation` is METHOD or METHOD:TOKENS."""
     if name != SPECULATION:
         return name, value
     method, _, tokens = str(value).partition(":")
@@ -341,7 +344,7 @@ def _engine_setting(name: str, value: KnobValue) -> tuple[str, KnobValue]:
     return "speculative_config", msgspec.json.encode(written).decode()
 
 
-def engine_flags(settings: Mapping[str, KnobValue]) -> str:
+def engine_flags(settings: Mapping[str, ParameterValue]) -> str:
     """The settings of a single checkpoint as flags of `charonia serve`."""
     words = []
     for name, value in settings.items():

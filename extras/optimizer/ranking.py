@@ -40,11 +40,11 @@ class RankedConfiguration(NamedTuple):
 def rank(trials: Sequence[ConfigurationTrial], goal: SearchGoal) -> list[RankedConfiguration]:
     """All configurations that were measured, the best first: those that keep the bounds before those that do not, and
     of these those that were measured most before what a short measurement may flatter."""
-    found: dict[Configuration, list[ConfigurationTrial]] = {}
+    by_configuration: dict[Configuration, list[ConfigurationTrial]] = {}
     for trial in trials:
-        found.setdefault(trial.configuration, []).append(trial)
-    ranked = [_rank_one(configuration, tuple(its), goal) for configuration, its in found.items()]
-    longest = max((max(each.seconds for each in its) for its in found.values()), default=0.0)
+        by_configuration.setdefault(trial.configuration, []).append(trial)
+    ranked = [_rank_one(configuration, tuple(its), goal) for configuration, its in by_configuration.items()]
+    longest = max((max(each.seconds for each in its) for its in by_configuration.values()), default=0.0)
     turns = {each.configuration: sum(trial.seconds == longest for trial in each.trials) for each in ranked}
     most = max(turns.values(), default=0)
 

@@ -81,7 +81,7 @@ def _list(tag: str, texts: Iterable[str]) -> str:
 
 
 def _table(conclusion: Conclusion) -> str:
-    heads = [*(knob.name for knob in conclusion.space.knobs), *conclusion.columns, "turns", ""]
+    heads = [*(parameter.name for parameter in conclusion.space.parameters), *conclusion.columns, "turns", ""]
     rows = [f"<tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>"]
     for each in conclusion.ranked:
         values = [str(value) for value in each.configuration]
@@ -110,18 +110,18 @@ def _plots(conclusion: Conclusion) -> Iterator[str]:
             yield _figure(
                 f"{objective} against {metric}, a point for each configuration", points, _axis(metric), _axis(objective)
             )
-    for index, knob in enumerate(conclusion.space.knobs):
-        axis = PlotAxis(knob.name, tuple(map(str, knob.values)))
-        places = {value: place + 0.5 for place, value in enumerate(knob.values)}
-        points = [_point(conclusion, each, places[each.configuration[index]]) for each in drawn]
-        yield _figure(f"{objective} by {knob.name}", points, axis, _axis(objective))
+    for index, parameter in enumerate(conclusion.space.parameters):
+        axis = PlotAxis(parameter.name, tuple(map(str, parameter.values)))
+        positions = {value: number + 0.5 for number, value in enumerate(parameter.values)}
+        points = [_point(conclusion, each, positions[each.configuration[index]]) for each in drawn]
+        yield _figure(f"{objective} by {parameter.name}", points, axis, _axis(objective))
     yield from _level_curves(conclusion, known[:_CURVES])
     turns = [each for each in known if len(each.scores) > 1]
     if turns:
         axis = PlotAxis("finalists", tuple(str(number) for number in range(1, len(turns) + 1)))
         points = [
-            PlotPoint(place + 0.5, _scaled(objective, score.value), _title(conclusion, each), _kind(conclusion, each))
-            for place, each in enumerate(turns)
+            PlotPoint(number + 0.5, _scaled(objective, score.value), _title(conclusion, each), _kind(conclusion, each))
+            for number, each in enumerate(turns)
             for score in each.scores
         ]
         yield _figure("the turns of the finalists, in the order of the table", points, axis, _axis(objective))
@@ -132,8 +132,8 @@ def _level_curves(conclusion: Conclusion, known: Sequence[RankedConfiguration]) 
     longest = [max(each.trials, key=lambda trial: (len(trial.levels), trial.seconds)) for each in known]
     curves = []
     for ranked, trial in zip(known, longest, strict=True):
-        found = [_level_point(conclusion, ranked, level) for level in trial.levels]
-        curves.append([each for each in found if each is not None])
+        level_points = [_level_point(conclusion, ranked, level) for level in trial.levels]
+        curves.append([each for each in level_points if each is not None])
     if any(len(curve) > 1 for curve in curves):
         points = [point for curve in curves for point in curve]
         lines = [curve for curve in curves if curve]

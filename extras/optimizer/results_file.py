@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import InvalidArgument
-from .search_goal import ConfigurationTrial, KnobValue
+from .search_goal import ConfigurationTrial, ParameterValue
 
 _FORMAT = 2
 
@@ -30,9 +30,9 @@ class AnalysisSubject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialRecord(msgspec.Struct, frozen=True):
-    """A trial with its settings by their names: knobs may come and go between two runs."""
+    """A trial with its settings by their names: parameters may come and go between two runs."""
 
-    settings: dict[str, KnobValue]
+    settings: dict[str, ParameterValue]
     trial: ConfigurationTrial
 
 
@@ -46,7 +46,7 @@ class ResultsFile:
 
     def __init__(self, path: Path, subject: AnalysisSubject) -> None:
         self.path, self.seconds = path, subject.seconds
-        self._left: dict[tuple[frozenset[tuple[str, KnobValue]], float], list[ConfigurationTrial]] = {}
+        self._left: dict[tuple[frozenset[tuple[str, ParameterValue]], float], list[ConfigurationTrial]] = {}
         self.count = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,29 +74,29 @@ class ResultsFile:
         if not lines:
             return 0
         try:
-            found = msgspec.json.decode(lines[0], type=AnalysisSubject)
+            earlier = msgspec.json.decode(lines[0], type=AnalysisSubject)
             records = [msgspec.json.decode(line, type=TrialRecord) for line in lines[1:]]
         except msgspec.MsgspecError as error:
             message = f"{self.path} is no file of results ({error}): remove it, or give another --report"
             raise InvalidArgument(message) from None
         if not records:
             return 0
-        mine, theirs = msgspec.to_builtins(subject), msgspec.to_builtins(found)
+        mine, theirs = msgspec.to_builtins(subject), msgspec.to_builtins(earlier)
         if differing := [name for name in mine if mine[name] != theirs.get(name) and name != "seconds"]:
             what = {"digest": "state of the models' files"}.get(differing[0], differing[0])
             message = f"{self.path} has results of another {what}: remove it, or give another --report"
             raise InvalidArgument(message)
         for each in records:
             self._left.setdefault(_key(each.settings, each.trial.seconds), []).append(each.trial)
-        self.count, self.seconds = len(records), found.seconds
+        self.count, self.seconds = len(records), earlier.seconds
         return sum(map(len, lines))
 
-    def take(self, settings: Mapping[str, KnobValue], seconds: float) -> ConfigurationTrial | None:
+    def take(self, settings: Mapping[str, ParameterValue], seconds: float) -> ConfigurationTrial | None:
         """A result that was there when the file was opened, and was not taken yet."""
         left = self._left.get(_key(settings, seconds))
         return left.pop(0) if left else None
 
-    def add(self, settings: Mapping[str, KnobValue], trial: ConfigurationTrial) -> None:
+    def add(self, settings: Mapping[str, ParameterValue], trial: ConfigurationTrial) -> None:
         self._write(TrialRecord(dict(settings), trial))
 
     def _write(self, line: AnalysisSubject | TrialRecord) -> None:
@@ -107,5 +107,5 @@ class ResultsFile:
         self._file.close()
 
 
-def _key(settings: Mapping[str, KnobValue], seconds: float) -> tuple[frozenset[tuple[str, KnobValue]], float]:
+def _key(settings: Mapping[str, ParameterValue], seconds: float) -> tuple[frozenset[tuple[str, ParameterValue]], float]:
     return frozenset(settings.items()), round(seconds, 6)

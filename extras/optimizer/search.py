@@ -44,14 +44,14 @@ class SearchEffort(NamedTuple):
     """`seconds`: of load in a full measurement. A quick search takes a `share` of an exhaustive one's time: a fifth,
     less what an estimate of that may be wrong by. It measures a quarter as long until it has finalists, then half as
     long, in turns of which each has `rounds`. `budget`: seconds of all of it together, at which an exhaustive search
-    does not look. `asked`: somebody named the values, so of a small space all configurations are measured while the
+    does not look. `named_values`: somebody named them, so of a small space all configurations are measured while the
     budget lasts."""
 
     seconds: float = 8.0
     share: float = 0.18
     rounds: int = 2
     budget: float = float("inf")
-    asked: bool = False
+    named_values: bool = False
 
     @property
     def short(self) -> float:
@@ -99,7 +99,7 @@ class SearchRun:
     @property
     def measures_all(self) -> bool:
         """Whether somebody named the values, and so few that all of them are measured."""
-        return self.effort.asked and self.space.size < _SMALL
+        return self.effort.named_values and self.space.size < _SMALL
 
     @property
     def limit(self) -> float:
@@ -203,12 +203,12 @@ def _turns_of_start(run: SearchRun, seconds: float) -> list[Configuration]:
 
 def _are_ranked(run: SearchRun, finalists: Sequence[Configuration]) -> bool:
     """Whether more turns would tell nothing new: the two are told apart, or there is only one."""
-    found = [each for each in rank(run.trials, run.goal) if each.configuration in finalists]
-    return len(found) < 2 or are_told_apart(*found[:2])
+    ranked = [each for each in rank(run.trials, run.goal) if each.configuration in finalists]
+    return len(ranked) < 2 or are_told_apart(*ranked[:2])
 
 
 def _sweep(run: SearchRun) -> Iterator[ConfigurationTrial]:
-    """In no order, so that no value of a knob has the slow hours of the machine."""
+    """In no order, so that no value of a parameter has the slow hours of the machine."""
     order = np.random.default_rng(0).permutation(len(run.space.configurations))
     for index in order.tolist():
         yield run.measure(run.space.configurations[index], run.effort.seconds)
@@ -217,7 +217,7 @@ def _sweep(run: SearchRun) -> Iterator[ConfigurationTrial]:
 def _explore_by_surrogate(run: SearchRun) -> Iterator[ConfigurationTrial]:
     """What is there now, a few configurations far apart, and then always the one that promises most."""
     pruning = Pruning(run)
-    for configuration in pruning.spread_out(2 + len(run.space.knobs)):
+    for configuration in pruning.spread_out(2 + len(run.space.parameters)):
         part = _SPREAD_OUT if len(run.measured) >= _FEWEST else 1.0
         if run.may_explore(part) and not pruning.is_pruned(configuration):  # by what was learnt meanwhile
             yield run.measure(configuration, run.short)
@@ -243,7 +243,7 @@ class Pruning:
 
     def is_pruned(self, configuration: Configuration) -> bool:
         """Whether it was measured, asks for as much memory as one that had too little, or is dominated: a larger value
-        of a knob that only ever raises the objective is there to be had."""
+        of a parameter that only ever raises the objective is there to be had."""
         run = self._run
         return configuration in run.measured or self._is_broken(configuration) or self._is_dominated(configuration)
 
@@ -251,8 +251,8 @@ class Pruning:
         return any(self._run.space.asks_as_much(configuration, each) for each in self._run.broken)
 
     def _hints(self) -> list[int]:
-        objective = self._run.goal.objective
-        raised = [index for index, knob in enumerate(self._run.space.knobs) if objective in knob.raises]
+        objective, parameters = self._run.goal.objective, self._run.space.parameters
+        raised = [index for index, parameter in enumerate(parameters) if objective in parameter.monotone_metrics]
         return raised if self._trusts_hints and self._run.goal.maximises else []
 
     def _is_dominated(self, configuration: Configuration) -> bool:
@@ -291,11 +291,11 @@ class Pruning:
         best = float(surrogate.predict(run.space.points(sorted(run.measured, key=repr)))[0].max())
         gains = surrogate.expected_improvement(run.space.points(free), best)
         chosen = int(np.argmax(gains))
-        is_young = len(run.measured) < 4 + 3 * len(run.space.knobs)
+        is_young = len(run.measured) < 4 + 3 * len(run.space.parameters)
         return [free[chosen]] if is_young or gains[chosen] >= _NEGLIGIBLE else []
 
     def unchecked_hints(self) -> list[Configuration]:
-        """What would have to be worse than the best if its knobs raise what they are said to, and was not measured."""
+        """Configurations that must be worse than the best if metrics are as monotone as is said, not measured yet."""
         best = self._run.contenders()[:1]
         below = [self._run.space.stepped(each, index, -1) for each in best for index in self._hints()]
         return [each for each in below if each is not None and each not in self._run.measured]
@@ -329,13 +329,15 @@ def _explore_by_optuna(run: SearchRun) -> Iterator[ConfigurationTrial]:
     space = run.space
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=6))
     study.enqueue_trial(space.settings(space.start))
-    choices = {knob.name: optuna.distributions.CategoricalDistribution(knob.values) for knob in space.knobs}
+    choices = {
+        parameter.name: optuna.distributions.CategoricalDistribution(parameter.values) for parameter in space.parameters
+    }
     known: dict[Configuration, float] = {}
-    asked = 0
-    while run.may_explore() and len(known) < space.size and asked < 20 * space.size:
-        asked += 1
+    suggestions = 0
+    while run.may_explore() and len(known) < space.size and suggestions < 20 * space.size:
+        suggestions += 1
         suggestion = study.ask(choices)
-        chosen = space.canonical(tuple(suggestion.params[knob.name] for knob in space.knobs))
+        chosen = space.canonical(tuple(suggestion.params[parameter.name] for parameter in space.parameters))
         if chosen not in known:
             trial = run.measure(chosen, run.short)
             score = run.goal.score(trial)

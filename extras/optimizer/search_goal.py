@@ -15,9 +15,9 @@ from ...bench.load.figures import Spread
 from ...core.errors import InvalidArgument
 from .fleet_figures import LATENCIES, SECONDS, STATISTICS
 
-KnobValue: TypeAlias = int | float | str
-Configuration: TypeAlias = tuple[KnobValue, ...]
-"""A value for each knob of a search space, in the order of the knobs."""
+ParameterValue: TypeAlias = int | float | str
+Configuration: TypeAlias = tuple[ParameterValue, ...]
+"""A value for each parameter of a search space, in the order of the parameters."""
 
 _PLAIN = ("throughput", "memory", "failed")
 METRICS = (*_PLAIN, *(f"{latency}_{statistic}" for latency in LATENCIES for statistic in STATISTICS))
@@ -32,19 +32,23 @@ _VIOLATION_WEIGHT = 5.0
 
 
 class LevelFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration under one level of load. `level`: its name; `throughput`: inferences or output tokens a second;
-    `failed`: the share of requests; `memory`: bytes of all processes at the most, where that is known; latencies in
-    seconds, `e2e` of whole requests. `generator`: the part of a core that the load generator took."""
+    """A configuration under one level of load. Latencies are in seconds."""
 
     level: str
+    """Its name."""
     requests: int
     throughput: float
+    """Inferences or output tokens a second."""
     failed: float = 0.0
+    """The share of requests."""
     memory: float | None = None
+    """Bytes of all processes at the most, where that is known."""
     e2e: Spread | None = None
+    """Of whole requests."""
     ttft: Spread | None = None
     itl: Spread | None = None
     generator: float = 0.0
+    """The part of a core that the load generator took."""
 
     def metric(self, name: str) -> float | None:
         """The value of one of `METRICS`; None where there is none."""

@@ -1,4 +1,4 @@
-"""The configurations that a search may choose from: knobs with their values, and what is known of them beforehand.
+"""The configurations that a search may choose from: parameters with their values, and what is known of them beforehand.
 
 Knows which configurations cannot differ, and which cannot do what a smaller one could not; measures nothing.
 """
@@ -6,33 +6,38 @@ Knows which configurations cannot differ, and which cannot do what a smaller one
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
-from .search_goal import Configuration, KnobValue
+from .search_goal import Configuration, ParameterValue
 
 _ENUMERATED, _DRAWN = 4096, 1024
 """Up to so many configurations are listed; of more, so many are drawn."""
 
 
-class Knob(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting. `values`: those to try, in their order if they are `ordered`; `now`: the place of the one that holds
-    without a search, or is nearest to it. `raises`: metrics that are never lower at a larger value, all else equal; the
-    search trusts that of memory, and tries that of the others before it believes it."""
+Canonicalize: TypeAlias = Callable[[Mapping[str, ParameterValue]], Mapping[str, ParameterValue]]
+"""From settings to those that nothing tells from them, one and the same for all of them."""
+
+
+class TunedParameter(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting. `values`: those to try, in their order if they are `ordered`; `now`: the index of the one that holds
+    without a search, or is nearest to it. `monotone_metrics`: those that are never lower at a larger value, all else
+    equal; the search trusts that of memory, and tries that of the others before it believes it."""
 
     name: str
-    values: tuple[KnobValue, ...]
+    values: tuple[ParameterValue, ...]
     now: int = 0
     ordered: bool = True
-    raises: tuple[str, ...] = ()
+    monotone_metrics: tuple[str, ...] = ()
 
 
 class SearchSpace:
-    """All combinations of the knobs' values. `same`: from a configuration's settings to those that nothing tells from
-    it, one and the same for all of them.
+    """All combinations of the parameters' values. `canonicalize`: from a configuration's settings to those that nothing
+    tells from it, one and the same for all of them.
 
     Raises:
         InvalidArgument: there is nothing to choose from.
@@ -40,20 +45,20 @@ class SearchSpace:
 
     def __init__(
         self,
-        knobs: Sequence[Knob],
-        same: Callable[[Mapping[str, KnobValue]], Mapping[str, KnobValue]] = lambda settings: settings,
+        parameters: Sequence[TunedParameter],
+        canonicalize: Canonicalize = lambda settings: settings,
         seed: int = 0,
     ) -> None:
-        if not knobs:
+        if not parameters:
             raise InvalidArgument("there is no knob to turn: name some with --sweep")
-        self.knobs = tuple(knobs)
-        self._same = same
+        self.parameters = tuple(parameters)
+        self._canonicalize = canonicalize
         self._random = np.random.default_rng(seed)
-        self._places = [{value: place for place, value in enumerate(knob.values)} for knob in knobs]
-        self.combinations = math.prod(len(knob.values) for knob in knobs)
-        self.start = self.canonical(tuple(knob.values[knob.now] for knob in knobs))
-        found = map(self.canonical, self._listed() if self.combinations <= _ENUMERATED else self._drawn(_DRAWN))
-        self.configurations = list(dict.fromkeys([self.start, *found]))
+        self._indices = [{value: index for index, value in enumerate(parameter.values)} for parameter in parameters]
+        self.combinations = math.prod(len(parameter.values) for parameter in parameters)
+        self.start = self.canonical(tuple(parameter.values[parameter.now] for parameter in parameters))
+        drawn = self._listed() if self.combinations <= _ENUMERATED else self._drawn(_DRAWN)
+        self.configurations = list(dict.fromkeys([self.start, *map(self.canonical, drawn)]))
 
     @property
     def size(self) -> int:
@@ -61,59 +66,61 @@ class SearchSpace:
         return len(self.configurations) if self.combinations <= _ENUMERATED else self.combinations
 
     def _listed(self) -> Iterator[Configuration]:
-        return product(*(knob.values for knob in self.knobs))
+        return product(*(parameter.values for parameter in self.parameters))
 
     def _drawn(self, count: int) -> Iterator[Configuration]:
-        sizes = [len(knob.values) for knob in self.knobs]
-        for places in self._random.integers(0, sizes, (count, len(sizes))).tolist():
-            yield tuple(knob.values[place] for knob, place in zip(self.knobs, places, strict=True))
+        sizes = [len(parameter.values) for parameter in self.parameters]
+        for indices in self._random.integers(0, sizes, (count, len(sizes))).tolist():
+            yield tuple(parameter.values[index] for parameter, index in zip(self.parameters, indices, strict=True))
 
-    def settings(self, configuration: Configuration) -> dict[str, KnobValue]:
-        """The values by the knobs' names."""
-        return {knob.name: value for knob, value in zip(self.knobs, configuration, strict=True)}
+    def settings(self, configuration: Configuration) -> dict[str, ParameterValue]:
+        """The values by the parameters' names."""
+        return {parameter.name: value for parameter, value in zip(self.parameters, configuration, strict=True)}
 
     def canonical(self, configuration: Configuration) -> Configuration:
         """The one of those that cannot differ which stands for them."""
-        settings = self._same(self.settings(configuration))
-        return tuple(settings[knob.name] for knob in self.knobs)
+        settings = self._canonicalize(self.settings(configuration))
+        return tuple(settings[parameter.name] for parameter in self.parameters)
 
-    def places(self, configuration: Configuration) -> tuple[int, ...]:
-        """The place of each value among its knob's."""
-        return tuple(places[value] for places, value in zip(self._places, configuration, strict=True))
+    def indices(self, configuration: Configuration) -> tuple[int, ...]:
+        """The index of each value among its parameter's."""
+        return tuple(indices[value] for indices, value in zip(self._indices, configuration, strict=True))
 
     def points(self, configurations: Sequence[Configuration]) -> NDArray[np.float64]:
-        """[configurations, dimensions]: from 0 to 1 for a knob whose values are ordered, one dimension a value for
+        """[configurations, dimensions]: from 0 to 1 for a parameter whose values are ordered, one dimension a value for
         others, so that all of those are equally far apart."""
         columns: list[list[float]] = []
-        for index, knob in enumerate(self.knobs):
-            found = [self._places[index][configuration[index]] for configuration in configurations]
-            if knob.ordered:
-                columns.append([place / max(1, len(knob.values) - 1) for place in found])
+        for number, parameter in enumerate(self.parameters):
+            column = [self._indices[number][configuration[number]] for configuration in configurations]
+            if parameter.ordered:
+                columns.append([index / max(1, len(parameter.values) - 1) for index in column])
             else:
-                columns += [[math.sqrt(0.5) * (place == one) for place in found] for one in range(len(knob.values))]
+                values = range(len(parameter.values))
+                columns += [[math.sqrt(0.5) * (index == value) for index in column] for value in values]
         return np.array(columns).T
 
-    def stepped(self, configuration: Configuration, index: int, by: int) -> Configuration | None:
-        """The configuration with one knob so many places further; None where there is no such place."""
-        place = self._places[index][configuration[index]] + by
-        if not 0 <= place < len(self.knobs[index].values):
+    def stepped(self, configuration: Configuration, number: int, by: int) -> Configuration | None:
+        """The configuration with the parameter of this number so many values further; None where there is none."""
+        parameter = self.parameters[number]
+        index = self._indices[number][configuration[number]] + by
+        if not 0 <= index < len(parameter.values):
             return None
-        stepped = (*configuration[:index], self.knobs[index].values[place], *configuration[index + 1 :])
-        return self.canonical(stepped)
+        return self.canonical((*configuration[:number], parameter.values[index], *configuration[number + 1 :]))
 
     def neighbours(self, configuration: Configuration) -> Iterator[Configuration]:
-        """Those that differ in one knob: by a place if its values are ordered, in any other value if not."""
-        for index, knob in enumerate(self.knobs):
-            reach = 1 if knob.ordered else len(knob.values)
+        """Those that differ in one parameter: by the next value if they are ordered, in any other value if not."""
+        for number, parameter in enumerate(self.parameters):
+            reach = 1 if parameter.ordered else len(parameter.values)
             for by in range(-reach, reach + 1):
-                other = self.stepped(configuration, index, by)
+                other = self.stepped(configuration, number, by)
                 if other is not None and other != configuration:
                     yield other
 
     def asks_as_much(self, configuration: Configuration, other: Configuration) -> bool:
         """Whether it needs at least the memory of the other: equal but for larger values of what raises that."""
-        mine, others = self.places(configuration), self.places(other)
         return all(
-            one >= two if "memory" in knob.raises else one == two
-            for knob, one, two in zip(self.knobs, mine, others, strict=True)
+            index >= others_index if "memory" in parameter.monotone_metrics else index == others_index
+            for parameter, index, others_index in zip(
+                self.parameters, self.indices(configuration), self.indices(other), strict=True
+            )
         )

@@ -77,16 +77,16 @@ def fit_served_machine(seen: ServedTimes) -> MachineFit:
     """
     # Tokens that were read together have no time between them.
     samples = [StepSample(each.load, gap) for each in seen.decodes for gap in each.gaps if gap > 0]
-    found = fit_machine(samples, heads=False)
+    fit = fit_machine(samples, heads=False)
     ttft = np.array([median(each.ttft) for each in seen.prompts])
     features = np.array([[1.0, each.tokens, each.tokens**2 / 2] for each in seen.prompts])
     constant, token, attended = solve_least_squares(features / ttft[:, None], np.ones(len(ttft))).tolist()
-    products = found.machine.products
+    products = fit.machine.products
     rows, seconds = products[-1]
     machine = msgspec.structs.replace(
-        found.machine,
+        fit.machine,
         products=(*products, (rows + _BEYOND, seconds + token * _BEYOND)),
         prompt_context=attended,
         arrival=max(0.0, constant - products[0][1]),
     )
-    return MachineFit(machine, found.error)
+    return MachineFit(machine, fit.error)

@@ -33,9 +33,9 @@ class ServedSteps:
     """Requests to one model of a server, whose sequences have at most `longest` tokens and run at most `most` at a
     time."""
 
-    def __init__(self, place: ServerAddress, manner: RequestOptions, most: int, longest: int) -> None:
-        self._place = place
-        self._target = LoadTarget(host=place.host, port=place.http_port, door="completions", manner=manner)
+    def __init__(self, address: ServerAddress, manner: RequestOptions, most: int, longest: int) -> None:
+        self._address = address
+        self._target = LoadTarget(host=address.host, port=address.http_port, door="completions", manner=manner)
         self._most, self._longest = most, longest
         self._seed = 0
 
@@ -46,15 +46,15 @@ class ServedSteps:
         Raises:
             Unavailable: a request failed.
         """
-        began, found = perf_counter(), list[ServedLoad]()
-        while not found or perf_counter() - began < seconds:
+        began, loads = perf_counter(), list[ServedLoad]()
+        while not loads or perf_counter() - began < seconds:
             for rows, prompt in self._decode_cases():
                 tell((perf_counter() - began) / seconds, f"over HTTP, {rows} at a time")
-                found.append(self._wait(rows, rows, prompt, min(_NEW, self._longest - prompt - 1)))
+                loads.append(self._wait(rows, rows, prompt, min(_NEW, self._longest - prompt - 1)))
             for tokens in self._prompts():
                 tell((perf_counter() - began) / seconds, f"over HTTP, a prompt of {tokens} tokens")
-                found.append(self._wait(1, _REPEATS, tokens, 2))
-        return found
+                loads.append(self._wait(1, _REPEATS, tokens, 2))
+        return loads
 
     def _wait(self, concurrency: int, requests: int, prompt: int, new: int) -> ServedLoad:
         """Requests all at once, or one after the other."""
@@ -70,7 +70,7 @@ class ServedSteps:
 
     def _step_totals(self) -> tuple[float, float]:
         """How many steps there were, and their seconds."""
-        scrape = parse_scrape(fetch_metrics(self._place), "/metrics")
+        scrape = parse_scrape(fetch_metrics(self._address), "/metrics")
         model = self._target.manner.model
         count, seconds = (sum(scrape[f"{_STEPS}_{part}"][model].values()) for part in ("count", "sum"))
         return count, seconds
@@ -94,7 +94,7 @@ class ServedSteps:
             raise Unavailable("the tokens of each answer came together: the server's steps cannot be told apart")
         return ServedTimes(
             [ServedDecode(rows, context + _NEW // 2, gaps) for (rows, context), gaps in decodes.items() if gaps],
-            [ServedPrompt(tokens, found) for tokens, found in prompts.items()],
+            [ServedPrompt(tokens, times) for tokens, times in prompts.items()],
         )
 
     def _prompts(self) -> Iterator[int]:
@@ -126,8 +126,8 @@ class ServedSteps:
     def _put(self, concurrency: int, requests: int, prompt: int, new: int) -> list[LoadRecord]:
         records = asyncio.run(self._put_at_once(concurrency, requests, prompt, new))
         if failed := next((each for each in records if each.status != OK), None):
-            told = f"{failed.status}{failed.detail and f': {failed.detail}'}"
-            raise Unavailable(f"a request to {self._target.manner.model} for {prompt} + {new} tokens failed: {told}")
+            reason = f"{failed.status}{failed.detail and f': {failed.detail}'}"
+            raise Unavailable(f"a request to {self._target.manner.model} for {prompt} + {new} tokens failed: {reason}")
         return records
 
     async def _put_at_once(self, concurrency: int, requests: int, prompt: int, new: int) -> list[LoadRecord]:

@@ -80,7 +80,7 @@ def simulate_fleets(
     figures = list(find_fleet(try_fleet, slo, fleet.most_replicas)) if slo else [try_fleet(fleet.replicas)]
     figures.sort(key=lambda each: each.replicas)
     tried.sort(key=lambda each: each.figures.replicas)
-    found = next((each for each in tried if keeps(each.figures, slo)), None)
+    sufficient = next((each for each in tried if keeps(each.figures, slo)), None)
     wall = sum(each.wall for each in tried)
     report = SimulationReport(
         origin=file.origin,
@@ -89,15 +89,15 @@ def simulate_fleets(
         speed=sum(each.speed * each.wall for each in tried) / wall,
         fleets=figures,
         slo=slo,
-        replicas=None if found is None or not slo else found.figures.replicas,
+        replicas=None if sufficient is None or not slo else sufficient.figures.replicas,
     )
     if fleet.json:
         print(msgspec.json.encode(report, enc_hook=str).decode())
     else:
-        _print_report(console, report, found or tried[-1], wall)
+        _print_report(console, report, sufficient or tried[-1], wall)
     if fleet.plot is not None:
-        _write_plot(fleet.plot, report, found or tried[-1], wall)
-    return 0 if found is not None else 1
+        _write_plot(fleet.plot, report, sufficient or tried[-1], wall)
+    return 0 if sufficient is not None else 1
 
 
 def _check_fleet(fleet: FleetOptions) -> None:
@@ -118,11 +118,11 @@ def resolve_engine(file: MachineFile, options: SimulatedEngineOptions) -> Engine
     Raises:
         InvalidArgument: the numbers do not go together.
     """
-    given = {name: value for name in options.__slots__ if (value := getattr(options, name)) is not None}
-    if len({"kv_cache_bytes", "kv_cache_blocks"} & given.keys()) == 2:
+    changes = {name: value for name in options.__slots__ if (value := getattr(options, name)) is not None}
+    if len({"kv_cache_bytes", "kv_cache_blocks"} & changes.keys()) == 2:
         raise InvalidArgument("give one of --kv-cache-bytes and --kv-cache-blocks", field="kv_cache_blocks")
-    blocks = given.pop("kv_cache_blocks", None) or file.engine.blocks
-    if (size := given.pop("kv_cache_bytes", None)) is not None:
+    blocks = changes.pop("kv_cache_blocks", None) or file.engine.blocks
+    if (size := changes.pop("kv_cache_bytes", None)) is not None:
         if not file.block_bytes:
             message = "a block's size was not seen when the machine was measured: give --kv-cache-blocks"
             raise InvalidArgument(message, field="kv_cache_bytes")
@@ -130,8 +130,8 @@ def resolve_engine(file: MachineFile, options: SimulatedEngineOptions) -> Engine
         if not blocks:
             message = f"kv_cache_bytes {size} has no room for a block of {file.block_bytes} bytes"
             raise InvalidArgument(message, field="kv_cache_bytes")
-    own = {name: given.pop(name) for name in list(given) if name in EngineShape.__struct_fields__}
-    scheduler = msgspec.structs.replace(file.engine.scheduler, **given)
+    own = {name: changes.pop(name) for name in list(changes) if name in EngineShape.__struct_fields__}
+    scheduler = msgspec.structs.replace(file.engine.scheduler, **changes)
     return msgspec.structs.replace(file.engine, scheduler=scheduler, blocks=blocks, **own)
 
 
@@ -184,10 +184,10 @@ def _fleets_table(report: SimulationReport) -> Table:
     for name in ("replicas", "busy", "tokens/s", *(each.name for each in report.slo), ""):
         table.add_column(name, justify="right")
     for figures in report.fleets:
-        found = (_value(each, each.found_in(figures)) for each in report.slo)
+        values = (_value(each, each.found_in(figures)) for each in report.slo)
         kept = "kept" if keeps(figures, report.slo) else ""
         speed = f"{figures.all.output_tokens_per_s:,.0f}"
-        table.add_row(str(figures.replicas), f"{figures.busy:.0%}", speed, *found, kept)
+        table.add_row(str(figures.replicas), f"{figures.busy:.0%}", speed, *values, kept)
     return table
 
 
@@ -248,8 +248,8 @@ def _slo_chart(report: SimulationReport) -> LineChart:
     of times that. Where nothing is allowed, anything is `_MUCH`."""
 
     def points(objective: Objective) -> list[tuple[float, float]]:
-        found = (objective.found_in(figures) for figures in report.fleets)
-        shares = (each / objective.limit if objective.limit else _MUCH * (each > 0) for each in found)
+        values = (objective.found_in(figures) for figures in report.fleets)
+        shares = (each / objective.limit if objective.limit else _MUCH * (each > 0) for each in values)
         return [(replicas, max(share, _LITTLE)) for (replicas, _), share in zip(bound, shares, strict=True)]
 
     bound = [(figures.replicas, 1.0) for figures in report.fleets]
@@ -266,7 +266,7 @@ def _latency_chart(results: Sequence[SimulatedResult]) -> LineChart:
         "ITL": gaps,
         "e2e": [each.tokens[-1] - each.arrival.at for each in served],
     }
-    lines = [ChartLine(name, _distribution(found)) for name, found in values.items() if found]
+    lines = [ChartLine(name, _distribution(seconds)) for name, seconds in values.items() if seconds]
     if not lines:
         raise InvalidArgument("no request was served: there is nothing to draw", field="plot")
     return LineChart("latency", "ms", "share", lines, log_x=True)

@@ -22,10 +22,10 @@ class StepSpread(NamedTuple):
 
     def at(self, level: float) -> float:
         """The quantile of this level, on a straight line between two."""
-        place = level * (len(self.factors) - 1)
-        low = int(place)
+        position = level * (len(self.factors) - 1)
+        low = int(position)
         high = min(low + 1, len(self.factors) - 1)
-        return self.factors[low] + (place - low) * (self.factors[high] - self.factors[low])
+        return self.factors[low] + (position - low) * (self.factors[high] - self.factors[low])
 
     def scaled(self, factor: float) -> "StepSpread":
         return self._replace(factors=tuple(factor * each for each in self.factors))
@@ -77,34 +77,36 @@ class StepLoadReader:
 
 class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of a step: reading the weights or computing with them, whichever is longer; attention; and the rest. And
-    the seconds around steps.
-
-    `weights`: reading them. `token`: the products of one token, of the head apart; `head`: those of one sampled place.
-    `decode_context`, `prompt_context`: attention of decoding rows and of prompts, for each token attended to, and
-    `chunk_context` for each token that a chunk of a prompt reads. The defaults are bf16 of Qwen2.5-0.5B's shape on two
-    Zen 4 cores. `products`: measured seconds of all products by rows, in place of `weights` and `token`; `heads`: those
-    of the head by sampled places, in place of `head`. `spread`: how single steps differ from that, ascending by their
-    seconds, for what holds a short step up for half its time is little of a long one; empty: not at all.
-
-    `between`: from a step's end until the next can begin, and `between_token` for each token that the step brought: the
-    step loop, and what the server takes of the cores that compute. `arrival`: until a request is in the engine, and
-    `arrival_token` for each of its prompt.
-    """
+    the seconds around steps. The defaults are bf16 of Qwen2.5-0.5B's shape on two Zen 4 cores."""
 
     weights: NotNegative = 27.4e-3
+    """Reading them."""
     token: NotNegative = 1.8e-3
+    """The products of one token, of the head apart."""
     head: NotNegative = 0.7e-3
+    """Those of the head, of one sampled place."""
     decode_context: NotNegative = 0.8e-6
+    """Attention of decoding rows, for each token attended to."""
     prompt_context: NotNegative = 0.3e-6
+    """The same of prompts."""
     chunk_context: NotNegative = 0.0
+    """The same for each token that a chunk of a prompt reads."""
     rest: NotNegative = 2e-3
     products: SecondsTable = ()
+    """Measured seconds of all products by rows, in place of `weights` and `token`."""
     heads: SecondsTable = ()
+    """Measured seconds of the head by sampled places, in place of `head`."""
     spread: tuple[StepSpread, ...] = ()
+    """How single steps differ from that, ascending by their seconds: what holds a short step up for half its time is
+    little of a long one. Empty: not at all."""
     between: NotNegative = 0.0
+    """From a step's end until the next can begin: the step loop, and the server's work on the cores that compute."""
     between_token: NotNegative = 0.0
+    """The same for each token that the step brought."""
     arrival: NotNegative = 0.0
+    """Until a request is in the engine."""
     arrival_token: NotNegative = 0.0
+    """The same for each token of its prompt."""
 
     def __post_init__(self) -> None:
         """Raises `ValueError`, which a reader of JSON makes its own: a table does not ascend."""
@@ -126,8 +128,8 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def _vary(self, seconds: float, level: float) -> float:
         """Between two spreads by the logarithm of the seconds."""
-        place = bisect_left(self.spread, (seconds,))
-        low, high = self.spread[max(place - 1, 0)], self.spread[min(place, len(self.spread) - 1)]
+        index = bisect_left(self.spread, (seconds,))
+        low, high = self.spread[max(index - 1, 0)], self.spread[min(index, len(self.spread) - 1)]
         near = log(seconds / low.seconds) / log(high.seconds / low.seconds) if low is not high else 0.0
         return seconds * (low.at(level) + near * (high.at(level) - low.at(level)))
 
@@ -149,6 +151,6 @@ def interpolate(table: Sequence[tuple[int, float]], count: int) -> float:
     """What a table of one line or more says of a count."""
     if len(table) == 1:
         return table[0][1]
-    place = min(max(bisect_left(table, (count,)), 1), len(table) - 1)
-    (fewer, short), (more, long) = table[place - 1 : place + 1]
+    index = min(max(bisect_left(table, (count,)), 1), len(table) - 1)
+    (fewer, short), (more, long) = table[index - 1 : index + 1]
     return short + (long - short) * (count - fewer) / (more - fewer)

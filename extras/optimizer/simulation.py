@@ -60,18 +60,20 @@ def unlimited_engine(scheduler: SchedulerConfig) -> EngineShape:
 
 
 class SimulatedRequest(NamedTuple):
-    """A request of `prompt` tokens that asks for `new` ones at `at` seconds; with targets of its own, in seconds. The
-    first `shared` tokens of its prompt are those of all requests of this `tenant` with the same `prefix`."""
+    """A request that comes at a time, for so many new tokens. Times are in seconds."""
 
     at: float
     prompt: int
+    """Its tokens."""
     new: int
+    """Tokens that it asks for."""
     target_ttft: float | None = None
     target_itl: float | None = None
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
     shared: int = 0
+    """Tokens at the beginning of its prompt that are those of all requests of this tenant with the same `prefix`."""
     prefix: int = 0
 
     def tokens(self, key: int) -> IntArray:

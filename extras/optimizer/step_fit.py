@@ -62,10 +62,10 @@ def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit
     seconds = np.array([each.seconds for each in samples])
     features = np.array([[1.0, *_features(each.load, rows, sampled)] for each in samples])
     features[:, 1:] *= np.ptp(features[:, 1:], axis=0) > 0  # what is alike in all steps is part of the constant
-    found = solve_robust(features, seconds)
-    expected = features @ found
+    coefficients = solve_robust(features, seconds)
+    expected = features @ coefficients
     ratios = seconds / expected
-    intercept, *slopes = found.tolist()
+    intercept, *slopes = coefficients.tolist()
     products, head_slopes = slopes[: len(rows) - 1], slopes[len(rows) - 1 : -3]
     decode, prompt, chunk = slopes[-3:]
     between = [each for each in samples if each.between is not None]
@@ -91,9 +91,9 @@ def _find_spreads(expected: FloatArray, ratios: FloatArray) -> tuple[StepSpread,
     """By what steps are expected to take. Long ones are few: the groups begin with them."""
     order = np.argsort(-expected)
     begins, longest = [0], expected[order[0]]
-    for place in range(_SPREAD_STEPS, len(order) - _SPREAD_STEPS + 1):
-        if place - begins[-1] >= _SPREAD_STEPS and longest > _SPREAD_SPAN * expected[order[place]]:
-            begins, longest = [*begins, place], expected[order[place]]
+    for index in range(_SPREAD_STEPS, len(order) - _SPREAD_STEPS + 1):
+        if index - begins[-1] >= _SPREAD_STEPS and longest > _SPREAD_SPAN * expected[order[index]]:
+            begins, longest = [*begins, index], expected[order[index]]
     levels = np.clip(np.linspace(0, 1, _QUANTILES), _TAIL, 1 - _TAIL)
     return tuple(
         StepSpread(float(np.exp(np.log(expected[group]).mean())), tuple(np.quantile(ratios[group], levels).tolist()))
@@ -104,10 +104,10 @@ def _find_spreads(expected: FloatArray, ratios: FloatArray) -> tuple[StepSpread,
 def _knots(counts: Iterable[int]) -> list[int]:
     """1, 2, 4, ... up to the largest count, which is the last if it is worth a knot of its own."""
     most = max([*counts, 2])
-    found = [1]
-    while 2 * found[-1] <= most:
-        found.append(2 * found[-1])
-    return found if most < 1.25 * found[-1] else [*found, most]
+    knots = [1]
+    while 2 * knots[-1] <= most:
+        knots.append(2 * knots[-1])
+    return knots if most < 1.25 * knots[-1] else [*knots, most]
 
 
 def _features(load: StepLoad, rows: Sequence[int], sampled: Sequence[int]) -> Iterator[float]:
@@ -137,13 +137,13 @@ def solve_robust(features: FloatArray, seconds: FloatArray) -> FloatArray:
     """
     scale, weights = seconds, np.ones(len(seconds))
     for _ in range(_ROUNDS):
-        each = (weights / scale)[:, None]
-        found = solve_least_squares(features * each, seconds * weights / scale)
-        scale = np.maximum(features @ found, 1e-3 * seconds)
+        scaling = (weights / scale)[:, None]
+        solution = solve_least_squares(features * scaling, seconds * weights / scale)
+        scale = np.maximum(features @ solution, 1e-3 * seconds)
         errors = np.abs(seconds / scale - 1)
         usual = max(_USUAL * float(np.median(errors)), 1e-9)
         weights = np.sqrt(np.minimum(1.0, usual / np.maximum(errors, 1e-12)))
-    return found
+    return solution
 
 
 def solve_least_squares(features: FloatArray, target: FloatArray) -> FloatArray:

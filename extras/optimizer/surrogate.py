@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Floats: TypeAlias = NDArray[np.floating[Any]]
 
 _LENGTHS = (0.35, 0.7, 1.4, 2.8)
-"""Distances over which values are alike; the likeliest is taken. A knob's values span 1."""
+"""Distances over which values are alike; the likeliest is taken. A parameter's values span 1."""
 
 
 class Surrogate:

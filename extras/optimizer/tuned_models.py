@@ -62,16 +62,16 @@ def open_models(source: str, model: str) -> Iterator[TunedModels]:
     path = Path(source)
     with ExitStack() as stack:
         if path.is_dir() and is_repository(path):
-            found = _models_of(path.resolve(), model)
+            models = _models_of(path.resolve(), model)
         else:
             single = checkpoint_source(source, (model,) if model else ())
             repository = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-analyze-")))
             _write_single(repository, single)
             # Its own mark tells nothing: what lies in the scratch folder is only a name.
-            found = TunedModels(repository, (single,), is_checkpoint=True)
-        for each in found.models:
+            models = TunedModels(repository, (single,), is_checkpoint=True)
+        for each in models.models:
             _check(each)
-        yield found
+        yield models
 
 
 def _models_of(repository: Path, model: str) -> TunedModels:

@@ -19,6 +19,6 @@ def test_a_grid_has_as_many_configurations_that_differ_as_it_says(kind: str, tmp
     (tmp_path / "models" / "mlp" / "config.pbtxt").write_text('backend: "onnxruntime"\nmax_batch_size: 32\n')
     write_model(tmp_path / "models", "llm", tmp_path / "checkpoint")
     with open_models(str(tmp_path / "models"), kind) as models:
-        knobs = parse_sweeps(grid.sweeps, models)
-        space = SearchSpace(knobs, equivalence(knobs, models, ClosedLoop(grid.concurrency)))
+        parameters = parse_sweeps(grid.sweeps, models)
+        space = SearchSpace(parameters, equivalence(parameters, models, ClosedLoop(grid.concurrency)))
     assert space.size == space.combinations == GRID_POINTS == 48

@@ -34,7 +34,7 @@ def test_a_load_has_no_prompts_of_one_before_it_that_may_be_cached(
 
     monkeypatch.setattr(measured_server, "run_here", run_here)
     monkeypatch.setattr(measured_server, "ask_server", lambda *_, **__: [])
-    monkeypatch.setattr(MeasuredServer, "place", ServerAddress("", 0, 0, pid=1))
+    monkeypatch.setattr(MeasuredServer, "address", ServerAddress("", 0, 0, pid=1))
     server = MeasuredServer(repository, opened("llm").models)
     for size, times in ((1, 2), (1, 1), (2, 2)):
         server.load({"llm": complete_fields({"max_batch_size": size})})

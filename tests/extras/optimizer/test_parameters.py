@@ -1,4 +1,4 @@
-"""Knobs: how they are read, what they do to configs, and which configurations a load cannot tell apart."""
+"""Parameters: how they are read, what they do to configs, and which configurations a load cannot tell apart."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from charonia.core.errors import CharoniaError, InvalidArgument, NotFound, Unsup
 from charonia.extras.optimizer.parameters import (
     ClosedLoop,
     configured,
-    default_knobs,
+    default_parameters,
     engine_flags,
     equivalence,
     parse_sweeps,
@@ -26,7 +26,8 @@ Opened = Callable[[str], TunedModels]
 def test_values_have_an_order_where_they_are_numbers(opened: Opened) -> None:
     sweeps = ["instances=4,1,2", "max_queue_delay_microseconds=1000,off,0", "execution_mode=0,1"]
     instances, delay, mode = parse_sweeps(sweeps, opened("onnx"))
-    assert (instances.values, instances.now, instances.ordered, instances.raises) == ((1, 2, 4), 0, True, ("memory",))
+    assert (instances.values, instances.now, instances.ordered) == ((1, 2, 4), 0, True)
+    assert instances.monotone_metrics == ("memory",)
     assert (delay.values, delay.now, delay.ordered) == (("off", 0, 1000), 0, True)
     assert mode.values == (0, 1)
     [precision] = parse_sweeps(["quantization=none,int8"], opened("llm"))
@@ -117,20 +118,26 @@ def test_settings_of_a_checkpoint_become_flags() -> None:
 
 
 def test_without_a_sweep_only_what_changes_no_answer_is_turned(opened: Opened) -> None:
-    knobs = {knob.name: knob.values for knob in default_knobs(opened("llm"), ClosedLoop(16), threads=4)}
-    assert knobs == {"max_num_seqs": (4, 8, 16), "max_num_batched_tokens": (256, 512, 1024, 2048)}
-    knobs = {knob.name: knob.values for knob in default_knobs(opened("onnx"), ClosedLoop(16), threads=4)}
-    assert knobs["instances"] == knobs["intra_op_thread_count"] == (1, 2, 4)
-    assert 8 in knobs["max_batch_size"], "what holds now is among what is tried"
-    assert max(knobs["max_batch_size"]) == 16
-    steps = {knob.name: knob.values for knob in default_knobs(opened("graph"), ClosedLoop(16), threads=4)}
+    parameters = {
+        parameter.name: parameter.values for parameter in default_parameters(opened("llm"), ClosedLoop(16), threads=4)
+    }
+    assert parameters == {"max_num_seqs": (4, 8, 16), "max_num_batched_tokens": (256, 512, 1024, 2048)}
+    parameters = {
+        parameter.name: parameter.values for parameter in default_parameters(opened("onnx"), ClosedLoop(16), threads=4)
+    }
+    assert parameters["instances"] == parameters["intra_op_thread_count"] == (1, 2, 4)
+    assert 8 in parameters["max_batch_size"], "what holds now is among what is tried"
+    assert max(parameters["max_batch_size"]) == 16
+    steps = {
+        parameter.name: parameter.values for parameter in default_parameters(opened("graph"), ClosedLoop(16), threads=4)
+    }
     assert min(steps["onnx.max_batch_size"]) == 8, "a step takes what the ensemble gives it"
     assert "llm.max_num_seqs" in steps
 
 
 def space(models: TunedModels, loop: ClosedLoop, *sweeps: str) -> SearchSpace:
-    knobs = parse_sweeps(sweeps, models)
-    return SearchSpace(knobs, equivalence(knobs, models, loop))
+    parameters = parse_sweeps(sweeps, models)
+    return SearchSpace(parameters, equivalence(parameters, models, loop))
 
 
 def test_what_a_load_cannot_tell_apart_is_one(opened: Opened) -> None:

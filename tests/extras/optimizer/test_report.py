@@ -21,7 +21,7 @@ from charonia.extras.optimizer.search_goal import (
     SearchGoal,
     parse_goal,
 )
-from charonia.extras.optimizer.search_space import Knob, SearchSpace
+from charonia.extras.optimizer.search_space import SearchSpace, TunedParameter
 from charonia.extras.optimizer.svg_plots import PlotAxis, PlotPoint, draw_points
 from charonia.extras.optimizer.tuned_models import TunedModels
 
@@ -43,8 +43,10 @@ def failed(configuration: Configuration) -> ConfigurationTrial:
 
 def concluded(opened: Opened, trials: Sequence[ConfigurationTrial], *constraints: str, ended: str = "") -> Conclusion:
     models = opened("onnx")
-    knobs = parse_sweeps(["instances=1,2,4", "execution_mode=0,1"], models)
-    return conclude(models, SearchSpace(knobs), parse_goal("throughput", constraints, streams=False), trials, ended)
+    parameters = parse_sweeps(["instances=1,2,4", "execution_mode=0,1"], models)
+    return conclude(
+        models, SearchSpace(parameters), parse_goal("throughput", constraints, streams=False), trials, ended
+    )
 
 
 def said(conclusion: Conclusion, width: int = 160) -> str:
@@ -82,10 +84,10 @@ def test_the_best_is_told_with_what_it_is_not_told_apart_from(opened: Opened) ->
 
 def test_a_narrow_terminal_gets_whole_figures_and_fewer_of_them(opened: Opened) -> None:
     conclusion = concluded(opened, FINAL)
-    for width, knobs, last in ((160, "execution_mode", "memory"), (80, "execution_mode", "e2e_p50"), (50, "", "")):
+    for width, parameters, last in ((160, "execution_mode", "memory"), (80, "execution_mode", "e2e_p50"), (50, "", "")):
         table = [line for line in said(conclusion, width).splitlines() if line[:1] in "┃│"]
         assert max(map(len, table)) <= width
-        assert knobs in table[0]
+        assert parameters in table[0]
         assert last in table[0]
         assert not any("…" in line for line in table)
         assert any("200/s" in line for line in table)
@@ -100,8 +102,8 @@ def test_the_table_has_the_median_as_the_sentences_have(opened: Opened) -> None:
 
 def test_what_the_load_cannot_tell_apart_stays_as_it_is_unless_memory_counts(opened: Opened) -> None:
     models = opened("onnx")  # whose largest batch is 8, and which batches nothing
-    knobs = parse_sweeps(["max_batch_size=2,4,8", "instances=1,2"], models)
-    space = SearchSpace(knobs, equivalence(knobs, models, ClosedLoop(4)))
+    parameters = parse_sweeps(["max_batch_size=2,4,8", "instances=1,2"], models)
+    space = SearchSpace(parameters, equivalence(parameters, models, ClosedLoop(4)))
     goals = [parse_goal("throughput", more, streams=False) for more in ((), ("memory=1GiB",))]
     plain, bounded = (conclude(models, space, goal, [trial((2, 2), (90.0, 0.1))], "") for goal in goals)
     assert "max_batch_size may stay 8: this load tells no 2 from it" in plain.sentences
@@ -138,7 +140,7 @@ def test_a_report_needs_no_network_and_no_script(opened: Opened, tmp_path: Path)
     assert "default-src 'none'" in text
     assert not re.findall(r"<script|https?://|url\(|@import|<link|<img|\bon\w+=", text)
     drawings = [ElementTree.fromstring(each) for each in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
-    # Throughput against latency and memory, by each of two knobs, from level to level, and the turns.
+    # Throughput against latency and memory, by each of two parameters, from level to level, and the turns.
     assert len(drawings) == 6
     for drawing in drawings:
         assert drawing.findall("circle")
@@ -162,7 +164,7 @@ def test_the_command_of_a_report_has_no_key(key: list[str]) -> None:
 
 def test_names_are_escaped() -> None:
     goal = SearchGoal()
-    space = SearchSpace([Knob(name="<b>", values=("<i>&",))])
+    space = SearchSpace([TunedParameter(name="<b>", values=("<i>&",))])
     text = render_report(
         conclude_levels("<u>", space, goal, trial(("<i>&",), (5.0, 0.1))), ["<s>"], ReportOrigin("<u>", "", "")
     )
@@ -171,7 +173,7 @@ def test_names_are_escaped() -> None:
 
 
 def test_levels_of_a_server_in_use_are_told_one_by_one() -> None:
-    space = SearchSpace([Knob(name="server", values=("http://localhost:8000",))])
+    space = SearchSpace([TunedParameter(name="server", values=("http://localhost:8000",))])
     goal = parse_goal("throughput", ["e2e_p99=150ms"], streams=False)
     found = conclude_levels("m", space, goal, trial(("http://localhost:8000",), (50.0, 0.1), (90.0, 0.2)))
     one, two = found.sentences

@@ -22,7 +22,7 @@ from charonia.extras.optimizer.search_goal import (
     SearchGoal,
     expected_wall,
 )
-from charonia.extras.optimizer.search_space import Knob, SearchSpace
+from charonia.extras.optimizer.search_space import SearchSpace, TunedParameter
 
 EFFORT = SearchEffort(seconds=8.0)
 SETUP = 0.5
@@ -52,11 +52,13 @@ class Bench:
 
 
 def space_of(*sizes: int, **more: Any) -> SearchSpace:
-    return SearchSpace([Knob(name=f"k{i}", values=tuple(range(size)), **more) for i, size in enumerate(sizes)])
+    return SearchSpace(
+        [TunedParameter(name=f"k{i}", values=tuple(range(size)), **more) for i, size in enumerate(sizes)]
+    )
 
 
 def surface(seed: int, shape: tuple[int, ...]) -> Any:
-    """A hill somewhere, whose axes are not those of the knobs, with a wave over it: [each knob's place] -> value."""
+    """A hill somewhere, whose axes are not those of the parameters, with a wave over it: [indices] -> value."""
     random, count = np.random.default_rng(seed), len(shape)
     axes = np.meshgrid(*(np.linspace(0, 1, size) for size in shape), indexing="ij")
     points = np.stack([axis.ravel() for axis in axes], axis=1)
@@ -130,7 +132,7 @@ def test_what_holds_now_has_as_many_turns_as_the_best_while_there_is_time() -> N
 @pytest.mark.parametrize(("budget", "all_of_them"), [(600.0, True), (30.0, False)])
 def test_all_that_was_asked_for_is_measured_while_the_budget_lasts(budget: float, all_of_them: bool) -> None:
     bench, space = Bench(lambda places: 100.0 - sum(places), setup=0.5), space_of(5, 4)
-    list(search("quick", space, GOAL, bench, EFFORT._replace(budget=budget, asked=True)))
+    list(search("quick", space, GOAL, bench, EFFORT._replace(budget=budget, named_values=True)))
     assert (len(set(bench.asked)) == space.size) == all_of_them
     assert bench.spent <= budget
     guessed = Bench(lambda places: 100.0 - sum(places), setup=0.5)
@@ -198,7 +200,7 @@ def test_any_search_ends_and_says_what_it_has(sizes: list[int], seed: int, faili
 
 
 def test_what_needs_more_memory_than_what_had_too_little_is_not_tried() -> None:
-    space = SearchSpace([Knob(name="instances", values=(1, 2, 4, 8, 16), raises=("memory",))])
+    space = SearchSpace([TunedParameter(name="instances", values=(1, 2, 4, 8, 16), monotone_metrics=("memory",))])
     goal = SearchGoal(bounds=(Bound("memory", 3.0),))
     bench = Bench(lambda places: float(places[0]), memory=lambda places: float(places[0]))
     trials = list(search("quick", space, goal, bench, EFFORT))
@@ -209,22 +211,25 @@ def test_what_needs_more_memory_than_what_had_too_little_is_not_tried() -> None:
 
 
 def test_smaller_values_of_a_knob_that_only_helps_are_dominated() -> None:
-    knobs = [Knob(name="more", values=(1, 2, 4, 8), raises=("throughput",)), Knob(name="other", values=(0, 1, 2))]
+    parameters = [
+        TunedParameter(name="more", values=(1, 2, 4, 8), monotone_metrics=("throughput",)),
+        TunedParameter(name="other", values=(0, 1, 2)),
+    ]
     truth = {(more, other): more * (3 + other) for more in (1, 2, 4, 8) for other in (0, 1, 2)}
     bench = Bench(lambda places: float(truth[places]))
-    trials = list(search("quick", SearchSpace(knobs), GOAL, bench, EFFORT))
+    trials = list(search("quick", SearchSpace(parameters), GOAL, bench, EFFORT))
     assert rank(trials, GOAL)[0].configuration == (8, 2)
     # What holds now, what was not dominated, and the one that had to be worse for the hint to be believed.
     assert len([each for each in set(bench.asked) if each[0] < 8]) <= 2
 
 
 def test_a_wrong_hint_is_found_out() -> None:
-    knobs = [
-        Knob(name="more", values=(1, 2, 4, 8), now=3, raises=("throughput",)),
-        Knob(name="other", values=(0, 1, 2)),
+    parameters = [
+        TunedParameter(name="more", values=(1, 2, 4, 8), now=3, monotone_metrics=("throughput",)),
+        TunedParameter(name="other", values=(0, 1, 2)),
     ]
     bench = Bench(lambda places: 100.0 / places[0] + places[1])
-    trials = list(search("quick", SearchSpace(knobs), GOAL, bench, EFFORT))
+    trials = list(search("quick", SearchSpace(parameters), GOAL, bench, EFFORT))
     assert rank(trials, GOAL)[0].configuration[0] == 1
 
 

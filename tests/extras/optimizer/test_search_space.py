@@ -3,10 +3,10 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.extras.optimizer.search_space import Knob, SearchSpace
+from charonia.extras.optimizer.search_space import SearchSpace, TunedParameter
 
-BATCH = Knob(name="batch", values=(1, 2, 4, 8), now=1, raises=("memory",))
-PRECISION = Knob(name="precision", values=("bf16", "int8", "int4"), ordered=False)
+BATCH = TunedParameter(name="batch", values=(1, 2, 4, 8), now=1, monotone_metrics=("memory",))
+PRECISION = TunedParameter(name="precision", values=("bf16", "int8", "int4"), ordered=False)
 
 
 def test_all_combinations_are_there_once_and_what_holds_now_first() -> None:
