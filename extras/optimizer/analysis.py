@@ -6,11 +6,11 @@
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from http.client import HTTPException
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import Self
 from urllib.parse import quote
 
 import msgspec
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from ...bench.load.worker import Watch, WorkerOutcome, run_here
+from ...bench.load.worker import WorkerOutcome, run_here
 from ...bench.server_process import GRPC_PORT, parse_server_url
 from ...core.errors import InvalidArgument, Unavailable
 from ...core.model import RawConfig
@@ -26,21 +26,19 @@ from ...processes.host import processor_name, usable_cores
 from ...repository.config_io import complete_fields
 from ...repository.model_source import ModelSource
 from .conclusion import Conclusion, conclude, conclude_levels, describe_settings, describe_trial, describe_value
-from .load_levels import LoadLevel, LoadSubject, check_levels, level_figures, plan_levels, plan_load
+from .configuration_meter import ConfigurationMeter, LoadPlan, measure_levels
+from .load_levels import LoadLevel, LoadSubject, check_levels, plan_levels, plan_load
 from .measured_server import MeasuredServer, ask_server
 from .options import LevelOptions, SearchOptions, parse_budget
-from .parameters import ClosedLoop, configured, default_parameters, equivalence, parse_sweeps
+from .parameters import default_parameters, equivalence, parse_sweeps
 from .ranking import rank
 from .report import ReportOrigin, write_report
 from .results_file import AnalysisSubject, ResultsFile
 from .search import BudgetSpent, SearchEffort, require_optuna, search
 from .search_goal import (
-    Configuration,
     ConfigurationTrial,
-    LevelFigures,
     ParameterValue,
     SearchGoal,
-    expected_wall,
     parse_goal,
 )
 from .search_space import SearchSpace, TunedParameter
@@ -50,98 +48,6 @@ _ANSWER_SECONDS = 30.0
 """For which a server that somebody runs may be silent."""
 
 
-class LoadPlan(msgspec.Struct, frozen=True):
-    """What configurations are measured under, and by."""
-
-    subject: LoadSubject
-    levels: list[LoadLevel]
-    options: LevelOptions
-    goal: SearchGoal
-
-    @property
-    def loop(self) -> ClosedLoop:
-        most = max(level.concurrency for level in self.levels)
-        return ClosedLoop(most or None, self.options.batch)
-
-
-Put: TypeAlias = Callable[[LoadLevel, float], tuple[WorkerOutcome, float | None]]
-"""Puts so many seconds of a level's load to a server; what came of it, and the memory it took if that is known."""
-
-
-def measure_levels(plan: LoadPlan, put: Put, seconds: float) -> Iterator[LevelFigures]:
-    """The figures of each level, up to the first beyond which the bounds cannot be kept."""
-    for level in plan.levels:
-        outcome, memory = put(level, seconds)
-        figures = level_figures(level, plan.subject, plan.options, outcome, seconds, memory)
-        yield figures
-        if plan.goal.ends_levels(figures):
-            return
-
-
-class ConfigurationMeter:
-    """Measures the configurations of a space through a server, within a budget, as long as the results of an earlier
-    run do not tell. `spent`: seconds of all trials, those of earlier runs included, and of what came before them."""
-
-    def __init__(self, models: TunedModels, server: MeasuredServer, plan: LoadPlan, budget: float) -> None:
-        self._models, self._server, self._plan = models, server, plan
-        self._budget = budget
-        self.spent = 0.0
-        self._trials: list[ConfigurationTrial] = []
-        self.watch: Watch = lambda progress: None
-        self.on_begin: Callable[[Mapping[str, ParameterValue]], None] = lambda settings: None
-
-    def meter(self, space: SearchSpace, results: ResultsFile) -> Callable[[Configuration, float], ConfigurationTrial]:
-        """The function that a search calls."""
-
-        def measure(configuration: Configuration, seconds: float) -> ConfigurationTrial:
-            settings = space.settings(configuration)
-            known = results.take(settings, seconds)
-            if known is not None:
-                trial = msgspec.structs.replace(known, configuration=configuration)
-            elif self.spent + self._estimate(seconds) > self._budget:
-                raise BudgetSpent
-            else:
-                self.on_begin(settings)
-                trial = self._measure(configuration, settings, seconds)
-                results.add(settings, trial)
-            self.spent += trial.wall
-            self._trials.append(trial)
-            return trial
-
-        return measure
-
-    def _estimate(self, seconds: float) -> float:
-        return expected_wall(self._trials, seconds, len(self._plan.levels))
-
-    def _measure(
-        self, configuration: Configuration, settings: Mapping[str, ParameterValue], seconds: float
-    ) -> ConfigurationTrial:
-        began = loaded = time.perf_counter()
-        levels: list[LevelFigures] = []
-        failure = ""
-        try:
-            config = self._server.load(configured(self._models, settings))
-            loaded = time.perf_counter()
-
-            def put(level: LoadLevel, seconds: float) -> tuple[WorkerOutcome, float | None]:
-                plan = self._plan
-                load = plan_load(plan.subject, self._server.address, level, plan.options, seconds, config)
-                return self._server.put(load, self.watch)
-
-            levels += measure_levels(self._plan, put, seconds)
-        except Unavailable as error:
-            failure = error.message.strip()
-            loaded = loaded if loaded > began else time.perf_counter()
-        return ConfigurationTrial(
-            configuration=configuration,
-            seconds=seconds,
-            setup=loaded - began,
-            loading=time.perf_counter() - loaded,
-            levels=tuple(levels),
-            failure=failure,
-        )
-
-
 def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, console: Console) -> int:
     """Search, print what was found, and write the report; the exit status, 1 if nothing keeps the constraints.
 
@@ -149,7 +55,8 @@ def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, c
         CharoniaError: there is nothing to analyze, or the options mean nothing.
     """
     began = time.perf_counter()
-    budget, levels = parse_budget(search_for.budget), plan_levels(load)
+    budget = parse_budget(search_for.budget)
+    levels = plan_levels(load)
     _check_report(search_for.report)
     least = _least_seconds(search_for, SearchEffort(search_for.full_seconds()), len(levels))
     check_levels(levels, load, least / len(levels))
@@ -295,7 +202,9 @@ class AnalysisProgress:
     """A bar of the budget on a terminal, elsewhere a line for each trial."""
 
     def __init__(self, console: Console, budget: float, meter: ConfigurationMeter, goal: SearchGoal) -> None:
-        self._console, self._meter, self._goal = console, meter, goal
+        self._console = console
+        self._meter = meter
+        self._goal = goal
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         columns = (
             SpinnerColumn(),
@@ -306,9 +215,11 @@ class AnalysisProgress:
         quiet = not console.is_terminal
         self._bar = Progress(*columns, console=console, transient=True, expand=True, disable=quiet)
         self._task = self._bar.add_task("", total=budget)
-        self._now, self._began = "", time.perf_counter()
+        self._now = ""
+        self._began = time.perf_counter()
         self.trials: list[ConfigurationTrial] = []
-        meter.on_begin, meter.watch = self._begin, lambda progress: self._show()
+        meter.on_begin = self._begin
+        meter.watch = lambda progress: self._show()
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -318,7 +229,8 @@ class AnalysisProgress:
         self._bar.stop()
 
     def _begin(self, settings: Mapping[str, ParameterValue]) -> None:
-        self._now, self._began = describe_settings(settings), time.perf_counter()
+        self._now = describe_settings(settings)
+        self._began = time.perf_counter()
         self._show()
 
     def _show(self) -> None:
@@ -356,7 +268,8 @@ def measure_url(search_for: SearchOptions, load: LevelOptions, console: Console)
         Unavailable: there is no such server or model, or requests fail.
     """
     _check_measured_only(search_for)
-    seconds, levels = search_for.full_seconds(), plan_levels(load)
+    seconds = search_for.full_seconds()
+    levels = plan_levels(load)
     _check_report(search_for.report)
     _least_seconds(search_for, SearchEffort(seconds), len(levels))
     check_levels(levels, load, seconds)

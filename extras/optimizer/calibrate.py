@@ -117,7 +117,8 @@ def _progress() -> Iterator[Tell]:
 def _measure_checkpoint(
     checkpoint: str, options: CalibrationOptions, engine: EngineOptions, seconds: float, tell: Tell
 ) -> MachineFile:
-    began, config = perf_counter(), granted_config(checkpoint, engine.given())
+    began = perf_counter()
+    config = granted_config(checkpoint, engine.given())
     model = {} if config.executor == "fake" else _sizes(checkpoint)
     served = 0.0 if options.engine_alone else _SERVED_SHARE
     measurement = measure_engine(config, (1 - served) * seconds, lambda share, text: tell((1 - served) * share, text))
@@ -149,9 +150,11 @@ def _measure_checkpoint(
 
 
 def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds: float, tell: Tell) -> MachineFile:
-    address, began = parse_server_url(options.url, 0, options.allow_remote), perf_counter()
+    address = parse_server_url(options.url, 0, options.allow_remote)
+    began = perf_counter()
     require_open(address, address.http_port, "the server")
-    config, (model, longest) = engine_config("", engine), _served_model(address, options)
+    config = engine_config("", engine)
+    (model, longest) = _served_model(address, options)
     shape = _default_shape(config, min(filter(None, (config.max_model_len, longest)), default=LONGEST))
     manner = RequestOptions(model, api_key=options.api_key)
     steps = ServedSteps(address, manner, shape.scheduler.max_num_seqs, shape.scheduler.max_model_len)
@@ -181,7 +184,8 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
     if device is None:
         known = ", ".join(DEVICES)
         raise InvalidArgument(f"--roofline knows {known}, and not {options.roofline!r}", field="roofline")
-    config, spec = engine_config(checkpoint, engine), open_checkpoint(checkpoint).spec
+    config = engine_config(checkpoint, engine)
+    spec = open_checkpoint(checkpoint).spec
     precision = _ESTIMATED.get(config.quantization)
     if precision is None:
         known = ", ".join(_ESTIMATED)
@@ -269,7 +273,8 @@ def _versions() -> dict[str, str]:
 
 
 def _print_machine(console: Console, path: Path, file: MachineFile) -> None:
-    machine, origin = file.machine, file.origin
+    machine = file.machine
+    origin = file.origin
     table = Table("what", "ms", title=origin.how)
     table.columns[1].justify = "right"
     for rows in (rows for rows in _ROWS if rows <= file.engine.scheduler.max_num_seqs):

@@ -103,7 +103,8 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
         table = Table(*rows[0])
         for index, column in enumerate(table.columns):
             is_folded = index == len(rows[0]) - 1 or (index == 0 and not is_separate)
-            column.no_wrap, column.overflow = not is_folded, "fold"
+            column.no_wrap = not is_folded
+            column.overflow = "fold"
         for row in rows[1:]:
             table.add_row(*row)
         return table
@@ -125,7 +126,8 @@ def conclude(
     """`ended`: why the search stopped before it was through, if it did."""
     ranked = rank(trials, goal)
     best = next((each for each in ranked if each.scores), None)
-    sentences, texts = [*_verdict(space, goal, ranked)], list[ConclusionText]()
+    sentences = [*_verdict(space, goal, ranked)]
+    texts = list[ConclusionText]()
     if best is not None and best.feasible:
         settings = space.settings(best.configuration)
         kept = _kept(models, space, goal, best.configuration)
@@ -245,7 +247,8 @@ def _texts(models: TunedModels, settings: Mapping[str, ParameterValue]) -> Itera
     if models.is_checkpoint:
         yield ConclusionText("flags of charonia serve:", engine_flags(settings) or "(none)")
         return
-    configs, turned = configured(models, settings), {owner(name, models)[0].name for name in settings}
+    configs = configured(models, settings)
+    turned = {owner(name, models)[0].name for name in settings}
     for source in models.models:
         if source.name in turned:
             title = f"{source.name}/config.pbtxt:"

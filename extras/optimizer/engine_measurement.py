@@ -88,7 +88,8 @@ class DrawnChunks(PrefillBudget):
 
     def __init__(self, config: SchedulerConfig, rule: ChunkRule) -> None:
         super().__init__(config)
-        self._rule, self._most = rule, config.max_num_batched_tokens
+        self._rule = rule
+        self._most = config.max_num_batched_tokens
 
     def is_long_prompt(self, tokens: int, context: int) -> bool:
         return False
@@ -108,8 +109,10 @@ class RecordedScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager, rule: ChunkRule) -> None:
         super().__init__(config, cache, lambda config: DrawnChunks(config, rule))
         self.samples: list[StepSample] = []
-        self._loads, self._flying = StepLoadReader(), deque[StepLoad]()
-        self._busy, self._brought = False, 0
+        self._loads = StepLoadReader()
+        self._flying = deque[StepLoad]()
+        self._busy = False
+        self._brought = 0
 
     def schedule(self) -> StepPlan | None:
         if (plan := super().schedule()) is not None:
@@ -123,11 +126,13 @@ class RecordedScheduler(Scheduler):
         forced: Mapping[int, ForcedTokens] = {},
         host_seconds: float = 0.0,
     ) -> StepUpdates:
-        load, between = self._flying.popleft(), host_seconds if self._busy else None
+        load = self._flying.popleft()
+        between = host_seconds if self._busy else None
         if seconds:
             self.samples.append(StepSample(load, seconds, between, self._brought))
         updates = super().apply(result, seconds, forced, host_seconds)
-        self._busy, self._brought = self.has_work, len(updates.keys)
+        self._busy = self.has_work
+        self._brought = len(updates.keys)
         return updates
 
 
@@ -183,7 +188,10 @@ class _EngineRun:
     counts to each step, beyond the step's own."""
 
     def __init__(self, executor: Executor, vocab_size: int, shape: EngineShape, random: Random) -> None:
-        self._executor, self._vocab_size, self._shape, self._random = executor, vocab_size, shape, random
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._shape = shape
+        self._random = random
         self._cache = KVCacheManager(shape.blocks, shape.block_size, shape.prefix_caching)
         self._rule = ChunkRule(random)
         self._scheduler = RecordedScheduler(shape.scheduler, self._cache, self._rule)
@@ -194,7 +202,8 @@ class _EngineRun:
         EngineCore(self._scheduler, self._cache, self._executor).warm_up()
         samples = self._scheduler.samples
         samples.clear()
-        began, tokens = perf_counter(), _FIRST_TOKENS
+        began = perf_counter()
+        tokens = _FIRST_TOKENS
         most = min(self._shape.scheduler.max_num_seqs, self._shape.blocks)
         counts = [1 << power for power in range(most.bit_length())]
         # The largest loads first: a time that ends early has seen both ends.
@@ -228,7 +237,8 @@ class _EngineRun:
     def _run(self, episode: _Episode, deadline: float) -> None:
         """Run the requests to their ends, or until the deadline; the engine serves no more after that."""
         self._rule.gathering = episode.gathering
-        core, encode = EngineCore(self._scheduler, self._cache, self._executor), msgspec.msgpack.Encoder().encode
+        core = EngineCore(self._scheduler, self._cache, self._executor)
+        encode = msgspec.msgpack.Encoder().encode
         left = len(episode.requests)
 
         def send(message: FromCore) -> None:

@@ -83,8 +83,10 @@ class FleetFigures(msgspec.Struct, frozen=True, kw_only=True):
 def compute_fleet_figures(simulation: Simulation, results: Sequence[SimulatedResult]) -> FleetFigures:
     """Of a simulation that ran once. Of several tenants each has figures of its own."""
     seconds = simulation.now - results[0].arrival.at if results else 0.0
-    fleet, tenants = simulation.replicas, sorted({each.arrival.tenant for each in results})
-    blocks, busy = fleet[0].blocks, simulation.busy
+    fleet = simulation.replicas
+    tenants = sorted({each.arrival.tenant for each in results})
+    blocks = fleet[0].blocks
+    busy = simulation.busy
     queries, hits = (sum(getattr(each.totals, f"prefix_{name}") for each in fleet) for name in ("queries", "hits"))
     return FleetFigures(
         replicas=len(fleet),
@@ -160,7 +162,8 @@ def find_fleet(simulate: Callable[[int], FleetFigures], slo: Sequence[Objective]
     """Every fleet that was tried, the smallest that keeps the objectives among them: twice as many replicas until one
     does, then between the last two. None keeps them where none of the ones tried does: then `most` was tried, or twice
     as many were hardly better than half of them, which had little to do."""
-    few, many = 0, 1
+    few = 0
+    many = 1
     before: FleetFigures | None = None
     while True:
         yield (figures := simulate(many))

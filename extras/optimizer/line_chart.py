@@ -46,7 +46,8 @@ def draw_chart(chart: LineChart, text: str = "") -> str:
     across = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, chart.log_x)
     up = _Axis(min(ys) if chart.log_y else min(0.0, *ys), max(ys), _HEIGHT - _BOTTOM, _TOP, chart.log_y)
     height = _HEIGHT + _TEXT_LINE * (len(text.splitlines()) + 1 if text else 0)
-    middle, centre = (_LEFT + _WIDTH - _RIGHT) / 2, (_TOP + _HEIGHT - _BOTTOM) / 2
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    centre = (_TOP + _HEIGHT - _BOTTOM) / 2
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}"'
         f' font-family="sans-serif" font-size="12">',
@@ -77,7 +78,8 @@ class _Axis:
         self._log = logarithmic and low > 0
         if high <= low:
             high = low * 1.1 if low > 0 else low + 1.0
-        self.begin, self.end = begin, end
+        self.begin = begin
+        self.end = end
         self._low, self._high = (log10(low), log10(high)) if self._log else (low, high)
 
     def place(self, value: float) -> float:

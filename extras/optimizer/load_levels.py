@@ -133,7 +133,8 @@ def infer_payload(config: Any, options: LevelOptions) -> InferPayload:
     Raises:
         InvalidArgument: an input has free dimensions, and nothing says how large they are; or there is no such input.
     """
-    shapes, inputs = dict(map(_parse_shape, options.shape)), config["input"]
+    shapes = dict(map(_parse_shape, options.shape))
+    inputs = config["input"]
     if unknown := shapes.keys() - {each["name"] for each in inputs}:
         known = ", ".join(each["name"] for each in inputs) or "none"
         message = f"shape: model '{config['name']}' has no input '{min(unknown)}', only {known}"
@@ -157,13 +158,15 @@ def _parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _tensor(spec: Any, shapes: dict[str, tuple[int, ...]], batch: tuple[int, ...]) -> Tensor:
-    name, dims = spec["name"], tuple(int(each) for each in spec["dims"])
+    name = spec["name"]
+    dims = tuple(int(each) for each in spec["dims"])
     sizes = shapes.get(name, dims)
     fits = len(sizes) == len(dims) and all(there in (-1, here) for here, there in zip(sizes, dims, strict=True))
     if not fits or min(sizes, default=1) < 0:
         message = f"input '{name}' has dims [{', '.join(map(str, dims))}]: say its shape with --shape {name}:..."
         raise InvalidArgument(message, field="shape")
-    shape, datatype = (*batch, *sizes), spec["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+    shape = (*batch, *sizes)
+    datatype = spec["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
     dtype = np.dtype(NUMPY_TYPES[datatype])
     if datatype == "BYTES":
         return Tensor(name, datatype, shape, np.full(shape, _TEXT, object))
@@ -183,7 +186,8 @@ def level_figures(
 ) -> LevelFigures:
     """What came of a level's load."""
     records = outcome.records
-    good, streams = [record for record in records if record.status == OK], subject.door is not None
+    good = [record for record in records if record.status == OK]
+    streams = subject.door is not None
     return LevelFigures(
         level=str(level),
         requests=len(records),

@@ -50,7 +50,8 @@ class MeasuredServer:
 
     def close(self) -> None:
         """Stop it; what it had loaded is gone."""
-        self._address, self._loaded = None, {}
+        self._address = None
+        self._loaded = {}
         self._stack.close()
 
     def load(self, configs: Mapping[str, RawConfig]) -> Any:
@@ -158,7 +159,8 @@ def _error_text(content: bytes) -> str:
 @contextmanager
 def peak_memory(pid: int) -> Iterator[Callable[[], int]]:
     """A function that tells the most bytes of a process and all that it started, sampled during the block."""
-    enough, most = threading.Event(), [resident_memory_of([pid])]
+    enough = threading.Event()
+    most = [resident_memory_of([pid])]
 
     def sample() -> None:
         while not enough.wait(_SAMPLE_SECONDS):

@@ -70,5 +70,6 @@ def are_told_apart(one: RankedConfiguration, other: RankedConfiguration) -> bool
     other's: of two times each that happens by chance once in three."""
     if min(len(one.scores), len(other.scores)) < _TURNS_TO_TELL:
         return False
-    (low, high), (others_low, others_high) = one.spread, other.spread
+    (low, high) = one.spread
+    (others_low, others_high) = other.spread
     return low > others_high or high < others_low

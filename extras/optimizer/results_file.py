@@ -45,7 +45,8 @@ class ResultsFile:
     """
 
     def __init__(self, path: Path, subject: AnalysisSubject) -> None:
-        self.path, self.seconds = path, subject.seconds
+        self.path = path
+        self.seconds = subject.seconds
         self._left: dict[tuple[frozenset[tuple[str, ParameterValue]], float], list[ConfigurationTrial]] = {}
         self.count = 0
         try:
@@ -81,14 +82,16 @@ class ResultsFile:
             raise InvalidArgument(message) from None
         if not records:
             return 0
-        mine, theirs = msgspec.to_builtins(subject), msgspec.to_builtins(earlier)
+        mine = msgspec.to_builtins(subject)
+        theirs = msgspec.to_builtins(earlier)
         if differing := [name for name in mine if mine[name] != theirs.get(name) and name != "seconds"]:
             what = {"digest": "state of the models' files"}.get(differing[0], differing[0])
             message = f"{self.path} has results of another {what}: remove it, or give another --report"
             raise InvalidArgument(message)
         for each in records:
             self._left.setdefault(_key(each.settings, each.trial.seconds), []).append(each.trial)
-        self.count, self.seconds = len(records), earlier.seconds
+        self.count = len(records)
+        self.seconds = earlier.seconds
         return sum(map(len, lines))
 
     def take(self, settings: Mapping[str, ParameterValue], seconds: float) -> ConfigurationTrial | None:

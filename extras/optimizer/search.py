@@ -66,7 +66,9 @@ class SearchRun:
     """A search while it goes on: what was measured, and what it may still take."""
 
     def __init__(self, space: SearchSpace, goal: SearchGoal, measure: Measure, effort: SearchEffort) -> None:
-        self.space, self.goal, self.effort = space, goal, effort
+        self.space = space
+        self.goal = goal
+        self.effort = effort
         self._measure = measure
         self.trials: list[ConfigurationTrial] = []
         self.measured: set[Configuration] = set()
@@ -194,7 +196,8 @@ def _play_finals(run: SearchRun, is_quick: bool) -> Iterator[ConfigurationTrial]
 def _turns_of_start(run: SearchRun, seconds: float) -> list[Configuration]:
     """As many turns of what holds now as the best had: it is what the best is compared with."""
     ranked = rank(run.trials, run.goal)
-    best, start = ranked[0] if ranked else None, run.space.start
+    best = ranked[0] if ranked else None
+    start = run.space.start
     if best is None or not best.scores or start in run.broken:
         return []
     turns = Counter(trial.configuration for trial in run.trials if trial.seconds == seconds and not trial.failure)
@@ -225,7 +228,8 @@ def _explore_by_surrogate(run: SearchRun) -> Iterator[ConfigurationTrial]:
     while run.may_explore():
         chosen = [] if not checked else pruning.most_promising()
         if not chosen:
-            checked, chosen = True, pruning.unchecked_hints()
+            checked = True
+            chosen = pruning.unchecked_hints()
             if not chosen and pruning.most_promising() == []:
                 return
         for configuration in chosen:
@@ -251,7 +255,8 @@ class Pruning:
         return any(self._run.space.asks_as_much(configuration, each) for each in self._run.broken)
 
     def _hints(self) -> list[int]:
-        objective, parameters = self._run.goal.objective, self._run.space.parameters
+        objective = self._run.goal.objective
+        parameters = self._run.space.parameters
         raised = [index for index, parameter in enumerate(parameters) if objective in parameter.monotone_metrics]
         return raised if self._trusts_hints and self._run.goal.maximises else []
 
@@ -270,7 +275,8 @@ class Pruning:
         """The start, and further configurations, each as far from all before it as can be."""
         space = self._run.space
         free = [each for each in space.configurations if each == space.start or not self.is_pruned(each)]
-        chosen, points = [space.start], space.points(free)
+        chosen = [space.start]
+        points = space.points(free)
         order = self._random.permutation(len(free))  # of those equally far, not always the first
         while len(chosen) < min(count, len(free)):
             taken = space.points(chosen)
@@ -281,7 +287,8 @@ class Pruning:
     def most_promising(self) -> list[Configuration]:
         """The one with the largest expected improvement; none where none is worth it, as soon as enough was measured to
         say so."""
-        run, surrogate = self._run, self._run.fit()
+        run = self._run
+        surrogate = self._run.fit()
         beside = [each for best in run.contenders()[:3] for each in run.space.neighbours(best)]
         free = [each for each in dict.fromkeys([*run.space.configurations, *beside]) if not self.is_pruned(each)]
         if not free:

@@ -36,7 +36,8 @@ class ServedSteps:
     def __init__(self, address: ServerAddress, manner: RequestOptions, most: int, longest: int) -> None:
         self._address = address
         self._target = LoadTarget(host=address.host, port=address.http_port, door="completions", manner=manner)
-        self._most, self._longest = most, longest
+        self._most = most
+        self._longest = longest
         self._seed = 0
 
     def measure_waits(self, seconds: float, tell: Tell) -> list[ServedLoad]:
@@ -46,7 +47,8 @@ class ServedSteps:
         Raises:
             Unavailable: a request failed.
         """
-        began, loads = perf_counter(), list[ServedLoad]()
+        began = perf_counter()
+        loads = list[ServedLoad]()
         while not loads or perf_counter() - began < seconds:
             for rows, prompt in self._decode_cases():
                 tell((perf_counter() - began) / seconds, f"over HTTP, {rows} at a time")
@@ -62,9 +64,11 @@ class ServedSteps:
         records = self._put(concurrency, requests, prompt, new)
         steps, computing = (after - earlier for after, earlier in zip(self._step_totals(), before, strict=True))
         if concurrency == 1:
-            busy, begun = sum(each.times[-1] - each.sent for each in records), requests
+            busy = sum(each.times[-1] - each.sent for each in records)
+            begun = requests
         else:
-            busy, begun = max(each.times[-1] for each in records) - min(each.sent for each in records), 1
+            busy = max(each.times[-1] for each in records) - min(each.sent for each in records)
+            begun = 1
         tokens = sum(each.tokens for each in records) - requests
         return ServedLoad(begun, begun * prompt, round(steps), tokens, busy - computing)
 
@@ -81,7 +85,9 @@ class ServedSteps:
         Raises:
             Unavailable: a request failed, or no two tokens came apart.
         """
-        began, decodes, prompts = perf_counter(), dict[tuple[int, int], list[float]](), dict[int, list[float]]()
+        began = perf_counter()
+        decodes = dict[tuple[int, int], list[float]]()
+        prompts = dict[int, list[float]]()
         while not decodes or perf_counter() - began < seconds:
             for rows, context in (*self._decode_cases(), *self._context_cases()):
                 tell((perf_counter() - began) / seconds, f"over HTTP, {rows} at a time")
@@ -115,7 +121,8 @@ class ServedSteps:
     def _decode(self, rows: int, prompt: int) -> list[float]:
         """Gaps while all of them decode."""
         records = self._put(rows, rows, prompt, min(_NEW, self._longest - prompt - 1))
-        begin, end = max(each.times[0] for each in records), min(each.times[-1] for each in records)
+        begin = max(each.times[0] for each in records)
+        end = min(each.times[-1] for each in records)
         return [
             gap
             for each in records
@@ -132,7 +139,8 @@ class ServedSteps:
 
     async def _put_at_once(self, concurrency: int, requests: int, prompt: int, new: int) -> list[LoadRecord]:
         self._seed += 1
-        sender, prompts = make_sender(self._target), Prompts(form="ids", seed=self._seed)
+        sender = make_sender(self._target)
+        prompts = Prompts(form="ids", seed=self._seed)
         pace = LoopMode(concurrency=concurrency, timeout=_REQUEST_SECONDS)
         try:
             driver = LoadDriver(sender, prompts, pace, perf_counter())

@@ -68,7 +68,8 @@ def simulate_fleets(
     """
     _check_fleet(fleet)
     file = read_machine_file(machine)
-    shape, slo = resolve_engine(file, engine), parse_slo(fleet.slo) if fleet.slo else []
+    shape = resolve_engine(file, engine)
+    slo = parse_slo(fleet.slo) if fleet.slo else []
     requests = make_requests(load, shape.scheduler.max_model_len)
     run = _runner(file, shape, requests, fleet.slower)
     tried: list[SimulatedFleet] = []
@@ -141,7 +142,8 @@ def _runner(
     machine = file.machine if slower == 1 else file.machine.slowed(slower)
 
     def run(replicas: int) -> SimulatedFleet:
-        began, simulation = perf_counter(), Simulation(machine, shape, replicas)
+        began = perf_counter()
+        simulation = Simulation(machine, shape, replicas)
         print(f"simulating {replicas} replica{'s' if replicas > 1 else ''} ...", file=sys.stderr)
         results = simulation.run(requests)
         simulation.check_integrity()
@@ -274,6 +276,7 @@ def _latency_chart(results: Sequence[SimulatedResult]) -> LineChart:
 
 def _distribution(seconds: Sequence[float]) -> list[tuple[float, float]]:
     """At most a few hundred points of how many are no longer, up to the longest."""
-    ordered, step = sorted(seconds), max(1, len(seconds) // 300)
+    ordered = sorted(seconds)
+    step = max(1, len(seconds) // 300)
     points = [(1e3 * max(each, 1e-6), (at + 1) / len(ordered)) for at, each in enumerate(ordered)]
     return points[::-step][::-1]

@@ -69,7 +69,8 @@ class StepLoadReader:
         decoding = self._decoding[plan.rows]
         context = plan.counts * (plan.starts + plan.counts // 2)
         self._decoding[plan.rows[plan.samples]] = True
-        own, other = plan.counts[decoding], plan.counts[~decoding]
+        own = plan.counts[decoding]
+        other = plan.counts[~decoding]
         work = int(own.sum()), int(context[decoding].sum()), int(other.sum()), int(context[~decoding].sum())
         reads = int((plan.starts + plan.counts)[~decoding].sum())
         return StepLoad(StepWork(*work), int(plan.samples.sum()), reads)
@@ -129,7 +130,8 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def _vary(self, seconds: float, level: float) -> float:
         """Between two spreads by the logarithm of the seconds."""
         index = bisect_left(self.spread, (seconds,))
-        low, high = self.spread[max(index - 1, 0)], self.spread[min(index, len(self.spread) - 1)]
+        low = self.spread[max(index - 1, 0)]
+        high = self.spread[min(index, len(self.spread) - 1)]
         near = log(seconds / low.seconds) / log(high.seconds / low.seconds) if low is not high else 0.0
         return seconds * (low.at(level) + near * (high.at(level) - low.at(level)))
 

@@ -123,7 +123,9 @@ class SimulatedReplica:
         self.blocks = engine.blocks
         self.busy = self.held = 0.0
         self.steps = self.most_held = 0
-        self._machine, self._watch, self._random = machine, watch, Random(seed)
+        self._machine = machine
+        self._watch = watch
+        self._random = Random(seed)
         self._cache = KVCacheManager(engine.blocks, engine.block_size, engine.prefix_caching)
         self._scheduler = Scheduler(engine.scheduler, self._cache, make_budget)
         self._inbox: list[tuple[SequenceSpec, float]] = []
@@ -211,8 +213,10 @@ class SimulatedReplica:
         self._flying.append(_FlyingStep(plan, seconds, began + seconds))
 
     def _land(self, step: _FlyingStep) -> StepUpdates:
-        plan, used = step.plan, self._cache.blocks - self._cache.free_blocks
-        rows, ends = plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples]
+        plan = step.plan
+        used = self._cache.blocks - self._cache.free_blocks
+        rows = plan.rows[plan.samples]
+        ends = (plan.starts + plan.counts)[plan.samples]
         result = StepResult(plan.step, rows, ends, np.ones_like(rows), self._draw_tokens(len(rows)))
         updates = self._scheduler.apply(result, step.seconds)
         self.busy += step.seconds
@@ -250,7 +254,8 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         self.replicas = [SimulatedReplica(machine, engine, make_budget, seed, watch) for seed in range(replicas)]
-        self._machine, self._engine = machine, engine
+        self._machine = machine
+        self._engine = engine
         self._affinity = engine.prefix_caching and replicas > 1
         limits = QueueLimits(engine.max_queued_requests, engine.max_queued_tokens)
         self._admission = AdmissionControl(limits, clock=lambda: self.now)
@@ -299,7 +304,8 @@ class Simulation:
 
     def _why_too_long(self, request: SimulatedRequest) -> str:
         """The limit that a request can never keep, without its own numbers: so that refusals can be counted."""
-        longest, capacity = self._engine.scheduler.max_model_len, self._engine.blocks * self._engine.block_size
+        longest = self._engine.scheduler.max_model_len
+        capacity = self._engine.blocks * self._engine.block_size
         limit = f"model's {longest}" if request.prompt + request.new > longest else f"cache's {capacity}"
         return f"tokens exceed the {limit}"
 

@@ -66,7 +66,8 @@ def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit
     expected = features @ coefficients
     ratios = seconds / expected
     intercept, *slopes = coefficients.tolist()
-    products, head_slopes = slopes[: len(rows) - 1], slopes[len(rows) - 1 : -3]
+    products = slopes[: len(rows) - 1]
+    head_slopes = slopes[len(rows) - 1 : -3]
     decode, prompt, chunk = slopes[-3:]
     between = [each for each in samples if each.between is not None]
     constant, each_token = _fit_between(between) if between else (0.0, 0.0)
@@ -90,7 +91,8 @@ def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit
 def _find_spreads(expected: FloatArray, ratios: FloatArray) -> tuple[StepSpread, ...]:
     """By what steps are expected to take. Long ones are few: the groups begin with them."""
     order = np.argsort(-expected)
-    begins, longest = [0], expected[order[0]]
+    begins = [0]
+    longest = expected[order[0]]
     for index in range(_SPREAD_STEPS, len(order) - _SPREAD_STEPS + 1):
         if index - begins[-1] >= _SPREAD_STEPS and longest > _SPREAD_SPAN * expected[order[index]]:
             begins, longest = [*begins, index], expected[order[index]]
@@ -135,7 +137,8 @@ def solve_robust(features: FloatArray, seconds: FloatArray) -> FloatArray:
     """As `solve_least_squares`, of errors as shares of what was expected. One that is far from usual counts by its
     size and not by its square (Huber's loss): neighbours on a machine hold single steps up for many times their time.
     """
-    scale, weights = seconds, np.ones(len(seconds))
+    scale = seconds
+    weights = np.ones(len(seconds))
     for _ in range(_ROUNDS):
         scaling = (weights / scale)[:, None]
         solution = solve_least_squares(features * scaling, seconds * weights / scale)
@@ -151,7 +154,8 @@ def solve_least_squares(features: FloatArray, target: FloatArray) -> FloatArray:
     scale = np.linalg.norm(features, axis=0)
     scale[scale == 0] = 1.0
     columns = features / scale
-    x, used = np.zeros(len(scale)), np.zeros(len(scale), np.bool_)
+    x = np.zeros(len(scale))
+    used = np.zeros(len(scale), np.bool_)
     for _ in range(10 * len(scale)):
         slope = columns.T @ (target - columns @ x)
         slope[used] = 0.0

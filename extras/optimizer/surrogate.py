@@ -22,7 +22,8 @@ class Surrogate:
 
     def __init__(self, points: Floats, values: Sequence[float], noise: Sequence[float]) -> None:
         self._points = points
-        targets, errors = np.array(values), np.array(noise)
+        targets = np.array(values)
+        errors = np.array(noise)
         self._mean = float(np.mean(targets))
         self._variance = max(float(np.var(targets)), 1e-4)
         centred = targets - self._mean

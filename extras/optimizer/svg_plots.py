@@ -50,7 +50,8 @@ def draw_points(
 ) -> str:
     """Points, and lines through others, under a title. What has no place on paper is left out."""
     drawn = [each for each in [*points, *(point for line in lines for point in line)] if _is_finite(each)]
-    x_top, y_top = x_axis.top([each.x for each in drawn]), y_axis.top([each.y for each in drawn])
+    x_top = x_axis.top([each.x for each in drawn])
+    y_top = y_axis.top([each.y for each in drawn])
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = _LEFT + x / x_top * (_WIDTH - _LEFT - _RIGHT)
@@ -58,7 +59,8 @@ def draw_points(
 
     parts = [f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(title)}">']
     parts.append(f'<text class="title" x="{_WIDTH / 2:g}" y="14" text-anchor="middle">{escape(title)}</text>')
-    (left, bottom), (right, top) = place(0, 0), place(x_top, y_top)
+    (left, bottom) = place(0, 0)
+    (right, top) = place(x_top, y_top)
     parts.append(f'<path class="axis" d="M{left:.1f} {top:.1f}V{bottom:.1f}H{right:.1f}"/>')
     for value, text in x_axis.ticks(x_top):
         x, _ = place(value, 0)

@@ -97,7 +97,8 @@ def _models_of(repository: Path, model: str) -> TunedModels:
 
 def _write_single(repository: Path, single: ModelSource) -> None:
     """A repository of the one model: our engine reads the checkpoint where it lies, others want it in their version."""
-    folder, [version] = repository / single.name, single.versions
+    folder = repository / single.name
+    [version] = single.versions
     folder.mkdir()
     config = single.config
     if single.backend == LANGUAGE_MODEL_BACKEND:
