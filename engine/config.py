@@ -160,65 +160,67 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`model`: checkpoint directory or hub id. `tokenizer`: another, to read the tokenizer from. `chat_template`: a
-    file or a template in place of its own. `tool_call_parser`, `reasoning_parser`: how its answers are written, "auto"
-    as the template says. `dtype`: auto, bfloat16, float16 or float32. `quantization`: none, int8, fp8 or int4:
-    matrices become 8-bit or 4-bit while they are loaded. `cache_dir`: directory where packed weights are kept, at most
-    `cache_max_bytes` of them; "" keeps none. `cpu_level`: auto, or one of `LEVELS` in cpu/library.py, which the machine
-    must have. `max_model_len` None is the checkpoint's own, and overrides the scheduler's number once it is known.
-
-    `max_queued_requests`, `max_queued_tokens`: what may wait, prompt tokens in the latter. `default_request_timeout`:
-    seconds a request may take that says nothing else; 0 is no limit. `target_tenants`: whose requests may have targets
-    of their own, `*` for all.
-
-    `data_parallel_size`: engine cores behind the model's name, each with the cache and sequences that are configured
-    here, and with `threads` of its own. `replica` numbers them, and `host_memory` is what one may take of the host's
-    memory in bytes, weights included, None whatever is free; `gpu_memory` likewise of each GPU's, where it computes on
-    some. The frontend fills these in, and the threads.
-
-    `lora`: None where no adapter may be loaded. `speculation`: None where nothing is drafted.
-    `per_request_spec_decode_metrics`: what answers tell of their drafts.
-
-    `enforce_eager`: launch decode steps kernel by kernel on a GPU, without graphs. `ahead_given`: the scheduler's
-    `ahead` was asked for; otherwise the device says how many steps it wants to be ahead.
-
-    `executor`: "inline" computes in the core process, "ranks" in processes of their own, "auto" in the core while one
-    rank of this machine is enough; "fake" counts (next token = last + 1) and is for measuring everything around the
-    engine. `threads` 0 means every usable core, divided over the replicas.
-    """
+    """One engine of our own: what it computes, on what, and for how many."""
 
     model: str
+    """Checkpoint directory or hub id."""
     tokenizer: str = ""
+    """Another directory or hub id, to read the tokenizer from."""
     chat_template: str = ""
+    """A file or a template in place of the checkpoint's own."""
     tool_call_parser: str = "auto"
+    """How calls of tools are written in answers, "auto" as the template says."""
     reasoning_parser: str = "auto"
+    """How reasoning is written in answers, "auto" as the template says."""
     dtype: str = "auto"
+    """auto, bfloat16, float16 or float32."""
     quantization: str = "none"
+    """none, int8, fp8 or int4: matrices become 8-bit or 4-bit while they are loaded."""
     cache_dir: str = ""
+    """Directory where packed weights are kept; "" keeps none."""
     cache_max_bytes: int = 50_000_000_000
+    """Packed weights that are kept at most."""
     device: str = "auto"
     cpu_level: str = "auto"
+    """auto, or one of `LEVELS` in cpu/library.py, which the machine must have."""
     attention: str = "auto"
     executor: str = "auto"
+    """`inline` computes in the core process, `ranks` in processes of their own, `auto` in the core while one rank of
+    this machine is enough; `fake` counts (next token = last + 1), to measure everything around the engine."""
     threads: int = 0
+    """Of each replica; 0 means every usable core, divided over the replicas, and the client fills it in then."""
     enforce_eager: bool = False
+    """Decode steps are launched kernel by kernel on a GPU, without graphs."""
     ahead_given: bool = False
+    """The scheduler's `ahead` was configured; otherwise the device says how many steps it wants to be ahead."""
     data_parallel_size: int = 1
+    """Engine cores behind the model's name, each with the cache and sequences that are configured here."""
     replica: int = 0
+    """The number of this one of them, which the client fills in."""
     host_memory: int | None = None
+    """Bytes of the host's memory that a replica may take, weights included, which the client fills in; None is whatever
+    is free."""
     gpu_memory: int | None = None
+    """Likewise of each GPU's memory, where it computes on some."""
     max_model_len: int | None = None
+    """None is the checkpoint's own. Overrides the scheduler's number once it is known."""
     max_queued_requests: int = 512
     max_queued_tokens: int = 1_048_576
+    """Prompt tokens that may wait."""
     default_request_timeout: float = 0.0
+    """Seconds that a request may take that says nothing else; 0 is no limit."""
     target_tenants: tuple[str, ...] = ()
+    """Those whose requests may have targets of their own, `*` for all."""
     cache: CacheConfig = CacheConfig()
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     fake: FakeConfig = FakeConfig()
     lora: LoraConfig | None = None
+    """None where no adapter may be loaded."""
     speculation: SpeculationConfig | None = None
+    """None where nothing is drafted."""
     per_request_spec_decode_metrics: DraftReport = "none"
+    """What answers tell of their drafts."""
 
     @property
     def most_drafts(self) -> int:

@@ -193,19 +193,19 @@ class KVCacheManager:
     def shareable(self, hashes: Sequence[bytes], known: int) -> int:
         """Tokens of the prefix that are cached, or that an open table computes right now."""
         blocks = hashes[: (known - 1) // self.block_size]
-        found = (self._is_findable(block_hash) or self.being_computed(block_hash) for block_hash in blocks)
-        return sum(takewhile(bool, found)) * self.block_size
+        held = (self._is_findable(block_hash) or self.being_computed(block_hash) for block_hash in blocks)
+        return sum(takewhile(bool, held)) * self.block_size
 
     def awaits(self, hashes: Sequence[bytes], known: int) -> bytes | None:
         """The last block of the prefix that an open table computes right now and this sequence could share. None when
         no table computes its next uncached block: nothing is won by waiting."""
-        found = None
+        awaited = None
         for block_hash in hashes[: (known - 1) // self.block_size]:
             if not self._is_findable(block_hash):
                 if not self.being_computed(block_hash):
                     break
-                found = block_hash
-        return found
+                awaited = block_hash
+        return awaited
 
     def _is_findable(self, block_hash: bytes) -> bool:
         return block_hash in self._pool or (self._host is not None and block_hash in self._host)

@@ -37,20 +37,24 @@ class ResolvedSampling(NamedTuple):
     """How one row's tokens are chosen, every default resolved. Its plain floats and ints are the table that the
     sampler's array and C structure are made from, see `engine/step_batch.py`.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. The token at absolute position p of choice
-    c depends on the logits and on (seed, c, p) alone. `logprobs`: how many of the likeliest tokens to report beside
-    each chosen one; `prompt_logprobs`: beside each token of the prompt but the first. None reports nothing.
+    The token at absolute position p of choice c depends on the logits and on (seed, c, p) alone.
     """
 
     temperature: float = 0.0
+    """0 is greedy."""
     top_k: int = 0
+    """0 is off."""
     top_p: float = 1.0
+    """1 is off."""
     seed: int = 0
     choice: int = 0
     min_p: float = 0.0
+    """0 is off."""
     logits: LogitsParams | None = None
     logprobs: int | None = None
+    """How many of the likeliest tokens to report beside each chosen one; None reports nothing."""
     prompt_logprobs: int | None = None
+    """In the same way, beside each token of the prompt but the first."""
 
 
 MaskArray: TypeAlias = NDArray[np.int32]
@@ -149,29 +153,35 @@ class Proposals(NamedTuple):
 NO_PROPOSALS = Proposals()
 
 
-def proposals_of(found: Sequence[tuple[int, int, list[int]]], seconds: float, passes: int, first: int) -> Proposals:
+def proposals_of(guesses: Sequence[tuple[int, int, list[int]]], seconds: float, passes: int, first: int) -> Proposals:
     """Proposals out of (row, position, tokens)."""
-    rows, positions, counts = (
-        np.array(column, np.int32)
-        for column in ([row for row, _, _ in found], [at for _, at, _ in found], [len(each) for _, _, each in found])
+    return Proposals(
+        np.array([row for row, _, _ in guesses], np.int32),
+        np.array([position for _, position, _ in guesses], np.int32),
+        np.array([len(tokens) for _, _, tokens in guesses], np.int32),
+        np.array([token for _, _, tokens in guesses for token in tokens], np.int32),
+        seconds,
+        passes,
+        first,
     )
-    tokens = np.array([token for _, _, each in found for token in each], np.int32)
-    return Proposals(rows, positions, counts, tokens, seconds, passes, first)
 
 
 class StepResult(NamedTuple):
-    """The tokens a step sampled, ragged: `counts[i]` tokens (0 to k) for `rows[i]`, which begin at position
-    `offsets[i]` of the sequence; `tokens` is their concatenation. `logprobs` is empty if no row wants any, else one
-    for each token, None where the row does not want it. `prompt_logprobs`: (row, those of the prompt's tokens that
-    follow computed ones) for rows that want them, also where they were reported before."""
+    """The tokens that a step sampled, ragged."""
 
     step: int
     rows: IntArray
     offsets: IntArray
+    """Position in its sequence of the first token of each row."""
     counts: IntArray
+    """Tokens of each row, 0 to k."""
     tokens: IntArray
+    """All of them, row after row."""
     logprobs: Sequence[Logprobs | None] = ()
+    """One for each token, None where the row does not want it; empty if no row wants any."""
     prompt_logprobs: Sequence[tuple[int, PromptLogprobs]] = ()
+    """(row, those of the prompt's tokens that follow computed ones) for rows that want them, also where they were
+    reported before."""
     proposals: Proposals = NO_PROPOSALS
 
 
@@ -184,19 +194,20 @@ class ForcedTokens(NamedTuple):
 
 
 class StepUpdates(NamedTuple):
-    """A result by sequence key, for the outside.
-
-    `started`: (key, prompt tokens found in the prefix cache) of sequences first admitted since the last updates.
-    `keys[i]` got `counts[i]` of the concatenated `tokens`. `finished`: (key, finish reason). `logprobs`: as in
-    StepResult. `prompt_logprobs`: (key, those of the prompt's next tokens), each token's once. `drafts`: (key, tokens
-    that were drafted, how many of them were accepted).
-    """
+    """A result by sequence key, for the outside."""
 
     keys: list[int]
     counts: list[int]
+    """New tokens of each key."""
     tokens: list[int]
+    """All of them, key after key."""
     started: list[tuple[int, int]]
+    """(key, prompt tokens found in the prefix cache) of sequences first admitted since the last updates."""
     finished: list[tuple[int, str]]
+    """(key, finish reason)."""
     logprobs: Sequence[Logprobs | None] = ()
+    """As in `StepResult`."""
     prompt_logprobs: Sequence[tuple[int, PromptLogprobs]] = ()
+    """(key, those of the prompt's next tokens), each token's once."""
     drafts: Sequence[tuple[int, int, int]] = ()
+    """(key, tokens that were drafted, how many of them were accepted)."""

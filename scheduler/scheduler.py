@@ -238,21 +238,21 @@ class Scheduler:
         """Learn how many drafts were right: for each row that had some, their number and how many were. The others are
         paid for as prompt tokens are."""
         assert self.speculation is not None
-        found: dict[int, tuple[int, int]] = {}
+        drafts: dict[int, tuple[int, int]] = {}
         for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
             if drafted := flight.drafts.get(row, 0):
-                found[row] = drafted, count - 1
+                drafts[row] = drafted, count - 1
                 if not self._rows.ended[row]:
                     self.speculation.observe(self._rows.sequences[row], drafted, count - 1)
                     self._fairness.charge_prompt(self._rows.sequences[row].tenant_slot, drafted + 1 - count)
-        return found
+        return drafts
 
     def _take_proposals(self, proposals: Proposals) -> None:
         assert self.speculation is not None
         self.speculation.take_proposals(proposals)
         tokens = iter(proposals.tokens.tolist())
         columns = proposals.rows, proposals.positions, proposals.counts
-        for row, position, count in zip(*(each.tolist() for each in columns), strict=True):
+        for row, position, count in zip(*(column.tolist() for column in columns), strict=True):
             self._rows.sequences[row].proposed = position, [*islice(tokens, count)]
 
     def _commit_full_blocks(self) -> None:
@@ -349,7 +349,7 @@ def _process_result(
     started, rows.started = rows.started, []
     live = [(row, scores) for row, scores in result.prompt_logprobs if not rows.ended[row]]
     scored = [(keys[row], rows.sequences[row].take_prompt_logprobs(scores)) for row, scores in live]
-    fresh = [each for each in scored if each[1]]
+    fresh = [(key, scores) for key, scores in scored if scores]
     return StepUpdates([keys[row] for row in ran], counts, tokens, started, finished, logprobs, fresh)
 
 

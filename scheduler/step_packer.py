@@ -185,9 +185,9 @@ class StepPacker:
             if most > 0:
                 wanted[row] = most
                 left -= most
-        asked = [(rows.sequences[row], most) for row, most in wanted.items()]
-        found = speculation.draft(asked, self._work.decode_tokens, self._step) if asked else []
-        for row, tokens in zip(wanted, found, strict=True):
+        requests = [(rows.sequences[row], most) for row, most in wanted.items()]
+        proposed = speculation.draft(requests, self._work.decode_tokens, self._step) if requests else []
+        for row, tokens in zip(wanted, proposed, strict=True):
             rows.drafts_from[row] = rows.sequences[row].drafts_from
             if drafts := tokens[: self._room_after(row, int(rows.known[row]), len(tokens))]:
                 self._drafts[row] = drafts
@@ -208,16 +208,16 @@ class StepPacker:
     ) -> IntArray:
         """How many tokens the draft model proposes for each chosen row's next step, which it has blocks for then even
         if all drafts of this one are right. It goes along with prompts that are half computed."""
-        rows, asked = self._rows, list[tuple[Sequence, int]]()
+        rows, requests = self._rows, list[tuple[Sequence, int]]()
         for row, end in zip(chosen, ends, strict=True):
             most = min(speculation.most, rows.sequences[row].drafts)
-            asked.append((rows.sequences[row], max(min(most, int(rows.token_limit[row]) - 2 - end), 0)))
-        found = speculation.propose(asked, len(asked))
-        for place, (row, end) in enumerate(zip(chosen, ends, strict=True)):
-            if samples[place] and found[place]:
-                found[place] = max(self._room_after(row, end, found[place]), 0)
-                self._extend(row, end + found[place])
-        return np.array(found, np.int32) if any(found) else NO_ROWS
+            requests.append((rows.sequences[row], max(min(most, int(rows.token_limit[row]) - 2 - end), 0)))
+        lengths = speculation.propose(requests, len(requests))
+        for index, (row, end) in enumerate(zip(chosen, ends, strict=True)):
+            if samples[index] and lengths[index]:
+                lengths[index] = max(self._room_after(row, end, lengths[index]), 0)
+                self._extend(row, end + lengths[index])
+        return np.array(lengths, np.int32) if any(lengths) else NO_ROWS
 
     def _limit_forced_tokens(self, decoding: LongArray) -> list[int]:
         """Let rows compute only a few tokens more than one each where free rows wait for the same step; the others
@@ -250,7 +250,7 @@ class StepPacker:
     def _demand(self, half_computed: list[PendingPrefill], mixed: bool) -> StepDemand:
         """The decoding rows of the step and the prompts that wait for their first token."""
         rows, line = self._rows, list[WaitingPrompt]()
-        pending = ((each.sequence, int(rows.scheduled[each.row])) for each in half_computed)
+        pending = ((prefill.sequence, int(rows.scheduled[prefill.row])) for prefill in half_computed)
         waiting = ((sequence, sequence.shared) for sequence in self._waiting.first(LINE_LENGTH))
         for sequence, computed in islice(chain(pending, waiting), LINE_LENGTH):
             target = sequence.target_ttft
@@ -268,15 +268,15 @@ class StepPacker:
         rows, full = self._rows, self._rows.full_rows()
         prefilling = [row for row in rows.prefilling if full is None or not full[row]]
         several = len({rows.sequences[row].tenant_slot for row in prefilling}) > 1  # else rank alone decides
-        found: list[PendingPrefill] = []
+        prefills: list[PendingPrefill] = []
         for row in prefilling:
             sequence, missing = rows.sequences[row], int(rows.known[row] - rows.scheduled[row])
             key = self._fairness.fair_share_key(sequence, self._step) if several else (0, 0.0)
             rank = sequence.seniority + missing // self._config.rank_step_tokens
-            found.append(PendingPrefill(*key, rank, sequence.arrival_number, row, missing, sequence))
-        found.sort(reverse=True)
+            prefills.append(PendingPrefill(*key, rank, sequence.arrival_number, row, missing, sequence))
+        prefills.sort(reverse=True)
         lanes: tuple[list[PendingPrefill], list[PendingPrefill]] = [], []
-        for pending in found:
+        for pending in prefills:
             lanes[pending.sequence.long_prompt].append(pending)
         return lanes
 

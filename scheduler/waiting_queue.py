@@ -186,8 +186,8 @@ class WaitingQueue:
     def first(self, most: int) -> list[Sequence]:
         """The first sequences of every line: as many of each, `most` in all."""
         lines = [line for lane in self._lanes for line in lane.values()][:most]
-        each = -(-most // max(len(lines), 1))
-        return [sequence for line in lines for sequence in line[:each]][:most]
+        share = -(-most // max(len(lines), 1))
+        return [sequence for line in lines for sequence in line[:share]][:most]
 
     def enqueue(self, sequence: Sequence) -> None:
         self._measure(sequence)
@@ -224,9 +224,9 @@ class WaitingQueue:
             return
         lane, slot = self._lanes[sequence.long_prompt], sequence.tenant_slot
         line = lane[slot]
-        place = bisect_left(line, queue_order(sequence), key=queue_order)
-        assert line[place] is sequence
-        del line[place]
+        index = bisect_left(line, queue_order(sequence), key=queue_order)
+        assert line[index] is sequence
+        del line[index]
         if not line:
             del lane[slot]
         self._num_enqueued -= 1

@@ -53,23 +53,23 @@ def build_add_request(
         TooLong: it asks for more tokens than the model's length.
     """
     check_vocabulary(prompt, engine.vocab_size)
-    asked = request.sampling
-    stops = asked.stop_token_ids if asked.ignore_eos else (*asked.stop_token_ids, *defaults.eos)
+    sampling = request.sampling
+    stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *defaults.eos)
     stops = tuple(token for token in sorted(set(stops)) if token < engine.vocab_size)
     spec = SequenceSpec(
         key=0,
         prompt=np.array(prompt, np.int32),
         max_tokens=_max_tokens(request, len(prompt), engine.max_model_len),
         sampling=ResolvedSampling(
-            temperature=min(defaults.resolve(asked, "temperature"), _FLAT),
-            top_k=min(max(0, defaults.resolve(asked, "top_k")), engine.vocab_size),
-            top_p=max(defaults.resolve(asked, "top_p"), _ONE_TOKEN),
-            seed=secrets.randbits(63) if asked.chosen_seed is None else asked.chosen_seed,
+            temperature=min(defaults.resolve(sampling, "temperature"), _FLAT),
+            top_k=min(max(0, defaults.resolve(sampling, "top_k")), engine.vocab_size),
+            top_p=max(defaults.resolve(sampling, "top_p"), _ONE_TOKEN),
+            seed=secrets.randbits(63) if sampling.chosen_seed is None else sampling.chosen_seed,
             choice=request.choice,
-            min_p=defaults.resolve(asked, "min_p"),
-            logits=_logits_params(asked, defaults, stops, bad_words, engine),
-            logprobs=asked.logprobs,
-            prompt_logprobs=asked.prompt_logprobs,
+            min_p=defaults.resolve(sampling, "min_p"),
+            logits=_logits_params(sampling, defaults, stops, bad_words, engine),
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
         ),
         stop_token_ids=frozenset(stops),
         priority=_LEAST_URGENT if context.background else min(request.priority, _LEAST_URGENT),
@@ -92,7 +92,7 @@ def _target(milliseconds: float, context: RequestContext) -> float | None:
 
 
 def _logits_params(
-    asked: SamplingParams,
+    sampling: SamplingParams,
     defaults: GenerationDefaults,
     stops: tuple[int, ...],
     bad_words: Sequence[tuple[int, ...]],
@@ -101,15 +101,15 @@ def _logits_params(
     """None where nothing changes the logits."""
     least, most = _PENALTIES
     params = LogitsParams(
-        repetition_penalty=min(max(defaults.resolve(asked, "repetition_penalty"), least), most),
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        logit_bias=tuple(asked.logit_bias.items()),
+        repetition_penalty=min(max(defaults.resolve(sampling, "repetition_penalty"), least), most),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=tuple(sampling.logit_bias.items()),
         # A word with a token that the model does not have is never written anyway.
         bad_words=tuple(word for word in bad_words if max(word) < engine.vocab_size),
-        min_tokens=min(asked.min_tokens, engine.max_model_len) if stops else 0,
-        stop_token_ids=stops if asked.min_tokens else (),
-        allowed_token_ids=_allowed(asked.allowed_token_ids or (), engine.vocab_size),
+        min_tokens=min(sampling.min_tokens, engine.max_model_len) if stops else 0,
+        stop_token_ids=stops if sampling.min_tokens else (),
+        allowed_token_ids=_allowed(sampling.allowed_token_ids or (), engine.vocab_size),
     )
     for token, _ in params.logit_bias:
         if token >= engine.vocab_size:
@@ -139,25 +139,25 @@ def check_vocabulary(tokens: Sequence[int], vocab_size: int, field: str = "promp
             )
 
 
-def prompt_tokens_to_keep(asked: SamplingParams, length: int) -> int | None:
+def prompt_tokens_to_keep(sampling: SamplingParams, length: int) -> int | None:
     """How many of a prompt's last tokens a model of this `length` gets; None for all.
 
     Raises:
         InvalidArgument: more are asked for than the model's length.
     """
-    kept = asked.truncate_prompt_tokens
+    kept = sampling.truncate_prompt_tokens
     if kept is None:
         return None
     if kept > length:
         message = f"truncate_prompt_tokens must be at most the model's length of {length} tokens, got {kept}"
         raise InvalidArgument(message, field="truncate_prompt_tokens")
-    return max(1, length - (1 if asked.max_tokens is None else asked.max_tokens)) if kept < 0 else kept
+    return max(1, length - (1 if sampling.max_tokens is None else sampling.max_tokens)) if kept < 0 else kept
 
 
 def _max_tokens(request: GenerateRequest, prompt: int, length: int) -> int:
-    asked = request.sampling.max_tokens
+    wanted = request.sampling.max_tokens
     fitting = max(1, length - prompt)
-    new = fitting if asked is None else asked
+    new = fitting if wanted is None else wanted
     new = min(new, fitting) if request.lenient_limits else new
     field = "messages" if isinstance(request.prompt, Conversation) else "prompt"
     TokenLimit(length).check_sequence(prompt, new, field)

@@ -178,11 +178,11 @@ class Replica:
 
 
 def sum_totals(totals: Iterable[CoreTotals]) -> CoreTotals:
-    found = [msgspec.structs.asdict(each) for each in totals]
-    drafters = sum_by_drafter(each.pop("drafters") for each in found)
-    spent = [each.pop("sequence_seconds") for each in found]
-    states = {state: sum(each.get(state, 0.0) for each in spent) for state in {*chain(*spent)}}
-    numbers = {name: sum(each[name] for each in found) for name in found[0]}
+    fields = [msgspec.structs.asdict(total) for total in totals]
+    drafters = sum_by_drafter(core.pop("drafters") for core in fields)
+    spent = [core.pop("sequence_seconds") for core in fields]
+    states = {state: sum(seconds.get(state, 0.0) for seconds in spent) for state in {*chain(*spent)}}
+    numbers = {name: sum(core[name] for core in fields) for name in fields[0]}
     return CoreTotals(**numbers, drafters=drafters, sequence_seconds=states)
 
 
@@ -210,7 +210,7 @@ class EngineClient:
         self._no_drafts = {name: DrafterTotals() for name in (PREDICTION, GRAMMAR, *methods)}
         memory = available_memory() if config.host_memory is None else config.host_memory
         configs = split_config(config, usable_cores().threads, memory)
-        self.replicas = [Replica(each, self._metrics, on_progress, timeouts) for each in configs]
+        self.replicas = [Replica(core, self._metrics, on_progress, timeouts) for core in configs]
         self._affinity = affinity and config.cache.prefix_caching and len(configs) > 1
         self._last_key = 0
         self._expected_memory = 0
@@ -290,9 +290,10 @@ class EngineClient:
             raise NotReady("the engine is not ready")
         before = [digest for replica in self.replicas for digest in replica.adapters]
         loads = (replica.adapters.load(path) for replica in self.replicas)
-        found = await asyncio.gather(*loads, return_exceptions=True)
-        loaded = [each for each in found if isinstance(each, Adapter)]
-        errors, digests = [each for each in found if isinstance(each, BaseException)], {each.digest for each in loaded}
+        outcomes = await asyncio.gather(*loads, return_exceptions=True)
+        loaded = [outcome for outcome in outcomes if isinstance(outcome, Adapter)]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        digests = {adapter.digest for adapter in loaded}
         if not errors and len(digests) == 1:
             return msgspec.structs.replace(loaded[0], name=name)
         for digest in digests.difference(before):

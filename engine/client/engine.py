@@ -175,14 +175,14 @@ class EngineSpec:
         return max(self.most_drafts, PREDICTED_DRAFTS) if request.prediction else self.most_drafts
 
     def _check_drafts(self, request: GenerateRequest) -> None:
-        if (asked := request.drafts) is None:
+        if (limit := request.drafts) is None:
             return
-        self._check("drafts", asked.parameter)
+        self._check("drafts", limit.parameter)
         most = self.most_drafts_of(request)
-        if asked.most > most:
+        if limit.most > most:
             why = "" if most else ": without a prediction nothing drafts for this model"
-            message = f"parameter '{asked.parameter}' must be at most {most}, got {asked.most}{why}"
-            raise InvalidArgument(message, field=asked.parameter)
+            message = f"parameter '{limit.parameter}' must be at most {most}, got {limit.most}{why}"
+            raise InvalidArgument(message, field=limit.parameter)
 
     def _check(self, name: str, parameter: str) -> None:
         if name not in self.capabilities:

@@ -294,14 +294,14 @@ class LlmModel:
     def _with_adapter(self, request: GenerateRequest, context: RequestContext) -> GenerateRequest:
         """The request with the adapter that the model was asked for by, if it was. Raises `InvalidArgument` if it names
         another one."""
-        asked = context.adapter
-        if not asked or request.adapter == asked:
+        adapter = context.adapter
+        if not adapter or request.adapter == adapter:
             context.adapter = request.adapter
             return request
         if request.adapter:
-            message = f"lora_name: '{request.adapter}' is not for the adapter '{asked}': ask for the model itself"
+            message = f"lora_name: '{request.adapter}' is not for the adapter '{adapter}': ask for the model itself"
             raise InvalidArgument(message, field="lora_name")
-        return msgspec.structs.replace(request, adapter=asked)
+        return msgspec.structs.replace(request, adapter=adapter)
 
     async def use_adapter(
         self, request: GenerateRequest, stats: SequenceStats, context: RequestContext

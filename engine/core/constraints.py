@@ -83,23 +83,23 @@ class SequenceConstraint:
     def possible_drafts(self, drafts: Sequence[int], most: int) -> list[int]:
         """The first of `drafts` that may come, `most` at most. Where something else has to come they end with that, and
         where nothing is drafted, with what the grammar forces."""
-        found: list[int] = []
-        rest = deque(drafts)
+        possible: list[int] = []
+        remaining = deque(drafts)
         most = most if self._drafts and not self.error else 0
         with self._looking_ahead(drafting=most > 0):
-            while len(found) < most and not self.error:
-                if not (self._due or rest or self._jumps):
-                    rest.extend(self._forced())
-                token = next(iter(self._due or rest), None)
+            while len(possible) < most and not self.error:
+                if not (self._due or remaining or self._jumps):
+                    remaining.extend(self._forced())
+                token = next(iter(self._due or remaining), None)
                 if token is None or not self._allows(token):
                     break
-                if rest and rest.popleft() != token:
-                    rest.clear()
+                if remaining and remaining.popleft() != token:
+                    remaining.clear()
                 self._advance(token)
                 if self._finished:  # it is for the place before: nothing is chosen after it
                     break
-                found.append(token)
-        return found
+                possible.append(token)
+        return possible
 
     def fill_masks(self, masks: MaskArray, drafts: Sequence[int]) -> None:
         """Write which tokens may come next, and after each of the possible `drafts`: [1 + drafts, words]; all, where
@@ -221,9 +221,9 @@ class ConstrainedSequences:
     def possible_drafts(self, key: int, drafts: Sequence[int], most: int) -> list[int]:
         """See `SequenceConstraint.possible_drafts`."""
         began = time.perf_counter()
-        found = self._live[key].possible_drafts(drafts, most) if key in self._live else []
+        possible = self._live[key].possible_drafts(drafts, most) if key in self._live else []
         self.totals.seconds += time.perf_counter() - began
-        return found
+        return possible
 
     def mask_plan(self, plan: StepPlan, rows: Mapping[int, int]) -> tuple[StepPlan, MaskSource | None]:
         """The plan with its masked rows, and what makes their masks. `rows`: key by row of guided sequences."""

@@ -106,29 +106,38 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
-    """Counts since the core started, the warm-up left out: sequences preempted, prompt tokens looked up in the prefix
-    cache, found there, and found there in the host's memory; grammars compiled, the seconds that took, and those found
-    compiled; masks made for tokens, the seconds of the step loop that took, and tokens that a grammar left no choice
-    about; drafters that were turned off; and what each drafter did that did anything; and decode steps that found no
-    CUDA graph, the warm-up's too; tokens computed again after preemptions; the seconds of sequences by
-    `SequenceState`; CUDA graphs that could not be captured, the warm-up's too."""
+    """Counts since the core started, the warm-up left out unless a field says otherwise."""
 
     preemptions: int = 0
     prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
+    """Prompt tokens found there."""
     restored: int = 0
+    """Prompt tokens found there in the host's memory."""
     grammars_compiled: int = 0
     grammar_seconds: float = 0.0
+    """Seconds that compiling took."""
     grammar_hits: int = 0
+    """Grammars that were found compiled."""
     masks: int = 0
+    """Masks made for tokens."""
     mask_seconds: float = 0.0
+    """Seconds of the step loop that they took."""
     forced_tokens: int = 0
+    """Tokens that a grammar left no choice about."""
     drafters_off: int = 0
+    """Drafters that were turned off."""
     drafters: dict[str, DrafterTotals] = {}
+    """What each drafter did that did anything."""
     eager_steps: int = 0
+    """Decode steps that found no CUDA graph, the warm-up's too."""
     recomputed_tokens: int = 0
+    """Tokens computed again after preemptions."""
     sequence_seconds: dict[str, float] = {}
+    """Seconds of sequences, by `SequenceState`."""
     failed_captures: int = 0
+    """CUDA graphs that could not be captured, the warm-up's too."""
 
 
 NO_STEP = StepStats()

@@ -229,11 +229,11 @@ def resolve_host_blocks(config: EngineConfig, capacity: Capacity) -> int:
         return 0
     if not config.cache.prefix_caching:
         raise InvalidArgument("blocks in the host's memory are found by prefix caching, which is off", field=field)
-    each = capacity.block_bytes * config.parallel.world
-    if room < each:
-        message = f"a block of {config.cache.block_size} tokens takes {each} bytes, and {field} is {room}"
+    block_bytes = capacity.block_bytes * config.parallel.world
+    if room < block_bytes:
+        message = f"a block of {config.cache.block_size} tokens takes {block_bytes} bytes, and {field} is {room}"
         raise InvalidArgument(message, field=field)
-    return room // each
+    return room // block_bytes
 
 
 def build_executor(config: EngineConfig) -> Executor:

@@ -105,7 +105,7 @@ class EngineCore:
         Raises:
             InvalidArgument: the model's log-probabilities are not finite.
         """
-        if not all(math.isfinite(each.chosen) for each in self._run_alone(1, 1, ResolvedSampling(logprobs=0))):
+        if not all(math.isfinite(scores.chosen) for scores in self._run_alone(1, 1, ResolvedSampling(logprobs=0))):
             raise InvalidArgument("the model computes no numbers: its weights are damaged, or overflow in this dtype")
         self._scheduler.reset_step_times()
         if self._scheduler.config.max_model_len >= WARM_UP_PROMPT_TOKENS + WARM_UP_NEW_TOKENS:
@@ -117,15 +117,15 @@ class EngineCore:
         tokens = np.zeros(prompt, np.int32)
         with suppress(InvalidArgument):  # a cache too small for the trial needs none
             self._scheduler.add(SequenceSpec(key=_WARM_UP_KEY, prompt=tokens, max_tokens=new, sampling=sampling))
-        found: list[Logprobs] = []
+        logprobs: list[Logprobs] = []
         while self._scheduler.has_work:
             self._launch()
-            found += (each for each in self._land().logprobs if each is not None)
-        return found
+            logprobs += (scores for scores in self._land().logprobs if scores is not None)
+        return logprobs
 
     def run(self, send: Callable[[FromCore], None]) -> None:
         """Turn until a Shutdown comes; `send` takes messages to the frontend and never waits for the reader. An error
-        of the executor, or told to the inbox, ends the loop too."""
+        of the executor, or one that the inbox was given, ends the loop too."""
         while not self._stopping:
             self._receive(send)
             expired = self._deadlines.pop_expired(self._clock())
@@ -208,7 +208,7 @@ class EngineCore:
         forced, failed = self._constraints.follow(result, self._scheduler.constrained_rows)
         if failed:
             self._failed += failed
-            self._abort([each.key for each in failed])
+            self._abort([rejected.key for rejected in failed])
         updates = self._scheduler.apply(result, self._landed_at - began, forced, began - ended_before)
         for key, _ in updates.finished:
             self._deadlines.discard(key)
