@@ -18,8 +18,8 @@ from ..api.triton.clouds import CloudMiddleware
 from ..core.errors import CharoniaError
 from ..core.tasks import end_within, wait_for_first
 from ..http_workers.forwarding import HttpForwarder, forwarded_rpcs
-from ..http_workers.messages import FrontendListening, LogText
 from ..http_workers.remote_gateway import RemoteGateway
+from ..http_workers.state_messages import LogText, WorkerListening
 from ..processes import gc_tuning
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..processes.host import map_large_blocks_separately, raise_open_file_limit
@@ -85,7 +85,7 @@ class LogRelay(io.StringIO):
         gateway, loop = self._gateway, self._loop
         if gateway is None or loop is None or loop.is_closed():
             raise ValueError("no hub takes the log")
-        loop.call_soon_threadsafe(gateway.send, LogText(text))
+        loop.call_soon_threadsafe(gateway.connection.send, LogText(text))
         return len(text)
 
 
@@ -108,33 +108,34 @@ async def _serve(
     shared = SharedState(SharedMemoryRegistry(setup.allows_client_memory))
     shared.traces.sends_spans = setup.sends_spans
     gateway = RemoteGateway(shared, files, setup.max_lag, lag)
+    hub = gateway.connection
     sock = socket.socket(fileno=os.dup(connection.fileno()))
     connection.close()
-    await asyncio.get_running_loop().create_unix_connection(lambda: gateway.link, sock=sock)
+    await asyncio.get_running_loop().create_unix_connection(lambda: hub.link, sock=sock)
     relay.connect(gateway)
     with lag:
-        await wait_for_first(gateway.told.wait(), gateway.lost.wait())
+        await wait_for_first(gateway.informed.wait(), hub.lost.wait())
         servers = _make_servers(setup, gateway)
         try:
             for server in servers:
                 await server.start()
         except CharoniaError as error:
             log.error("%s", error.message)
-            gateway.link.close()
+            hub.link.close()
             return
         gc_tuning.collect_and_freeze(frozen_too=False)
-        gateway.send(FrontendListening())
-        await wait_for_first(gateway.stop_requested.wait(), gateway.lost.wait(), *(each.ended() for each in servers))
+        hub.send(WorkerListening())
+        await wait_for_first(gateway.stop_requested.wait(), hub.lost.wait(), *(each.ended() for each in servers))
         if await end_within(SOCKETS_CLOSE_SECONDS, *(server.stop(gateway.stop_by_force) for server in servers)):
             log.warning("%s ends before its sockets are closed", name)
         for handler in logging.getLogger().handlers:
             await asyncio.to_thread(handler.flush)
-        gateway.link.close()
+        hub.link.close()
 
 
 def _make_servers(setup: FrontendSetup, gateway: RemoteGateway) -> list[HttpServer | GrpcServer]:
     settings, servers = setup.settings, list[HttpServer | GrpcServer]()
-    forwarder, timeout = HttpForwarder(gateway, setup.info.max_input_size), settings.http.body_timeout
+    forwarder, timeout = HttpForwarder(gateway.connection, setup.info.max_input_size), settings.http.body_timeout
     extensions = setup.extensions.routes(forwarder.answer_in_pieces)
     forwarded = [route.answered_by(forwarder.answer) for route in setup.forwarded]
     app = build_worker_app(

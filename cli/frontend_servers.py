@@ -27,7 +27,7 @@ from .plan import ServePlan
 from .ports import SOCKETS_CLOSE_SECONDS, ReservedPorts
 
 if TYPE_CHECKING:
-    from ..http_workers.supervisor import FrontendPool
+    from ..http_workers.supervisor import WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class FrontendServers:
         self, plan: ServePlan, gateway: InProcessGateway, ports: ReservedPorts, sources: Iterable[MetricsSource]
     ) -> None:
         self._plan, self._gateway, self._ports = plan, gateway, ports
-        self._pool: FrontendPool | None = None
+        self._pool: WorkerPool | None = None
         server = plan.options.server
         self._extensions = RouteExtensions(plan.extensions, plan.selection.state)
         sources = (*sources, self._extensions.measure)
@@ -63,7 +63,7 @@ class FrontendServers:
         metrics = MetricRegistries(shown, build_registry(sources))
         sizes = server.http_max_input_size, server.max_raw_input_size, server.max_response_bytes
         info = ServerInfo(server.id, __version__, *sizes)
-        self._servers: list[HttpServer | GrpcServer | FrontendPool] = []
+        self._servers: list[HttpServer | GrpcServer | WorkerPool] = []
         if server.frontends > 1:
             from .several_frontends import frontend_pool
 

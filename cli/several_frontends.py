@@ -8,8 +8,8 @@ from ..api.extensions import ForwardedRoute, RouteExtensions
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricRegistries
 from ..http_workers.forwarding import answer_rpc
-from ..http_workers.hub import FrontendHub
-from ..http_workers.supervisor import FrontendPool
+from ..http_workers.hub import ControlHub
+from ..http_workers.supervisor import WorkerPool
 from ..repository.gateway import InProcessGateway
 from .frontend_process import FrontendSetup, main
 from .options import is_true
@@ -26,11 +26,11 @@ def frontend_pool(
     info: ServerInfo,
     metrics: MetricRegistries,
     extensions: RouteExtensions,
-) -> FrontendPool:
+) -> WorkerPool:
     """The frontends that `plan` asks for, on the reserved ports. `metrics`: what endpoints show and explain."""
     server, settings = plan.options.server, plan.endpoints
     app = routed_app(all_routes(gateway, info, settings.http, metrics, extensions))
-    hub = FrontendHub(gateway, app, partial(answer_rpc, gateway))
+    hub = ControlHub(gateway, app, partial(answer_rpc, gateway))
     options = [option for option in settings.grpc.channel_options if option[0] != _REUSE_PORT]
     grpc = settings.grpc._replace(channel_options=(*options, (_REUSE_PORT, 1)))
     http_port, grpc_port = (None if sock is None else sock.getsockname()[1] for sock in (ports.http, ports.grpc))
@@ -50,4 +50,4 @@ def frontend_pool(
         server.log_requests,
         extensions.in_workers(),
     )
-    return FrontendPool(hub, server.frontends, main, setup)
+    return WorkerPool(hub, server.frontends, main, setup)

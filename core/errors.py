@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -201,6 +201,48 @@ _BY_CODE: dict[ErrorCode, type[CharoniaError]] = {
 def error_from_code(code: str, message: str, field: str | None = None) -> CharoniaError:
     """The error that another process raised, from its code; `Internal` for an unknown code."""
     return _BY_CODE.get(ErrorCode(code), Internal)(message, field=field, longest=LONGEST_REPORT)
+
+
+_BY_NAME: dict[str, type[CharoniaError]] = {
+    error.__name__: error
+    for error in (
+        *_BY_CODE.values(),
+        Conflict,
+        ContextLengthExceeded,
+        DiskFull,
+        NotReady,
+        RequestTimeout,
+        ServerExiting,
+        Unauthenticated,
+    )
+}
+
+
+class SentError(msgspec.Struct, array_like=True, frozen=True):
+    """An error for a client, in a message between two processes that both know its class: its `kind` is the name of
+    that, or of the first of its bases that stands here. `limit`: of a `QueueFull`."""
+
+    kind: str
+    message: str
+    field: str | None = None
+    retry_after: float = 0.0
+    limit: str = ""
+
+    @classmethod
+    def of(cls, error: CharoniaError) -> "SentError":
+        message = error.message.encode(errors="backslashreplace").decode()  # it may quote lone surrogates
+        if isinstance(error, QueueFull):
+            return cls("QueueFull", message, error.field, error.retry_after, error.limit)
+        kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _BY_NAME)
+        return cls(kind, message, error.field, error.retry_after)
+
+    def error(self) -> CharoniaError:
+        if self.kind == "QueueFull":
+            limit: Any = self.limit
+            return QueueFull(self.message, retry_after=self.retry_after, limit=limit)
+        error = _BY_NAME[self.kind](self.message)
+        error.field, error.retry_after = self.field, self.retry_after
+        return error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

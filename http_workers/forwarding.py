@@ -1,4 +1,4 @@
-"""What a frontend does not answer itself: requests and calls that are no inference cross to the hub, whose endpoints
+"""What a worker does not answer itself: requests and calls that are no inference cross to the hub, whose endpoints
 answer them."""
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from ..api.http.connection import CLIENT_LEFT, CancelOnDisconnect, ClientDisconn
 from ..api.http.request_context import tenant_of
 from ..api.size_limits import check_json_size
 from ..repository.gateway import InProcessGateway
+from .hub_connection import HubConnection
 from .messages import HttpCall
 from .pieces import ForwardedInPieces
 from .remote_gateway import RemoteGateway
@@ -22,8 +23,8 @@ from .remote_gateway import RemoteGateway
 class HttpForwarder:
     """Answers requests with what the hub answers. `max_size`: of a body, in bytes."""
 
-    def __init__(self, gateway: RemoteGateway, max_size: int) -> None:
-        self._gateway, self._max_size = gateway, max_size
+    def __init__(self, hub: HubConnection, max_size: int) -> None:
+        self._hub, self._max_size = hub, max_size
 
     async def answer(self, request: Request) -> ASGIApp:
         body = b""
@@ -32,7 +33,7 @@ class HttpForwarder:
             body = bytes(await receive_body(request, announced, partial(check_json_size, limit=self._max_size)))
         try:
             async with CancelOnDisconnect(request.receive):
-                answer = await self._gateway.ask_http(partial(_call, request.scope, body, False))
+                answer = await self._hub.ask_http(partial(_call, request.scope, body, False))
         except ClientDisconnected:
             return Response(status_code=CLIENT_LEFT)
         response = Response(answer.body, answer.status)
@@ -41,20 +42,20 @@ class HttpForwarder:
 
     async def answer_in_pieces(self, request: Request) -> ASGIApp:
         """As `answer`, where bodies may be long, or be made while they are read."""
-        return ForwardedInPieces(self._gateway, partial(_call, request.scope, b"", True))
+        return ForwardedInPieces(self._hub, partial(_call, request.scope, b"", True))
 
 
 def _call(scope: Scope, body: bytes, in_pieces: bool, key: int) -> HttpCall:
     tenant = tenant_of(scope)
-    asked = scope["path"], scope["query_string"], [*scope["headers"]], body
-    return HttpCall(key, scope["method"], *asked, tenant.name, tenant.weight, in_pieces)
+    target = scope["path"], scope["query_string"], [*scope["headers"]]
+    return HttpCall(key, scope["method"], *target, body, tenant.name, tenant.weight, in_pieces)
 
 
 def forwarded_rpcs(gateway: RemoteGateway) -> Mapping[str, BoundRpc]:
-    """The control RPCs of a frontend, by their names."""
+    """The control RPCs of a worker, by their names."""
 
     async def ask(name: str, request: Any) -> dict[str, Any]:
-        return dict(await gateway.ask_grpc(name, request.SerializeToString()))
+        return dict(await gateway.connection.ask_grpc(name, request.SerializeToString()))
 
     forwarded = {name: partial(ask, name) for name in CONTROL_RPCS}
     # Whose answer is also that of the process that is asked.

@@ -1,25 +1,22 @@
-"""The hub: what all frontends of a gateway share, and what they are told of it."""
+"""The hub: what all workers of a gateway share in the control process, and what they are told of it."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Protocol
 
 import msgspec
+from starlette.types import ASGIApp
 
 from ..engine.client.llm import LlmModel
 from ..repository.gateway import InProcessGateway
-from .messages import BEAT_SECONDS, CancelRequests, HubSnapshot, LogLevels
+from .control_calls import RpcAnswerer
+from .hub_link import HubLink
+from .sequence_messages import CancelRequests
 from .snapshot import ModelCensus
-
-if TYPE_CHECKING:
-    from .session import FrontendSession
+from .state_messages import BEAT_SECONDS, HubSnapshot, LogLevels
 
 log = logging.getLogger(__name__)
-
-ControlAnswer: TypeAlias = Callable[[str, bytes], Awaitable[dict[str, Any]]]
-"""Answers a control RPC, by its name and its encoded message, with the fields of the response."""
 
 _LOOK_SECONDS = 0.2
 """Between two looks at what is served; calls that change something look by themselves."""
@@ -27,18 +24,32 @@ _LOOK_SECONDS = 0.2
 _LOOKS_PER_BEAT = round(BEAT_SECONDS / _LOOK_SECONDS)
 
 _SETTLE_SECONDS = 30.0
-"""For which a change waits, at most, until every frontend knows of it."""
+"""For which a change waits, at most, until every worker knows of it."""
 
 
-class FrontendHub:
-    """What the frontends of one gateway share. `app` and `control` answer what is not inference."""
+class ConnectedWorker(Protocol):
+    """A worker as it is told things."""
 
-    def __init__(self, gateway: InProcessGateway, app: Any, control: ControlAnswer) -> None:
-        self.gateway, self.app, self.control = gateway, app, control
+    @property
+    def link(self) -> HubLink: ...
+
+    @property
+    def acknowledged(self) -> int:
+        """The number of the last snapshot that it goes by."""
+
+    def beat(self) -> None:
+        """Tell it that this loop turns."""
+
+
+class ControlHub:
+    """What the workers of one gateway share. `app` and `control_rpc` answer what is not inference."""
+
+    def __init__(self, gateway: InProcessGateway, app: ASGIApp, control_rpc: RpcAnswerer) -> None:
+        self.gateway, self.app, self.control_rpc = gateway, app, control_rpc
         self.census = ModelCensus(gateway)
-        self.sessions: set[FrontendSession] = set()
+        self.sessions: set[ConnectedWorker] = set()
         self._snapshot: HubSnapshot | None = None
-        self._told: frozenset[int] = frozenset()
+        self._announced: frozenset[int] = frozenset()
         self._models: tuple[object, ...] = ()
         self._looking: asyncio.Task[None] | None = None
         self._progress = asyncio.Event()
@@ -53,18 +64,18 @@ class FrontendHub:
             await asyncio.wait({self._looking})
 
     @property
-    def told(self) -> frozenset[int]:
-        """The numbers of the loaded models that frontends were told of."""
-        return self._told
+    def announced(self) -> frozenset[int]:
+        """The numbers of the loaded models that workers were told of."""
+        return self._announced
 
     def push(self) -> HubSnapshot:
-        """Tell all frontends what changed since they were told."""
+        """Tell all workers what changed since they were told."""
         gateway, before = self.gateway, self._snapshot
         served = self.census.take()
         # Configs are compared by identity: they are never changed, and may be large.
         mark = *((model.number, model.latest, model.names) for model in served.models), *map(id, served.listed)
         models = served.pickled() if before is None or mark != self._models else before.models
-        self._models, self._told = mark, frozenset(model.number for model in served.models)
+        self._models, self._announced = mark, frozenset(model.number for model in served.models)
         snapshot = HubSnapshot(
             0 if before is None else before.number,
             gateway.ready(),
@@ -83,9 +94,9 @@ class FrontendHub:
         return before
 
     async def settle(self) -> None:
-        """Return when every frontend answers by what holds now, or does not answer."""
+        """Return when every worker answers by what holds now, or does not answer."""
         number, deadline = self.push().number, time.monotonic() + _SETTLE_SECONDS
-        while any(session.taken < number for session in self.sessions):
+        while any(session.acknowledged < number for session in self.sessions):
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._progress.wait()
@@ -94,11 +105,11 @@ class FrontendHub:
                 return
 
     def on_progress(self) -> None:
-        """A frontend took a snapshot, or is gone."""
+        """A worker took a snapshot, or is gone."""
         waited, self._progress = self._progress, asyncio.Event()
         waited.set()
 
-    def cancel_elsewhere(self, model: int, request_id: str, asker: "FrontendSession") -> None:
+    def cancel_elsewhere(self, model: int, request_id: str, asker: ConnectedWorker) -> None:
         """End a model's generations of requests with this id, but for those of `asker`."""
         for session in self.sessions - {asker}:
             session.link.send(CancelRequests(model, request_id))

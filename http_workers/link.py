@@ -1,4 +1,4 @@
-"""The link between a frontend and the hub: lists of messages over a socket that the child inherits.
+"""The link between a worker and the hub: lists of messages over a socket that the child inherits.
 
 All that is sent in one turn of the event loop leaves as one frame: a list in msgpack behind its length. Either side
 learns at once when the other ends. Knows nothing of what the messages mean.
@@ -118,7 +118,7 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
             self._encoder.encode_into(messages, frame, _LENGTH.size)
         except Exception:  # of one of them: text with half a surrogate, a number that is too large
             frame = bytearray(_LENGTH.size)
-            self._encoder.encode_into([each for each in messages if self._encodes(each)], frame, _LENGTH.size)
+            self._encoder.encode_into([message for message in messages if self._encodes(message)], frame, _LENGTH.size)
         _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
         transport.write(frame)
 

@@ -12,9 +12,10 @@ from ..api.http.connection import CancelOnDisconnect, ClientDisconnected
 from ..api.http.control_call import ControlRequest, stays_connected
 from ..api.http.error_responses import INTERNAL_SERVER_ERROR, error_response, unexpected_error
 from ..api.http.request_context import control_scope
-from .messages import CallFailed, HttpAnswer, HttpCall, HttpPiece, PieceWanted, SentError
-from .relay import HubLink
-from .remote_gateway import RemoteGateway
+from ..core.errors import SentError
+from .hub_connection import HubConnection
+from .hub_link import HubLink
+from .messages import CallFailed, HttpAnswer, HttpCall, HttpPiece, PieceWanted
 
 log = logging.getLogger(__name__)
 
@@ -22,25 +23,25 @@ log = logging.getLogger(__name__)
 class ForwardedInPieces:
     """An application that answers a request with what the hub answers; `call` makes the message with a key."""
 
-    def __init__(self, gateway: RemoteGateway, call: Callable[[int], HttpCall]) -> None:
-        self._gateway, self._call = gateway, call
+    def __init__(self, hub: HubConnection, call: Callable[[int], HttpCall]) -> None:
+        self._hub, self._call = hub, call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, key = self._gateway, self._gateway.next_key()
-        with suppress(ClientDisconnected), gateway.arriving(self._call(key)) as arriving:
+        hub, key = self._hub, self._hub.next_key()
+        with suppress(ClientDisconnected), hub.arriving(self._call(key)) as arriving:
             while not isinstance(message := await arriving.get(), HttpAnswer):
                 if isinstance(message, CallFailed):
                     raise message.error.error()
                 part = await receive()
                 if part["type"] == "http.disconnect":
                     raise ClientDisconnected
-                gateway.send(HttpPiece(key, part.get("body", b""), part.get("more_body", False)))
+                hub.send(HttpPiece(key, part.get("body", b""), part.get("more_body", False)))
             async with CancelOnDisconnect(receive):
                 await send({"type": "http.response.start", "status": message.status, "headers": message.headers})
                 await send(_body(message.body, message.more))
                 more = message.more
                 while more:
-                    gateway.send(PieceWanted(key))
+                    hub.send(PieceWanted(key))
                     piece = await arriving.get()
                     if not isinstance(piece, HttpPiece):
                         raise RuntimeError("the hub broke an answer off")

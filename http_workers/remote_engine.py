@@ -1,98 +1,38 @@
-"""The engine of a language model as a frontend has it: the hub's, over the link. Token ids in, token ids out."""
+"""The engine of a language model as a worker has it: the hub's, over the link. Token ids in, token ids out."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import CharoniaError
-from ..core.request import FinishReason, GenerateRequest
+from ..core.errors import SentError
+from ..core.request import GenerateRequest
 from ..core.tensor import NUMPY_TYPES, Tensor
 from ..engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
 from ..engine.client.engine import EngineCapabilities
 from ..engine.client.token_stream import SequenceStats, TokenStream
 from ..engine.core.messages import AddRequest, CoreReady
 from ..telemetry.llm_metrics import EngineState
-from .messages import (
-    AbortSequence,
-    CancelRequests,
-    FromFrontend,
-    LoraTaskMessage,
-    SentError,
-    SequenceSteps,
-    SubmitSequence,
-)
+from .hub_connection import HubConnection
+from .sequence_messages import AbortSequence, CancelRequests, LoraTaskMessage, SubmitSequence
 from .tensors import SentTensor
 
 _NOBODY_WAITS = AdmissionControl(QueueLimits(sys.maxsize, sys.maxsize))
-
-
-class HubConnection(Protocol):
-    """The frontend's way to the hub."""
-
-    def send(self, message: FromFrontend) -> None: ...
-
-    def next_key(self) -> int:
-        """A number that no request or sequence of this frontend had."""
 
 
 @dataclass(slots=True, eq=False)
 class RemoteTicket(QueueTicket):
     """A sequence that the hub is to admit, with the request that it is for."""
 
-    asked: GenerateRequest | None = None
+    generation: GenerateRequest | None = None
 
     def release(self, started: bool = False) -> None:
         """The hub counts who waits."""
         self.held = False
-
-
-class RemoteStreams:
-    """The sequences of this frontend that the hub's engines have, by their keys."""
-
-    def __init__(self) -> None:
-        self._streams: dict[int, TokenStream] = {}
-
-    def add(self, key: int, stream: TokenStream) -> None:
-        self._streams[key] = stream
-
-    def remove(self, key: int) -> None:
-        self._streams.pop(key).close()
-
-    def fail(self, key: int, error: CharoniaError) -> None:
-        """End one with an error, if it is read."""
-        if key in self._streams:
-            self._streams[key].fail(error)
-
-    def on_steps(self, steps: SequenceSteps) -> None:
-        """Write what the hub tells of into the streams."""
-        streams, at = self._streams, steps.at
-        for key, cached, begun in steps.started:
-            if key in streams:
-                streams[key].start(cached, begun)
-        for key, scores in steps.prompt_logprobs:
-            if key in streams:
-                for each in scores:
-                    streams[key].push_prompt_scores(each)
-        for key, drafts in steps.drafts:
-            if key in streams:
-                streams[key].stats.drafts += drafts
-        logprobs = dict(steps.logprobs)
-        tokens, begin = steps.tokens, 0
-        for key, count in zip(steps.keys, steps.counts, strict=True):
-            stream, end = streams.get(key), begin + count
-            if stream is not None and count:
-                stream.push(tokens[begin:end], at, logprobs.get(key, ()))
-            begin = end
-        for key, reason in steps.finished:
-            if key in streams:
-                streams[key].finish(FinishReason(reason))
-        for key, error in steps.failed:
-            self.fail(key, error.error())
 
 
 class RemoteEngine:
@@ -102,17 +42,16 @@ class RemoteEngine:
     def __init__(
         self,
         hub: HubConnection,
-        streams: RemoteStreams,
         model: int,
         info: CoreReady,
         request: int = 0,
         refusal: SentError | None = None,
     ) -> None:
-        self._hub, self._streams, self._model, self._info = hub, streams, model, info
+        self._hub, self._model, self._info = hub, model, info
         self._request, self._refusal = request, refusal
 
     def for_request(self, key: int, refusal: SentError | None) -> "RemoteEngine":
-        return RemoteEngine(self._hub, self._streams, self._model, self._info, key, refusal)
+        return RemoteEngine(self._hub, self._model, self._info, key, refusal)
 
     @property
     def ready(self) -> bool:
@@ -140,28 +79,28 @@ class RemoteEngine:
         of it may refuse when they are submitted: `TokenStream.read` raises what it says."""
         if self._refusal is not None:
             raise self._refusal.error()
-        return RemoteTicket(_NOBODY_WAITS, tenant, request.choice_count, asked=request)
+        return RemoteTicket(_NOBODY_WAITS, tenant, request.choice_count, generation=request)
 
     @contextmanager
     def open_stream(
         self, add: AddRequest, stats: SequenceStats | None = None, ticket: QueueTicket | None = None
     ) -> Iterator[TokenStream]:
         assert isinstance(ticket, RemoteTicket)
-        assert ticket.asked is not None
+        assert ticket.generation is not None
         assert stats is not None
-        asked, key = ticket.asked, self._hub.next_key()
+        generation, key = ticket.generation, self._hub.next_key()
         stats.time_left(add.timeout)
         stats.record_submission(len(add.spec.prompt))
         stream = TokenStream(stats, ticket, add.spec.priority)
-        self._streams.add(key, stream)
-        wanted, task = asked.sampling.max_tokens != 0, asked.lora_task
-        counts = asked.choice, asked.choice_count, asked.prompt_count
+        self._hub.streams.add(key, stream)
+        wanted, task = generation.sampling.max_tokens != 0, generation.lora_task
+        counts = generation.choice, generation.choice_count, generation.prompt_count
         lora = None if task is None else LoraTaskMessage(task.number, _array(task.weights), _array(task.config))
         self._hub.send(SubmitSequence(key, self._request, add, stats.opened, wanted, *counts, lora))
         try:
             yield stream
         finally:
-            self._streams.remove(key)
+            self._hub.streams.remove(key)
             if not stream.ended:
                 self._hub.send(AbortSequence(key))
 

@@ -1,10 +1,11 @@
-"""The models of the hub as a frontend's endpoints have them: handles for requests, the responses to their calls, and
+"""The models of the hub as a worker's endpoints have them: handles for requests, the responses to their calls, and
 language models whose text is read and written here."""
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
+from typing import Generic, Self, TypeAlias, TypeVar, cast
 
 from msgspec import Raw
 
@@ -22,26 +23,18 @@ from ..core.request import (
 from ..core.request_context import ExecutionTimes, RequestContext
 from ..engine.client.llm import LlmModel
 from ..repository.request_validation import validate_request
-from .messages import (
-    CancelCall,
-    ModelCall,
-    ReaderDelays,
-    ResponseNotes,
-    ResponsesRead,
-    SentSequence,
-    TextCall,
-    encode_origin,
-)
+from .hub_connection import HubConnection
+from .messages import CancelCall, ModelCall, ResponseNotes, ResponsesRead, SentSequence, TextCall, encode_origin
 from .remote_engine import RemoteEngine
 from .snapshot import ServedModel
-
-if TYPE_CHECKING:
-    from .remote_gateway import RemoteGateway
+from .state_messages import ReaderDelays
 
 _READY = ModelStats(True)
 _HALF_WINDOW = 8
 """Responses of a stream that are read between two words to the hub that more may come."""
 
+ModelFinder: TypeAlias = Callable[[str, str], ServedModel | None]
+"""Finds a loaded version of the last snapshot, by its model's name and its own."""
 
 _Item = TypeVar("_Item", InferResponse, GenerateChunk)
 
@@ -49,10 +42,21 @@ _Item = TypeVar("_Item", InferResponse, GenerateChunk)
 class RemoteResponses(Generic[_Item]):
     """The responses to a call that the hub answers: a `ResponseStream`."""
 
-    __slots__ = ("_context", "_ended", "_error", "_gateway", "_handle", "_key", "_reader", "_ready", "_taken", "_text")
+    __slots__ = (
+        "_context",
+        "_ended",
+        "_error",
+        "_handle",
+        "_hub",
+        "_key",
+        "_reader",
+        "_ready",
+        "_text",
+        "_unacknowledged",
+    )
 
-    def __init__(self, gateway: "RemoteGateway", handle: "RemoteModelHandle", key: int) -> None:
-        self._gateway: RemoteGateway = gateway
+    def __init__(self, hub: HubConnection, handle: "RemoteModelHandle", key: int) -> None:
+        self._hub: HubConnection = hub
         self._handle: RemoteModelHandle = handle
         self._key: int = key
         self._context = handle.context
@@ -60,7 +64,7 @@ class RemoteResponses(Generic[_Item]):
         self._reader: asyncio.Future[None] | None = None
         self._error: CharoniaError | None = None
         self._ended = False
-        self._taken = 0
+        self._unacknowledged = 0
         self._text: SentSequence | None = None
 
     def __aiter__(self) -> Self:
@@ -72,10 +76,10 @@ class RemoteResponses(Generic[_Item]):
             await self._reader
         if self._ready:
             response = self._ready.popleft()
-            self._taken += 1
-            if self._taken == _HALF_WINDOW and not self._ended:
-                self._taken = 0
-                self._gateway.send(ResponsesRead(self._key, _HALF_WINDOW))
+            self._unacknowledged += 1
+            if self._unacknowledged == _HALF_WINDOW and not self._ended:
+                self._unacknowledged = 0
+                self._hub.send(ResponsesRead(self._key, _HALF_WINDOW))
             if isinstance(response, InferResponse) and response.final:
                 self._context.finish()
             return response
@@ -87,8 +91,8 @@ class RemoteResponses(Generic[_Item]):
     async def aclose(self) -> None:
         if not self._ended:
             self._ended = True
-            self._gateway.calls.pop(self._key, None)
-            self._gateway.send(CancelCall(self._key))
+            self._hub.calls.pop(self._key, None)
+            self._hub.send(CancelCall(self._key))
 
     def on_item(self, item: _Item, last: bool, notes: ResponseNotes | None) -> None:
         if notes is not None:
@@ -103,7 +107,7 @@ class RemoteResponses(Generic[_Item]):
         if notes is not None:
             self._note(notes)
         self._ended, self._error = True, error
-        self._gateway.calls.pop(self._key, None)
+        self._hub.calls.pop(self._key, None)
         self._wake()
 
     def _wake(self) -> None:
@@ -131,7 +135,8 @@ class RemoteModelHandle:
 
     def __init__(
         self,
-        gateway: "RemoteGateway",
+        hub: HubConnection,
+        find: ModelFinder,
         config: ModelConfig,
         context: RequestContext,
         version: str,
@@ -139,7 +144,8 @@ class RemoteModelHandle:
         stats: ModelStats = _READY,
     ) -> None:
         self.config, self.context = config, context
-        self._gateway, self._version, self._number, self._stats = gateway, version, number, stats
+        self._hub, self._find = hub, find
+        self._version, self._number, self._stats = version, number, stats
 
     @property
     def name(self) -> str:
@@ -150,7 +156,7 @@ class RemoteModelHandle:
         mine = self.context
         context.model, context.version, context.model_found = mine.model, mine.version, True
         context.adapter, context.route = mine.adapter, mine.route
-        return RemoteModelHandle(self._gateway, self.config, context, mine.version, self._number)
+        return RemoteModelHandle(self._hub, self._find, self.config, context, mine.version, self._number)
 
     def check_room(self) -> None:
         """The hub refuses."""
@@ -168,21 +174,21 @@ class RemoteModelHandle:
         context = self.context
         if request.id:
             context.id = request.id
-        gateway, key = self._gateway, self._gateway.next_key()
-        responses = gateway.calls[key] = RemoteResponses[InferResponse](gateway, self, key)
+        hub, key = self._hub, self._hub.next_key()
+        responses = hub.calls[key] = RemoteResponses[InferResponse](hub, self, key)
         call = ModelCall(
             key,
-            gateway.key_of(context),
-            Raw(encode_origin(gateway.origin_of(context))),
+            hub.key_of(context),
+            Raw(encode_origin(hub.origin_of(context))),
             context.model,
             self._version,
             request.id,
-            [gateway.exchange.message(each) for each in request.inputs.values()],
+            [hub.exchange.message(tensor) for tensor in request.inputs.values()],
             request.outputs,
             dict(request.parameters),
             self._number if self._number and self._fits(request) else 0,
         )
-        gateway.link.gather(call)
+        hub.link.gather(call)
         return responses
 
     def _fits(self, request: InferRequest) -> bool:
@@ -207,9 +213,9 @@ class RemoteModelHandle:
 
     def on_other_arm(self, model: str, version: str) -> None:
         """The request's sequence began at another arm of its route, which answers."""
-        found = self._gateway.find(model, version)
-        if found is not None:
-            self.config = replace(found.config, name=self.config.name, aliases=())
+        arm = self._find(model, version)
+        if arm is not None:
+            self.config = replace(arm.config, name=self.config.name, aliases=())
 
     def _no_text(self) -> InvalidArgument:
         return InvalidArgument(f"model '{self.config.name}' does not generate text", field="model")
@@ -219,9 +225,15 @@ class TextHandle(RemoteModelHandle):
     """A language model of the hub whose text becomes tokens here, by `model`."""
 
     def __init__(
-        self, gateway: "RemoteGateway", config: ModelConfig, context: RequestContext, model: LlmModel, stats: ModelStats
+        self,
+        hub: HubConnection,
+        find: ModelFinder,
+        config: ModelConfig,
+        context: RequestContext,
+        model: LlmModel,
+        stats: ModelStats,
     ) -> None:
-        super().__init__(gateway, config, context, context.version, stats=stats)
+        super().__init__(hub, find, config, context, context.version, stats=stats)
         self._model = model
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
@@ -261,9 +273,9 @@ class ObservedTextHandle(TextHandle):
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         self.context.id = request.id
-        gateway, key = self._gateway, self._gateway.next_key()
-        responses = gateway.calls[key] = RemoteResponses[GenerateChunk](gateway, self, key)
-        gateway.send(TextCall(key, gateway.key_of(self.context), request))
+        hub, key = self._hub, self._hub.next_key()
+        responses = hub.calls[key] = RemoteResponses[GenerateChunk](hub, self, key)
+        hub.send(TextCall(key, hub.key_of(self.context), request))
         return responses
 
 

@@ -1,4 +1,4 @@
-"""The models of the hub as its frontends know them: what is served, and how a language model is put together again."""
+"""The models of the hub as its workers know them: what is served, and how a language model is put together again."""
 
 import pickle
 from collections.abc import Iterator
@@ -35,9 +35,9 @@ class ServedModels(NamedTuple):
     @classmethod
     def of_pickle(cls, data: bytes) -> "ServedModels":
         """Only from this server's own hub."""
-        found = pickle.loads(data)
-        assert isinstance(found, cls)
-        return found
+        served = pickle.loads(data)
+        assert isinstance(served, cls)
+        return served
 
 
 class ModelCensus:
@@ -67,19 +67,19 @@ class ModelCensus:
         aliases: dict[str, list[str]] = {}
         for alias, name in registry.aliases.items():
             aliases.setdefault(name, []).append(alias)
-        found: list[ServedModel] = []
+        models: list[ServedModel] = []
         for entry in registry.entries.values():
             own = [] if entry.name in registry.aliases else [entry.name]
             names = tuple(name for name in (*own, *aliases.get(entry.name, ())) if name not in routes)
-            found += self._versions(entry, names)
-        served = {model.number for model in found}
+            models += self._versions(entry, names)
+        served = {model.number for model in models}
         self._numbered = {key: pair for key, pair in self._numbered.items() if pair[1] in served}
         self._parts = {number: parts for number, parts in self._parts.items() if number in served}
         try:
             listed = tuple(self._gateway.model_configs())
         except CharoniaError:  # of a route whose arms do not fit together: whoever asks for the list is told
             listed = ()
-        return ServedModels(tuple(found), listed)
+        return ServedModels(tuple(models), listed)
 
     def _versions(self, entry: ModelEntry, names: tuple[str, ...]) -> Iterator[ServedModel]:
         for version in entry.versions.values():
@@ -89,5 +89,5 @@ class ModelCensus:
             number = self.number_of(loaded)
             if isinstance(loaded.model, LlmModel) and number not in self._parts:
                 self._parts[number] = loaded.model.export_spec()
-            told = number, loaded.config, version is entry.latest, names, self._parts.get(number)
-            yield ServedModel(*told, loaded.capabilities.inline is not None)
+            parts, inline = self._parts.get(number), loaded.capabilities.inline is not None
+            yield ServedModel(number, loaded.config, version is entry.latest, names, parts, inline)

@@ -1,4 +1,4 @@
-"""The frontends' processes: started, told to stop, and started again when they are lost."""
+"""The workers' processes: started, told to stop, and started again when they are lost."""
 
 import asyncio
 import logging
@@ -16,45 +16,45 @@ from ..core.metrics import Measurement, Reading
 from ..core.tasks import wait_for_first
 from ..processes.child_process import ChildProcess, RestartBackoff, describe_exit, python_child
 from ..processes.shared_arena import new_arena_file
-from .hub import FrontendHub
-from .session import FrontendSession
+from .hub import ControlHub
 from .tensors import ARENA_BYTES
+from .worker_session import WorkerSession
 
 log = logging.getLogger(__name__)
 
-FRONTEND_NAME = "charonia-front"
-"""The name of a frontend's process."""
+WORKER_NAME = "charonia-front"
+"""The name of a worker's process."""
 
 _SILENT_DEATHS = 3
-"""Frontends that ended before they listened, after which the first start is given up."""
+"""Workers that ended before they listened, after which the first start is given up."""
 
 _STOP_SECONDS = 5.0
-"""For a frontend to leave by itself once it was told to: what is written may take that long to reach its clients."""
+"""For a worker to leave by itself once it was told to: what is written may take that long to reach its clients."""
 
 _EXIT_SECONDS = 1.0
 """For a process whose link has ended to say why it ends."""
 
 _FIRST_RETRY, _LAST_RETRY, _STABLE = 0.1, 30.0, 5.0
-"""Seconds before a lost frontend is started again, at first and at most, and for which one has to last to count."""
+"""Seconds before a lost worker is started again, at first and at most, and for which one has to last to count."""
 
 
-FrontendMain: TypeAlias = Callable[[Any, str, Connection, int, int], None]
+WorkerMain: TypeAlias = Callable[[Any, str, Connection, int, int], None]
 
 
-class FrontendPool:
-    """`count` frontends over one hub. `main` is what their processes run, with `setup`, their name, the link's socket,
+class WorkerPool:
+    """`count` workers over one hub. `main` is what their processes run, with `setup`, their name, the link's socket,
     and the files of their shared memory and of the hub's.
 
     It is to the server what an endpoint of its own process is: it starts, may end, and is stopped.
     """
 
-    def __init__(self, hub: FrontendHub, count: int, main: FrontendMain, setup: object) -> None:
+    def __init__(self, hub: ControlHub, count: int, main: WorkerMain, setup: object) -> None:
         self._hub, self._count, self._main, self._setup = hub, count, main, setup
         self._keepers: list[asyncio.Task[None]] = []
-        self._sessions: dict[int, FrontendSession] = {}
+        self._sessions: dict[int, WorkerSession] = {}
         self._started = [asyncio.Event() for _ in range(count)]
         self._stopping = asyncio.Event()
-        self._late = False  # a frontend did not leave in time
+        self._late = False  # a worker did not leave in time
         self._restarts = 0
 
     async def start(self) -> None:
@@ -68,7 +68,7 @@ class FrontendPool:
         await wait_for_first(self._all_started(), self.ended())
 
     def measure(self) -> Iterator[Measurement]:
-        """How often a frontend was lost and started again, and the event loops of those there are, for a scrape."""
+        """How often a worker was lost and started again, and the event loops of those there are, for a scrape."""
         yield Measurement({}, [Reading("charonia_frontend_restarts_total", self._restarts)])
         for number, session in self._sessions.items():
             yield Measurement({}, [*session.loop_readings({"frontend": str(number + 1)})])
@@ -78,11 +78,11 @@ class FrontendPool:
             await started.wait()
 
     async def ended(self) -> None:
-        """Return after `stop`, or raise when frontends cannot be started."""
+        """Return after `stop`, or raise when workers cannot be started."""
         await asyncio.gather(*(asyncio.shield(keeper) for keeper in self._keepers))
 
     async def settle(self) -> None:
-        """Return when all frontends can answer for all that is loaded."""
+        """Return when all workers can answer for all that is loaded."""
         await self._hub.settle()
 
     async def stop(self, force: bool) -> None:
@@ -99,7 +99,7 @@ class FrontendPool:
             await asyncio.wait(self._keepers)
 
     async def _keep(self, number: int) -> None:
-        """Run one frontend after the other, until there is to be none."""
+        """Run one worker after the other, until there is to be none."""
         backoff, deaths, name = RestartBackoff(_FIRST_RETRY, _LAST_RETRY, _STABLE), 0, f"frontend {number + 1}"
         while not self._stopping.is_set():
             began, listened = time.monotonic(), False
@@ -119,16 +119,16 @@ class FrontendPool:
             await wait_for_first(self._stopping.wait(), timeout=delay)
 
     async def _run(self, number: int, name: str) -> tuple[int, bool]:
-        """The exit code of one frontend, and whether it took connections."""
+        """The exit code of one worker, and whether it took connections."""
         with ExitStack() as files:
             ours, theirs = (files.enter_context(end) for end in Pipe())
             memory = [new_arena_file(ARENA_BYTES) for _ in range(2)]
             for file in memory:
                 files.callback(os.close, file)
             child = python_child(
-                FRONTEND_NAME, self._main, self._setup, name, theirs, *reversed(memory), inherited=memory
+                WORKER_NAME, self._main, self._setup, name, theirs, *reversed(memory), inherited=memory
             )
-            session = self._sessions[number] = FrontendSession(self._hub, name, *memory)
+            session = self._sessions[number] = WorkerSession(self._hub, name, *memory)
             sock = socket.socket(fileno=os.dup(ours.fileno()))
         try:
             loop = asyncio.get_running_loop()
@@ -140,7 +140,7 @@ class FrontendPool:
             exit_code = await asyncio.to_thread(child.close, patience)
         return exit_code, session.listening.is_set()
 
-    async def _watch(self, child: ChildProcess, session: FrontendSession, number: int, name: str) -> None:
+    async def _watch(self, child: ChildProcess, session: WorkerSession, number: int, name: str) -> None:
         """Return when the process has ended, or its link."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(child.sentinel, ended.set)

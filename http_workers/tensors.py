@@ -103,10 +103,10 @@ class TensorExchange:
 
     def released(self) -> list[int]:
         """The blocks that were let go of since the last call; the other end may use them again."""
-        found = []
+        offsets = []
         while self._unread:
-            found.append(self._unread.popleft())
-        return found
+            offsets.append(self._unread.popleft())
+        return offsets
 
     def on_released(self, offsets: Iterable[int]) -> None:
         """The other end let go of these."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from ..core.backends import OnProgress
 from ..core.errors import CharoniaError, Internal, ServerExiting
@@ -29,6 +29,7 @@ from .backend_registry import is_text_backend
 from .builder import ModelBuilder, ModelFactory, with_config_defaults
 from .catalog import FetchedModel, RepositoryCatalog
 from .config_validation import ignored_field_message, ignored_fields
+from .load_turn import Turn
 from .memory_budget import InsufficientMemory
 from .model_registry import LoadedModel, ModelEntry, ModelRegistry, ModelVersion
 from .model_source import ModelSource, VersionSource, config_position, find_misnamed_versions, with_config_position
@@ -75,45 +76,6 @@ def return_freed_memory() -> None:
     """Collect the cycles that a model left behind, and return its memory to the system."""
     gc_tuning.collect_and_freeze()
     release_free_memory()
-
-
-class Turn:
-    """A block in which a lock, or a place of a semaphore, is held; who takes longer than `patience` seconds, without a
-    word of progress, goes on without it, and others go on beside. `on_expired` is called then."""
-
-    def __init__(
-        self, lock: asyncio.Lock | asyncio.Semaphore, patience: float, on_expired: Callable[[], None] = lambda: None
-    ) -> None:
-        self._lock, self._patience, self._on_expired = lock, patience, on_expired
-        self._timer: asyncio.TimerHandle | None = None
-        self._renewed = 0.0
-
-    def renew(self) -> None:
-        """There is progress; from any thread."""
-        self._renewed = time.monotonic()
-
-    async def __aenter__(self) -> Self:
-        await self._lock.acquire()
-        self.renew()
-        self._timer = asyncio.get_running_loop().call_later(self._patience, self._look)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._end()
-
-    def _look(self) -> None:
-        left = self._renewed + self._patience - time.monotonic()
-        if left > 0:
-            self._timer = asyncio.get_running_loop().call_later(left, self._look)
-        else:
-            self._end()
-            self._on_expired()
-
-    def _end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            self._lock.release()
 
 
 class LoadFailure(Exception):

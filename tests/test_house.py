@@ -93,17 +93,9 @@ LONGER_FILES = {
     "api/openai/responses_request.py",
     "cli/model_import.py",
     "engine/gpu/experts.py",
-    "http_workers/messages.py",
-    "http_workers/remote_gateway.py",
-    "http_workers/session.py",
-    "repository/gateway.py",
-    "repository/lifecycle.py",
 }
 """Files that had more when the rule was made. The list only shrinks."""
-CIRCLES = {
-    frozenset({"http_workers/hub.py", "http_workers/session.py"}),
-    frozenset({"http_workers/remote_gateway.py", "http_workers/remote_models.py"}),
-}
+CIRCLES: set[frozenset[str]] = set()
 """Modules of a folder that imported each other when the rule was made. The list only shrinks."""
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
@@ -118,9 +110,9 @@ BUDGETS = {
     "classic_backends": 7_450,
     "ensembles": 1_200,
     "routing": 250,
-    "repository": 4_700,
+    "repository": 4_750,
     "api": 8_700,
-    "http_workers": 2_350,
+    "http_workers": 2_400,
     "extras/trtllm": 1_950,
     "extras/batches": 1_400,
     "extras/console": 600,

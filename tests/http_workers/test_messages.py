@@ -8,18 +8,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from charonia.core import errors
-from charonia.core.errors import CharoniaError, QueueFull
+from charonia.core.errors import CharoniaError, QueueFull, SentError
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import NUMPY_TYPES, Tensor
-from charonia.http_workers.messages import (
-    LogLevels,
-    ModelCall,
-    RequestOrigin,
-    SentError,
-    decode_from_frontend,
-    decode_origin,
-    encode_origin,
-)
+from charonia.http_workers.messages import ModelCall, RequestOrigin, decode_from_worker, decode_origin, encode_origin
+from charonia.http_workers.state_messages import LogLevels
 from charonia.http_workers.tensors import SentTensor
 from charonia.repository.model_registry import NotResident
 from charonia.telemetry.logging_setup import LogSettings
@@ -29,7 +22,7 @@ ORIGIN = RequestOrigin("infer", "", 1.0, 0.0)
 
 def crossed(tensor: Tensor) -> Tensor:
     call = ModelCall(1, 2, msgspec.Raw(encode_origin(ORIGIN)), "m", "", "", [SentTensor.of(tensor)], None, {})
-    [found] = decode_from_frontend(msgspec.msgpack.encode([call]))
+    [found] = decode_from_worker(msgspec.msgpack.encode([call]))
     assert isinstance(found, ModelCall)
     assert decode_origin(found.origin) == ORIGIN
     return found.inputs[0].tensor()

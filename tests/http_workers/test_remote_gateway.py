@@ -12,17 +12,12 @@ from charonia.core.request import GenerateRequest
 from charonia.core.sampling import SamplingParams
 from charonia.engine.client.token_stream import SequenceStats
 from charonia.engine.core.messages import AddRequest, CoreReady
-from charonia.http_workers.messages import (
-    EndedRequests,
-    FromFrontend,
-    HubSnapshot,
-    LogLevels,
-    SentSequence,
-    SubmitSequence,
-)
+from charonia.http_workers.messages import EndedRequests, FromWorker, SentSequence
 from charonia.http_workers.remote_engine import RemoteEngine
 from charonia.http_workers.remote_gateway import RemoteGateway
+from charonia.http_workers.sequence_messages import SubmitSequence
 from charonia.http_workers.snapshot import ServedModel, ServedModels
+from charonia.http_workers.state_messages import HubSnapshot, LogLevels
 from charonia.processes.shared_arena import new_arena_file
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.telemetry.llm_metrics import LlmMetrics
@@ -31,12 +26,12 @@ from charonia.telemetry.loop_lag import LoopLag
 from charonia.telemetry.shared_state import SharedState
 
 
-def make_gateway() -> tuple[RemoteGateway, list[FromFrontend]]:
+def make_gateway() -> tuple[RemoteGateway, list[FromWorker]]:
     """A gateway, and what it sends."""
     files = new_arena_file(1 << 20), new_arena_file(1 << 20)
     gateway = RemoteGateway(SharedState(), files, 1.0, LoopLag(1.0))
-    sent: list[FromFrontend] = []
-    gateway.send = sent.append
+    sent: list[FromWorker] = []
+    gateway.connection.send = sent.append
     return gateway, sent
 
 
@@ -45,7 +40,7 @@ async def test_an_end_is_told_even_if_what_was_asked_cannot_be() -> None:
     gateway, sent = make_gateway()
     sampling = SamplingParams(stop=("\ud800",))
     asked = SentSequence(0, sampling, 0.0, None, None, None, None, None, None, 0, None, None)
-    gateway._on_unsendable(EndedRequests([7], [], [(7, [asked])]), UnicodeError())
+    gateway.connection._on_unsendable(EndedRequests([7], [], [(7, [asked])]), UnicodeError())
     assert sent == [EndedRequests([7], [])]
 
 
@@ -88,7 +83,7 @@ async def test_a_sequence_that_cannot_be_told_ends_and_nobody_waits_for_its_read
     gateway, sent = make_gateway()
     metrics = LlmMetrics()
     metrics.unread = TimeInState(iter(range(100)).__next__)  # another second at each look
-    engine = RemoteEngine(gateway, gateway._streams, 1, CoreReady(0, 0, 0, 0), request=7)
+    engine = RemoteEngine(gateway.connection, 1, CoreReady(0, 0, 0, 0), request=7)
     spec = SequenceSpec(key=0, prompt=np.array([1, 2], np.int32), max_tokens=9)
     add, ticket = AddRequest(spec), engine.admit(GenerateRequest(id="", prompt=""))
     with engine.open_stream(add, SequenceStats(metrics), ticket) as stream:
@@ -97,7 +92,7 @@ async def test_a_sequence_that_cannot_be_told_ends_and_nobody_waits_for_its_read
         assert metrics.unread.seconds < metrics.unread.seconds
         [submitted] = sent
         assert isinstance(submitted, SubmitSequence)
-        gateway._on_unsendable(submitted, UnicodeError())
+        gateway.connection._on_unsendable(submitted, UnicodeError())
         with pytest.raises(InvalidArgument, match="cannot be understood"):
             await stream.read()
         stream.push([5], 1.0)

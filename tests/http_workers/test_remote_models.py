@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from charonia.engine.client.engine import EngineSpec
 from charonia.engine.client.llm import LlmModel
 from charonia.engine.core.messages import CoreReady
-from charonia.http_workers.remote_engine import RemoteEngine, RemoteStreams
+from charonia.http_workers.remote_engine import RemoteEngine
 from charonia.http_workers.remote_models import TextModelHere
 from charonia.http_workers.snapshot import ServedModel
 
@@ -28,7 +28,7 @@ async def test_a_model_of_the_hub_is_read_from_the_files_that_it_was_loaded_from
     (snapshot / "config.json").write_text("{}")
     (refs / "main").write_text("0a1b")
     nobody: Any = None
-    engine = RemoteEngine(nobody, RemoteStreams(), 1, CoreReady(384, 64, 16, 4))
+    engine = RemoteEngine(nobody, 1, CoreReady(384, 64, 16, 4))
     model = LlmModel("net", "1", EngineSpec("charonia", "owner/net", lambda on_progress, metrics: engine))
     await model.load()
     (snapshot / "model.safetensors").write_bytes(b"x")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from charonia.http_workers import supervisor
-from charonia.http_workers.supervisor import FrontendPool
+from charonia.http_workers.supervisor import WorkerPool
 
 from ..waiting import until
 
@@ -22,7 +22,7 @@ async def test_a_server_that_ends_waits_for_no_frontend_that_is_to_come_again(mo
     for name in ("_FIRST_RETRY", "_LAST_RETRY", "_STOP_SECONDS"):
         monkeypatch.setattr(supervisor, name, 3600.0)
     hub: Any = NoHub()
-    pool = FrontendPool(hub, 1, lambda *_: None, None)
+    pool = WorkerPool(hub, 1, lambda *_: None, None)
 
     async def fail(*_: object) -> tuple[int, bool]:
         raise OSError("no more processes")
@@ -63,9 +63,9 @@ async def test_a_frontend_that_does_not_leave_is_killed_without_a_second_wait(mo
         sock.close()
 
     hub: Any = NoHub()
-    pool = FrontendPool(hub, 1, lambda *_: None, None)
+    pool = WorkerPool(hub, 1, lambda *_: None, None)
     monkeypatch.setattr(supervisor, "python_child", lambda *_, **__: Child())
-    monkeypatch.setattr(supervisor, "FrontendSession", Session)
+    monkeypatch.setattr(supervisor, "WorkerSession", Session)
     monkeypatch.setattr(type(asyncio.get_running_loop()), "create_unix_connection", connect)
     monkeypatch.setattr(pool, "_watch", watch_for_ever)
     pool._started[0].set()

@@ -10,6 +10,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.repository import lifecycle, watcher
+from charonia.repository.load_turn import Turn
 
 from ..waiting import until
 from .conftest import CONFIG, Toy, World
@@ -27,7 +28,7 @@ async def test_blocking_work_that_hangs_keeps_no_other_waiting(world: World, mon
 
 async def test_a_turn_that_is_renewed_is_kept() -> None:
     lock, expired = asyncio.Lock(), list[int]()
-    async with lifecycle.Turn(lock, 60.0, lambda: expired.append(1)) as turn:
+    async with Turn(lock, 60.0, lambda: expired.append(1)) as turn:
         turn.renew()
         turn._look()
         assert lock.locked()

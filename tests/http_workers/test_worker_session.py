@@ -14,22 +14,20 @@ from starlette.responses import Response
 
 from charonia.core.request_context import DONE, RequestContext
 from charonia.core.tensor import Tensor
-from charonia.http_workers.hub import FrontendHub
+from charonia.http_workers.hub import ControlHub
 from charonia.http_workers.messages import (
     CallFailed,
     EndedRequests,
-    FrontendListening,
-    FrontendState,
     GrpcCall,
     HttpCall,
     ModelAnswer,
     ModelCall,
     RequestOrigin,
-    SnapshotTaken,
     encode_origin,
 )
-from charonia.http_workers.session import FrontendSession
+from charonia.http_workers.state_messages import SnapshotAcknowledged, WorkerListening, WorkerState
 from charonia.http_workers.tensors import PLACED_BYTES, SentTensor, TensorExchange
+from charonia.http_workers.worker_session import WorkerSession
 from charonia.processes.shared_arena import new_arena_file
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.catalog import RepositoryCatalog
@@ -47,8 +45,8 @@ output { name: "Y" data_type: TYPE_FP32 dims: 2 }
 ORIGIN = RequestOrigin.of(RequestContext("infer"), False)
 
 
-def make_hub(gateway: InProcessGateway) -> FrontendHub:
-    return FrontendHub(gateway, None, None)  # type: ignore[arg-type]
+def make_hub(gateway: InProcessGateway) -> ControlHub:
+    return ControlHub(gateway, None, None)  # type: ignore[arg-type]
 
 
 def call(key: int, values: Sequence[float], checked: int = 0) -> ModelCall:
@@ -65,7 +63,7 @@ async def test_the_memory_of_a_frontend_that_is_gone_is_given_back() -> None:
 
     before, files = mapped(), (new_arena_file(1 << 20), new_arena_file(1 << 20))
     gateway = InProcessGateway(end_listeners=(), builder=ModelBuilder({}, True))
-    session = FrontendSession(make_hub(gateway), "one", *files)
+    session = WorkerSession(make_hub(gateway), "one", *files)
     other = TensorExchange(*reversed(files), lambda: None)
     large = Tensor.from_values("X", "FP32", np.ones(PLACED_BYTES // 4, np.float32))
     kept = session._exchange.tensor(other.message(large))
@@ -83,17 +81,17 @@ async def test_the_memory_of_a_frontend_that_is_gone_is_given_back() -> None:
 
 async def test_a_frontend_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     gateway = InProcessGateway(end_listeners=(), builder=ModelBuilder({}, True))
-    session = FrontendSession(make_hub(gateway), "one", new_arena_file(4096), new_arena_file(4096))
+    session = WorkerSession(make_hub(gateway), "one", new_arena_file(4096), new_arena_file(4096))
     mine, theirs = socket.socketpair()
     with theirs:
         await asyncio.get_running_loop().create_unix_connection(lambda: session.link, sock=mine)
         for _ in range(100):  # it starts
             session.beat()
-        session._receive(FrontendListening())
+        session._receive(WorkerListening())
         for _ in range(2):  # it answers at last
             for _ in range(60):
                 session.beat()
-            session._receive(FrontendState(LoopState(0.0, [], 0.0, 0.0), []))
+            session._receive(WorkerState(LoopState(0.0, [], 0.0, 0.0), []))
         for _ in range(60):
             session.beat()
         await asyncio.sleep(0)
@@ -110,11 +108,11 @@ async def test_what_changes_something_is_answered_when_all_know_of_it_and_what_r
     async def control(rpc: str, message: bytes) -> dict[str, Any]:
         return {}
 
-    hub = FrontendHub(gateway, Response(), control)
-    asked, slow = (FrontendSession(hub, name, new_arena_file(4096), new_arena_file(4096)) for name in ("one", "two"))
+    hub = ControlHub(gateway, Response(), control)
+    asked, slow = (WorkerSession(hub, name, new_arena_file(4096), new_arena_file(4096)) for name in ("one", "two"))
     sent: list[Any] = []
     asked.link.send = sent.append  # type: ignore[method-assign]
-    asked._receive(SnapshotTaken(1))
+    asked._receive(SnapshotAcknowledged(1))
     for key, rpc in enumerate(("RepositoryModelLoad", "LogSettings", "ModelReady", "SystemSharedMemoryStatus")):
         asked._receive(GrpcCall(key, rpc, b""))
     for key, call in enumerate(("POST /v2/logging", "PUT /v2/routes/index", "POST /v2/repository/index", "GET /v2"), 4):
@@ -122,7 +120,7 @@ async def test_what_changes_something_is_answered_when_all_know_of_it_and_what_r
         asked._receive(HttpCall(key, method, path, b"", [], b"", "", 1.0))
     await until(lambda: len(sent) == 4)
     assert {each.key for each in sent} == {2, 3, 6, 7}
-    slow._receive(SnapshotTaken(1))
+    slow._receive(SnapshotAcknowledged(1))
     await until(lambda: len(sent) == 8)
     await gateway.lifecycle.close()
 
@@ -134,7 +132,7 @@ async def test_a_request_whose_calls_are_answered_here_and_there_ends_once(tmp_p
     catalog = RepositoryCatalog([tmp_path], config_name="")
     gateway.model_control = ModelControl(catalog, gateway.registry, gateway.lifecycle)
     await gateway.load_model("copy")
-    session = FrontendSession(make_hub(gateway), "one", new_arena_file(4096), new_arena_file(4096))
+    session = WorkerSession(make_hub(gateway), "one", new_arena_file(4096), new_arena_file(4096))
     sent: list[object] = []
     session.link.send = sent.append  # type: ignore[method-assign, assignment]
     [loaded] = gateway.registry.entries["copy"].loaded_versions.values()

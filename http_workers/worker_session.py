@@ -1,13 +1,12 @@
-"""The hub's end of one frontend's link: its requests, in contexts and calls of the hub.
+"""The hub's end of one worker's link: its requests, in contexts and calls of the hub.
 
-A request of a frontend has a context here too, by which it is counted, traced, and kept from an unload; its frontend
-says when and how it ended. What is not inference is answered by the same endpoints as with one frontend.
+A request of a worker has a context here too, by which it is counted, traced, and kept from an unload; its worker
+says when and how it ended. What is not inference is answered by the same endpoints as with one worker.
 """
 
 import asyncio
 import logging
 import pickle
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -15,176 +14,99 @@ from typing import Any
 
 import msgspec
 
-from ..api.api_keys import Tenant
-from ..api.http.control_call import ControlRequest, ask_app
 from ..api.http.eager import start_eagerly
 from ..api.http.error_responses import INTERNAL_SERVER_ERROR
-from ..core.errors import CharoniaError, InvalidArgument
-from ..core.gateway import ResponseStream
+from ..core.errors import CharoniaError, InvalidArgument, SentError
 from ..core.metrics import Labels, Reading
-from ..core.native_calls import CONTROL_FLOW
-from ..core.request import GenerateRequest, InferRequest, InferResponse
+from ..core.request import GenerateRequest, InferRequest
 from ..core.request_context import CANCELLED, DONE, RequestContext, RequestEnd
-from ..engine.client.admission import QueueTicket
 from ..engine.client.llm import LlmModel
-from ..repository.gateway import LoadedModelHandle
+from ..repository.model_handle import LoadedModelHandle
 from ..repository.model_registry import LoadedModel
 from ..repository.request_validation import validate_request
 from ..telemetry.logging_setup import write_lines
 from ..telemetry.loop_lag import LoopState
 from ..telemetry.request_trace import request_trace
-from .hub import FrontendHub
+from .control_calls import ControlCalls
+from .hub import ControlHub
+from .hub_link import HubLink, answering
 from .link import FrameLink
 from .messages import (
-    BEAT_SECONDS,
-    HUNG_SECONDS,
-    AbortSequence,
     AcquireCall,
     AcquiredModel,
     CallFailed,
     CancelCall,
-    CancelRequests,
-    CountedText,
     EndedRequests,
-    FromFrontend,
-    FrontendListening,
-    FrontendState,
-    GrpcAnswer,
+    FromWorker,
     GrpcCall,
-    Heartbeat,
-    HttpAnswer,
     HttpCall,
     HttpPiece,
-    LogText,
     LoneRequest,
     ModelAnswer,
     ModelCall,
     PieceWanted,
     RequestOrigin,
-    ResponseNotes,
     ResponsesEnded,
     ResponsesRead,
-    SentError,
-    SnapshotTaken,
-    StopFrontend,
-    SubmitSequence,
     TensorsRead,
     TextAnswer,
     TextCall,
-    ToFrontend,
-    decode_from_frontend,
+    ToWorker,
+    decode_from_worker,
     decode_origin,
 )
-from .pieces import AnsweredInPieces
-from .relay import HubLink, SequenceRelay
+from .open_requests import OpenCall, OpenRequest
+from .response_sender import ResponseSender
+from .sequence_messages import AbortSequence, CancelRequests, SubmitSequence
+from .state_messages import (
+    BEAT_SECONDS,
+    HUNG_SECONDS,
+    Heartbeat,
+    LogText,
+    SnapshotAcknowledged,
+    StopWorker,
+    WorkerListening,
+    WorkerState,
+)
 from .tensors import TensorExchange
+from .token_relay import TokenRelay
 
 log = logging.getLogger(__name__)
 
-_WINDOW = 16
-"""Responses of one stream that may be on their way, unread."""
-
 _MOST_UNANSWERED = round(HUNG_SECONDS / BEAT_SECONDS)
-"""Heartbeats in a row, after which a frontend is given up: nobody else notices that a fourth, say, of all connections
+"""Heartbeats in a row, after which a worker is given up: nobody else notices that a fourth, say, of all connections
 gets no answer."""
 
 _ONLY_TEXT = ("tokenize", "detokenize")
 """Endpoints that ask no engine."""
 
-_READING = re.compile(
-    r"(GET|HEAD) .*|POST /v2/repository/([^/]+/)?index|\w+(Config|Index|Metadata|Ready|Statistics|Status)", re.DOTALL
-)
-"""Calls that change nothing of what frontends know: methods with their paths, and RPCs."""
-
 _BODY_TO_COME = ("infer", "generate", "generate_stream")
 """Endpoints that look their model up before they read what is asked of it."""
 
 
-class OpenRequest:
-    """A request of a frontend that has not ended, with its calls. `tickets`: places in the queue of sequences that are
-    not submitted yet."""
+class WorkerSession:
+    """One worker, from its start to its end. `listening` and `lost` are set by what comes over its link;
+    `acknowledged`: the number of the last snapshot that it goes by. `mine`, `theirs`: files of both ends' shared
+    memory."""
 
-    __slots__ = ("calls", "context", "finding", "handle", "tickets", "told_warnings")
-
-    def __init__(self, context: RequestContext) -> None:
-        self.context = context
-        self.handle: LoadedModelHandle | None = None
-        self.tickets: list[QueueTicket] = []
-        self.finding: asyncio.Task[None] | None = None
-        self.calls: dict[int, OpenCall] = {}
-        self.told_warnings = 0
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """Those that still run."""
-        tasks = [self.finding, *(call.task for call in self.calls.values())]
-        return [task for task in tasks if task is not None and not task.done()]
-
-    def release_tickets(self) -> None:
-        while self.tickets:
-            self.tickets.pop().release()
-
-    def notes(self) -> ResponseNotes | None:
-        """What is to be told beside the next message."""
-        context = self.context
-        if not (context.warnings or context.all_sequences or context.route):
-            return None
-        warnings, self.told_warnings = context.warnings[self.told_warnings :], len(context.warnings)
-        text = None
-        if context.all_sequences:
-            usage = context.usage
-            ends = [each.finish_reason for each in context.all_sequences if each.finish_reason is not None]
-            reason = ends[-1].value if ends else ""
-            text = CountedText(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, reason)
-        model, version = (context.model, context.version) if context.route else ("", "")
-        return ResponseNotes(warnings, model, version, text)
-
-
-class OpenCall:
-    """A call of a model that is being answered. `credit`: responses that may be sent before some were read."""
-
-    __slots__ = ("_more", "credit", "task")
-
-    def __init__(self) -> None:
-        self.credit = _WINDOW
-        self.task: asyncio.Task[None] | None = None
-        self._more: asyncio.Event | None = None
-
-    def add_credit(self, count: int) -> None:
-        self.credit += count
-        if self._more is not None:
-            self._more.set()
-
-    async def wait_for_reader(self) -> None:
-        """Return when another response may be sent, and count it."""
-        while not self.credit:
-            self._more = asyncio.Event()
-            await self._more.wait()
-        self.credit -= 1
-
-
-class FrontendSession:
-    """One frontend, from its start to its end. `listening` and `lost` are set by what comes over its link; `taken`: the
-    number of the last snapshot that it goes by. `mine`, `theirs`: files of both ends' shared memory."""
-
-    def __init__(self, hub: FrontendHub, name: str, mine: int, theirs: int) -> None:
+    def __init__(self, hub: ControlHub, name: str, mine: int, theirs: int) -> None:
         self.listening, self.lost = asyncio.Event(), asyncio.Event()
-        self.taken = 0
+        self.acknowledged = 0
         self._loop: LoopState | None = None
         self._asked_at: float | None = None
         self._unanswered = 0
         self._hub, self._gateway, self._name = hub, hub.gateway, name
         self._traces = hub.gateway.shared_state.traces
         self._logs_here = self._traces.sends_spans
-        self.link: HubLink = FrameLink(decode_from_frontend, self._receive, self._on_lost, self._on_unsendable)
+        self.link: HubLink = FrameLink(decode_from_worker, self._receive, self._on_lost, self._on_unsendable)
         self._exchange = TensorExchange(mine, theirs, self.link.schedule_from_any_thread)
-        self._relay = SequenceRelay(self.link)
+        self._responses = ResponseSender(self.link, self._exchange)
+        self._relay = TokenRelay(self.link)
         self.link.before_flush, self.link.on_drained = self._before_flush, self.link.schedule
         self._open: dict[int, OpenRequest] = {}
         self._inline: dict[int, LoadedModel] = {}
         self._asked: dict[int, OpenCall] = {}
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._in_pieces: dict[int, AnsweredInPieces] = {}
+        self._control = ControlCalls(self.link, hub.app, hub.control_rpc, hub.settle)
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             ModelCall: self._on_infer,
             TextCall: self._on_text,
@@ -197,13 +119,13 @@ class FrontendSession:
             SubmitSequence: self._on_submit,
             AbortSequence: lambda message: self._relay.abort(message.key),
             CancelRequests: lambda message: hub.cancel_elsewhere(message.model, message.request_id, self),
-            HttpCall: lambda call: self._start_call(call.key, self._http(call)),
-            HttpPiece: self._on_piece,
-            PieceWanted: self._on_piece_wanted,
-            GrpcCall: lambda call: self._start_call(call.key, self._grpc(call)),
-            SnapshotTaken: self._on_taken,
-            FrontendListening: lambda _: self.listening.set(),
-            FrontendState: self._on_state,
+            HttpCall: self._control.on_http,
+            HttpPiece: self._control.on_piece,
+            PieceWanted: self._control.on_piece_wanted,
+            GrpcCall: self._control.on_grpc,
+            SnapshotAcknowledged: self._on_acknowledged,
+            WorkerListening: lambda _: self.listening.set(),
+            WorkerState: self._on_state,
             LogText: lambda message: write_lines(message.text),
         }
         hub.sessions.add(self)
@@ -211,7 +133,7 @@ class FrontendSession:
 
     def stop(self, force: bool) -> None:
         """Have it close its sockets, when its requests are answered or, with `force`, at once."""
-        self.link.send(StopFrontend(force))
+        self.link.send(StopWorker(force))
 
     def beat(self) -> None:
         """Tell it that this loop turns; it tells how its own does. One that hangs is given up."""
@@ -230,43 +152,42 @@ class FrontendSession:
             silence = 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
             yield from msgspec.structs.replace(self._loop, lag=max(self._loop.lag, silence)).readings(labels)
 
-    def _on_state(self, message: FrontendState) -> None:
+    def _on_state(self, message: WorkerState) -> None:
         self._loop, self._asked_at, self._unanswered = message.loop, None, 0
-        for each in message.readers:
-            loaded = self._hub.census.model(each.model)
+        for delays in message.readers:
+            loaded = self._hub.census.model(delays.model)
             if loaded is not None and isinstance(loaded.model, LlmModel):
-                loaded.model.metrics.merged_tokens += each.merged_tokens
-                loaded.model.metrics.unread.add_seconds(each.seconds)
+                loaded.model.metrics.merged_tokens += delays.merged_tokens
+                loaded.model.metrics.unread.add_seconds(delays.seconds)
 
     def _before_flush(self) -> None:
         self._relay.tell()
         if released := self._exchange.released():
             self.link.send(TensorsRead(released))
 
-    def _receive(self, message: FromFrontend) -> None:
+    def _receive(self, message: FromWorker) -> None:
         self._handlers[type(message)](message)
 
     def _on_lost(self) -> None:
-        """The frontend is gone, and all its clients with it."""
+        """The worker is gone, and all its clients with it."""
         self._hub.sessions.discard(self)
         self._relay.close()
-        for call in self._calls.values():
-            call.cancel()
+        self._control.close()
         for key in [*self._open, *self._inline]:
             self._end(key, CANCELLED)
         self._exchange.close()
         self.lost.set()
         self._hub.on_progress()
 
-    def _on_unsendable(self, message: ToFrontend, error: Exception) -> None:
+    def _on_unsendable(self, message: ToWorker, error: Exception) -> None:
         log.error("%s: an answer cannot leave this process: %s", self._name, error)
         if isinstance(message, ModelAnswer):
             self._exchange.take_back(message.outputs)
         if (key := getattr(message, "key", None)) is not None:
             self.link.send(CallFailed(key, SentError.of(INTERNAL_SERVER_ERROR)))
 
-    def _on_taken(self, message: SnapshotTaken) -> None:
-        self.taken = message.number
+    def _on_acknowledged(self, message: SnapshotAcknowledged) -> None:
+        self.acknowledged = message.number
         self._hub.on_progress()
 
     # Requests
@@ -278,7 +199,7 @@ class FrontendSession:
         return opened
 
     def _on_infer(self, call: ModelCall) -> None:
-        inputs = {each.name: self._exchange.tensor(each) for each in call.inputs}
+        inputs = {sent.name: self._exchange.tensor(sent) for sent in call.inputs}
         request = InferRequest(call.request_id, inputs, call.outputs, call.parameters)
         opened = self._open.get(call.request)
         if opened is None:
@@ -304,20 +225,12 @@ class FrontendSession:
                 validate_request(loaded.config, request)
             except InvalidArgument:
                 return False
-        try:
+        with answering(self.link, call.key, f"{self._name}: a request failed"):
             answer = loaded.capabilities.inline.answer_now(request)
-        except CharoniaError as error:
-            self.link.send(CallFailed(call.key, SentError.of(error)))
-        except CONTROL_FLOW:
-            raise
-        except BaseException:
-            log.exception("%s: a request failed", self._name)
-            self.link.send(CallFailed(call.key, SentError.of(INTERNAL_SERVER_ERROR)))
-        else:
             if answer is None:
                 return False
             response, _ = answer
-            self.link.send(self._answer(call.key, response, last=True))
+            self._responses.send(call.key, response, last=True)
         if call.request not in self._inline:
             loaded.in_flight.increment()
             gateway.in_flight.increment()
@@ -333,9 +246,9 @@ class FrontendSession:
             responses = handle.infer(request)
             try:
                 if handle.config.decoupled:
-                    await self._send_stream(key, responses, opened, running)
+                    await self._responses.send_stream(key, responses, opened, running)
                 else:
-                    await self._send_responses(key, responses, opened)
+                    await self._responses.send_only(key, responses, opened)
             finally:
                 await responses.aclose()
 
@@ -343,14 +256,8 @@ class FrontendSession:
     def _ended_call(self, key: int, opened: OpenRequest) -> Iterator[None]:
         """Answers a call with the error that its block raises, and forgets it at the block's end."""
         try:
-            yield
-        except CharoniaError as error:
-            self.link.send(CallFailed(key, SentError.of(error), opened.notes()))
-        except CONTROL_FLOW:
-            raise
-        except BaseException:
-            log.exception("%s: a request failed", self._name)
-            self.link.send(CallFailed(key, SentError.of(INTERNAL_SERVER_ERROR)))
+            with answering(self.link, key, f"{self._name}: a request failed", opened.notes):
+                yield
         finally:
             del opened.calls[key]
             self._asked.pop(key, None)
@@ -367,38 +274,11 @@ class FrontendSession:
     ) -> None:
         key = call.key
         with self._ended_call(key, opened):
-            async with aclosing(handle.generate(call.asked)) as chunks:
+            async with aclosing(handle.generate(call.generation)) as chunks:
                 async for chunk in chunks:
                     await running.wait_for_reader()
                     self.link.send(TextAnswer(key, chunk, opened.notes()))
             self.link.send(ResponsesEnded(key))
-
-    async def _send_responses(self, key: int, responses: ResponseStream[InferResponse], opened: OpenRequest) -> None:
-        """Of a model that answers once: the response leaves with the word that it is the last."""
-        before: InferResponse | None = None
-        async for response in responses:
-            if before is not None:
-                self.link.send(self._answer(key, before, opened.notes()))
-            before = response
-            if response.final:
-                break
-        self.link.send(ResponsesEnded(key) if before is None else self._answer(key, before, opened.notes(), last=True))
-
-    async def _send_stream(
-        self, key: int, responses: ResponseStream[InferResponse], opened: OpenRequest, running: OpenCall
-    ) -> None:
-        """Response by response, no faster than they are read."""
-        async for response in responses:
-            await running.wait_for_reader()
-            self.link.send(self._answer(key, response, opened.notes()))
-        self.link.send(ResponsesEnded(key))
-
-    def _answer(
-        self, key: int, response: InferResponse, notes: ResponseNotes | None = None, last: bool = False
-    ) -> ModelAnswer:
-        message = self._exchange.message
-        parameters = dict(response.parameters) if response.parameters else {}
-        return ModelAnswer(key, [message(each) for each in response.outputs], parameters, response.final, last, notes)
 
     def _on_acquire(self, call: AcquireCall) -> None:
         opened = self._open_request(call.key, call.origin)
@@ -407,7 +287,7 @@ class FrontendSession:
     async def _acquire(self, call: AcquireCall, opened: OpenRequest) -> None:
         context, hub = opened.context, self._hub
         context.body = call.body
-        try:
+        with answering(self.link, call.key, f"{self._name}: a model could not be looked up"):
             handle = opened.handle = await self._gateway.acquire(context, call.model, call.version)
             loaded = handle.loaded
             is_text = loaded.capabilities.text is not None
@@ -415,23 +295,14 @@ class FrontendSession:
             if is_text:
                 handle.start()
             context.logged = not (follows or self._logs_here)
-        except CharoniaError as error:
-            self.link.send(CallFailed(call.key, SentError.of(error)))
-            return
-        except CONTROL_FLOW:
-            raise
-        except BaseException:
-            log.exception("%s: a model could not be looked up", self._name)
-            self.link.send(CallFailed(call.key, SentError.of(INTERNAL_SERVER_ERROR)))
-            return
-        number, stats = hub.census.number_of(loaded), loaded.model.stats()
-        if number not in hub.told:
-            hub.push()
-        config = b"" if number in hub.told and not context.route else pickle.dumps(handle.config)
-        names = context.model, context.version, context.adapter, context.route
-        kv_tokens = stats.kv_tokens, stats.kv_token_capacity
-        refusal = None if follows else self._admit(opened, loaded, call)
-        self.link.send(AcquiredModel(call.key, number, *names, config, kv_tokens, follows, refusal))
+            number, stats = hub.census.number_of(loaded), loaded.model.stats()
+            if number not in hub.announced:
+                hub.push()
+            config = b"" if number in hub.announced and not context.route else pickle.dumps(handle.config)
+            names = context.model, context.version, context.adapter, context.route
+            kv_tokens = stats.kv_tokens, stats.kv_token_capacity
+            refusal = None if follows else self._admit(opened, loaded, call)
+            self.link.send(AcquiredModel(call.key, number, *names, config, kv_tokens, follows, refusal))
 
     def _keeps_tensors(self, context: RequestContext) -> bool:
         """Whether the request's trace is to have its tensors, which are to pass here then."""
@@ -439,16 +310,16 @@ class FrontendSession:
         return trace is not None and trace.settings.records_tensors
 
     def _admit(self, opened: OpenRequest, loaded: LoadedModel, call: AcquireCall) -> SentError | None:
-        """Take the places in the queue of the request's sequences, before a frontend makes tokens of its text; the
+        """Take the places in the queue of the request's sequences, before a worker makes tokens of its text; the
         error if there are too few."""
         context = opened.context
         if not isinstance(loaded.model, LlmModel) or context.endpoint in _ONLY_TEXT:
             return None
-        asked = GenerateRequest(id="", prompt=(), prompt_count=call.prompts, choice_count=call.choices)
+        generation = GenerateRequest(id="", prompt=(), prompt_count=call.prompts, choice_count=call.choices)
         context.on_end(lambda _: opened.release_tickets())
         try:
             for _ in range(call.prompts * call.choices):
-                opened.tickets.append(loaded.model.client.admit(asked, context.tenant))
+                opened.tickets.append(loaded.model.client.admit(generation, context.tenant))
         except CharoniaError as error:
             opened.release_tickets()
             return SentError.of(error)
@@ -462,10 +333,11 @@ class FrontendSession:
             running.add_credit(message.count)
 
     def _on_cancel(self, message: CancelCall) -> None:
-        running, call = self._asked.get(message.key), self._calls.get(message.key)
-        task = call if running is None else running.task
-        if task is not None:
-            task.cancel()
+        running = self._asked.get(message.key)
+        if running is None:
+            self._control.cancel(message.key)
+        elif running.task is not None:
+            running.task.cancel()
 
     def _on_ended(self, message: EndedRequests) -> None:
         for key, sequences in message.sequences:
@@ -515,47 +387,3 @@ class FrontendSession:
         assert isinstance(model, LlmModel)
         ticket = opened.tickets.pop() if opened.tickets else None
         self._relay.submit(message, opened.context, model, ticket)
-
-    # What is not inference
-
-    def _start_call(self, key: int, work: Any) -> None:
-        task = self._calls[key] = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._calls.pop(key, None))
-
-    async def _http(self, call: HttpCall) -> None:
-        request = ControlRequest(call.method, call.path, call.query, call.headers, call.body)
-        if call.in_pieces:
-            changes = not _READING.fullmatch(f"{call.method} {call.path}")
-            before = self._hub.settle if changes else None
-            answered = self._in_pieces[call.key] = AnsweredInPieces(call.key, self.link, before)
-            try:
-                await answered.answer(self._hub.app, request, Tenant(call.tenant, call.tenant_weight))
-            finally:
-                del self._in_pieces[call.key]
-            return
-        answer = await ask_app(self._hub.app, request, call.tenant, call.tenant_weight)
-        if not _READING.fullmatch(f"{call.method} {call.path}"):
-            await self._hub.settle()
-        self.link.send(HttpAnswer(call.key, answer.status, answer.headers, answer.body))
-
-    def _on_piece(self, message: HttpPiece) -> None:
-        if message.key in self._in_pieces:
-            self._in_pieces[message.key].on_piece(message)
-
-    def _on_piece_wanted(self, message: PieceWanted) -> None:
-        if message.key in self._in_pieces:
-            self._in_pieces[message.key].on_wanted()
-
-    async def _grpc(self, call: GrpcCall) -> None:
-        try:
-            fields = await self._hub.control(call.rpc, call.message)
-            if not _READING.fullmatch(call.rpc):
-                await self._hub.settle()
-            self.link.send(GrpcAnswer(call.key, fields))
-        except CharoniaError as error:
-            self.link.send(CallFailed(call.key, SentError.of(error)))
-        except CONTROL_FLOW:
-            raise
-        except BaseException:
-            log.exception("%s failed", call.rpc)
-            self.link.send(CallFailed(call.key, SentError.of(INTERNAL_SERVER_ERROR)))

@@ -1,7 +1,7 @@
-"""The sequences that a frontend's requests have in the engines of the hub: submitted, read, told of once a turn of the
+"""The sequences that a worker's requests have in the engines of the hub: submitted, read, told of once a turn of the
 event loop.
 
-Nothing waits for a frontend that does not read: its tokens stay in their streams, and merge.
+Nothing waits for a worker that does not read: its tokens stay in their streams, and merge.
 """
 
 import asyncio
@@ -15,26 +15,23 @@ from msgspec.structs import replace
 from ..api.http.eager import start_eagerly
 from ..api.http.error_responses import INTERNAL_SERVER_ERROR
 from ..core.adapter import LoraTask
-from ..core.errors import CharoniaError
+from ..core.errors import CharoniaError, SentError
 from ..core.request import GenerateRequest
 from ..core.request_context import RequestContext
 from ..core.sampling import SamplingParams
 from ..engine.client.admission import QueueTicket
 from ..engine.client.llm import LlmModel
 from ..engine.client.token_stream import SequenceStats, TokenStream
-from .link import FrameLink
-from .messages import FromFrontend, SentError, SequenceSteps, SubmitSequence, ToFrontend
+from .hub_link import HubLink
+from .sequence_messages import SequenceSteps, SubmitSequence
 
 log = logging.getLogger(__name__)
-
-HubLink = FrameLink[ToFrontend, FromFrontend]
-"""The hub's end of a link."""
 
 _PROMPT_ONLY = SamplingParams(max_tokens=0)
 
 
 class RelayedSequence:
-    """A sequence of a frontend. `resources`: its place in the queue, its adapter and its stream, once it has them."""
+    """A sequence of a worker. `resources`: its place in the queue, its adapter and its stream, once it has them."""
 
     def __init__(self, stats: SequenceStats) -> None:
         self.stats = stats
@@ -50,8 +47,8 @@ class RelayedSequence:
         self.resources.close()
 
 
-class SequenceRelay:
-    """The sequences of one frontend, by the keys that it gave them."""
+class TokenRelay:
+    """The sequences of one worker, by the keys that it gave them."""
 
     def __init__(self, link: HubLink) -> None:
         self._link = link
@@ -114,7 +111,7 @@ class SequenceRelay:
             sequence.close()
 
     def close(self) -> None:
-        """The frontend is gone."""
+        """The worker is gone."""
         for key in list(self._sequences):
             self.abort(key)
 
@@ -172,7 +169,7 @@ def _request_of(message: SubmitSequence) -> GenerateRequest:
     task = message.lora_task
     lora = None
     if task is not None:
-        weights, config = (None if each is None else each.tensor().data for each in (task.weights, task.config))
+        weights, config = (None if sent is None else sent.tensor().data for sent in (task.weights, task.config))
         lora = LoraTask(task.number, weights, config)
     return GenerateRequest(
         id="",

@@ -1,0 +1,90 @@
+"""What one worker asks the hub beside inference: requests of HTTP and control RPCs, which the endpoints answer that
+there would be without workers."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias
+
+from starlette.types import ASGIApp
+
+from ..api.api_keys import Tenant
+from ..api.http.control_call import ControlRequest, ask_app
+from .hub_link import HubLink, answering
+from .messages import GrpcAnswer, GrpcCall, HttpAnswer, HttpCall, HttpPiece, PieceWanted
+from .pieces import AnsweredInPieces
+
+RpcAnswerer: TypeAlias = Callable[[str, bytes], Awaitable[dict[str, Any]]]
+"""Answers a control RPC, by its name and its encoded message, with the fields of the response."""
+
+_READING = re.compile(
+    r"(GET|HEAD) .*|POST /v2/repository/([^/]+/)?index|\w+(Config|Index|Metadata|Ready|Statistics|Status)", re.DOTALL
+)
+"""Calls that change nothing of what workers know: methods with their paths, and RPCs."""
+
+
+class ControlCalls:
+    """Those of one worker that are being answered. `app` and `control_rpc` answer them; `settle`: waited for before
+    the answer of one that changes what workers know."""
+
+    def __init__(
+        self, link: HubLink, app: ASGIApp, control_rpc: RpcAnswerer, settle: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._link, self._app, self._control_rpc, self._settle = link, app, control_rpc, settle
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._in_pieces: dict[int, AnsweredInPieces] = {}
+
+    def on_http(self, call: HttpCall) -> None:
+        self._start(call.key, self._answer_in_pieces(call) if call.in_pieces else self._answer_http(call))
+
+    def on_grpc(self, call: GrpcCall) -> None:
+        self._start(call.key, self._answer_rpc(call))
+
+    def on_piece(self, message: HttpPiece) -> None:
+        if message.key in self._in_pieces:
+            self._in_pieces[message.key].on_piece(message)
+
+    def on_piece_wanted(self, message: PieceWanted) -> None:
+        if message.key in self._in_pieces:
+            self._in_pieces[message.key].on_wanted()
+
+    def cancel(self, key: int) -> None:
+        """Nobody waits for the answer of this call, if it is one of these."""
+        if key in self._tasks:
+            self._tasks[key].cancel()
+
+    def close(self) -> None:
+        """The worker is gone."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _start(self, key: int, answer: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[key] = asyncio.create_task(answer)
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def _answer_http(self, call: HttpCall) -> None:
+        request = ControlRequest(call.method, call.path, call.query, call.headers, call.body)
+        answer = await ask_app(self._app, request, call.tenant, call.tenant_weight)
+        if _changes_something(call):
+            await self._settle()
+        self._link.send(HttpAnswer(call.key, answer.status, answer.headers, answer.body))
+
+    async def _answer_in_pieces(self, call: HttpCall) -> None:
+        request = ControlRequest(call.method, call.path, call.query, call.headers, call.body)
+        before = self._settle if _changes_something(call) else None
+        answered = self._in_pieces[call.key] = AnsweredInPieces(call.key, self._link, before)
+        try:
+            await answered.answer(self._app, request, Tenant(call.tenant, call.tenant_weight))
+        finally:
+            del self._in_pieces[call.key]
+
+    async def _answer_rpc(self, call: GrpcCall) -> None:
+        with answering(self._link, call.key, f"{call.rpc} failed"):
+            fields = await self._control_rpc(call.rpc, call.message)
+            if not _READING.fullmatch(call.rpc):
+                await self._settle()
+            self._link.send(GrpcAnswer(call.key, fields))
+
+
+def _changes_something(call: HttpCall) -> bool:
+    return not _READING.fullmatch(f"{call.method} {call.path}")

@@ -1,0 +1,306 @@
+"""The handles of models that requests have: of a loaded model, or of the arms of a route."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Protocol, Self, TypeVar, cast
+
+from ..core.errors import InvalidArgument, ServerExiting
+from ..core.gateway import ResponseStream
+from ..core.model import ModelConfig, ModelStats, TextModel
+from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
+from ..routing.arm_selector import ArmName
+from ..telemetry.request_trace import request_trace, trace_tensors
+from ..telemetry.shared_state import SharedState
+from .backend_registry import is_composition
+from .model_registry import InFlightCounter, LoadedModel, NotResident
+from .request_validation import validate_request
+from .route_table import ServedRoute
+
+_Item = TypeVar("_Item", InferResponse, GenerateChunk)
+
+
+class ServingGateway(Protocol):
+    """The gateway, as the handles of its models need it."""
+
+    @property
+    def shared_state(self) -> SharedState: ...
+
+    @property
+    def in_flight(self) -> InFlightCounter:
+        """Counts the requests that are being answered."""
+
+    def exiting(self) -> bool: ...
+
+    async def provide(self, missing: NotResident, context: RequestContext) -> None:
+        """Load a model that a request is for and that is not in memory, or raise."""
+
+
+class LoadedModelHandle:
+    """A loaded model in use by the request of `context`, at whose end it is released: `core.gateway.ModelHandle`.
+
+    The model's counter has the request from the beginning, so that the model outlives it; the gateway's from the first
+    time that the model is asked something.
+    """
+
+    __slots__ = ("_adapter", "_context", "_gateway", "_loaded", "_started", "config")
+
+    def __init__(
+        self,
+        gateway: ServingGateway,
+        loaded: LoadedModel,
+        context: RequestContext,
+        config: ModelConfig | None = None,
+    ) -> None:
+        self.config = config or loaded.config
+        self._gateway = gateway
+        self._loaded = loaded
+        self._adapter = context.adapter
+        self._context = context
+        self._started = False
+        loaded.in_flight.increment()
+        context.on_end(self._release)
+
+    @property
+    def name(self) -> str:
+        return self._adapter or self.config.name
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model that answers, as far as it is known by now."""
+        return self._loaded
+
+    @property
+    def needs_full_request(self) -> bool:
+        """Whether what is asked of it is needed here as a whole, and so are its answers."""
+        return False
+
+    def for_request(self, context: RequestContext) -> "LoadedModelHandle":
+        context.model, context.version, context.model_found = self.config.name, self.config.version, True
+        context.adapter = self._adapter
+        return LoadedModelHandle(self._gateway, self._loaded, context)
+
+    def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        inline = self._loaded.capabilities.inline
+        if inline is None or self._gateway.exiting():
+            return None
+        try:
+            validate_request(self.config, request)
+        except InvalidArgument:
+            return None
+        try:
+            answer = inline.answer_now(request)
+        except Exception as error:
+            inline.count_end(end_for_error(error, submitted=False))
+            raise
+        if answer is not None:
+            inline.count_end(DONE)
+        return answer
+
+    def check_room(self) -> None:
+        if self._loaded.capabilities.queue is not None:
+            self._loaded.capabilities.queue.check_room(self._context.tenant)
+
+    def stats(self) -> ModelStats:
+        return self._loaded.model.stats()
+
+    def validate(self, request: InferRequest) -> None:
+        validate_request(self.config, request)
+
+    def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
+        loaded, context = self._loaded, self._context
+        if request.id:
+            context.id = request.id
+        self.start()
+        validate_request(self.config, request)
+        responses = loaded.model.infer(request, context)
+        trace = request_trace(context, self._gateway.shared_state.traces)
+        responses = trace_tensors(trace, request.inputs.values(), responses)
+        if loaded.capabilities.text is not None:  # its sequences record how the request ended
+            return cast("ResponseStream[InferResponse]", responses)
+        return _AnsweredStream(responses, context)
+
+    def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        self._context.id = request.id
+        # Models promise an AsyncIterator and write generators; only those can be closed.
+        return cast("ResponseStream[GenerateChunk]", self._text_model().generate(request, self._context))
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        tokens = await self._text_model().tokenize(request)
+        self._context.finish()
+        return tokens
+
+    async def detokenize(self, ids: list[int]) -> str:
+        text = await self._text_model().detokenize(ids)
+        self._context.finish()
+        return text
+
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        return await self._text_model().token_strings(ids)
+
+    def _text_model(self) -> TextModel:
+        self.start()
+        if self._loaded.capabilities.text is None:
+            raise InvalidArgument(f"model '{self.config.name}' does not generate text", field="model")
+        return self._loaded.capabilities.text
+
+    def start(self) -> None:
+        """Count the request among those that are being answered. Raises `ServerExiting`."""
+        if self._gateway.exiting():
+            raise ServerExiting
+        if not self._started:
+            self._started = True
+            self._gateway.in_flight.increment()
+
+    def _release(self, context: RequestContext) -> None:
+        if self._loaded.capabilities.measured is not None and not context.counted:
+            context.counted = True
+            self._loaded.capabilities.measured.count(context)
+        self._loaded.in_flight.decrement()
+        if self._started:
+            self._gateway.in_flight.decrement()
+
+
+class RoutedModelHandle(LoadedModelHandle):
+    """A handle of the arm of a route, which answers with the route's name. `arm`: None if the request tells.
+
+    `infer` learns that, and whether the request is of a sequence, and takes the arm where that began: `config` is of
+    the arm that answers from then on, or from the first response on if the arm has to be loaded.
+    """
+
+    __slots__ = ("_arm", "_route")
+
+    def __init__(
+        self, gateway: ServingGateway, route: ServedRoute, arm: ArmName | None, context: RequestContext
+    ) -> None:
+        context.route = route.name
+        loaded, config = route.find_any(context) if arm is None else route.find(*arm, context)
+        super().__init__(gateway, loaded, context, config)
+        self._route, self._arm = route, arm
+
+    @property
+    def name(self) -> str:
+        return self._route.name
+
+    @property
+    def needs_full_request(self) -> bool:
+        return self._arm is None or bool(self._route.observers)
+
+    def for_request(self, context: RequestContext) -> LoadedModelHandle:
+        served = self._loaded.config
+        context.model, context.version, context.model_found = served.name, served.version, True
+        context.adapter, context.route = self._adapter, self._route.name
+        if self._arm is None:
+            return RoutedModelHandle(self._gateway, self._route, None, context)
+        return LoadedModelHandle(self._gateway, self._loaded, context, self.config)
+
+    def check_room(self) -> None:
+        if self._arm is not None:
+            super().check_room()
+
+    def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        return None if self._arm is None else super().answer_now(request)
+
+    def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
+        if self._arm is None or request.parameters.get("sequence_id"):
+            try:
+                self._take_arm(request)
+            except NotResident as missing:
+                return self._observed(request, self._infer_when_loaded(request, missing))
+        return self._observed(request, super().infer(request))
+
+    def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        return self._observed(request, super().generate(request))
+
+    def _observed(
+        self, request: InferRequest | GenerateRequest, responses: ResponseStream[_Item]
+    ) -> ResponseStream[_Item]:
+        for observer in self._route.observers:
+            responses = observer.follow(request, self._context, responses)
+        return responses
+
+    def _take_arm(self, request: InferRequest) -> None:
+        """Hold the arm that serves this request. Raises as `ServedRoute.find`; it may then be called again."""
+        context = self._context
+        if self._arm is None:
+            self._arm = self._route.choose_for(request, context)
+        if correlation_id := request.parameters.get("sequence_id"):
+            end = bool(request.parameters.get("sequence_end"))
+            loaded, config = self._route.find_for_sequence(correlation_id, end, self._arm, context)
+        else:
+            loaded, config = self._route.find(*self._arm, context)
+        loaded.in_flight.increment()
+        self._loaded.in_flight.decrement()
+        self._loaded, self.config = loaded, config
+
+    def _text_model(self) -> TextModel:
+        if self._arm is None:  # a model asks, which has no body
+            self._take_arm(InferRequest())
+        return super()._text_model()
+
+    async def _infer_when_loaded(
+        self, request: InferRequest, missing: NotResident
+    ) -> AsyncGenerator[InferResponse, None]:
+        while True:
+            self._loaded.in_flight.decrement()  # it may have to make room
+            try:
+                await self._gateway.provide(missing, self._context)
+            finally:
+                self._loaded.in_flight.increment()
+            try:
+                self._take_arm(request)
+                break
+            except NotResident as other:
+                missing = other
+        async with aclosing(super().infer(request)) as responses:
+            async for response in responses:
+                yield response
+
+
+class LoadedResidentHandle(LoadedModelHandle):
+    """A loaded model in use by a request that no client waits for: `core.extension_contracts.ResidentHandle`. Nothing
+    is traced, and the server's end does not wait for it."""
+
+    __slots__ = ()
+
+    @property
+    def generates_text(self) -> bool:
+        return self._loaded.capabilities.text is not None
+
+    @property
+    def asks_models(self) -> bool:
+        return is_composition(self.config.backend)
+
+    def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
+        validate_request(self.config, request)
+        return cast("ResponseStream[InferResponse]", self._loaded.model.infer(request, self._context))
+
+    def start(self) -> None:
+        """It counts for nobody."""
+
+
+class _AnsweredStream:
+    """The responses of a model as they are: the request is answered with the final one, or at their end. An async
+    generator would take 4 % of the CPU time of a small request over HTTP."""
+
+    __slots__ = ("_context", "_responses")
+
+    def __init__(self, responses: AsyncIterator[InferResponse], context: RequestContext) -> None:
+        self._responses = cast("ResponseStream[InferResponse]", responses)  # models write generators, or the like
+        self._context = context
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> InferResponse:
+        try:
+            response = await self._responses.__anext__()
+        except StopAsyncIteration:
+            self._context.finish()
+            raise
+        if response.final:
+            self._context.finish()
+        return response
+
+    async def aclose(self) -> None:
+        await self._responses.aclose()
