@@ -28,29 +28,36 @@ _TAIL = 32
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """The plan of one answer. `prompt`: the request's, and what opens the answer. `tokenizer`: by it the text has the
-    format's markers. `reader`: None if all of the text is content. `warning`: for the client. The others are as in
-    `AddRequest`."""
+    """The plan of one answer."""
 
     prompt: list[int]
+    """The request's, and what opens the answer."""
     tokenizer: Tokenizer
+    """By it the text has the format's markers."""
     reader: AnswerReader | None = None
+    """None if all of the text is content."""
     constraint: GuidedDecoding | None = None
+    """As in `AddRequest`."""
     thinking: int | None = None
+    """As in `AddRequest`."""
     thinking_end: str = ""
+    """As in `AddRequest`, as text."""
     warning: str = ""
+    """For the client."""
 
     def complete(self, add: AddRequest) -> AddRequest:
         end = [] if self.thinking is None else self.tokenizer.encode(self.thinking_end, special=False)
         return replace(add, constraint=self.constraint, thinking=self.thinking, thinking_end=end)
 
     def builder(
-        self, asked: SamplingParams, ends: TextEnds, echo: str = "", prompt_ids: tuple[int, ...] = ()
+        self, sampling: SamplingParams, ends: TextEnds, echo: str = "", prompt_ids: tuple[int, ...] = ()
     ) -> "ChunkBuilder | AnswerBuilder":
         """The builder of the answer's chunks. Raises as `ChunkBuilder` does."""
         if self.reader is None:
-            return ChunkBuilder(self.tokenizer, self.prompt, asked, ends, echo, prompt_ids)
-        return AnswerBuilder(ChunkBuilder(self.tokenizer, self.prompt, asked, ends, "", prompt_ids), self.reader, echo)
+            return ChunkBuilder(self.tokenizer, self.prompt, sampling, ends, echo, prompt_ids)
+        return AnswerBuilder(
+            ChunkBuilder(self.tokenizer, self.prompt, sampling, ends, "", prompt_ids), self.reader, echo
+        )
 
 
 def plan_answer(
@@ -80,8 +87,8 @@ def plan_answer(
     tail = tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
     inside = tail.endswith(reasoning.start) or _continues(request, reasoning)
     # What is held to a grammar behind its reasoning, or may reason for so long, has to begin with it.
-    limited, asked = constraint is not None or budget is not None, _asks_for_reasoning(request)
-    reasons = form.reasons or bool(budget) if asked is None or reasoning.content else asked
+    limited, wanted = constraint is not None or budget is not None, _asks_for_reasoning(request)
+    reasons = form.reasons or bool(budget) if wanted is None or reasoning.content else wanted
     if limited and reasons and not (inside or tail.endswith(reasoning.end)):
         prompt, inside = prompt + tokenizer.encode(reasoning.opening, special=False), True
     if inside and constraint is not None and not constraint.after:
@@ -95,8 +102,8 @@ def plan_answer(
 def _asks_for_reasoning(request: GenerateRequest) -> bool | None:
     """Whether it asks the chat template for reasoning or against it, by either of the customary names."""
     variables = request.prompt.variables if isinstance(request.prompt, Conversation) else {}
-    asked = variables.get("enable_thinking", variables.get("thinking"))
-    return None if asked is None else bool(asked)
+    wanted = variables.get("enable_thinking", variables.get("thinking"))
+    return None if wanted is None else bool(wanted)
 
 
 def _continues(request: GenerateRequest, reasoning: ReasoningFormat) -> bool:

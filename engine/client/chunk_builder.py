@@ -74,7 +74,7 @@ class _PromptWidths:
 
 
 class ChunkBuilder:
-    """Writes the text of one request, which begins with `echo`. `ends`: what ends it beside what was `asked`.
+    """Writes the text of one request, which begins with `echo`. `ends`: what ends it beside what `sampling` says.
     `prompt_ids`: tokens of the prompt for the first chunk. The chunk with a finish reason is the last one, though the
     engine may go on.
 
@@ -86,12 +86,12 @@ class ChunkBuilder:
         self,
         tokenizer: Tokenizer,
         prompt: list[int],
-        asked: SamplingParams,
+        sampling: SamplingParams,
         ends: TextEnds = _NO_ENDS,
         echo: str = "",
         prompt_ids: tuple[int, ...] = (),
     ) -> None:
-        joined = not (asked.skip_special_tokens or asked.spaces_between_special_tokens)
+        joined = not (sampling.skip_special_tokens or sampling.spaces_between_special_tokens)
         if joined and tokenizer.separates_special_tokens:
             field = "spaces_between_special_tokens"
             raise InvalidArgument(f"{field}: this model's tokenizer cannot leave them out", field=field)
@@ -99,19 +99,19 @@ class ChunkBuilder:
         self._prompt_tokens = len(prompt)
         self._echo = self._prompt_text = echo
         self._prompt_ids = prompt_ids
-        self._unscored = [] if asked.prompt_logprobs is None else prompt
+        self._unscored = [] if sampling.prompt_logprobs is None else prompt
         self._completion_tokens = 0
-        self._min_tokens = asked.min_tokens
-        self._includes_stop = asked.include_stop_str_in_output
-        own = () if asked.ignore_eos else ends.eos
-        self._stop_tokens = frozenset(asked.stop_token_ids) - frozenset(own)
+        self._min_tokens = sampling.min_tokens
+        self._includes_stop = sampling.include_stop_str_in_output
+        own = () if sampling.ignore_eos else ends.eos
+        self._stop_tokens = frozenset(sampling.stop_token_ids) - frozenset(own)
         self._end_tokens = self._stop_tokens.union(own)
-        self._special = not asked.skip_special_tokens
+        self._special = not sampling.skip_special_tokens
         self._text = make_detokenizer(tokenizer, prompt, self._special)
         # What each token adds to the text, which comes in pieces of several.
-        self._widths = None if asked.logprobs is None else make_detokenizer(tokenizer, prompt, self._special)
-        self._stops = StopStrings(asked.stop, asked.include_stop_str_in_output)
-        self._words = StopWords(ends.words, asked.min_tokens)
+        self._widths = None if sampling.logprobs is None else make_detokenizer(tokenizer, prompt, self._special)
+        self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+        self._words = StopWords(ends.words, sampling.min_tokens)
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """The chunk of a delta's tokens. Those behind a stop string do not count."""
@@ -181,10 +181,10 @@ class ChunkBuilder:
         (first, *others), self._unscored = self._unscored, []
         widths = _PromptWidths(self._tokenizer, self._prompt_text)
         tokens = [PromptToken(first, self._tokenizer.token_piece(first).text, width=widths.push(first))]
-        found = (score for each in scores for score in each.to_list())
-        for token, score in zip(others, found, strict=True):
-            given = self._logprob(token, score.logprobs)
-            tokens.append(PromptToken(token, given.text, given, score.rank, widths.push(token)))
+        ranked = (score for computed in scores for score in computed.to_list())
+        for token, score in zip(others, ranked, strict=True):
+            logprob = self._logprob(token, score.logprobs)
+            tokens.append(PromptToken(token, logprob.text, logprob, score.rank, widths.push(token)))
         return tuple(tokens)
 
     def _generated(self, token: int, logprobs: Logprobs) -> TokenLogprob:

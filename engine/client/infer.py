@@ -101,7 +101,7 @@ class TensorLayout:
         question = parse_infer_request(request, self, TokenLimit(model.info.max_model_len))
         if question.ignored:
             context.warn(f"ignored: {', '.join(question.ignored)}")
-        streams = [model.generate(each, context) for each in question.requests]
+        streams = [model.generate(generation, context) for generation in question.requests]
         if not question.options.stream:
             yield await complete_response(question, streams)
             return
@@ -220,10 +220,10 @@ class StreamedResponses:
         return _response([*self._quiet[:number], chunk, *self._quiet[number + 1 :]], self._sums, self._outputs)
 
 
-async def complete_response(asked: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
+async def complete_response(question: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
     """The one response of the whole streams of all its requests."""
     wholes = await collect_answers(streams)
-    return _response(wholes, [_sum(whole) for whole in wholes], asked.outputs)
+    return _response(wholes, [_sum(whole) for whole in wholes], question.outputs)
 
 
 async def collect_answers(streams: Sequence[Chunks]) -> list[GenerateChunk]:
@@ -244,7 +244,7 @@ async def _collect(stream: Chunks) -> GenerateChunk:
 
 
 def _sum(chunk: GenerateChunk) -> float:
-    return sum(each.logprob for each in chunk.logprobs)
+    return sum(token.logprob for token in chunk.logprobs)
 
 
 def _response(chunks: Sequence[GenerateChunk], sums: Sequence[float], outputs: Sequence[OutputTensor]) -> InferResponse:
@@ -257,14 +257,14 @@ def _outputs(request: InferRequest, options: ResponseOptions, layout: TensorLayo
     known = {output.spec.name: output for output in layout.outputs}
     if request.outputs is not None:
         return tuple(known[name] for name in request.outputs)
-    asked = {layout.outputs[0].spec.name}
+    wanted = {layout.outputs[0].spec.name}
     for option in options.__struct_fields__:
         if option.startswith("return_") and getattr(options, option):
-            asked |= _LOG_PROBS if option == "return_log_probs" else {option.removeprefix("return_")}
-    if missing := sorted(asked - known.keys()):
+            wanted |= _LOG_PROBS if option == "return_log_probs" else {option.removeprefix("return_")}
+    if missing := sorted(wanted - known.keys()):
         parameter, output = f"return_{missing[0]}", missing[0]
         raise InvalidArgument(f"parameter '{parameter}': this model has no output '{output}'", field=parameter)
-    return tuple(output for name, output in known.items() if name in asked)
+    return tuple(output for name, output in known.items() if name in wanted)
 
 
 def _prompt(inputs: Mapping[str, Tensor], limit: TokenLimit | None) -> Prompt:
@@ -280,7 +280,7 @@ def _prompt(inputs: Mapping[str, Tensor], limit: TokenLimit | None) -> Prompt:
 
 def _padded_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[list[float]]:
     width = max(len(chunk.logprobs) for chunk in chunks)
-    return [[each.logprob for each in chunk.logprobs] + [0.0] * (width - len(chunk.logprobs)) for chunk in chunks]
+    return [[token.logprob for token in chunk.logprobs] + [0.0] * (width - len(chunk.logprobs)) for chunk in chunks]
 
 
 def vllm_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[bytes]:

@@ -163,7 +163,7 @@ def parse_request_parameters(
             raise InvalidArgument(f"{replacement.name} is not JSON: {error}", field=replacement.name) from error
         if not isinstance(content, dict):
             raise InvalidArgument(f"{replacement.name} must be a JSON object", field=replacement.name)
-        options = {name: each for name, each in given.items() if name in _OPTIONS}
+        options = {name: value for name, value in given.items() if name in _OPTIONS}
         given = options | _by_own_names(content, ignored)
     given |= _by_own_names(tensors, ignored)
     given = {name: _NamedValue(name, value) for name, value in defaults.items()} | given
@@ -248,7 +248,7 @@ def _asks_for_nothing(given: str, name: str, value: Any) -> bool:
 
 
 def _convert(given: Mapping[str, _NamedValue], names: set[str], kind: type[T]) -> T:
-    wanted = {name: each.value for name, each in given.items() if name in names}
+    wanted = {name: parameter.value for name, parameter in given.items() if name in names}
     for name, value in wanted.items():  # an integer of more than 64 bits comes as a float, and its range is checked
         if type(value) is float and value.is_integer():
             wanted[name] = int(value)

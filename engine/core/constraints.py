@@ -199,7 +199,7 @@ class ConstraintTotals:
 
 
 class ConstrainedSequences:
-    """The guided sequences that live, by key. `vocab_size`: logits that the model has."""
+    """The constrained sequences that live, by key. `vocab_size`: logits that the model has."""
 
     def __init__(self, vocab_size: int) -> None:
         self._words = -(-vocab_size // 32)
@@ -226,7 +226,7 @@ class ConstrainedSequences:
         return possible
 
     def mask_plan(self, plan: StepPlan, rows: Mapping[int, int]) -> tuple[StepPlan, MaskSource | None]:
-        """The plan with its masked rows, and what makes their masks. `rows`: key by row of guided sequences."""
+        """The plan with its masked rows, and what makes their masks. `rows`: the key of each constrained row."""
         if not self._live:
             return plan, None
         drafts = plan.drafts_by_row()
@@ -243,7 +243,7 @@ class ConstrainedSequences:
     def follow(
         self, result: StepResult, rows: Mapping[int, int]
     ) -> tuple[dict[int, ForcedTokens], list[RequestRejected]]:
-        """Go on by the tokens of a result: how its guided rows go on, and those that cannot."""
+        """Take in a result's tokens: what is forced to follow them, by row, and the sequences that cannot go on."""
         forced: dict[int, ForcedTokens] = {}
         failed: list[RequestRejected] = []
         if not self._live:

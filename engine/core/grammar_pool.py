@@ -35,6 +35,9 @@ class GrammarTotals:
     hits: int = 0
 
 
+NO_GRAMMARS = GrammarTotals()
+
+
 class GrammarPool:
     """`make_backend` is called once: it may take seconds. For any thread."""
 

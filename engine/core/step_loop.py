@@ -14,7 +14,6 @@ import numpy as np
 
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs
-from ...core.metrics import DrafterTotals
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
@@ -23,7 +22,7 @@ from ..worker.executor import Executor, StepFuture
 from .adapters import CoreAdapters
 from .constraints import ConstrainedSequences
 from .deadlines import Deadlines
-from .grammar_pool import GrammarPool
+from .grammar_pool import NO_GRAMMARS, GrammarPool
 from .inbox import Inbox, NewRequest
 from .messages import (
     NO_STEP,
@@ -62,7 +61,7 @@ class LaunchedStep(NamedTuple):
 class EngineCore:
     """One scheduler and one executor, turned by one thread.
 
-    `inbox` takes messages of the frontend, and errors that end the loop, from any thread. `clock`: seconds, for
+    `inbox` takes messages of the server's process, and errors that end the loop, from any thread. `clock`: seconds, for
     timeouts. `grammars` compiles for a model of `vocab_size` logits; without it there are no constraints.
     """
 
@@ -230,16 +229,24 @@ class EngineCore:
         return RequestUpdates(self._step, updates, load, stats, self._totals())
 
     def _totals(self) -> CoreTotals:
-        totals, constraints = self._scheduler.totals, self._constraints.totals
-        counted = totals.preemptions, totals.prefix_queries, totals.prefix_hits, totals.restored
-        compiled = (0, 0.0, 0)
-        if self._grammars is not None:
-            grammars = self._grammars.totals
-            compiled = grammars.compiled, grammars.seconds, grammars.hits
-        guided = constraints.masks, constraints.seconds, constraints.forced
-        drafted: tuple[int, dict[str, DrafterTotals]] = 0, {}
-        if (speculation := self._scheduler.speculation) is not None:
-            drafted = speculation.drafters_off, speculation.copied_totals()
-        eager, failed = self._executor.eager_steps, self._executor.failed_captures
-        again, spent = totals.recomputed_tokens, totals.sequence_seconds.copy()
-        return CoreTotals(*counted, *compiled, *guided, *drafted, eager, again, spent, failed)
+        scheduled, constrained, executor = self._scheduler.totals, self._constraints.totals, self._executor
+        grammars = NO_GRAMMARS if self._grammars is None else self._grammars.totals
+        speculation = self._scheduler.speculation
+        return CoreTotals(
+            preemptions=scheduled.preemptions,
+            prefix_queries=scheduled.prefix_queries,
+            prefix_hits=scheduled.prefix_hits,
+            restored=scheduled.restored,
+            grammars_compiled=grammars.compiled,
+            grammar_seconds=grammars.seconds,
+            grammar_hits=grammars.hits,
+            masks=constrained.masks,
+            mask_seconds=constrained.seconds,
+            forced_tokens=constrained.forced,
+            drafters_off=0 if speculation is None else speculation.drafters_off,
+            drafters={} if speculation is None else speculation.copied_totals(),
+            eager_steps=executor.eager_steps,
+            recomputed_tokens=scheduled.recomputed_tokens,
+            sequence_seconds=scheduled.sequence_seconds.copy(),
+            failed_captures=executor.failed_captures,
+        )
