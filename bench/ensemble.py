@@ -154,8 +154,8 @@ def _stream(trial: TrialName, place: ServerAddress, model: str, load: GraphLoad,
     prompts = Prompts(form="text", seed=next(_seeds))
     [outcome] = run(LoadRun(target=target, jobs=jobs, prompts=prompts, pace=pace), on_start=meter.start)
     spent, tokens = meter.spent(), _tokens(model, outcome)
-    each = float("nan") if spent is None else spent.frontend / tokens * 1e6
-    return GraphTurn(trial=trial, model=model, per_second=speed(outcome), microseconds=each)
+    microseconds = float("nan") if spent is None else spent.frontend / tokens * 1e6
+    return GraphTurn(trial=trial, model=model, per_second=speed(outcome), microseconds=microseconds)
 
 
 def _tokens(model: str, outcome: WorkerOutcome) -> int:
@@ -177,17 +177,17 @@ def chain_trial(load: GraphLoad, log: Log) -> tuple[Turns, list[TrialVerdict]]:
 
 
 def _ask(place: ServerAddress, model: str, load: GraphLoad, number: int) -> GraphTurn:
-    asked = InferLoad(
+    infer_load = InferLoad(
         door="binary", port=place.http_port, connections=load.connections, seconds=load.seconds, model=model
     )
     meter = CpuMeter(place.pid)
     meter.start()
-    report = run_load(asked)
+    report = run_load(infer_load)
     spent = meter.spent()
     # The meter sees the warm-up too, which is answered at the same rate.
-    answers = report.answers * (1 + asked.warm_up / report.seconds)
-    each = float("nan") if spent is None else spent.frontend / answers * 1e6
-    return GraphTurn(trial="chain", model=model, per_second=report.rate, microseconds=each)
+    answers = report.answers * (1 + infer_load.warm_up / report.seconds)
+    microseconds = float("nan") if spent is None else spent.frontend / answers * 1e6
+    return GraphTurn(trial="chain", model=model, per_second=report.rate, microseconds=microseconds)
 
 
 @contextmanager

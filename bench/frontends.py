@@ -194,8 +194,8 @@ def _infer(place: ServerAddress, load: LoadName, trial: SeveralTrial, start: Cal
     port = place.grpc_port if load == "grpc" else place.http_port
     start()
     # All that is sent is counted: the meter sees it too.
-    asked = InferLoad(door=load, port=port, connections=trial.connections, seconds=trial.seconds, warm_up=0.0)
-    report = run_load(asked)
+    identity_load = InferLoad(door=load, port=port, connections=trial.connections, seconds=trial.seconds, warm_up=0.0)
+    report = run_load(identity_load)
     if report.errors:
         raise Unavailable(f"{report.errors} identity requests failed")
     return report.answers, report.rate
@@ -204,14 +204,14 @@ def _infer(place: ServerAddress, load: LoadName, trial: SeveralTrial, start: Cal
 def _stream(place: ServerAddress, trial: SeveralTrial, start: Callable[[], None]) -> tuple[int, float]:
     """Frames, and how many a second."""
     manner = RequestOptions(fake_model.NAME, counted=False)
-    asked = LoadRun(
+    stream_load = LoadRun(
         target=LoadTarget(host=place.host, port=place.http_port, door="completions", manner=manner),
         jobs=uniform_jobs([0.0] * trial.requests, _PROMPT, trial.new),
         prompts=Prompts(form="ids"),
         pace=LoopMode(concurrency=trial.streams),
         warm_up=0,
     )
-    seen = compute_figures([record for outcome in run(asked, on_start=start) for record in outcome.records])
+    seen = compute_figures([record for outcome in run(stream_load, on_start=start) for record in outcome.records])
     if seen.errors:
         raise Unavailable(f"streams failed: {seen.errors}")
     return seen.frames, seen.per_second(seen.frames)
@@ -242,13 +242,13 @@ def show(console: Console, verdicts: Sequence[SeveralVerdict]) -> None:
     rates = table_of(
         ("per second",), ("1", *map(str, _COUNTS), "hub full at"), "computed, with a core for each process"
     )
-    for each in verdicts:
-        before = "" if each.before is None else f"{each.before:.1f}"
-        figures = f"{each.one:.1f}", before, f"{each.hub:.1f}", f"{each.frontends:.1f}"
-        verdict = "" if each.holds else "missed"
-        costs.add_row(each.load, *figures, f"{each.hub_share:.1%}", f"{each.whole_ratio:.2f}", verdict)
-        several = (f"{each.rate(count):,.0f}" for count in _COUNTS)
-        rates.add_row(each.load, f"{1e6 / each.one:,.0f}", *several, f"{1 / each.hub_share:.1f} frontends")
+    for verdict in verdicts:
+        before = "" if verdict.before is None else f"{verdict.before:.1f}"
+        figures = f"{verdict.one:.1f}", before, f"{verdict.hub:.1f}", f"{verdict.frontends:.1f}"
+        missed = "" if verdict.holds else "missed"
+        costs.add_row(verdict.load, *figures, f"{verdict.hub_share:.1%}", f"{verdict.whole_ratio:.2f}", missed)
+        several = (f"{verdict.rate(count):,.0f}" for count in _COUNTS)
+        rates.add_row(verdict.load, f"{1e6 / verdict.one:,.0f}", *several, f"{1 / verdict.hub_share:.1f} frontends")
     console.print(costs)
     console.print(rates)
 
@@ -277,7 +277,7 @@ def main(
     if json:
         every = [leg for by_server in legs.values() for turns in by_server.values() for leg in turns]
         json.write_bytes(msgspec.json.encode(every))
-    return 0 if all(each.holds for each in verdicts) else 1
+    return 0 if all(verdict.holds for verdict in verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -54,27 +54,34 @@ class Llama3Rope(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufModelShape:
-    """The metadata of a model for llama.cpp; `model` is the architecture's name there, and in config.json."""
+    """The metadata of a model for llama.cpp."""
 
     model: str
+    """The architecture's name there, and in config.json."""
     layers: int
     hidden: int
+    """Values of a hidden state."""
     intermediate: int
+    """Values between the matrices of an MLP."""
     heads: int
     kv_heads: int
     head_dim: int
     vocab: int
     context: int
+    """The most tokens of a sequence."""
     epsilon: float
+    """Of the norms."""
     theta: float
+    """The base of the rotary embedding."""
     stretched: Llama3Rope | None
+    """How that is stretched, if it is."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "GgufModelShape":
         """Out of a config.json.
 
         Raises:
-            Refused: a model, or a feature of one, that is not converted; or a field is missing.
+            UnsupportedCheckpoint: a model, or a feature of one, that is not converted; or a field is missing.
         """
         _refuse(config)
         try:

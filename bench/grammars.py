@@ -249,7 +249,7 @@ def main(
     ):
         for arm in ARMS:
             bench.run(arm, seed=work.repeats)
-        contenders = {arm: partial(bench.run, arm) for arm in ARMS}
+        contenders: dict[str, Callable[[int], ArmRun]] = {arm: partial(bench.run, arm) for arm in ARMS}
         runs = take_turns(contenders, work.repeats, log, lambda run: f"{run.speed:.1f} tokens/s")
         masks = bench.first_masks(100)
     console.print(_table(runs, work))

@@ -83,8 +83,8 @@ class WarmContenders:
 
     def peaks(self) -> dict[Precision, MachinePeaks]:
         """The machine's, now: products with stored integers are computed in int8."""
-        found = self.gauge.measure()
-        return {each: found["int8" if self.stored_bytes else each] for each in self.precisions}
+        peaks = self.gauge.measure()
+        return {precision: peaks["int8" if self.stored_bytes else precision] for precision in self.precisions}
 
     @property
     def precisions(self) -> list[Precision]:

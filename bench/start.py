@@ -66,9 +66,9 @@ def write_copies(root: Path, checkpoint: Path, copies: int) -> Path:
 
 def imports(said: str, least: float = 20.0) -> list[ModuleImport]:
     """Modules that took `least` milliseconds or more, in the order in which they were imported."""
-    found = (_IMPORT.match(line) for line in said.splitlines())
-    read = (ModuleImport(int(match[2]) / 1e3, len(match[3]) // 2, match[4]) for match in found if match)
-    return [each for each in read if each.milliseconds >= least]
+    matches = (_IMPORT.match(line) for line in said.splitlines())
+    modules = (ModuleImport(int(match[2]) / 1e3, len(match[3]) // 2, match[4]) for match in matches if match)
+    return [module for module in modules if module.milliseconds >= least]
 
 
 @app.default

@@ -196,23 +196,27 @@ def _read_usage(event: Any, heard: RequestResult) -> None:
 
 
 class LoadRecord(msgspec.Struct, kw_only=True):
-    """One request and what came of it; all times in seconds after the start of the load.
-
-    `times` are those at which tokens came, `tokens` and `prompt_tokens` as the server counted them, where it did;
-    `detail`: what it said of an error.
-    """
+    """One request and what came of it; all times in seconds after the start of the load."""
 
     index: int
+    """Of the planned request."""
     due: float
     sent: float
     ended: float
     status: str
+    """`OK`, or what went wrong."""
     times: list[float]
+    """At which frames with tokens came."""
     tokens: int
+    """New tokens, as the server counted them, where it did."""
     prompt_tokens: int
+    """Likewise."""
     frames: int
+    """Messages with tokens."""
     size: int
+    """Bytes of the answer."""
     detail: str = ""
+    """What the server said of an error."""
 
 
 class LoopMode(msgspec.Struct, frozen=True, kw_only=True):

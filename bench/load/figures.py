@@ -54,22 +54,31 @@ class Slo(msgspec.Struct, frozen=True):
 
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A load in figures; times in seconds. Latencies are of requests that ended well, and count from when they were
-    due. `itl` are the gaps between successive frames with tokens, `tpot` a request's mean time per token after the
-    first. `seconds` runs from the start to the last end."""
+    due."""
 
     requests: int
     good: int
+    """Requests that kept the objective."""
     statuses: dict[str, int]
+    """Requests by how they ended."""
     seconds: float
+    """From the start to the last end."""
     output_tokens: int
     prompt_tokens: int
+    """Of requests that ended well."""
     frames: int
+    """Messages with tokens."""
     size: int
+    """Bytes of the answers."""
     ttft: Spread | None
+    """To the first token."""
     itl: Spread | None
+    """The gaps between successive frames with tokens."""
     tpot: Spread | None
+    """A request's mean time per token after the first."""
     end_to_end: Spread | None
     lateness: Spread | None
+    """Between when requests were due and when they were sent."""
 
     @property
     def succeeded(self) -> int:
