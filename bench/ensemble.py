@@ -33,7 +33,7 @@ from .load.plan import Prompts
 from .load.planned_requests import uniform_jobs
 from .load.worker import LoadRun, LoadTarget, WorkerOutcome, run
 from .server_process import CpuMeter, ServerAddress, own_server
-from .service_trials import speed
+from .server_trials import speed
 from .trial import TrialVerdict, median_of, show_verdicts, take_turns
 
 TrialName: TypeAlias = Literal["tokens", "chain", "throughput"]

@@ -30,18 +30,18 @@ from ..engine.cpu import library
 from ..processes.host import processor_name, usable_cores
 from .checkpoint import ShapeName, prepare_checkpoint
 from .command import Count, Log, Positive, exit_on_error, log_to, report_console, run_command
+from .engine_speed import OfflineOptions, play_round, warm_contenders
+from .engine_speed_report import OfflineComparison
 from .kernels import row_seconds
 from .load.figures import Slo, Spread, compute_figures
 from .load.worker import run as put_load
-from .offline import OfflineOptions, play_round, warm_contenders
-from .offline_report import OfflineComparison
 from .peer_process import OURS
 from .roofline import OfflineJob, Precision
 from .serve import LoadFlags, ServerFlags, build_load
+from .server_bars import SERVER_FLAGS, run_trials
 from .server_process import own_server
-from .service import SERVER_FLAGS, run_trials
-from .service_trials import TrialSizes
-from .start import start
+from .server_start import start
+from .server_trials import TrialSizes
 from .trial import TrialVerdict
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from .command import Count, run_command
 from .server_process import ServerAddress, own_server
-from .start import write_copies
+from .server_start import write_copies
 
 _CACHE_BYTES = 256 << 20
 _LIMIT = 1_700_000_000

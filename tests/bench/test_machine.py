@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from charonia.bench import machine
+from charonia.bench.engine_speed_report import OfflineComparison, OfflineRun
 from charonia.bench.load.figures import Spread
 from charonia.bench.machine import (
     MachineOptions,
@@ -21,9 +22,8 @@ from charonia.bench.machine import (
     record_path,
     write_record,
 )
-from charonia.bench.offline_report import OfflineComparison, OfflineRun
 from charonia.bench.roofline import MachinePeaks, OfflineJob
-from charonia.bench.start import ServerStart
+from charonia.bench.server_start import ServerStart
 from charonia.bench.trial import TrialVerdict
 from charonia.core.errors import Unavailable
 

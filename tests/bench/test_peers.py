@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from charonia.bench.engine_speed import prompts
 from charonia.bench.gguf_export import (
     GgufModelShape,
     Llama3Rope,
@@ -22,13 +23,12 @@ from charonia.bench.gguf_export import (
     permute_rope_rows,
     tensors,
 )
-from charonia.bench.offline import prompts
 from charonia.bench.peer_process import OURS, PEERS, PeerProcess, PeerSpec
 from charonia.bench.peer_runner import PeerSetup
 from charonia.bench.roofline import OfflineJob
 
 INSTALLED = dict(each.split("=", 1) for each in os.environ.get("CHARONIA_PEERS", "").split())
-"""NAME=PYTHON of each peer to run, as `bench.offline --peer` takes them."""
+"""NAME=PYTHON of each peer to run, as `bench.engine_speed --peer` takes them."""
 
 
 def rotated(

@@ -35,11 +35,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAddress]:
 @pytest.mark.parametrize("door", ["binary", "json", "grpc"])
 def test_a_generator_keeps_its_connections_busy(place: ServerAddress, door: Door) -> None:
     port = place.grpc_port if door == "grpc" else place.http_port
-    report = run_load(InferLoad(door=door, port=port, connections=4, seconds=0.3, warm_up=0.1))
+    report = run_load(InferLoad(door=door, port=port, connections=4, seconds=1.0, warm_up=0.1))
     assert report.answers > 10
     assert report.errors == 0
-    assert report.rate == pytest.approx(report.answers / 0.3, rel=0.01)
-    assert 0 < report.p50 <= report.p99 < 300
+    assert report.rate == pytest.approx(report.answers, rel=0.01)
+    assert 0 < report.p50 <= report.p99 < 1000
     assert report.cpu > 0
 
 

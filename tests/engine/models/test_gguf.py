@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import run_to_end
-from charonia.bench.quality import ScoredModel
+from charonia.bench.perplexity import ScoredModel
 from charonia.cli.model_import import ImportedFile, plan_import
 from charonia.core.request import ChatMessage, Conversation
 from charonia.engine.build import examine, memory_needed

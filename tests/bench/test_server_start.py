@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from charonia.bench.load.fake_model import write_repository
-from charonia.bench.start import ModuleImport, imports, start, write_copies
+from charonia.bench.server_start import ModuleImport, imports, start, write_copies
 
 
 @pytest.mark.proof

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from charonia.bench import offline
+from charonia.bench import engine_speed
 from charonia.bench.checkpoint import write_random
-from charonia.bench.machine_peaks import PeakMeter
-from charonia.bench.offline import (
+from charonia.bench.engine_speed import (
     OfflineOptions,
     agreement,
     best_peaks,
@@ -18,7 +17,8 @@ from charonia.bench.offline import (
     prompts,
     warm_contenders,
 )
-from charonia.bench.offline_report import OfflineComparison, OfflineRun, show, write_json
+from charonia.bench.engine_speed_report import OfflineComparison, OfflineRun, show, write_json
+from charonia.bench.machine_peaks import PeakMeter
 from charonia.bench.peer_process import PeerProcess, PeerSpec, parse_peer_specs
 from charonia.bench.peer_runner import PeerSetup
 from charonia.bench.roofline import MachinePeaks, OfflineJob
@@ -88,7 +88,7 @@ class MortalContender:
 def test_a_peer_that_dies_of_its_first_prompts_leaves_the_others_a_comparison(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offline, "PeerProcess", MortalContender)
+    monkeypatch.setattr(engine_speed, "PeerProcess", MortalContender)
     work, peers, log = OfflineOptions(precisions=("int8",)), [f"llamacpp={PYTHON}", f"openvino={PYTHON}"], list[str]()
     with warm_contenders(checkpoint, tmp_path, work, peers, log.append) as field:
         assert [contender.spec.label for contender in field.contenders] == ["charonia int8", "openvino int8"]

@@ -1,6 +1,6 @@
 """The cost of quantisation: perplexity of a checkpoint on unseen text, as it is, in int8 and in int4.
 
-`python -m charonia.bench.quality CHECKPOINT [--text FILE ...]`; without files, on the modules of Python's standard
+`python -m charonia.bench.perplexity CHECKPOINT [--text FILE ...]`; without files, on the modules of Python's standard
 library that the demo model's training held out. Computed by the engine's own layers and attention, window by window.
 """
 
@@ -32,7 +32,7 @@ BLOCK, WINDOW = 16, 512
 SEED, SHARE = 20261120, 0.04
 """What examples/training/selection.json draws the held-out files by."""
 
-app = App(name="python -m charonia.bench.quality", help=__doc__)
+app = App(name="python -m charonia.bench.perplexity", help=__doc__)
 
 
 class PerplexityScore(NamedTuple):

@@ -1,7 +1,7 @@
 """The bars of a server over HTTP, with this machine's real model: each trial's ratio beside its bar.
 
-    python -m charonia.bench.service --scratch DIR
-    python -m charonia.bench.service --checkpoint DIR --precision int8 --trials throughput prefill --json FILE
+    python -m charonia.bench.server_bars --scratch DIR
+    python -m charonia.bench.server_bars --checkpoint DIR --precision int8 --trials throughput prefill --json FILE
 
 One server, and beside it the engine without a server, which is stopped outside its turns. Ends with status 1 if a bar
 is missed.
@@ -24,7 +24,7 @@ from .peer_process import OURS, PeerProcess, PeerSpec
 from .peer_runner import PeerSetup
 from .roofline import Precision
 from .server_process import first_model, own_server
-from .service_trials import (
+from .server_trials import (
     TrialSizes,
     TrialTarget,
     beside,
@@ -42,7 +42,7 @@ SERVER_FLAGS = {name: [f"--{key}={value}" for key, value in each.items()] for na
 _CHUNK = 512
 """Most tokens in a step, of the server and of the engine beside it."""
 
-app = App(name="python -m charonia.bench.service", help=__doc__)
+app = App(name="python -m charonia.bench.server_bars", help=__doc__)
 
 
 def run_trials(

@@ -9,7 +9,7 @@ from charonia.bench.load.driver import LoadRecord
 from charonia.bench.load.fake_model import NAME, VOCAB, write_repository
 from charonia.bench.load.planned_requests import uniform_jobs
 from charonia.bench.server_process import own_server
-from charonia.bench.service_trials import (
+from charonia.bench.server_trials import (
     TrialSizes,
     TrialTarget,
     beside,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from charonia.bench import quality
+from charonia.bench import perplexity
 
 TOKENS = 2500
 
@@ -16,7 +16,9 @@ TOKENS = 2500
 def test_quantised_it_predicts_the_held_out_text_as_well(root: Path) -> None:
     """Perplexity within 0.5 and 3 % (0.002 and 0.5 % on 20,000 tokens), and one that this model has on such text."""
     demo = root / "examples" / "model_repository" / "demo" / "1"
-    plain, eight, four = quality.compare(demo, quality.windows_of(demo, list(quality.held_out_modules()), TOKENS))
+    plain, eight, four = perplexity.compare(
+        demo, perplexity.windows_of(demo, list(perplexity.held_out_modules()), TOKENS)
+    )
     assert plain.tokens > TOKENS // 2
     assert 10 < plain.perplexity < 60
     assert len({plain.nats, eight.nats, four.nats}) == 3, "nothing was quantised"
@@ -33,14 +35,14 @@ def test_held_out_is_what_the_training_held_out(root: Path, monkeypatch: pytest.
     spec.loader.exec_module(prepare)
     selection = json.loads((root / "examples" / "training" / "selection.json").read_text())
     origins = [f"stdlib/{number}.py" for number in range(500)]
-    assert [quality.is_held_out(each) for each in origins] == [
+    assert [perplexity.is_held_out(each) for each in origins] == [
         prepare.split_of(each, selection) == "held_out" for each in origins
     ]
 
 
 def test_windows_take_from_every_text(root: Path) -> None:
     demo = root / "examples" / "model_repository" / "demo" / "1"
-    windows = quality.windows_of(demo, ["a = 1\n" * 1000, "b = 2\n" * 10], 1500)
+    windows = perplexity.windows_of(demo, ["a = 1\n" * 1000, "b = 2\n" * 10], 1500)
     assert [len(window) for window in windows][:2] == [512, 50]
     assert sum(map(len, windows)) >= 1500
     assert all(window.dtype == torch.int64 for window in windows)

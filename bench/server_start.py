@@ -1,4 +1,4 @@
-"""From `charonia serve` to ready: `python -m charonia.bench.start CHECKPOINT [--copies 13] [--runs 3] [-- FLAGS]`.
+"""From `charonia serve` to ready: `python -m charonia.bench.server_start CHECKPOINT [--copies 13] [-- FLAGS]`.
 
 Says when its port answers, what the server says of its phases, the processor time that its processes had by then, and
 with `--imports` which modules cost most to import. The disk is warm from the second run on.
@@ -21,7 +21,7 @@ from .server_process import cpu_seconds, own_server
 _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| ( *)(\S+)")
 """self and cumulative microseconds, two spaces for each level, module; as `-X importtime` writes it."""
 
-app = App(name="python -m charonia.bench.start", help=__doc__)
+app = App(name="python -m charonia.bench.server_start", help=__doc__)
 
 
 class ServerStart(NamedTuple):

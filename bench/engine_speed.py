@@ -1,9 +1,9 @@
 """Engine throughput without a server, as a share of the machine's limit, and beside peers in turns (A B A B).
 
-    python -m charonia.bench.offline --scratch DIR
-    python -m charonia.bench.offline --scratch DIR --peer transformers --peer openvino=/path/to/venv/bin/python
-    python -m charonia.bench.offline --checkpoint DIR --precisions int8 --prompt 2048 --json FILE --plot FILE
-    python -m charonia.bench.offline --checkpoint model.gguf --precisions bf16 --peer llamacpp=/path/to/venv/bin/python
+    python -m charonia.bench.engine_speed --scratch DIR
+    python -m charonia.bench.engine_speed --scratch DIR --peer transformers --peer openvino=venv/bin/python
+    python -m charonia.bench.engine_speed --checkpoint DIR --precisions int8 --prompt 2048 --json FILE --plot FILE
+    python -m charonia.bench.engine_speed --checkpoint model.gguf --precisions bf16 --peer llamacpp=venv/bin/python
 
 A GGUF file is computed as it is, by us and by llama.cpp; a precision then says what is computed beside its weights.
 Prompts are distinct, eos is ignored, nothing is cached. The machine's limits are measured before and after every turn
@@ -27,16 +27,16 @@ from ..engine.checkpoint.model_spec import ModelSpec
 from ..processes.host import usable_cores
 from .checkpoint import ShapeName, prepare_checkpoint
 from .command import Count, Log, exit_on_error, log_to, report_console, run_command
+from .engine_speed_report import OfflineComparison, OfflineRun, show, write_json, write_plot
 from .load.figures import require_matplotlib
 from .machine_peaks import PeakMeter
-from .offline_report import OfflineComparison, OfflineRun, show, write_json, write_plot
 from .peer_process import OURS, GenerationTime, PeerProcess, parse_peer_specs
 from .peer_runner import PeerSetup
 from .roofline import MachinePeaks, ModelDemand, OfflineJob, Precision, roofline_speed
 
 _Several = Parameter(consume_multiple=True, validator=Number(gt=0))
 
-app = App(name="python -m charonia.bench.offline", help=__doc__)
+app = App(name="python -m charonia.bench.engine_speed", help=__doc__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
