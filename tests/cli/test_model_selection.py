@@ -8,7 +8,7 @@ import pytest
 from charonia.cli.model_selection import parse_lora_modules, select_models
 from charonia.cli.options import ConfigOptions, RepositoryOptions
 from charonia.core.errors import InvalidArgument
-from charonia.repository.backend_registry import check_backend
+from charonia.repository.backend_registry import check_backend, checkpoint_backends
 from charonia.repository.gateway import InProcessGateway
 
 
@@ -17,7 +17,9 @@ def test_what_serves_no_checkpoint_is_refused_by_its_flag(tmp_path: Path, backen
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidArgument) as refused:
         select_models(str(tmp_path), RepositoryOptions(backend=backend), {})
-    assert refused.value.message == f"--backend {backend} serves no checkpoint; charonia, tensorrtllm and encoder do"
+    *others, last = checkpoint_backends()
+    served = f"{', '.join(others)} and {last} do"
+    assert refused.value.message == f"--backend {backend} serves no checkpoint; {served}"
 
 
 @pytest.mark.parametrize("mode", ["poll", "explicit"])
@@ -32,7 +34,7 @@ def test_nobody_controls_a_single_checkpoint(tmp_path: Path, mode: Literal["poll
     assert not select_models(str(checkpoint), both, {}).is_single_checkpoint
 
 
-@pytest.mark.parametrize("backend", ["", "charonia", "tensorrt-llm", "encoder"])
+@pytest.mark.parametrize("backend", ["", "charonia", "encoder"])
 def test_what_may_serve_a_checkpoint(tmp_path: Path, backend: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert select_models(str(tmp_path), RepositoryOptions(backend=backend), {}).is_single_checkpoint

@@ -88,6 +88,8 @@ def test_a_checkpoint_by_flag(words: Path, tmp_path: Path) -> None:
     [name] = selection.catalog.model_names()
     source = selection.catalog.read(name)
     assert (source.backend, source.parameters) == ("tensorrtllm", {"max_num_seqs": "2"})
+    with pytest.raises(InvalidArgument, match="serves no checkpoint; charonia, tensorrtllm and encoder do"):
+        select_models(str(words), RepositoryOptions(backend="llmapi"), {})
     with pytest.raises(InvalidArgument, match="--backend is for a single checkpoint"):
         select_models(None, RepositoryOptions(backend="tensorrtllm", model_repository=(tmp_path,)), {})
 
