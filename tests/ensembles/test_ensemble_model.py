@@ -79,8 +79,7 @@ class Served:
             (directory / name / "1").mkdir(parents=True)
             (directory / name / "config.pbtxt").write_text(config)
         builder = ModelBuilder(cache=ResponseCache(1 << 20))
-        self.listeners = [self._hear]
-        self.gateway = InProcessGateway(end_listeners=self.listeners, shared_state=shared, builder=builder)
+        self.gateway = InProcessGateway(end_listeners=[self._hear], shared_state=shared, builder=builder)
 
     def _hear(self, context: RequestContext) -> None:
         self.ended.append(context)
@@ -176,7 +175,7 @@ async def test_steps_stand_in_the_trace_of_their_request(tmp_path: Path) -> None
     shared = SharedState(traces=TraceControl(parse_trace_config([f"triton,file={path}", "level=TIMESTAMPS", "rate=1"])))
     served = Served(tmp_path / "models", shared)
     writer = TraceFileWriter(shared.traces)
-    served.listeners.append(writer)
+    served.gateway.add_end_listener(writer)
     await served.load("square", "echo", "squares")
     assert await served.ask("squares", 2) == [2, 2]
     await served.gateway.lifecycle.close()
@@ -196,7 +195,7 @@ async def test_a_span_for_every_request_to_a_step(tmp_path: Path) -> None:
     tracer._provider._active_span_processor._span_processors = (SimpleSpanProcessor(kept),)
     shared.traces.sends_spans = True
     served = Served(tmp_path / "models", shared)
-    served.listeners.append(tracer)
+    served.gateway.add_end_listener(tracer)
     await served.load("square", "echo", "squares", "outer")
     assert await served.ask("outer", 1) == [1]
     await served.gateway.lifecycle.close()
