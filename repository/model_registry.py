@@ -106,21 +106,29 @@ class ModelVersion:
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A known model. `awaited`: it is one of those of the start, and has neither served nor been unloaded since.
-    `reason`: why its last load failed as a whole, whatever serves meanwhile. `failures`: failed loads by version.
-    `change_lock`: held while versions load, or wait for that, and while they are taken out of service. `pinned`: it
-    stays in memory, whoever needs that. `routed`: the versions that are served for routes alone, none of which is the
-    latest."""
+    """A known model."""
 
     name: str
     versions: dict[str, ModelVersion] = field(default_factory=dict)
     latest: ModelVersion | None = None
+
     awaited: bool = False
+    """It is one of those of the start, and has neither served nor been unloaded since."""
+
     pinned: bool = False
+    """It stays in memory, whoever needs that."""
+
     routed: frozenset[str] = frozenset()
+    """The versions that are served for routes alone, none of which is the latest."""
+
     reason: str = ""
+    """Why its last load failed as a whole, whatever serves meanwhile."""
+
     failures: Counter[str] = field(default_factory=Counter)
+    """Failed loads by version."""
+
     change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while versions load, or wait for that, and while they are taken out of service."""
 
     @property
     def ready(self) -> bool:

@@ -123,11 +123,6 @@ def endpoint_name(path: str) -> str:
     return _ENDPOINTS.get(path, "")
 
 
-def asks_model(path: str) -> bool:
-    """Whether a path, or a pattern of paths, is a model's endpoint, whose requests have a context."""
-    return path in _ENDPOINTS or (path.startswith("/v2/models/") and path.rpartition("/")[2] in _MODEL_ENDPOINTS)
-
-
 def context_of(scope: Scope) -> RequestContext:
     """The context of a request to a model."""
     context: RequestContext = scope[_CONTEXT]
