@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -43,13 +43,18 @@ def _loaded(group: str, kind: type[ExtensionT]) -> Iterator[tuple[str, Extension
 
 def extension_options(heading: Callable[[str], Parameter]) -> Any:
     """A dataclass of the flags of all extensions: each field has those of one, under its heading."""
-    fields = [
+    extensions = [
         (name, Annotated[extension.options, heading(extension.heading)], field(default=extension.options()))
         for name, extension in route_extensions().items()
         if extension.options is not NoOptions
     ]
     here = {"__module__": __name__}  # cyclopts takes a class of the standard library for one without fields
-    return make_dataclass("ExtensionOptions", fields, namespace=here, frozen=True, slots=True, kw_only=True)
+    return make_dataclass("ExtensionOptions", extensions, namespace=here, frozen=True, slots=True, kw_only=True)
+
+
+def spread(options: Any) -> Parameter:
+    """The parameter whose flags are those of a dataclass. cyclopts would show one without fields as a flag."""
+    return Parameter("*") if fields(options) else Parameter(parse=False)
 
 
 def plan_extensions(options: Any, server: ServerFacts) -> list[RoutesPlan]:

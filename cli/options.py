@@ -13,7 +13,7 @@ from ..engine.options import EngineOptions
 from ..repository.config_options import ConfigOptions
 from ..telemetry.logging_setup import LogSettings
 from ..telemetry.request_log import LoggedRequests
-from .extensions import extension_options
+from .extensions import extension_options, spread
 
 _BOOLEANS = ("true", "false", "1", "0")
 
@@ -372,4 +372,4 @@ class ServeOptions:
     keys: Annotated[KeyOptions, _heading("Keys")] = KeyOptions()
     grpc: Annotated[GrpcOptions, _heading("gRPC")] = GrpcOptions()
     cloud: Annotated[CloudOptions, _heading("Clouds")] = CloudOptions()
-    extensions: Annotated[ExtensionOptions, Parameter("*")] = ExtensionOptions()  # noqa: RUF009
+    extensions: Annotated[ExtensionOptions, spread(ExtensionOptions)] = ExtensionOptions()  # noqa: RUF009

@@ -93,8 +93,8 @@ class PathAccess(NamedTuple):
     restricted_api: str = ""
     """The part of the API that it belongs to, as `--http-restricted-api` names it; empty for none."""
     is_private: bool = False
-    """Whether web pages from elsewhere are kept from it where no keys are, even from reading: it has clients' data.
-    What a page may change is for its endpoints to say otherwise."""
+    """Whether web pages from elsewhere are kept away where there are no keys, even from reading: it has clients' data,
+    or changes the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from charonia.cli.app import app
+from charonia.cli.extensions import route_extensions
 from charonia.cli.foreign_flags import VLLM_FLAGS, VllmFlags, vllm_flag_table
 from charonia.cli.options import ServeOptions, ServerOptions
 from charonia.core.errors import Unsupported
@@ -96,8 +97,9 @@ def test_help_begins_with_examples_and_hides_what_does_nothing(capsys: pytest.Ca
     app(["serve", "--help"])
     shown = capsys.readouterr().out
     assert shown.startswith("Examples:")
-    groups = ["Models", "Language models", "Adapters", "Server", "HTTP", "Keys", "gRPC", "Files and batches", "Clouds"]
-    assert re.findall(r"╭─ ([\w ]+) ─", shown) == ["Arguments", *groups]
+    groups = ["Arguments", "Models", "Language models", "Adapters", "Server", "HTTP", "Keys", "gRPC", "Clouds"]
+    others = {extension.heading for extension in route_extensions().values()} - {*groups}
+    assert [group for group in re.findall(r"╭─ ([\w ]+) ─", shown) if group not in others] == groups
     assert "--http-thread-count" not in shown
     app(["flags"])
     shown = capsys.readouterr().out

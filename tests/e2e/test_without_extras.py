@@ -58,3 +58,4 @@ def test_its_command_line_has_no_flags_and_commands_of_theirs(bare: Path, monkey
     assert (help_.returncode, "serve" in help_.stdout, "graph" in help_.stdout) == (0, True, False)
     flags = said(bare, monkeypatch, "serve", "--help").stdout
     assert ("--http-port" in flags, "--files-dir" in flags, "--console" in flags) == (True, False, False)
+    assert "EXTENSION" not in flags

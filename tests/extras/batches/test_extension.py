@@ -1,11 +1,13 @@
 """What the extension plans by its flags, and who may ask its paths."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.responses import Response
 
+from charonia.cli.app import app
 from charonia.core.errors import InvalidArgument
 from charonia.core.extension_contracts import ExtensionHost, ServedRoutes, ServerFacts
 from charonia.extras.batches.extension import FAMILIES, plan_batches
@@ -48,3 +50,9 @@ def test_a_directory_that_cannot_be_used_is_refused_before_a_port_is_open(tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidArgument, match=r"--files-dir .* cannot be used"):
         plan_batches(FilesOptions(files_dir=tmp_path / "file"), FACTS)
+
+
+def test_the_flags_have_a_heading_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["serve", "--help"])
+    groups = re.findall(r"╭─ ([\w ]+) ─", capsys.readouterr().out)
+    assert groups[-3:] == ["gRPC", "Files and batches", "Clouds"]
