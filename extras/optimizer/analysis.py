@@ -171,17 +171,19 @@ def _results_subject(source: str, models: TunedModels, plan: LoadPlan, seconds: 
 def _completed(models: TunedModels, server: MeasuredServer) -> TunedModels:
     """The models with the largest batch and the batcher that the server finds where their configs are silent: by them
     the parameters are chosen. A model that does not load as it is may do so in another configuration."""
-    silent = [each for each in models.models if not (is_language_model(each.config) or is_composed(each.config))]
+    silent = [
+        source for source in models.models if not (is_language_model(source.config) or is_composed(source.config))
+    ]
     completed: dict[str, ModelSource] = {}
     try:
         if silent:
-            server.load({each.name: each.config for each in models.models})
+            server.load({source.name: source.config for source in models.models})
         for source in silent:
             config = complete_fields(ask_server(server.address, f"/v2/models/{quote(source.name, safe='')}/config"))
             completed[source.name] = with_batching(source, config)
     except Unavailable:
         pass  # the search tells of what does not load
-    return models._replace(models=tuple(completed.get(each.name, each) for each in models.models))
+    return models._replace(models=tuple(completed.get(source.name, source) for source in models.models))
 
 
 def _beginning(models: TunedModels, space: SearchSpace, plan: LoadPlan, results: ResultsFile) -> str:

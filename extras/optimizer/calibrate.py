@@ -164,7 +164,7 @@ def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds:
         how="a server measured over HTTP",
         checkpoint=model,
         versions={"charonia": __version__},
-        steps=sum(len(each.gaps) for each in seen.decodes),
+        steps=sum(len(decode.gaps) for decode in seen.decodes),
         seconds=round(perf_counter() - began, 1),
         error=error,
     )

@@ -55,13 +55,13 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def best(self) -> RankedConfiguration | None:
         """The best that has figures."""
-        return next((each for each in self.ranked if each.scores), None)
+        return next((candidate for candidate in self.ranked if candidate.scores), None)
 
     @property
     def columns(self) -> list[str]:
         """The metrics that there are figures of, the objective first."""
-        levels = [each.middle.level for each in self.ranked if each.middle is not None]
-        names = dict.fromkeys([self.goal.objective, *(each.metric for each in self.goal.bounds), *_SHOWN])
+        levels = [candidate.middle.level for candidate in self.ranked if candidate.middle is not None]
+        names = dict.fromkeys([self.goal.objective, *(bound.metric for bound in self.goal.bounds), *_SHOWN])
         there = [name for name in names if any(level.metric(name) is not None for level in levels)]
         return [name for name in there if name != "failed" or any(level.failed for level in levels)]
 
@@ -79,16 +79,16 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
         """What a row says at its end."""
         middle = ranked.middle
         if middle is None:
-            return next((in_a_line(each.failure, 120) for each in ranked.trials if each.failure), "no figures")
+            return next((in_a_line(trial.failure, 120) for trial in ranked.trials if trial.failure), "no figures")
         missed = ", ".join(f"misses {bound}" for bound in self.goal.missed(middle.level))
         now = "now, or nearest" if ranked.configuration == self.start else ""
         return "; ".join(filter(None, (now, missed)))
 
     def print_to(self, console: Console) -> None:
         """Print a table with what the console has room for, the sentences, and what to paste."""
-        if known := [each for each in self.ranked if each.scores]:
+        if known := [candidate for candidate in self.ranked if candidate.scores]:
             console.print(self._table(known[:_ROWS], console.width))
-        for text in (*self.sentences, *(f"\n{each.title}\n{each.text}" for each in self.texts)):
+        for text in (*self.sentences, *(f"\n{paste.title}\n{paste.text}" for paste in self.texts)):
             console.print(text, soft_wrap=True)
 
     def _table(self, known: Sequence[RankedConfiguration], width: int) -> Table:
@@ -113,10 +113,10 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
         """The heads of the columns, and a row for each configuration."""
         names = [parameter.name for parameter in self.space.parameters]
         rows = [[*(names if is_separate else ["configuration"]), *columns, "turns", ""]]
-        for each in known:
-            together = [describe_settings(self.space.settings(each.configuration))]
-            values = list(map(str, each.configuration)) if is_separate else together
-            rows.append([*values, *self.cells(each, columns), str(len(each.scores)), self.remark(each)])
+        for candidate in known:
+            together = [describe_settings(self.space.settings(candidate.configuration))]
+            values = list(map(str, candidate.configuration)) if is_separate else together
+            rows.append([*values, *self.cells(candidate, columns), str(len(candidate.scores)), self.remark(candidate)])
         return rows
 
 
@@ -125,7 +125,7 @@ def conclude(
 ) -> Conclusion:
     """`ended`: why the search stopped before it was through, if it did."""
     ranked = rank(trials, goal)
-    best = next((each for each in ranked if each.scores), None)
+    best = next((candidate for candidate in ranked if candidate.scores), None)
     sentences = [*_verdict(space, goal, ranked)]
     texts = list[ConclusionText]()
     if best is not None and best.feasible:
@@ -167,7 +167,7 @@ def conclude_levels(model: str, space: SearchSpace, goal: SearchGoal, trial: Con
 
 
 def _verdict(space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfiguration]) -> Iterator[str]:
-    known = [each for each in ranked if each.scores]
+    known = [candidate for candidate in ranked if candidate.scores]
     if not known:
         yield "no configuration could be measured: the rows, or the results, say why"
         return
@@ -180,7 +180,7 @@ def _verdict(space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfig
         yield f"the nearest: {settings}, with {goal.objective} {describe_spread(goal, best)} under {level}"
         return
     yield f"best: {settings}: {goal.objective} {describe_spread(goal, best)} under {level}"
-    start = next((each for each in known if each.configuration == space.start), None)
+    start = next((candidate for candidate in known if candidate.configuration == space.start), None)
     if start is best:
         yield "it is what holds now, or what was tried nearest to that"
     elif start is not None:
@@ -191,14 +191,16 @@ def _verdict(space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfig
         times = "once" if len(start.scores) == 1 else f"{len(start.scores)} times"
         often = f" (measured {times}, for {longest(start):.3g} s)" if fewer else ""
         yield f"{factor:.2f} times as good as {other}{often}, which holds now or was tried nearest to that{misses}"
-    finalists = [each for each in known[1:] if each.feasible and min(len(each.scores), len(best.scores)) > 1]
-    for each in finalists[:3]:
-        other = describe_settings(space.settings(each.configuration))
-        if are_told_apart(best, each):
-            yield f"told apart from {other}, with {describe_spread(goal, each)}: the ranges of turns do not meet"
+    finalists = [
+        candidate for candidate in known[1:] if candidate.feasible and min(len(candidate.scores), len(best.scores)) > 1
+    ]
+    for finalist in finalists[:3]:
+        other = describe_settings(space.settings(finalist.configuration))
+        if are_told_apart(best, finalist):
+            yield f"told apart from {other}, with {describe_spread(goal, finalist)}: the ranges of turns do not meet"
         else:
             why = "the ranges of turns overlap, or there were fewer than three"
-            yield f"not told apart from {other}, with {describe_spread(goal, each)}: {why}"
+            yield f"not told apart from {other}, with {describe_spread(goal, finalist)}: {why}"
 
 
 def longest(ranked: RankedConfiguration) -> float:
@@ -209,13 +211,15 @@ def longest(ranked: RankedConfiguration) -> float:
 def _cautions(
     space: SearchSpace, goal: SearchGoal, ranked: Sequence[RankedConfiguration], trials: Sequence[ConfigurationTrial]
 ) -> Iterator[str]:
-    failed = [each for each in ranked if not each.scores]
+    failed = [candidate for candidate in ranked if not candidate.scores]
     if failed:
-        reason = next((in_a_line(trial.failure) for each in failed for trial in each.trials if trial.failure), "")
+        reason = next(
+            (in_a_line(trial.failure) for candidate in failed for trial in candidate.trials if trial.failure), ""
+        )
         yield f"{len(failed)} of the configurations failed{f', the first with: {reason}' if reason else ''}"
-    seconds = sum(each.wall for each in trials)
-    if any(each.loading for each in trials):
-        full = max(each.seconds for each in trials)
+    seconds = sum(trial.wall for trial in trials)
+    if any(trial.loading for trial in trials):
+        full = max(trial.seconds for trial in trials)
         whole = space.size * expected_wall(trials, full)
         measured = f"{len(ranked)} of {space.size} configurations were measured, in {seconds:.0f} s"
         yield f"{measured}; each once for {full:.3g} s would be about {whole:.0f} s"
@@ -223,7 +227,7 @@ def _cautions(
 
 
 def _busy(trials: Sequence[ConfigurationTrial]) -> Iterator[str]:
-    if any(level.generator > _BUSY for each in trials for level in each.levels):
+    if any(level.generator > _BUSY for trial in trials for level in trial.levels):
         yield "the load generator was busy itself: believe differences, less the rates"
 
 

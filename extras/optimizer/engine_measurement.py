@@ -213,7 +213,7 @@ class _EngineRun:
                 return samples
             tell(spent / seconds, f"{rows} sequence{'s' if rows > 1 else ''} at a time, {len(samples)} steps so far")
             self._run(self._draw_episode(rows, tokens, number // len(counts) % 2 == 0), began + seconds)
-            computed = sum(each.load.rows for each in samples)
+            computed = sum(sample.load.rows for sample in samples)
             tokens = max(round(computed / (perf_counter() - began) * seconds / _EPISODES), _FIRST_TOKENS // 2)
         raise AssertionError("a cycle ended")
 

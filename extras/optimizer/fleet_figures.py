@@ -40,19 +40,19 @@ class SimulatedTraffic(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, results: Sequence[SimulatedResult], seconds: float) -> "SimulatedTraffic":
         """`seconds`: how long all of them took."""
-        served = [each for each in results if each.tokens]
-        output = sum(len(each.tokens) for each in served)
-        gaps = np.concatenate([np.diff(each.tokens) for each in served]).tolist() if served else []
+        served = [result for result in results if result.tokens]
+        output = sum(len(result.tokens) for result in served)
+        gaps = np.concatenate([np.diff(result.tokens) for result in served]).tolist() if served else []
         return cls(
             requests=len(results),
-            rejected=dict(Counter(each.refused for each in results if each.refused).most_common()),
-            prompt_tokens=sum(each.arrival.prompt for each in served),
-            cached_tokens=sum(each.cached for each in served),
+            rejected=dict(Counter(result.refused for result in results if result.refused).most_common()),
+            prompt_tokens=sum(result.arrival.prompt for result in served),
+            cached_tokens=sum(result.cached for result in served),
             output_tokens=output,
             output_tokens_per_s=output / seconds if seconds else 0.0,
-            ttft=Spread.of([each.ttft for each in served]),
+            ttft=Spread.of([result.ttft for result in served]),
             itl=Spread.of(gaps),
-            e2e=Spread.of([each.tokens[-1] - each.arrival.at for each in served]),
+            e2e=Spread.of([result.tokens[-1] - result.arrival.at for result in served]),
         )
 
     @property
@@ -84,22 +84,24 @@ def compute_fleet_figures(simulation: Simulation, results: Sequence[SimulatedRes
     """Of a simulation that ran once. Of several tenants each has figures of its own."""
     seconds = simulation.now - results[0].arrival.at if results else 0.0
     fleet = simulation.replicas
-    tenants = sorted({each.arrival.tenant for each in results})
+    tenants = sorted({result.arrival.tenant for result in results})
     blocks = fleet[0].blocks
     busy = simulation.busy
-    queries, hits = (sum(getattr(each.totals, f"prefix_{name}") for each in fleet) for name in ("queries", "hits"))
+    queries, hits = (
+        sum(getattr(replica.totals, f"prefix_{name}") for replica in fleet) for name in ("queries", "hits")
+    )
     return FleetFigures(
         replicas=len(fleet),
         seconds=seconds,
         busy=busy / (seconds * len(fleet)) if seconds else 0.0,
-        steps=sum(each.steps for each in fleet),
-        cache_mean=sum(each.held for each in fleet) / (busy * blocks) if busy else 0.0,
-        cache_most=max(each.most_held for each in fleet) / blocks,
+        steps=sum(replica.steps for replica in fleet),
+        cache_mean=sum(replica.held for replica in fleet) / (busy * blocks) if busy else 0.0,
+        cache_most=max(replica.most_held for replica in fleet) / blocks,
         prefix_hit_rate=hits / queries if queries else 0.0,
-        preemptions=sum(each.totals.preemptions for each in fleet),
+        preemptions=sum(replica.totals.preemptions for replica in fleet),
         all=SimulatedTraffic.of(results, seconds),
         tenants={
-            name: SimulatedTraffic.of([each for each in results if each.arrival.tenant == name], seconds)
+            name: SimulatedTraffic.of([result for result in results if result.arrival.tenant == name], seconds)
             for name in (tenants if len(tenants) > 1 else ())
         },
     )
@@ -130,10 +132,10 @@ def parse_slo(text: str) -> list[Objective]:
     Raises:
         InvalidArgument: one is not of that form.
     """
-    objectives = [_parse_objective(each.strip()) for each in text.split(",")]
+    objectives = [_parse_objective(part.strip()) for part in text.split(",")]
     return (
         objectives
-        if any(each.metric == "rejected" for each in objectives)
+        if any(objective.metric == "rejected" for objective in objectives)
         else [*objectives, Objective("rejected", "", 0.0)]
     )
 
@@ -149,13 +151,13 @@ def _parse_objective(text: str) -> Objective:
 
 
 def keeps(figures: FleetFigures, slo: Sequence[Objective]) -> bool:
-    return all(each.found_in(figures) <= each.limit for each in slo)
+    return all(objective.found_in(figures) <= objective.limit for objective in slo)
 
 
 def _gains(before: FleetFigures, after: FleetFigures, slo: Sequence[Objective]) -> bool:
     """Whether an objective that is not kept yet came nearer."""
-    missed = [each for each in slo if each.found_in(after) > each.limit]
-    return any(each.found_in(after) < (1 - _GAIN) * each.found_in(before) for each in missed)
+    missed = [objective for objective in slo if objective.found_in(after) > objective.limit]
+    return any(objective.found_in(after) < (1 - _GAIN) * objective.found_in(before) for objective in missed)
 
 
 def find_fleet(simulate: Callable[[int], FleetFigures], slo: Sequence[Objective], most: int) -> Iterator[FleetFigures]:

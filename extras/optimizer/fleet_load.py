@@ -120,7 +120,7 @@ def _drawn_lengths(load: FleetLoad, times: Sequence[float]) -> list[PlannedReque
 def _draw(load: FleetLoad, name: str, random: np.random.Generator, count: int) -> list[int]:
     text: str = getattr(load, name)
     match = re.fullmatch(r"(\d+)(?:-(\d+)|~(\d*\.?\d+))?", text)
-    low, high, sigma = (float(each or 0) for each in match.groups()) if match else (0.0, 0.0, 0.0)
+    low, high, sigma = (float(number or 0) for number in match.groups()) if match else (0.0, 0.0, 0.0)
     high = high or low
     if not (1 <= low <= high <= MOST_TOKENS and sigma <= _WIDEST):
         message = f"{name} must be a number of tokens, a range as in 100-900, or median~sigma, got {text!r}"

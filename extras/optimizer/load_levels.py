@@ -50,9 +50,9 @@ def plan_levels(options: LevelOptions) -> list[LoadLevel]:
         raise InvalidArgument("give one of --concurrency, --rate and --trace")
     for name in ("concurrency", "rate", "speedup", "prompt", "new", "batch", "timeout"):
         value = getattr(options, name)
-        for each in value if isinstance(value, tuple) else (value,):
-            if not 0 < each < inf:
-                raise InvalidArgument(f"{name} must be above 0, got {each:g}", field=name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if not 0 < number < inf:
+                raise InvalidArgument(f"{name} must be above 0, got {number:g}", field=name)
     for name in ("seed", "shared_prefix"):
         if (value := getattr(options, name)) < 0:
             raise InvalidArgument(f"{name} must be at least 0, got {value}", field=name)
@@ -135,21 +135,21 @@ def infer_payload(config: Any, options: LevelOptions) -> InferPayload:
     """
     shapes = dict(map(_parse_shape, options.shape))
     inputs = config["input"]
-    if unknown := shapes.keys() - {each["name"] for each in inputs}:
-        known = ", ".join(each["name"] for each in inputs) or "none"
+    if unknown := shapes.keys() - {spec["name"] for spec in inputs}:
+        known = ", ".join(spec["name"] for spec in inputs) or "none"
         message = f"shape: model '{config['name']}' has no input '{min(unknown)}', only {known}"
         raise InvalidArgument(message, field="shape")
-    inputs = [each for each in inputs if not each.get("optional") or each["name"] in shapes] or inputs[:1]
+    inputs = [spec for spec in inputs if not spec.get("optional") or spec["name"] in shapes] or inputs[:1]
     batched = int(config.get("max_batch_size") or 0) > 0
     if options.batch > 1 and not batched:
         raise InvalidArgument(f"batch: model '{config['name']}' takes no batches", field="batch")
-    return encode_infer_payload([_tensor(each, shapes, (options.batch,) * batched) for each in inputs])
+    return encode_infer_payload([_tensor(spec, shapes, (options.batch,) * batched) for spec in inputs])
 
 
 def _parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
     name, colon, dims = text.rpartition(":")
     try:
-        shape = tuple(int(each) for each in dims.split(","))
+        shape = tuple(int(part) for part in dims.split(","))
     except ValueError:
         shape = ()
     if not colon or not shape or min(shape) < 1:
@@ -159,7 +159,7 @@ def _parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 def _tensor(spec: Any, shapes: dict[str, tuple[int, ...]], batch: tuple[int, ...]) -> Tensor:
     name = spec["name"]
-    dims = tuple(int(each) for each in spec["dims"])
+    dims = tuple(int(dim) for dim in spec["dims"])
     sizes = shapes.get(name, dims)
     fits = len(sizes) == len(dims) and all(there in (-1, here) for here, there in zip(sizes, dims, strict=True))
     if not fits or min(sizes, default=1) < 0:

@@ -86,8 +86,8 @@ class MeasuredServer:
         self._ask(f"/v2/repository/models/{quote(name, safe='')}/unload", {})
         deadline = time.monotonic() + _LOAD_SECONDS
         while any(
-            each["name"] == name and each.get("state") not in (None, "UNAVAILABLE")
-            for each in self._ask("/v2/repository/index", {})
+            model["name"] == name and model.get("state") not in (None, "UNAVAILABLE")
+            for model in self._ask("/v2/repository/index", {})
         ):
             if time.monotonic() > deadline:
                 raise Unavailable(f"model '{name}' is not unloaded after {_LOAD_SECONDS:g} s")

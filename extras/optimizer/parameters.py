@@ -109,11 +109,11 @@ def _parse_value(text: str) -> ParameterValue:
 
 def owner(name: str, models: TunedModels) -> tuple[ModelSource, str]:
     """The model of a parameter, and its name there. Raises `InvalidArgument` where it names none of a graph's."""
-    for source in sorted(models.models, key=lambda each: -len(each.name)):
+    for source in sorted(models.models, key=lambda source: -len(source.name)):
         if models.is_graph and name.startswith(f"{source.name}."):
             return source, name.removeprefix(f"{source.name}.")
     if models.is_graph and is_composed(models.loaded.config):
-        steps = ", ".join(each.name for each in models.models if not is_composed(each.config))
+        steps = ", ".join(source.name for source in models.models if not is_composed(source.config))
         message = f"sweep: '{name}' names no model: write MODEL.KNOB, with MODEL one of {steps}"
         raise InvalidArgument(message, field="sweep")
     return models.loaded, name

@@ -25,11 +25,11 @@ class RankedConfiguration(NamedTuple):
     @property
     def value(self) -> float:
         """The median of the objective."""
-        return median(each.value for each in self.scores)
+        return median(score.value for score in self.scores)
 
     @property
     def spread(self) -> tuple[float, float]:
-        values = [each.value for each in self.scores]
+        values = [score.value for score in self.scores]
         return min(values), max(values)
 
     @property
@@ -44,14 +44,16 @@ def rank(trials: Sequence[ConfigurationTrial], goal: SearchGoal) -> list[RankedC
     for trial in trials:
         by_configuration.setdefault(trial.configuration, []).append(trial)
     ranked = [_rank_one(configuration, tuple(its), goal) for configuration, its in by_configuration.items()]
-    longest = max((max(each.seconds for each in its) for its in by_configuration.values()), default=0.0)
-    turns = {each.configuration: sum(trial.seconds == longest for trial in each.trials) for each in ranked}
+    longest = max((max(trial.seconds for trial in its) for its in by_configuration.values()), default=0.0)
+    turns = {
+        candidate.configuration: sum(trial.seconds == longest for trial in candidate.trials) for candidate in ranked
+    }
     most = max(turns.values(), default=0)
 
-    def key(each: RankedConfiguration) -> tuple[bool, bool, bool, float]:
-        middle = each.middle
+    def key(candidate: RankedConfiguration) -> tuple[bool, bool, bool, float]:
+        middle = candidate.middle
         utility = -float("inf") if middle is None else goal.utility(middle)
-        return middle is not None, each.feasible, turns[each.configuration] >= max(1, most - 1), utility
+        return middle is not None, candidate.feasible, turns[candidate.configuration] >= max(1, most - 1), utility
 
     return sorted(ranked, key=key, reverse=True)
 

@@ -66,7 +66,7 @@ def render_report(conclusion: Conclusion, levels: Sequence[str], origin: ReportO
         f'<p class="origin">{escape(origin.ended)}, on {escape(origin.machine)}:',
         f"<code>{escape(origin.command)}</code></p>",
         _list("ul", conclusion.sentences),
-        *(f"<h2>{escape(each.title)}</h2><pre>{escape(each.text)}</pre>" for each in conclusion.texts),
+        *(f"<h2>{escape(paste.title)}</h2><pre>{escape(paste.text)}</pre>" for paste in conclusion.texts),
         f'<h2>Plots</h2>{_LEGEND}<div class="plots">',
         *_plots(conclusion),
         '</div><h2>What was measured</h2><div class="wide">',
@@ -83,10 +83,15 @@ def _list(tag: str, texts: Iterable[str]) -> str:
 def _table(conclusion: Conclusion) -> str:
     heads = [*(parameter.name for parameter in conclusion.space.parameters), *conclusion.columns, "turns", ""]
     rows = [f"<tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>"]
-    for each in conclusion.ranked:
-        values = [str(value) for value in each.configuration]
-        cells = [*values, *conclusion.cells(each, conclusion.columns), str(len(each.scores)), conclusion.remark(each)]
-        kind = _kind(conclusion, each)
+    for candidate in conclusion.ranked:
+        values = [str(value) for value in candidate.configuration]
+        cells = [
+            *values,
+            *conclusion.cells(candidate, conclusion.columns),
+            str(len(candidate.scores)),
+            conclusion.remark(candidate),
+        ]
+        kind = _kind(conclusion, candidate)
         rows.append(f'<tr class="{kind}">{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>')
     return f"<table>{''.join(rows)}</table>"
 
@@ -98,7 +103,7 @@ def _kind(conclusion: Conclusion, ranked: RankedConfiguration) -> str:
 
 
 def _plots(conclusion: Conclusion) -> Iterator[str]:
-    known = [each for each in conclusion.ranked if each.scores]
+    known = [candidate for candidate in conclusion.ranked if candidate.scores]
     if not known:
         return
     # The best is drawn last, above the others.
@@ -113,27 +118,32 @@ def _plots(conclusion: Conclusion) -> Iterator[str]:
     for index, parameter in enumerate(conclusion.space.parameters):
         axis = PlotAxis(parameter.name, tuple(map(str, parameter.values)))
         positions = {value: number + 0.5 for number, value in enumerate(parameter.values)}
-        points = [_point(conclusion, each, positions[each.configuration[index]]) for each in drawn]
+        points = [_point(conclusion, candidate, positions[candidate.configuration[index]]) for candidate in drawn]
         yield _figure(f"{objective} by {parameter.name}", points, axis, _axis(objective))
     yield from _level_curves(conclusion, known[:_CURVES])
-    turns = [each for each in known if len(each.scores) > 1]
+    turns = [candidate for candidate in known if len(candidate.scores) > 1]
     if turns:
         axis = PlotAxis("finalists", tuple(str(number) for number in range(1, len(turns) + 1)))
         points = [
-            PlotPoint(number + 0.5, _scaled(objective, score.value), _title(conclusion, each), _kind(conclusion, each))
-            for number, each in enumerate(turns)
-            for score in each.scores
+            PlotPoint(
+                number + 0.5,
+                _scaled(objective, score.value),
+                _title(conclusion, candidate),
+                _kind(conclusion, candidate),
+            )
+            for number, candidate in enumerate(turns)
+            for score in candidate.scores
         ]
         yield _figure("the turns of the finalists, in the order of the table", points, axis, _axis(objective))
 
 
 def _level_curves(conclusion: Conclusion, known: Sequence[RankedConfiguration]) -> Iterator[str]:
     """Throughput and latency from level to level, where there are several."""
-    longest = [max(each.trials, key=lambda trial: (len(trial.levels), trial.seconds)) for each in known]
+    longest = [max(candidate.trials, key=lambda trial: (len(trial.levels), trial.seconds)) for candidate in known]
     curves = []
     for ranked, trial in zip(known, longest, strict=True):
         level_points = [_level_point(conclusion, ranked, level) for level in trial.levels]
-        curves.append([each for each in level_points if each is not None])
+        curves.append([point for point in level_points if point is not None])
     if any(len(curve) > 1 for curve in curves):
         points = [point for curve in curves for point in curve]
         lines = [curve for curve in curves if curve]

@@ -88,8 +88,8 @@ class ResultsFile:
             what = {"digest": "state of the models' files"}.get(differing[0], differing[0])
             message = f"{self.path} has results of another {what}: remove it, or give another --report"
             raise InvalidArgument(message)
-        for each in records:
-            self._left.setdefault(_key(each.settings, each.trial.seconds), []).append(each.trial)
+        for record in records:
+            self._left.setdefault(_key(record.settings, record.trial.seconds), []).append(record.trial)
         self.count = len(records)
         self.seconds = earlier.seconds
         return sum(map(len, lines))

@@ -79,7 +79,9 @@ class SearchRun:
         trial = self._measure(configuration, seconds)
         self.trials.append(trial)
         self.measured.add(configuration)
-        if trial.failure or any(bound.metric == "memory" for each in trial.levels for bound in self.goal.missed(each)):
+        if trial.failure or any(
+            bound.metric == "memory" for level in trial.levels for bound in self.goal.missed(level)
+        ):
             self.broken.append(configuration)
         return trial
 
@@ -139,11 +141,11 @@ class SearchRun:
     def contenders(self) -> list[Configuration]:
         """What was measured and keeps the bounds, or if nothing does, comes close; the most promising first."""
         surrogate = self.fit()
-        ranked = [each for each in rank(self.trials, self.goal) if each.scores]
-        feasible = [each for each in ranked if each.feasible] or ranked
+        ranked = [candidate for candidate in rank(self.trials, self.goal) if candidate.scores]
+        feasible = [candidate for candidate in ranked if candidate.feasible] or ranked
         if surrogate is None or not feasible:
             return []
-        configurations = [each.configuration for each in feasible]
+        configurations = [candidate.configuration for candidate in feasible]
         means, _ = surrogate.predict(self.space.points(configurations))
         return [configurations[index] for index in np.argsort(-means, kind="stable").tolist()]
 
@@ -185,7 +187,9 @@ def _play_finals(run: SearchRun, is_quick: bool) -> Iterator[ConfigurationTrial]
     fits = not is_quick or run.has_room(all_turns)
     semifinalists = run.contenders()[: _SEMIFINALISTS if fits else _FINALISTS]
     yield from take_turns(semifinalists)
-    finalists = [each.configuration for each in rank(run.trials, run.goal) if each.configuration in semifinalists]
+    finalists = [
+        candidate.configuration for candidate in rank(run.trials, run.goal) if candidate.configuration in semifinalists
+    ]
     for number in range(2 * run.effort.rounds):
         if number < run.effort.rounds or (is_quick and not _are_ranked(run, finalists[:_FINALISTS])):
             yield from take_turns(finalists[:_FINALISTS])
@@ -206,7 +210,7 @@ def _turns_of_start(run: SearchRun, seconds: float) -> list[Configuration]:
 
 def _are_ranked(run: SearchRun, finalists: Sequence[Configuration]) -> bool:
     """Whether more turns would tell nothing new: the two are told apart, or there is only one."""
-    ranked = [each for each in rank(run.trials, run.goal) if each.configuration in finalists]
+    ranked = [candidate for candidate in rank(run.trials, run.goal) if candidate.configuration in finalists]
     return len(ranked) < 2 or are_told_apart(*ranked[:2])
 
 
@@ -252,7 +256,7 @@ class Pruning:
         return configuration in run.measured or self._is_broken(configuration) or self._is_dominated(configuration)
 
     def _is_broken(self, configuration: Configuration) -> bool:
-        return any(self._run.space.asks_as_much(configuration, each) for each in self._run.broken)
+        return any(self._run.space.asks_as_much(configuration, broken) for broken in self._run.broken)
 
     def _hints(self) -> list[int]:
         objective = self._run.goal.objective
@@ -263,18 +267,22 @@ class Pruning:
     def _is_dominated(self, configuration: Configuration) -> bool:
         larger = [self._run.space.stepped(configuration, index, 1) for index in self._hints()]
         return any(
-            each is not None and each != configuration and not self._is_broken(each) and not self._misses(each)
-            for each in larger
+            other is not None and other != configuration and not self._is_broken(other) and not self._misses(other)
+            for other in larger
         )
 
     def _misses(self, configuration: Configuration) -> bool:
-        scores = [self._run.goal.score(each) for each in self._run.trials if each.configuration == configuration]
+        scores = [self._run.goal.score(trial) for trial in self._run.trials if trial.configuration == configuration]
         return bool(scores) and not any(score is not None and score.feasible for score in scores)
 
     def spread_out(self, count: int) -> list[Configuration]:
         """The start, and further configurations, each as far from all before it as can be."""
         space = self._run.space
-        free = [each for each in space.configurations if each == space.start or not self.is_pruned(each)]
+        free = [
+            configuration
+            for configuration in space.configurations
+            if configuration == space.start or not self.is_pruned(configuration)
+        ]
         chosen = [space.start]
         points = space.points(free)
         order = self._random.permutation(len(free))  # of those equally far, not always the first
@@ -289,8 +297,12 @@ class Pruning:
         say so."""
         run = self._run
         surrogate = self._run.fit()
-        beside = [each for best in run.contenders()[:3] for each in run.space.neighbours(best)]
-        free = [each for each in dict.fromkeys([*run.space.configurations, *beside]) if not self.is_pruned(each)]
+        beside = [neighbour for best in run.contenders()[:3] for neighbour in run.space.neighbours(best)]
+        free = [
+            configuration
+            for configuration in dict.fromkeys([*run.space.configurations, *beside])
+            if not self.is_pruned(configuration)
+        ]
         if not free:
             return []
         if surrogate is None:
@@ -305,12 +317,16 @@ class Pruning:
         """Configurations that must be worse than the best if metrics are as monotone as is said, not measured yet."""
         best = self._run.contenders()[:1]
         below = [self._run.space.stepped(each, index, -1) for each in best for index in self._hints()]
-        return [each for each in below if each is not None and each not in self._run.measured]
+        return [
+            configuration
+            for configuration in below
+            if configuration is not None and configuration not in self._run.measured
+        ]
 
     def check_hints(self) -> None:
         """Believe in no hint any more if one is wrong, or says little."""
         run = self._run
-        utilities = {each.configuration: each.middle for each in rank(run.trials, run.goal)}
+        utilities = {candidate.configuration: candidate.middle for candidate in rank(run.trials, run.goal)}
         for configuration, middle in utilities.items():
             for index in self._hints():
                 lower = run.space.stepped(configuration, index, -1)

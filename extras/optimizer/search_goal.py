@@ -80,12 +80,12 @@ class ConfigurationTrial(msgspec.Struct, frozen=True, kw_only=True):
 def expected_wall(trials: Sequence[ConfigurationTrial], seconds: float, levels: int = 1) -> float:
     """What a measurement under so many seconds of load at each level takes, by those there were: beside its load each
     starts, and waits for the last answers, however long the load was. `levels`: of the first."""
-    loads = [each for each in trials if each.loading]
-    setup = median(each.setup for each in trials) if trials else 0.0
+    loads = [trial for trial in trials if trial.loading]
+    setup = median(trial.setup for trial in trials) if trials else 0.0
     if not loads:
         return setup + levels * seconds
-    beside = median(each.loading - len(each.levels) * each.seconds for each in loads)
-    return setup + median(len(each.levels) for each in loads) * seconds + beside
+    beside = median(trial.loading - len(trial.levels) * trial.seconds for trial in loads)
+    return setup + median(len(trial.levels) for trial in loads) * seconds + beside
 
 
 class Bound(NamedTuple):
@@ -136,14 +136,14 @@ class SearchGoal(msgspec.Struct, frozen=True):
     def score(self, trial: ConfigurationTrial) -> LevelScore | None:
         """By the level at which the configuration does best within the bounds, or misses them by the least; None where
         there is no figure."""
-        scores = [each for level in trial.levels if (each := self._score_level(level)) is not None]
-        return max(scores, key=lambda each: (-each.excess, self.utility(each)), default=None)
+        scores = [score for level in trial.levels if (score := self._score_level(level)) is not None]
+        return max(scores, key=lambda score: (-score.excess, self.utility(score)), default=None)
 
     def _score_level(self, level: LevelFigures) -> LevelScore | None:
         value = level.metric(self.objective)
         if value is None or not math.isfinite(value) or value <= 0:
             return None
-        return LevelScore(level, value, min(10.0, sum(each.excess(level) for each in self.bounds)))
+        return LevelScore(level, value, min(10.0, sum(bound.excess(level) for bound in self.bounds)))
 
     def utility(self, score: LevelScore) -> float:
         """The logarithm of the objective, larger for what is better, less what missed bounds cost."""
@@ -152,10 +152,10 @@ class SearchGoal(msgspec.Struct, frozen=True):
 
     def ends_levels(self, level: LevelFigures) -> bool:
         """Whether a higher level of load cannot keep the bounds either: more load lowers no latency."""
-        return any(each.excess(level) > 0 for each in self.bounds if not each.at_least and each.metric != "memory")
+        return any(bound.excess(level) > 0 for bound in self.bounds if not bound.at_least and bound.metric != "memory")
 
     def missed(self, level: LevelFigures) -> list[Bound]:
-        return [each for each in self.bounds if each.excess(level) > 0]
+        return [bound for bound in self.bounds if bound.excess(level) > 0]
 
 
 def parse_goal(objective: str, constraints: Iterable[str], *, streams: bool) -> SearchGoal:
@@ -168,12 +168,12 @@ def parse_goal(objective: str, constraints: Iterable[str], *, streams: bool) -> 
     if objective not in METRICS or objective == "failed":
         known = ", ".join(name for name in METRICS if name != "failed")
         raise InvalidArgument(f"objective: '{objective}' is none of {known}", field="objective")
-    texts = [text.strip() for each in constraints for text in each.split(",") if text.strip()]
+    texts = [text.strip() for constraint in constraints for text in constraint.split(",") if text.strip()]
     bounds = [_parse_bound(text) for text in texts]
-    for name in (objective, *(each.metric for each in bounds)):
+    for name in (objective, *(bound.metric for bound in bounds)):
         if not streams and name.partition("_")[0] in ("ttft", "itl"):
             raise InvalidArgument(f"{name}: the model's answers are no streams of tokens; e2e is the whole request's")
-    if all(each.metric != "failed" for each in bounds):
+    if all(bound.metric != "failed" for bound in bounds):
         bounds.append(Bound("failed", 0.0))
     return SearchGoal(objective, tuple(bounds))
 

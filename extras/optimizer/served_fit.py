@@ -59,9 +59,9 @@ def add_serving(machine: SimulatedMachine, loads: Sequence[ServedLoad], overhead
     """A machine whose steps were measured without a server, with what one adds: between steps, for each of their
     tokens, and before a request's first step. `overhead`: seconds that a server counts to a step and they do not."""
     features = np.array(
-        [[each.steps - each.begun, each.tokens, each.begun, each.prompts] for each in loads], dtype=np.float64
+        [[load.steps - load.begun, load.tokens, load.begun, load.prompts] for load in loads], dtype=np.float64
     )
-    seconds = np.array([each.waited + overhead * each.steps for each in loads])
+    seconds = np.array([load.waited + overhead * load.steps for load in loads])
     between, between_token, arrival, arrival_token = solve_robust(features, np.maximum(seconds, _LEAST)).tolist()
     return msgspec.structs.replace(
         machine, between=between, between_token=between_token, arrival=arrival, arrival_token=arrival_token
@@ -76,10 +76,10 @@ def fit_served_machine(seen: ServedTimes) -> MachineFit:
         InvalidArgument: too little was seen.
     """
     # Tokens that were read together have no time between them.
-    samples = [StepSample(each.load, gap) for each in seen.decodes for gap in each.gaps if gap > 0]
+    samples = [StepSample(decode.load, gap) for decode in seen.decodes for gap in decode.gaps if gap > 0]
     fit = fit_machine(samples, heads=False)
-    ttft = np.array([median(each.ttft) for each in seen.prompts])
-    features = np.array([[1.0, each.tokens, each.tokens**2 / 2] for each in seen.prompts])
+    ttft = np.array([median(prompt.ttft) for prompt in seen.prompts])
+    features = np.array([[1.0, prompt.tokens, prompt.tokens**2 / 2] for prompt in seen.prompts])
     constant, token, attended = solve_least_squares(features / ttft[:, None], np.ones(len(ttft))).tolist()
     products = fit.machine.products
     rows, seconds = products[-1]

@@ -64,12 +64,12 @@ class ServedSteps:
         records = self._put(concurrency, requests, prompt, new)
         steps, computing = (after - earlier for after, earlier in zip(self._step_totals(), before, strict=True))
         if concurrency == 1:
-            busy = sum(each.times[-1] - each.sent for each in records)
+            busy = sum(record.times[-1] - record.sent for record in records)
             begun = requests
         else:
-            busy = max(each.times[-1] for each in records) - min(each.sent for each in records)
+            busy = max(record.times[-1] for record in records) - min(record.sent for record in records)
             begun = 1
-        tokens = sum(each.tokens for each in records) - requests
+        tokens = sum(record.tokens for record in records) - requests
         return ServedLoad(begun, begun * prompt, round(steps), tokens, busy - computing)
 
     def _step_totals(self) -> tuple[float, float]:
@@ -104,7 +104,7 @@ class ServedSteps:
         )
 
     def _prompts(self) -> Iterator[int]:
-        yield from (each for each in _PROMPTS if each + 2 <= self._longest)
+        yield from (tokens for tokens in _PROMPTS if tokens + 2 <= self._longest)
 
     def _decode_cases(self) -> Iterator[tuple[int, int]]:
         """Rows, and tokens of their prompts."""
@@ -116,23 +116,23 @@ class ServedSteps:
     def _context_cases(self) -> Iterator[tuple[int, int]]:
         """The same, with prompts long enough to tell what attention takes."""
         if self._longest >= _CONTEXT + 2 * _NEW:
-            yield from ((rows, _CONTEXT) for rows in sorted({min(self._most, each) for each in _CONTEXT_ROWS}))
+            yield from ((rows, _CONTEXT) for rows in sorted({min(self._most, rows) for rows in _CONTEXT_ROWS}))
 
     def _decode(self, rows: int, prompt: int) -> list[float]:
         """Gaps while all of them decode."""
         records = self._put(rows, rows, prompt, min(_NEW, self._longest - prompt - 1))
-        begin = max(each.times[0] for each in records)
-        end = min(each.times[-1] for each in records)
+        begin = max(record.times[0] for record in records)
+        end = min(record.times[-1] for record in records)
         return [
             gap
-            for each in records
-            for at, gap in zip(each.times[1:], inter_token_times(each), strict=True)
+            for record in records
+            for at, gap in zip(record.times[1:], inter_token_times(record), strict=True)
             if begin < at - gap and at <= end
         ]
 
     def _put(self, concurrency: int, requests: int, prompt: int, new: int) -> list[LoadRecord]:
         records = asyncio.run(self._put_at_once(concurrency, requests, prompt, new))
-        if failed := next((each for each in records if each.status != OK), None):
+        if failed := next((record for record in records if record.status != OK), None):
             reason = f"{failed.status}{failed.detail and f': {failed.detail}'}"
             raise Unavailable(f"a request to {self._target.manner.model} for {prompt} + {new} tokens failed: {reason}")
         return records

@@ -79,15 +79,15 @@ def simulate_fleets(
         return tried[-1].figures
 
     figures = list(find_fleet(try_fleet, slo, fleet.most_replicas)) if slo else [try_fleet(fleet.replicas)]
-    figures.sort(key=lambda each: each.replicas)
-    tried.sort(key=lambda each: each.figures.replicas)
-    sufficient = next((each for each in tried if keeps(each.figures, slo)), None)
-    wall = sum(each.wall for each in tried)
+    figures.sort(key=lambda fleet_figures: fleet_figures.replicas)
+    tried.sort(key=lambda attempt: attempt.figures.replicas)
+    sufficient = next((attempt for attempt in tried if keeps(attempt.figures, slo)), None)
+    wall = sum(attempt.wall for attempt in tried)
     report = SimulationReport(
         origin=file.origin,
         engine=shape,
         load=load,
-        speed=sum(each.speed * each.wall for each in tried) / wall,
+        speed=sum(attempt.speed * attempt.wall for attempt in tried) / wall,
         fleets=figures,
         slo=slo,
         replicas=None if sufficient is None or not slo else sufficient.figures.replicas,
@@ -172,7 +172,7 @@ def _answer(report: SimulationReport) -> str:
 
 
 def _slo_text(slo: Sequence[Objective]) -> str:
-    return ", ".join(f"{each.name} {_value(each, each.limit)}" for each in slo)
+    return ", ".join(f"{objective.name} {_value(objective, objective.limit)}" for objective in slo)
 
 
 def _value(objective: Objective, value: float) -> str:
@@ -183,10 +183,10 @@ def _value(objective: Objective, value: float) -> str:
 
 def _fleets_table(report: SimulationReport) -> Table:
     table = Table(title="fleets that were tried")
-    for name in ("replicas", "busy", "tokens/s", *(each.name for each in report.slo), ""):
+    for name in ("replicas", "busy", "tokens/s", *(objective.name for objective in report.slo), ""):
         table.add_column(name, justify="right")
     for figures in report.fleets:
-        values = (_value(each, each.found_in(figures)) for each in report.slo)
+        values = (_value(objective, objective.found_in(figures)) for objective in report.slo)
         kept = "kept" if keeps(figures, report.slo) else ""
         speed = f"{figures.all.output_tokens_per_s:,.0f}"
         table.add_row(str(figures.replicas), f"{figures.busy:.0%}", speed, *values, kept)
@@ -210,7 +210,7 @@ def _cells(spread: Spread | None) -> list[str]:
     if spread is None:
         return ["0", *["-"] * 6]
     times = spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.max
-    return [str(spread.count), *(f"{each * 1e3:.{1 if each < 1 else 0}f}" for each in times)]
+    return [str(spread.count), *(f"{seconds * 1e3:.{1 if seconds < 1 else 0}f}" for seconds in times)]
 
 
 def _totals_table(figures: FleetFigures) -> Table:
@@ -251,22 +251,22 @@ def _slo_chart(report: SimulationReport) -> LineChart:
 
     def points(objective: Objective) -> list[tuple[float, float]]:
         values = (objective.found_in(figures) for figures in report.fleets)
-        shares = (each / objective.limit if objective.limit else _MUCH * (each > 0) for each in values)
+        shares = (value / objective.limit if objective.limit else _MUCH * (value > 0) for value in values)
         return [(replicas, max(share, _LITTLE)) for (replicas, _), share in zip(bound, shares, strict=True)]
 
     bound = [(figures.replicas, 1.0) for figures in report.fleets]
-    lines = [ChartLine(each.name, points(each), dots=True) for each in report.slo]
+    lines = [ChartLine(objective.name, points(objective), dots=True) for objective in report.slo]
     lines.append(ChartLine("allowed", bound, dashed=True))
     return LineChart(_slo_text(report.slo), "replicas", "times what is allowed", lines, log_y=True)
 
 
 def _latency_chart(results: Sequence[SimulatedResult]) -> LineChart:
-    served = [each for each in results if each.tokens]
-    gaps = [b - a for each in served for a, b in zip(each.tokens, each.tokens[1:], strict=False)]
+    served = [result for result in results if result.tokens]
+    gaps = [b - a for result in served for a, b in zip(result.tokens, result.tokens[1:], strict=False)]
     values = {
-        "TTFT": [each.ttft for each in served],
+        "TTFT": [result.ttft for result in served],
         "ITL": gaps,
-        "e2e": [each.tokens[-1] - each.arrival.at for each in served],
+        "e2e": [result.tokens[-1] - result.arrival.at for result in served],
     }
     lines = [ChartLine(name, _distribution(seconds)) for name, seconds in values.items() if seconds]
     if not lines:
@@ -278,5 +278,5 @@ def _distribution(seconds: Sequence[float]) -> list[tuple[float, float]]:
     """At most a few hundred points of how many are no longer, up to the longest."""
     ordered = sorted(seconds)
     step = max(1, len(seconds) // 300)
-    points = [(1e3 * max(each, 1e-6), (at + 1) / len(ordered)) for at, each in enumerate(ordered)]
+    points = [(1e3 * max(source, 1e-6), (at + 1) / len(ordered)) for at, source in enumerate(ordered)]
     return points[::-step][::-1]

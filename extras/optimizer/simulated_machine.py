@@ -28,7 +28,7 @@ class StepSpread(NamedTuple):
         return self.factors[low] + (position - low) * (self.factors[high] - self.factors[low])
 
     def scaled(self, factor: float) -> "StepSpread":
-        return self._replace(factors=tuple(factor * each for each in self.factors))
+        return self._replace(factors=tuple(factor * quantile for quantile in self.factors))
 
 
 class StepLoad(NamedTuple):
@@ -146,7 +146,7 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def slowed(self, factor: float) -> "SimulatedMachine":
         """The machine whose steps take so many times as long."""
         spread = self.spread or (StepSpread(1.0, (1.0,)),)
-        return msgspec.structs.replace(self, spread=tuple(each.scaled(factor) for each in spread))
+        return msgspec.structs.replace(self, spread=tuple(step_spread.scaled(factor) for step_spread in spread))
 
 
 def interpolate(table: Sequence[tuple[int, float]], count: int) -> float:

@@ -268,8 +268,8 @@ class Simulation:
 
     def run(self, arrivals: Iterable[SimulatedRequest]) -> list[SimulatedResult]:
         """Run all to their ends; the results in the order of arrival."""
-        heard = [SimulatedResult(arrival) for arrival in sorted(arrivals, key=lambda each: each.at)]
-        due = [each.arrival.at + self._machine.arrival_seconds(each.arrival.prompt) for each in heard]
+        heard = [SimulatedResult(arrival) for arrival in sorted(arrivals, key=lambda arrival: arrival.at)]
+        due = [result.arrival.at + self._machine.arrival_seconds(result.arrival.prompt) for result in heard]
         for key in sorted(range(len(heard)), key=due.__getitem__):
             self._advance(due[key], heard)
             self.now = due[key]
@@ -279,7 +279,7 @@ class Simulation:
 
     def _advance(self, until: float, heard: Sequence[SimulatedResult]) -> None:
         """Let every step end that ends before `until`."""
-        while (replica := min(self.replicas, key=lambda each: each.next_at)).next_at < until:
+        while (replica := min(self.replicas, key=lambda replica: replica.next_at)).next_at < until:
             self.now = replica.next_at
             updates = replica.step()
             for key, cached in updates.started:

@@ -57,10 +57,10 @@ def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit
     """
     if len(samples) < LEAST_STEPS:
         raise InvalidArgument(f"{len(samples)} steps were measured, and {LEAST_STEPS} are needed: give it more time")
-    rows = _knots(each.load.rows for each in samples)
-    sampled = [0, *_knots(each.load.samples for each in samples)] if heads else [0]
-    seconds = np.array([each.seconds for each in samples])
-    features = np.array([[1.0, *_features(each.load, rows, sampled)] for each in samples])
+    rows = _knots(sample.load.rows for sample in samples)
+    sampled = [0, *_knots(sample.load.samples for sample in samples)] if heads else [0]
+    seconds = np.array([sample.seconds for sample in samples])
+    features = np.array([[1.0, *_features(sample.load, rows, sampled)] for sample in samples])
     features[:, 1:] *= np.ptp(features[:, 1:], axis=0) > 0  # what is alike in all steps is part of the constant
     coefficients = solve_robust(features, seconds)
     expected = features @ coefficients
@@ -69,7 +69,7 @@ def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit
     products = slopes[: len(rows) - 1]
     head_slopes = slopes[len(rows) - 1 : -3]
     decode, prompt, chunk = slopes[-3:]
-    between = [each for each in samples if each.between is not None]
+    between = [sample for sample in samples if sample.between is not None]
     constant, each_token = _fit_between(between) if between else (0.0, 0.0)
     machine = SimulatedMachine(
         weights=0.0,
@@ -128,8 +128,8 @@ def _table(knots: Sequence[int], first: float, slopes: Sequence[float]) -> Secon
 
 
 def _fit_between(samples: Sequence[StepSample]) -> tuple[float, float]:
-    seconds = np.maximum([each.between or 0.0 for each in samples], _LEAST_BETWEEN)
-    constant, each_token = solve_robust(np.array([[1.0, each.brought] for each in samples]), seconds).tolist()
+    seconds = np.maximum([sample.between or 0.0 for sample in samples], _LEAST_BETWEEN)
+    constant, each_token = solve_robust(np.array([[1.0, sample.brought] for sample in samples]), seconds).tolist()
     return constant, each_token
 
 

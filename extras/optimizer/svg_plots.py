@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import chain
 from typing import NamedTuple
 
 _WIDTH, _HEIGHT = 460.0, 280.0
@@ -49,9 +50,9 @@ def draw_points(
     lines: Sequence[Sequence[PlotPoint]] = (),
 ) -> str:
     """Points, and lines through others, under a title. What has no place on paper is left out."""
-    drawn = [each for each in [*points, *(point for line in lines for point in line)] if _is_finite(each)]
-    x_top = x_axis.top([each.x for each in drawn])
-    y_top = y_axis.top([each.y for each in drawn])
+    drawn = [point for point in chain(points, *lines) if _is_finite(point)]
+    x_top = x_axis.top([point.x for point in drawn])
+    y_top = y_axis.top([point.y for point in drawn])
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = _LEFT + x / x_top * (_WIDTH - _LEFT - _RIGHT)
@@ -74,13 +75,13 @@ def draw_points(
     upright = f'transform="translate(12 {(top + bottom) / 2:.1f}) rotate(-90)"'
     parts.append(f'<text {upright} text-anchor="middle">{escape(y_axis.label)}</text>')
     for line in lines:
-        path = "L".join("{:.1f} {:.1f}".format(*place(each.x, each.y)) for each in line if _is_finite(each))
+        path = "L".join("{:.1f} {:.1f}".format(*place(point.x, point.y)) for point in line if _is_finite(point))
         if path:
             parts.append(f'<path class="line {escape(line[0].kind)}" d="M{path}"/>')
-    for each in drawn:
-        x, y = place(each.x, each.y)
-        circle = f'<circle class="{escape(each.kind)}" cx="{x:.1f}" cy="{y:.1f}" r="4">'
-        parts.append(f"{circle}<title>{escape(each.title)}</title></circle>")
+    for point in drawn:
+        x, y = place(point.x, point.y)
+        circle = f'<circle class="{escape(point.kind)}" cx="{x:.1f}" cy="{y:.1f}" r="4">'
+        parts.append(f"{circle}<title>{escape(point.title)}</title></circle>")
     return "".join([*parts, "</svg>"])
 
 

@@ -39,7 +39,8 @@ class TunedModels(NamedTuple):
     def digest(self) -> str:
         """Another one as soon as a file or a config of the models changes."""
         marks = [
-            (each.name, [version.mark or _stamps(version.path) for version in each.versions]) for each in self.models
+            (source.name, [version.mark or _stamps(version.path) for version in source.versions])
+            for source in self.models
         ]
         return sha256(repr(marks).encode()).hexdigest()[:16]
 
@@ -69,8 +70,8 @@ def open_models(source: str, model: str) -> Iterator[TunedModels]:
             _write_single(repository, single)
             # Its own mark tells nothing: what lies in the scratch folder is only a name.
             models = TunedModels(repository, (single,), is_checkpoint=True)
-        for each in models.models:
-            _check(each)
+        for tuned in models.models:
+            _check(tuned)
         yield models
 
 
@@ -91,8 +92,8 @@ def _models_of(repository: Path, model: str) -> TunedModels:
             found[name] = catalog.read(name)
             wanted += [step for step in found[name].steps if step in names or step not in found[name].optional_steps]
     ordered = in_order_of_need(found[name] for name in sorted(found))
-    last = [each for each in ordered if each.name == model]
-    return TunedModels(repository, (*(each for each in ordered if each.name != model), *last))
+    last = [source for source in ordered if source.name == model]
+    return TunedModels(repository, (*(source for source in ordered if source.name != model), *last))
 
 
 def _write_single(repository: Path, single: ModelSource) -> None:
