@@ -92,15 +92,15 @@ class RemoteGateway:
 
     async def acquire(self, context: RequestContext, name: str, version: str = "") -> RemoteModelHandle:
         versions = self._by_name.get(name)
-        model = None if versions is None else versions.get(version)
-        if model is not None and model.parts is None:
-            config, context.body = model.config, None
+        served = None if versions is None else versions.get(version)
+        if served is not None and served.parts is None:
+            config, context.body = served.config, None
             context.model, context.version, context.model_found = config.name, config.version, True
-            number = model.number if model.inline else 0
+            number = served.number if served.inline else 0
             return RemoteModelHandle(self.connection, self.find, config, context, version, number)
         context.model, context.version = name, version
         # A name that the snapshot has is that of no route: only those go by bodies.
-        body = context.body if model is None and self._snapshot is not None and self._snapshot.has_routes else None
+        body = context.body if served is None and self._snapshot is not None and self._snapshot.has_routes else None
         hub, counts = self.connection, (context.prompt_count, context.choice_count)
         key = hub.key_of(context)
         call = AcquireCall(key, hub.origin_of(context), printable(name), version, *counts, body)
