@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from ..api.api_keys import Tenant
 from ..api.http.control_call import ControlRequest, ask_app
-from .hub_link import HubLink, answering
+from .hub_link import AnsweredCall, HubLink
 from .messages import GrpcAnswer, GrpcCall, HttpAnswer, HttpCall, HttpPiece, PieceWanted
 from .pieces import AnsweredInPieces
 
@@ -79,7 +79,7 @@ class ControlCalls:
             del self._in_pieces[call.key]
 
     async def _answer_rpc(self, call: GrpcCall) -> None:
-        with answering(self._link, call.key, f"{call.rpc} failed"):
+        with AnsweredCall(self._link, call.key, f"{call.rpc} failed"):
             fields = await self._control_rpc(call.rpc, call.message)
             if not _READING.fullmatch(call.rpc):
                 await self._settle()

@@ -29,7 +29,7 @@ from ..telemetry.loop_lag import LoopState
 from ..telemetry.request_trace import request_trace
 from .control_calls import ControlCalls
 from .hub import ControlHub
-from .hub_link import HubLink, answering
+from .hub_link import AnsweredCall, HubLink
 from .link import FrameLink
 from .messages import (
     AcquireCall,
@@ -96,6 +96,7 @@ class WorkerSession:
         self._asked_at: float | None = None
         self._unanswered = 0
         self._hub, self._gateway, self._name = hub, hub.gateway, name
+        self._request_failed = f"{name}: a request failed"
         self._traces = hub.gateway.shared_state.traces
         self._logs_here = self._traces.sends_spans
         self.link: HubLink = FrameLink(decode_from_worker, self._receive, self._on_lost, self._on_unsendable)
@@ -225,7 +226,7 @@ class WorkerSession:
                 validate_request(loaded.config, request)
             except InvalidArgument:
                 return False
-        with answering(self.link, call.key, f"{self._name}: a request failed"):
+        with AnsweredCall(self.link, call.key, self._request_failed):
             answer = loaded.capabilities.inline.answer_now(request)
             if answer is None:
                 return False
@@ -256,7 +257,7 @@ class WorkerSession:
     def _ended_call(self, key: int, opened: OpenRequest) -> Iterator[None]:
         """Answers a call with the error that its block raises, and forgets it at the block's end."""
         try:
-            with answering(self.link, key, f"{self._name}: a request failed", opened.notes):
+            with AnsweredCall(self.link, key, self._request_failed, opened.notes):
                 yield
         finally:
             del opened.calls[key]
@@ -287,7 +288,7 @@ class WorkerSession:
     async def _acquire(self, call: AcquireCall, opened: OpenRequest) -> None:
         context, hub = opened.context, self._hub
         context.body = call.body
-        with answering(self.link, call.key, f"{self._name}: a model could not be looked up"):
+        with AnsweredCall(self.link, call.key, f"{self._name}: a model could not be looked up"):
             handle = opened.handle = await self._gateway.acquire(context, call.model, call.version)
             loaded = handle.loaded
             is_text = loaded.capabilities.text is not None
