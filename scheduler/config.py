@@ -8,13 +8,7 @@ from ..core.errors import InvalidArgument
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`ahead`: plans scheduled beyond the oldest unapplied one. `in_flight_per_sequence` None means ahead + 1.
-
-    `admission`: "optimistic" admits what fits now and preempts when it must; "no_evict" admits only what fits
-    to its last token. A waiting sequence gains one priority class every `ageing_steps` steps. `target_ttft_ms`,
-    `target_itl_ms`: milliseconds to a first token and between tokens that are wanted, of sequences that say nothing
-    else; None leaves them to `PrefillBudget`'s balance. With a `target_itl_ms` of 0 prompts have no bound at all.
-    `max_loras`: different adapters of running sequences; 0 is no limit.
+    """The numbers of one scheduler.
 
     Raises:
         InvalidArgument: more sequences than tokens in a step.
@@ -24,12 +18,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 512
     max_model_len: Annotated[int, msgspec.Meta(ge=1)] = 2048
     ahead: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Plans scheduled beyond the oldest unapplied one."""
     in_flight_per_sequence: int | None = None
+    """Plans in flight that may have the same sequence; None means ahead + 1."""
     admission: Literal["optimistic", "no_evict"] = "optimistic"
+    """`optimistic` admits what fits now and preempts when it must; `no_evict` admits what fits to its last token."""
     ageing_steps: int = 256
+    """A waiting sequence gains one priority class in so many steps."""
     target_ttft_ms: float | None = None
+    """Milliseconds to a first token that are wanted, of sequences that say nothing else; None leaves them to
+    `PrefillBudget`'s balance."""
     target_itl_ms: float | None = None
+    """Milliseconds between tokens, in the same way. With 0, prompts have no bound at all."""
     max_loras: int = 0
+    """Different adapters of running sequences; 0 is no limit."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:

@@ -22,16 +22,18 @@ UNLIMITED = 1 << 30
 
 
 class InFlightStep(NamedTuple):
-    """A plan without a result. `scheduled_ends` [R]: tokens of each of its `rows` [R] that are scheduled after it.
-    `sampled_rows`: rows that are to bring a token, in the plan's order; one with drafts occurs once for each of them
-    too. `work`: what it computes. `drafts`: their number, by row."""
+    """A plan of R rows without a result."""
 
     step: int
     rows: LongArray
+    """[R]"""
     scheduled_ends: IntArray
+    """[R] tokens of each row that are scheduled after it."""
     sampled_rows: list[int]
+    """Rows that are to bring a token, in the plan's order; one with drafts occurs once for each of them too."""
     work: StepWork
     drafts: Mapping[int, int] = {}
+    """The number of drafts, by row."""
 
 
 @dataclass(slots=True)
