@@ -20,12 +20,12 @@ ExtensionT = TypeVar("ExtensionT")
 @cache
 def route_extensions() -> Mapping[str, RoutesExtension[Any]]:
     """Those that can be loaded, by their names, which are those of the fields of `extension_options`."""
-    return {re.sub(r"\W", "_", name): each for name, each in _loaded("charonia.routes", RoutesExtension)}
+    return {re.sub(r"\W", "_", name): extension for name, extension in _loaded("charonia.routes", RoutesExtension)}
 
 
 @cache
 def observer_extensions() -> Sequence[ObserverExtension]:
-    return [each for _, each in _loaded("charonia.request_observers", ObserverExtension)]
+    return [extension for _, extension in _loaded("charonia.request_observers", ObserverExtension)]
 
 
 def _loaded(group: str, kind: type[ExtensionT]) -> Iterator[tuple[str, ExtensionT]]:

@@ -105,7 +105,7 @@ class ShadowTraffic:
         self.copies -= 1
         self.bytes -= size
 
-    def start(self, copy: "_Copy", work: Coroutine[Any, Any, None]) -> None:
+    def start(self, copy: "MirroredRequest", work: Coroutine[Any, Any, None]) -> None:
         """Ask for a copy, and let go of it at the end, also if the work never begins."""
         task = asyncio.get_running_loop().create_task(work, name="shadow")
         self._tasks.add(task)
@@ -149,7 +149,7 @@ class ShadowTraffic:
             yield Measurement({}, (Reading("charonia_shadow_running", self.copies),))
 
 
-class _Copy:
+class MirroredRequest:
     """A copied request, with the arm's answer that its own is held to, as far as there was room for that.
 
     `size`: bytes of `traffic` that it takes; `compared`: whether the whole answer is here; `as_text`: answers are
@@ -230,7 +230,7 @@ class Shadow:
             lent = {name: _copied(each) for name, each in request.inputs.items() if is_lent(each.data)}
             request = msgspec.structs.replace(request, inputs={**request.inputs, **lent}) if lent else request
         as_text = self._shadow.compare == "tokens" and isinstance(request, InferRequest)
-        copy = _Copy(self._traffic, request, size, self._compares(request), as_text)
+        copy = MirroredRequest(self._traffic, request, size, self._compares(request), as_text)
         context.on_end(lambda ended: self._begin(copy, ended))
         return cast("ResponseStream[Item]", _recorded(responses, copy)) if copy.compared else responses
 
@@ -267,7 +267,7 @@ class Shadow:
             return given.get("temperature") == 0 or any(given.get(name, -1) != -1 for name in _SEEDS)
         return request.sampling.temperature == 0 or request.sampling.chosen_seed is not None
 
-    def _begin(self, copy: _Copy, ended: RequestContext) -> None:
+    def _begin(self, copy: MirroredRequest, ended: RequestContext) -> None:
         """Ask the shadow what the arm was asked, unless that was the client's fault, or the client did not wait."""
         end = ended.end
         assert end is not None
@@ -276,7 +276,7 @@ class Shadow:
         else:
             copy.release()
 
-    async def _ask(self, copy: _Copy, answered: bool, seconds: float) -> None:
+    async def _ask(self, copy: MirroredRequest, answered: bool, seconds: float) -> None:
         context = RequestContext("shadow", tenant=SHADOW_TENANT, background=True, counted=True, route=self._key.route)
         reason = outcome = ""
         try:
@@ -297,7 +297,7 @@ class Shadow:
         self._traffic.count(self._key, outcome, reason)
 
     async def _answer(
-        self, copy: _Copy, context: RequestContext
+        self, copy: MirroredRequest, context: RequestContext
     ) -> AsyncGenerator[InferResponse | GenerateChunk, None]:
         """The shadow's answer. Raises `_Excluded` if it may not be asked."""
         model, request = self._acquire(context), copy.request
@@ -331,14 +331,14 @@ class _Excluded(NotFound):
     """The shadow gets no copies."""
 
 
-def _outcome(copy: _Copy, arm: bool, shadow: bool) -> str:
+def _outcome(copy: MirroredRequest, arm: bool, shadow: bool) -> str:
     """What became of a copy, by who answered."""
     if arm and shadow:
         return ("same" if copy.same else "different") if copy.compared else "answered"
     return "failed" if arm else "arm_failed" if shadow else "both_failed"
 
 
-async def _recorded(responses: ResponseStream[Any], copy: _Copy) -> AsyncGenerator[Any, None]:
+async def _recorded(responses: ResponseStream[Any], copy: MirroredRequest) -> AsyncGenerator[Any, None]:
     async with aclosing(responses):
         async for item in responses:
             copy.add(item)

@@ -162,7 +162,7 @@ def test_every_metric_stands_there(demo: Any, page: Any, codes: Any) -> None:
     rows = {codes(cells[0])[0]: cells for cells in page("metrics.md").rows("family")}
     options = ServeOptions()
     plans = plan_extensions(options.extensions, server_facts(options, endpoint_settings(options)))
-    extended = [family for each in (*plans, *observer_extensions()) for family in each.metrics]
+    extended = [family for extension in (*plans, *observer_extensions()) for family in extension.metrics]
     kinds = {family.name: family.kind for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES, *VLLM_FAMILIES, *extended)}
     missing = [f"| `{name}` | {kind} | | ... |" for name, kind in kinds.items() if name not in rows]
     assert missing == [], "add to a table in docs/metrics.md"
