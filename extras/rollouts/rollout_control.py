@@ -273,7 +273,15 @@ class RolloutControl:
         )
 
     async def start(self, name: str, document: Any, who: str) -> RolloutEntry:
-        """Begin a rollout of a route; see `core.traffic.Rollouts`."""
+        """Begin a rollout of a route. `document`: its plan in JSON; `who` is told in the log.
+
+        Raises:
+            Unsupported: requests may not change routes.
+            NotFound: there is no such route, or no such version.
+            InvalidArgument: it is no plan, or one for which the route would be refused.
+            Conflict: the route has one already, or was changed at the same time.
+            Internal: it cannot be kept.
+        """
         if not isinstance(document, dict):
             raise InvalidArgument("the rollout must be an object", field="to")
         await self._run_to_completion(self._start(name, document, who))
@@ -299,7 +307,7 @@ class RolloutControl:
                 raise
 
     async def abort(self, name: str, who: str) -> RolloutEntry:
-        """End the rollout that a route has, and go back; see `core.traffic.Rollouts`."""
+        """End the rollout that a route has, and go back. Raises `NotFound`, `Conflict` if none runs, and `Internal`."""
         await self._run_to_completion(self._abort(name, who))
         return self.rollout(name)
 
