@@ -5,6 +5,7 @@ Loads nothing. Knows backends only through backend_registry.py.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -200,7 +201,8 @@ class ModelBuilder:
         if self.auto_complete and not is_composition(source.backend):
             parameters = {**self._classic_settings(source.backend), **source.parameters}
             loader = self._runtime_loader(source.backend)
-            whole = complete_fields(loader.complete(Path(version.path), whole, parameters))
+            own = deepcopy(whole)  # which a package's loader may change in place
+            whole = complete_fields(loader.complete(Path(version.path), own, parameters))
             if not is_written_in_python(source.backend):  # which says so itself, by set_dynamic_batching
                 whole = enable_default_batching(whole, size_given=source.config["max_batch_size"] > 0)
         whole = self._fill_defaults(whole)

@@ -34,7 +34,7 @@ def installed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return metadata.parent
 
 
-@pytest.mark.parametrize("flags", [(), ("--frontends", "2")])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.proof), ("--frontends", "2")])
 def test_a_package_brings_endpoints(
     serve: Callable[..., Any], installed: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:

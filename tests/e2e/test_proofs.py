@@ -46,7 +46,7 @@ async def test_wrong_requests_hurt_nobody(place: ServerAddress) -> None:
 
 
 def test_large_answers_leave_no_memory_behind() -> None:
-    size, allowed = 32 << 20, 8 << 20
+    size, allowed = 32 << 20, 12 << 20  # an answer that stays is 32; what threads' arenas keep is 4 to 9
     with large_answers.large_server(size) as place:
         found = large_answers.run(place, size, 30, allowed)
     assert [each.partition(",")[0] for each in found.told] == ["200", "OK", *["200"] * 4, "400"]

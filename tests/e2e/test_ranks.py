@@ -6,6 +6,7 @@ import select
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,11 @@ def a_killed_core_takes_its_ranks_along(server: Any) -> None:
 
 
 def ranks(server: Any) -> set[int]:
-    return {pid for core in server.cores() for pid in children(core) if name(pid) == "charonia-rank"}
+    pids = set[int]()
+    for core in server.cores():
+        with suppress(FileNotFoundError):  # it has just ended
+            pids |= {pid for pid in children(core) if name(pid) == "charonia-rank"}
+    return pids
 
 
 def name(pid: int) -> str:

@@ -29,7 +29,7 @@ def bare(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return package.parent
 
 
-@pytest.mark.parametrize("flags", [(), ("--frontends", "2")])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--frontends", "2"), marks=pytest.mark.proof)])
 def test_it_starts_and_serves(bare: Path, tokenizer_only: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     write_labelled(tmp_path / "models", "echo")
     write_model(tmp_path / "models", "llm", tokenizer_only, executor="fake", fake_vocab_size=384)
