@@ -46,7 +46,7 @@ def test_what_takes_too_long_is_killed(process: LimitedProcess) -> None:
 
 def test_what_takes_too_much_memory_ends_and_what_has_more_room_does_not(process: LimitedProcess) -> None:
     assert len(process.call(b"eat", ROOM._replace(memory=1 << 29))) == 1 << 27
-    with pytest.raises(CallLost, match="exited with 1|ended by SIGKILL"):  # a second later, on a busy machine
+    with pytest.raises(CallLost, match=r"exited with 1|ended by SIGKILL"):  # a second later, on a busy machine
         process.call(b"eat", ROOM)
     assert not process.alive
 
