@@ -102,7 +102,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
                 plan.selection.keep_spare_cores()
                 gc_tuning.collect_and_freeze(frozen_too=False)
                 sys.setswitchinterval(_TURN_SECONDS)
-                await servers.settle()
+                await wait_for_first(servers.settle(), stop.stop_requested.wait())
                 async with plan.selection.polling(watcher):
                     async with servers.extensions():
                         servers.print_addresses()

@@ -188,7 +188,7 @@ class WorkerSession:
             self.link.send(CallFailed(key, SentError.of(INTERNAL_SERVER_ERROR)))
 
     def _on_acknowledged(self, message: SnapshotAcknowledged) -> None:
-        self.acknowledged = message.number
+        self.acknowledged = max(self.acknowledged, message.number)  # they may overtake each other
         self._hub.on_progress()
 
     # Requests

@@ -55,6 +55,22 @@ def call(key: int, values: Sequence[float], checked: int = 0) -> ModelCall:
     return ModelCall(key, 1, msgspec.Raw(encode_origin(ORIGIN)), "copy", "", "", [tensor], None, {}, checked)
 
 
+async def test_a_snapshot_that_is_acknowledged_late_takes_nothing_back() -> None:
+    """A worker acknowledges one when its models are built, and may have acknowledged a later one before: the server's
+    start waited for that half a minute, and heard no signal meanwhile."""
+    files = new_arena_file(1 << 20), new_arena_file(1 << 20)
+    hub = make_hub(InProcessGateway(end_listeners=(), builder=ModelBuilder({}, True)))
+    session = WorkerSession(hub, "one", *files)
+    number = hub.push().number
+    for acknowledged in (number, number - 1):
+        session._receive(SnapshotAcknowledged(acknowledged))
+    async with asyncio.timeout(10):
+        await hub.settle()
+    session._on_lost()
+    for file in files:
+        os.close(file)
+
+
 async def test_the_memory_of_a_frontend_that_is_gone_is_given_back() -> None:
     """At once, not when the collector comes by."""
 
