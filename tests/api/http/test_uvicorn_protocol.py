@@ -404,14 +404,15 @@ async def test_a_request_leaves_nothing_for_the_garbage_collector(waits: bool) -
         app.tasks.clear()
 
     await ask(3)
-    gc.collect()
+    while gc.collect():  # what earlier tests left may leave more behind when it goes
+        pass
     gc.disable()
     try:
-        await ask(30)
-        assert gc.collect() < 30
+        await ask(300)
+        assert gc.collect() < 300
     finally:
         gc.enable()
-    assert len(connection.answers) == 33
+    assert len(connection.answers) == 303
 
 
 @pytest.mark.parametrize("end", ["eof_received", "shutdown"])
