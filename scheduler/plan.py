@@ -66,6 +66,7 @@ MaskSource: TypeAlias = Callable[[], MaskArray]
 NO_ROWS: IntArray = np.zeros(0, np.int32)
 NO_TOKENS: IntArray = np.zeros((0, 3), np.int32)
 NO_BLOCK_COPIES: IntArray = np.zeros((0, 3), np.int32)
+NO_STATE_SAVES: IntArray = np.zeros((0, 3), np.int32)
 
 
 class NewSequence(NamedTuple):
@@ -78,14 +79,18 @@ class NewSequence(NamedTuple):
     sampling: ResolvedSampling
     prompt: int = 0
     adapter: str = ""
+    state: int = -1
+    """The snapshot that its row's state begins as, where the model has states and `computed` is above 0; -1: as
+    nothing."""
 
 
 class StepPlan(NamedTuple):
     """One step of R rows, as the difference from the step before.
 
     An executor processes plans in the order of `step`, and within one: `closed`, `block_copies`, `new`, `appended`,
-    `forced`, `drafted`, then the rows. It keeps the token ids of each row (sampled ones included, so that a row may be
-    scheduled again before the host has seen its last token) and the append-only block table.
+    `forced`, `drafted`, then the rows, and `state_saves` with them: snapshots are read before any is overwritten. It
+    keeps the token ids of each row (sampled ones included, so that a row may be scheduled again before the host has
+    seen its last token) and the append-only block table.
     """
 
     step: int
@@ -121,6 +126,9 @@ class StepPlan(NamedTuple):
     leaves the row as it is. Empty where it does nothing."""
     block_copies: IntArray = NO_BLOCK_COPIES
     """[V, 3] the fields of each `BlockCopy`, to be made in this order before anything is computed."""
+    state_saves: IntArray = NO_STATE_SAVES
+    """[S, 3] (row, position, snapshot): the state of the row after its first `position` tokens goes into the snapshot;
+    starts < position <= starts + counts of the row in this plan."""
 
     @property
     def tokens(self) -> int:

@@ -39,10 +39,11 @@ class JoinRanks(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class AllocateCache(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Allocate a cache of so many blocks, in place of any former one, and of the host's memory."""
+    """Allocate a cache of so many blocks, in place of any former one, of the host's memory, and snapshots of states."""
 
     blocks: int
     host_blocks: int = 0
+    snapshots: int = 0
 
 
 class ComputeStep(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -25,6 +25,8 @@ class Capacity(NamedTuple):
     """The processor, and the speed it allows, for people."""
     ahead: int = 0
     """Steps that should be under way beside the one that is computed, unless somebody says otherwise."""
+    state_bytes: int = 0
+    """Bytes of one sequence's recurrent state, over all layers; 0 where every layer has a cache of tokens."""
 
 
 class StepFuture(Protocol):
@@ -45,8 +47,9 @@ class Executor(Protocol):
     def load(self, progress: ProgressCallback) -> Capacity:
         """Load weights and report what is left for the cache."""
 
-    def allocate(self, blocks: int, host_blocks: int = 0) -> None:
-        """Allocate the cache: `blocks` blocks, and host memory for `host_blocks` more, which plans move."""
+    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0) -> None:
+        """Allocate the cache: `blocks` blocks, and host memory for `host_blocks` more, which plans move. Of recurrent
+        states, if the model has any: one for each row, and `snapshots` beside them."""
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
         """`masks` makes those of `plan.masked`: it is called once, on the caller's thread, now or when the result is

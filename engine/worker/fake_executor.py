@@ -100,7 +100,7 @@ class FakeExecutor:
         progress("weights", 1.0)
         return self._capacity
 
-    def allocate(self, blocks: int, host_blocks: int = 0) -> None:
+    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0) -> None:
         self._slots = np.full(blocks * self._block_size, EMPTY, np.int64)
         self._host_slots = np.full((host_blocks, self._block_size), EMPTY, np.int64)
         self._holders = [0] * blocks

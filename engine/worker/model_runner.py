@@ -53,9 +53,9 @@ class ModelRunner:
         self._steps: deque[_RunnerStep] = deque()
         self._host_cache: HostCache | None = None
 
-    def allocate(self, blocks: int, host_blocks: int = 0) -> None:
-        """Make a cache of `blocks` blocks, with `host_blocks` in the host's memory, and begin anew: rows refer to the
-        cache they were filled with."""
+    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0) -> None:
+        """Make a cache of `blocks` blocks, with `host_blocks` in the host's memory and `snapshots` of states, and begin
+        anew: rows refer to the cache they were filled with."""
         self._forget_graphs()
         self._rows.clear()
         for attention in self.attentions:
