@@ -103,7 +103,7 @@ class ArmProgress:
 
     def send(self, message: FromCore) -> None:
         if isinstance(message, RequestRejected):
-            raise RuntimeError(message.message)
+            raise message.error.error()
         if isinstance(message, RequestUpdates):
             self.steps.append((time.perf_counter(), message))
             self.streams -= {key for key, _ in message.updates.finished}

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -175,7 +175,7 @@ class QueueFull(CharoniaError):
     def __init__(self, message: str, *, retry_after: float, limit: Literal["requests", "tokens"] = "requests") -> None:
         super().__init__(message)
         self.retry_after = retry_after
-        self.limit = limit
+        self.limit: Literal["requests", "tokens"] = limit
 
 
 def request_id_prefix(request_id: str) -> str:
@@ -198,9 +198,10 @@ _BY_CODE: dict[ErrorCode, type[CharoniaError]] = {
 }
 
 
-def error_from_code(code: str, message: str, field: str | None = None) -> CharoniaError:
-    """The error that another process raised, from its code; `Internal` for an unknown code."""
-    return _BY_CODE.get(ErrorCode(code), Internal)(message, field=field, longest=LONGEST_REPORT)
+def error_from_code(code: str, message: str) -> CharoniaError:
+    """The error that a user's Python model reports, which knows codes and no classes; `Internal` for an unknown code.
+    Errors of our own processes cross as `SentError`."""
+    return _BY_CODE.get(ErrorCode(code), Internal)(message, longest=LONGEST_REPORT)
 
 
 _BY_NAME: dict[str, type[CharoniaError]] = {
@@ -211,6 +212,7 @@ _BY_NAME: dict[str, type[CharoniaError]] = {
         ContextLengthExceeded,
         DiskFull,
         NotReady,
+        QueueFull,
         RequestTimeout,
         ServerExiting,
         Unauthenticated,
@@ -219,29 +221,34 @@ _BY_NAME: dict[str, type[CharoniaError]] = {
 
 
 class SentError(msgspec.Struct, array_like=True, frozen=True):
-    """An error for a client, in a message between two processes that both know its class: its `kind` is the name of
-    that, or of the first of its bases that stands here. `limit`: of a `QueueFull`."""
+    """An error for a client in a message between two processes of ours: the only form in which errors cross."""
 
     kind: str
+    """The name of the error's class, or of the first of its bases that this module defines."""
     message: str
     field: str | None = None
     retry_after: float = 0.0
-    limit: str = ""
+    limit: Literal["requests", "tokens"] = "requests"
+    """Of a `QueueFull`."""
 
     @classmethod
-    def of(cls, error: CharoniaError) -> "SentError":
+    def of(cls, error: BaseException) -> "SentError":
+        """The message about `error`. One that is no `CharoniaError` becomes an `Internal` that names its class."""
+        if not isinstance(error, CharoniaError):
+            error = Internal(f"{type(error).__name__}: {error}", longest=LONGEST_REPORT)
         message = error.message.encode(errors="backslashreplace").decode()  # it may quote lone surrogates
-        if isinstance(error, QueueFull):
-            return cls("QueueFull", message, error.field, error.retry_after, error.limit)
         kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _BY_NAME)
-        return cls(kind, message, error.field, error.retry_after)
+        limit = error.limit if isinstance(error, QueueFull) else "requests"
+        return cls(kind, message, error.field, error.retry_after, limit)
 
     def error(self) -> CharoniaError:
-        if self.kind == "QueueFull":
-            limit: Any = self.limit
-            return QueueFull(self.message, retry_after=self.retry_after, limit=limit)
-        error = _BY_NAME[self.kind](self.message)
-        error.field, error.retry_after = self.field, self.retry_after
+        """The error, to be raised where the message arrived."""
+        kind = _BY_NAME[self.kind]
+        error = kind.__new__(kind)  # some classes word their message themselves
+        CharoniaError.__init__(error, self.message, field=self.field, longest=LONGEST_REPORT)
+        error.retry_after = self.retry_after
+        if isinstance(error, QueueFull):
+            error.limit = self.limit
         return error
 
 

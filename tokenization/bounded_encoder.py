@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import tokenizers
 
-from ..core.errors import Internal, InvalidArgument
+from ..core.errors import Internal, InvalidArgument, SentError
 from ..core.native_calls import CONTROL_FLOW, NativeCall, describe_panic
 from ..processes.limited_process import Answer, CallLimits, CallLost, LimitedProcess, TimeLimitExceeded
 from .encoding_bounds import read_bounds
@@ -116,14 +116,14 @@ class BoundedEncoder:
                 with NativeCall("the tokenizer failed"):
                     self._apart = _EncodingProcess(self._backend.to_str())
             answer = self._apart.call(message, CallLimits(_SECONDS, memory))
-        if answer.error:
-            raise Internal(f"the tokenizer failed: {answer.error}")
+        if answer.error is not None:
+            raise answer.error.error()
         return [EncodedText(*each) for each in answer.encoded]
 
 
 class _EncodingAnswer(msgspec.Struct, array_like=True):
     encoded: list[tuple[list[int], list[int]]]
-    error: str = ""
+    error: SentError | None = None
 
 
 class _EncodingProcess:
@@ -168,5 +168,6 @@ def _answer(backend: tokenizers.Tokenizer, message: bytes) -> bytes:
     except CONTROL_FLOW:
         raise
     except BaseException as error:
-        answer = _EncodingAnswer([], describe_panic(error))
+        failure = Internal(f"the tokenizer failed: {describe_panic(error)}")
+        answer = _EncodingAnswer([], SentError.of(failure))
     return msgspec.msgpack.encode(answer)

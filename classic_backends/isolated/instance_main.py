@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 import msgspec
 from numpy.typing import NDArray
 
-from ...core.errors import CharoniaError, ErrorCode
+from ...core.errors import CharoniaError, SentError
 from ...core.model import ModelConfig, RawConfig
 from ...core.optional_packages import missing_llm_package
 from ...core.runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader, only_response
@@ -64,9 +64,7 @@ class InstanceFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A load, a batch or a completion failed. `report`: the traceback, for the log, where the model's own code failed;
     empty for an error that is meant for clients."""
 
-    message: str
-    code: str
-    field: str | None = None
+    error: SentError
     report: str = ""
 
 
@@ -75,11 +73,8 @@ FromInstance: TypeAlias = InstanceLoaded | OutputsMade | ConfigCompleted | Insta
 
 
 def failure_message(error: BaseException) -> InstanceFailed:
-    if isinstance(error, CharoniaError):
-        return InstanceFailed(error.message, error.code.value, error.field)
-    message = f"{type(error).__name__}: {error}"
-    report = "".join(traceback.format_exception(error))
-    return InstanceFailed(message, ErrorCode.UNKNOWN.value, None, report)
+    report = "" if isinstance(error, CharoniaError) else "".join(traceback.format_exception(error))
+    return InstanceFailed(SentError.of(error), report)
 
 
 class TensorConnection(Generic[T]):

@@ -15,7 +15,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Literal
 
-from ...core.errors import CharoniaError, Internal, error_from_code
+from ...core.errors import CharoniaError, Internal
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from ...processes import gc_tuning
@@ -125,7 +125,7 @@ class IsolatedRuntime(Runtime):
         except ProcessLost as loss:
             raise Internal(f"{failed}its process {loss}") from None
         if isinstance(answer, InstanceFailed):
-            raise _to_error(answer, f"instance '{self._name}'", failed + answer.message)
+            raise _to_error(answer, f"instance '{self._name}'", failed + answer.error.message)
         assert isinstance(answer, OutputsMade), answer
         yield self._process.tensors.read(answer.outputs)
 
@@ -140,14 +140,14 @@ def _first_message(process: "InstanceProcess", name: str) -> FromInstance:
     except ProcessLost as loss:
         raise Internal(f"{name} {loss}") from None
     if isinstance(message, InstanceFailed):
-        raise _to_error(message, name, message.message)
+        raise _to_error(message, name, message.error.message)
     return message
 
 
 def _to_error(failure: InstanceFailed, name: str, message: str) -> CharoniaError:
     """The failure itself where it is meant for clients; any other is an `Internal` with `message`, and logged whole."""
     if not failure.report:
-        return error_from_code(failure.code, failure.message, failure.field)
+        return failure.error.error()
     log.error("%s failed: %s", name, failure.report)
     return Internal(message)
 

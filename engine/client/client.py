@@ -160,7 +160,7 @@ class Replica:
 
     def on_refused(self, refused: RequestRejected) -> None:
         if refused.key in self._streams:
-            self._streams[refused.key].fail(InvalidArgument(refused.message, field=refused.field or None))
+            self._streams[refused.key].fail(refused.error.error())
 
     def on_adapter(self, reply: AdapterReply) -> None:
         self.adapters.on_reply(reply)

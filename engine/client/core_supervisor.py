@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import zmq
 
-from ...core.errors import CharoniaError, NotReady, Unavailable, error_from_code
+from ...core.errors import CharoniaError, NotReady, Unavailable
 from ...processes.child_process import RestartBackoff, python_child
 from ...processes.log_forwarding import LogRecordMessage
 from ...processes.scratch import ScratchDirectory
@@ -220,7 +220,7 @@ class CoreSupervisor:
                 else:
                     log.info("%s serves again", self._name)
             case CoreFailed():
-                self._failure = error_from_code(message.code, message.message, message.field or None)
+                self._failure = message.error.error()
 
 
 class CoreProcess:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.adapter import Adapter
-from ...core.errors import CharoniaError, NotReady, Unavailable, error_from_code
+from ...core.errors import CharoniaError, NotReady, Unavailable
 from ...kvcache.manager import HashExtras
 from ..core.messages import AdapterLoaded, AdapterReply, LoadAdapter, ToCore, UnloadAdapter
 
@@ -231,7 +231,7 @@ class ResidentAdapters:
             else:
                 loading.set_result(reply.adapter)
         elif not loading.done():
-            loading.set_exception(error_from_code(reply.code, reply.message, reply.field or None))
+            loading.set_exception(reply.error.error())
 
     def on_serving(self) -> None:
         """A core serves, which has none yet."""

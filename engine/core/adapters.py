@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 
 from ...core.adapter import Adapter
-from ...core.errors import CharoniaError, ErrorCode
+from ...core.errors import SentError
 from ...core.native_calls import CONTROL_FLOW
 from ..worker.executor import Executor
 from .messages import AdapterLoaded, AdapterRefused, AdapterReply, LoadAdapter
@@ -64,9 +64,7 @@ class CoreAdapters:
             self._reply(AdapterLoaded(number, loaded.result()))
         except CancelledError:
             return  # the core is being stopped
-        except CharoniaError as error:
-            self._reply(AdapterRefused(number, error.message, error.code, error.field or ""))
         except CONTROL_FLOW:
             raise
         except BaseException as error:
-            self._reply(AdapterRefused(number, f"{type(error).__name__}: {error}", ErrorCode.INTERNAL))
+            self._reply(AdapterRefused(number, SentError.of(error)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...core.errors import InvalidArgument, SentError
 from ...scheduler.plan import ForcedTokens, MaskArray, MaskSource, StepPlan, StepResult
 from ..grammars.backend import GrammarMatcher, TokenMask
 from .messages import RequestRejected
@@ -256,7 +257,8 @@ class ConstrainedSequences:
             follows = constraint.follow(result.tokens[end - count : end].tolist())
             if constraint.error:
                 parameter = constraint.parameter
-                failed.append(RequestRejected(rows[row], f"{parameter}: {constraint.error}", parameter))
+                error = InvalidArgument(f"{parameter}: {constraint.error}", field=parameter)
+                failed.append(RequestRejected(rows[row], SentError.of(error)))
             elif follows.tokens or follows.ends:
                 forced[row] = follows
                 self.totals.forced += len(follows.tokens)

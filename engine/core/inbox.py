@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, SentError
 from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.sequence import SequenceSpec
@@ -90,7 +90,8 @@ class Inbox:
             self._queue.put(new._replace(constraint=_constraint(message, None)) if constrained else new)
         elif self._grammars is None:
             parameter = message.constraint.parameter
-            self._queue.put(RequestRejected(message.spec.key, f"{parameter}: this engine knows no grammars", parameter))
+            error = InvalidArgument(f"{parameter}: this engine knows no grammars", field=parameter)
+            self._queue.put(RequestRejected(message.spec.key, SentError.of(error)))
         else:
             with self._lock:
                 self._compiling.add(message.spec.key)
@@ -105,7 +106,7 @@ class Inbox:
         try:
             self._queue.put(new._replace(constraint=_constraint(message, compiled.result())))
         except InvalidArgument as error:
-            self._queue.put(RequestRejected(message.spec.key, error.message, error.field or ""))
+            self._queue.put(RequestRejected(message.spec.key, SentError.of(error)))
         except CancelledError:
             return  # the core is being stopped
         except CONTROL_FLOW:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from ...core.adapter import Adapter
+from ...core.errors import SentError
 from ...core.metrics import DrafterTotals
 from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
@@ -158,8 +159,7 @@ class RequestRejected(msgspec.Struct, array_like=True, tag="refused", frozen=Tru
     """A request that can never be satisfied: nothing was done for it, or its grammar turned out to cost too much."""
 
     key: int
-    message: str
-    field: str = ""
+    error: SentError
 
 
 class AdapterLoaded(msgspec.Struct, array_like=True, tag="adapter_loaded", frozen=True):
@@ -170,21 +170,16 @@ class AdapterLoaded(msgspec.Struct, array_like=True, tag="adapter_loaded", froze
 
 
 class AdapterRefused(msgspec.Struct, array_like=True, tag="adapter_refused", frozen=True):
-    """The adapter was not loaded. Fields: see `CoreFailed`."""
+    """The adapter was not loaded."""
 
     number: int
-    message: str
-    code: str
-    field: str = ""
+    error: SentError
 
 
 class CoreFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
-    """The core could not start, or its loop broke; it exits after this. `code`: see `core.errors.Code`. `field`: the
-    parameter that was wrong, if one was."""
+    """The core could not start, or its loop broke; it exits after this."""
 
-    message: str
-    code: str = "INTERNAL"
-    field: str = ""
+    error: SentError
 
 
 AdapterReply: TypeAlias = AdapterLoaded | AdapterRefused

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 import zmq
 
-from ...core.errors import CharoniaError, ErrorCode, InvalidArgument
+from ...core.errors import CharoniaError, InvalidArgument, SentError
 from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
 from ...processes import gc_tuning
@@ -59,11 +59,9 @@ def main(config: EngineConfig, directory: str) -> None:
     except CONTROL_FLOW:
         raise
     except BaseException as error:
-        if isinstance(error, CharoniaError):
-            sockets.send(CoreFailed(error.message, error.code, error.field or ""))
-        else:
+        if not isinstance(error, CharoniaError):
             print_traceback(error)
-            sockets.send(CoreFailed(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL))
+        sockets.send(CoreFailed(SentError.of(error)))
         sys.exit(1)
     finally:
         sockets.close()

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, SentError
 from ...core.logprobs import Logprobs
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
@@ -169,9 +170,10 @@ class EngineCore:
                         if deadline is not None:
                             self._deadlines.set(spec.key, deadline)
                     except InvalidArgument as error:
-                        field = error.field or ""
-                        message = error.message if field in error.message else f"{field}: {error.message}"
-                        send(RequestRejected(spec.key, message, field))
+                        refusal = SentError.of(error)
+                        if error.field is not None and error.field not in error.message:
+                            refusal = msgspec.structs.replace(refusal, message=f"{error.field}: {error.message}")
+                        send(RequestRejected(spec.key, refusal))
                 case RequestRejected():
                     send(item)
                 case AbortRequests(keys):

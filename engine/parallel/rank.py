@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.adapter import Adapter
-from ...core.errors import CharoniaError, ErrorCode, Unavailable
+from ...core.errors import CharoniaError, SentError, Unavailable
 from ...processes.child_process import print_traceback
 from ...processes.log_forwarding import LogForwarder, MessageWriter
 from ...scheduler.plan import MaskArray, MaskSource
@@ -177,11 +177,10 @@ def run_rank(config: EngineConfig, place: RankPlace, connection: Connection) -> 
         return
     except (EOFError, ConnectionError):
         sys.exit(1)
-    except CharoniaError as error:
-        failed = messages.RankFailed(error.message, error.code, isinstance(error, PeerLost), error.field or "")
     except Exception as error:
-        print_traceback(error)
-        failed = messages.RankFailed(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
+        if not isinstance(error, CharoniaError):
+            print_traceback(error)
+        failed = messages.RankFailed(SentError.of(error), isinstance(error, PeerLost))
     with suppress(OSError):
         report(failed)
     sys.exit(1)
@@ -250,10 +249,8 @@ def _report_adapter(report: Callable[[messages.RankReport], None], loaded: Futur
         outcome = messages.RankAdapterLoaded(loaded.result())
     except CancelledError:
         return  # the rank leaves
-    except CharoniaError as error:
-        outcome = messages.RankAdapterRefused(error.message, error.code, error.field or "")
     except Exception as error:
-        outcome = messages.RankAdapterRefused(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
+        outcome = messages.RankAdapterRefused(SentError.of(error))
     with suppress(OSError):  # the core is gone
         report(outcome)
 

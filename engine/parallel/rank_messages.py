@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.adapter import Adapter
+from ...core.errors import SentError
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import IntArray, MaskArray, StepPlan, StepResult
 from ..worker.executor import Capacity
@@ -121,24 +122,19 @@ class RankAdapterLoaded(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class RankAdapterRefused(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The rank has not loaded that adapter. `code`: an `ErrorCode`; `field`: the parameter that was wrong."""
+    """The rank has not loaded that adapter."""
 
-    message: str
-    code: str
-    field: str = ""
+    error: SentError
 
 
 AdapterReport: TypeAlias = RankAdapterLoaded | RankAdapterRefused
 
 
 class RankFailed(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The rank ends. `code`: an `ErrorCode`; `lost_peer`: it only lost another rank, whose own report tells more;
-    `field`: the parameter that was wrong, if one was."""
+    """The rank ends. `lost_peer`: it only lost another rank, whose own report tells more."""
 
-    message: str
-    code: str
+    error: SentError
     lost_peer: bool = False
-    field: str = ""
 
 
 RankReport: TypeAlias = (

@@ -6,7 +6,9 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import NamedTuple
 
-from ...core.errors import CharoniaError, ErrorCode, Unavailable, error_from_code
+import msgspec
+
+from ...core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable, Unsupported
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import StepResult
 from . import rank_messages as messages
@@ -94,9 +96,10 @@ class RankMonitor:
             if report.lost_peer:
                 self._over.wait(_GRACE_SECONDS)
             # What is wrong with the configuration is wrong for all ranks alike.
-            everyones = report.code in (ErrorCode.INVALID_ARGUMENT, ErrorCode.UNSUPPORTED, ErrorCode.NOT_FOUND)
-            message = report.message if everyones else f"{name}: {report.message}"
-            self._lose(lambda: error_from_code(report.code, message, report.field or None))
+            reported = report.error
+            if not isinstance(reported.error(), InvalidArgument | Unsupported | NotFound):
+                reported = msgspec.structs.replace(reported, message=f"{name}: {reported.message}")
+            self._lose(reported.error)
 
     def _lose(self, reason: Callable[[], CharoniaError]) -> None:
         with self._deciding:

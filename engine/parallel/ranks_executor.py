@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from ...core.adapter import Adapter
-from ...core.errors import CharoniaError, InvalidArgument, Unavailable, error_from_code
+from ...core.errors import CharoniaError, InvalidArgument, Unavailable
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..config import EngineConfig
 from ..worker.executor import Capacity, ProgressCallback
@@ -243,7 +243,7 @@ class AdapterLoads(PendingFutures[Adapter]):
             digests = {adapter.digest for adapter in loaded}
             (self.held if len(digests) == 1 and refused is None else self.strays).update(digests)
         if refused is not None:
-            loading.set_exception(error_from_code(refused.code, refused.message, refused.field or None))
+            loading.set_exception(refused.error.error())
         elif len(digests) > 1:
             message = f"{loaded[0].path}: ranks read different files"
             loading.set_exception(InvalidArgument(message, field="lora_path"))

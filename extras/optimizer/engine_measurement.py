@@ -245,7 +245,7 @@ class _EngineRun:
             nonlocal left
             encode(message)
             if isinstance(message, RequestRejected):
-                raise InvalidArgument(message.message)
+                raise message.error.error()
             if isinstance(message, RequestUpdates):
                 left -= len(message.updates.finished)
                 if message.stats.seconds and self._scheduler.samples:

@@ -7,7 +7,9 @@ import pytest
 
 from charonia.core.errors import (
     LONGEST_REPORT,
+    Internal,
     InvalidArgument,
+    SentError,
     describe_validation_error,
     did_you_mean,
     error_from_code,
@@ -86,3 +88,14 @@ def test_a_message_is_cut_and_what_a_model_says_later() -> None:
     assert len(error_from_code("INTERNAL", "x" * 100_000).message) == LONGEST_REPORT - 32 + len(
         "... (100000 characters)"
     )
+
+
+def test_an_error_that_is_none_of_ours_crosses_as_an_internal_one() -> None:
+    error = SentError.of(ValueError("disk")).error()
+    assert type(error) is Internal
+    assert (error.message, error.field) == ("ValueError: disk", None)
+
+
+def test_a_long_report_is_not_cut_where_it_arrives() -> None:
+    report = InvalidArgument("x" * 10_000, longest=LONGEST_REPORT)
+    assert SentError.of(report).error().message == report.message

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
+from charonia.core.errors import CharoniaError, InvalidArgument, SentError, Unavailable
 from charonia.core.metrics import DrafterTotals
 from charonia.engine.client import client as client_module
 from charonia.engine.client.client import EngineClient, Replica, split_config
@@ -260,7 +260,7 @@ def _tell(fleet: Fleet, what: str, key: int) -> None:
     elif channel.ended:
         return
     elif what == "refuse":
-        replica.on_refused(RequestRejected(key, "no"))
+        replica.on_refused(RequestRejected(key, SentError.of(InvalidArgument("no"))))
     elif what == "finish" and channel.started:
         fleet.say(at, finished=[(key, "length")])
     elif what == "start" and not channel.started:

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 
 from charonia.core.adapter import Adapter
-from charonia.core.errors import InvalidArgument, NotFound
+from charonia.core.errors import InvalidArgument, NotFound, SentError
 from charonia.engine.core.adapters import CoreAdapters
 from charonia.engine.core.messages import AdapterLoaded, AdapterRefused, AdapterReply, LoadAdapter
 from charonia.engine.worker.fake_executor import FakeExecutor
@@ -100,14 +100,14 @@ def test_an_adapter_that_comes_back_while_it_leaves_stays(core: Core) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "reply"),
+    ("error", "sent"),
     [
-        (InvalidArgument("no", field="lora_path"), AdapterRefused(0, "no", "INVALID_ARGUMENT", "lora_path")),
-        (NotFound("where"), AdapterRefused(0, "where", "NOT_FOUND")),
-        (OSError("disk"), AdapterRefused(0, "OSError: disk", "INTERNAL")),
+        (InvalidArgument("no", field="lora_path"), SentError("InvalidArgument", "no", "lora_path")),
+        (NotFound("where"), SentError("NotFound", "where")),
+        (OSError("disk"), SentError("Internal", "OSError: disk")),
     ],
 )
-def test_what_is_wrong_with_an_adapter_is_told(core: Core, error: Exception, reply: AdapterRefused) -> None:
+def test_what_is_wrong_with_an_adapter_is_told(core: Core, error: Exception, sent: SentError) -> None:
     core.begin()
     core.executor.loads[0].set_exception(error)
-    assert core.replies == [reply]
+    assert core.replies == [AdapterRefused(0, sent)]

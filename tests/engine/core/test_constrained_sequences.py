@@ -327,8 +327,8 @@ def test_a_grammar_that_is_wrong_refuses_its_own_request(plain: Served) -> None:
     answers = plain.run(ask(1, GuidedDecoding("regex", "(a", "guided_regex")), ask(2))
     refused = answers[1].refused
     assert refused is not None
-    assert refused.field == "guided_regex"
-    assert "unclosed group" in refused.message
+    assert refused.error.field == "guided_regex"
+    assert "unclosed group" in refused.error.message
     assert is_valid(plain.text(answers[2]))
 
 
@@ -337,7 +337,7 @@ def test_a_grammar_that_costs_too_much_on_the_way_ends_its_own_request(plain: Se
     answers = plain.run(ask(1, hostile, max_tokens=100), ask(2))
     refused = answers[1].refused
     assert refused is not None
-    assert (refused.field, refused.message) == (
+    assert (refused.error.field, refused.error.message) == (
         "guided_regex",
         "guided_regex: lexer error: too many expressions constructed",
     )

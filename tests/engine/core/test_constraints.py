@@ -116,7 +116,7 @@ def test_a_sequence_that_cannot_go_on_is_told_with_its_parameter() -> None:
     assert source is not None
     assert (source() == -1).all(), "any token will do: it is not kept"
     ways, (failed,) = constraints.follow(result(r3=1), {3: 7})
-    assert (failed.key, failed.message, failed.field) == (7, "guided_regex: it broke", "guided_regex")
+    assert (failed.key, failed.error.message, failed.error.field) == (7, "guided_regex: it broke", "guided_regex")
     assert not ways
 
 

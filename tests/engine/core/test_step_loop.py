@@ -202,8 +202,8 @@ def test_the_impossible_fails_alone_and_names_its_field() -> None:
             loop.add(key, prompt, max_tokens)
         loop.wait(lambda: loop.outbox.finished() and len(loop.outbox.refused()) == len(IMPOSSIBLE))
     refused = {message.key: message for message in loop.outbox.refused()}
-    assert [refused[key].field for key in sorted(refused)] == [field for _, _, field in IMPOSSIBLE]
-    assert all(message.field in message.message for message in refused.values())
+    assert [refused[key].error.field for key in sorted(refused)] == [field for _, _, field in IMPOSSIBLE]
+    assert all(str(message.error.field) in message.error.message for message in refused.values())
     assert len(loop.outbox.tokens(1)) == 8
 
 

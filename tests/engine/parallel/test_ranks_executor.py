@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from charonia.core.adapter import Adapter
-from charonia.core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, Unavailable
+from charonia.core.errors import CharoniaError, Internal, InvalidArgument, SentError, Unavailable
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.core import process
 from charonia.engine.core.process import build_executor
@@ -134,6 +134,7 @@ class Stage:
         rank.report(RankJoined(), WeightsProgress(0.5), WeightsProgress(1.0), loaded)
 
 
+LOST_PEER = SentError.of(Unavailable("lost the other ranks: connection closed"))
 PLAIN = RankLoaded(Capacity(384, 256, 1000, 10_000))
 
 
@@ -206,7 +207,7 @@ def test_who_joins_nobody_is_named(staged: Callable[..., Stage]) -> None:
 def test_what_a_rank_finds_wrong_is_raised_as_it_is(staged: Callable[..., Stage]) -> None:
     stage = staged()
     stage.ranks[1].report(
-        RankStarted(), RankFailed("dtype must be one of these", ErrorCode.INVALID_ARGUMENT, field="dtype")
+        RankStarted(), RankFailed(SentError.of(InvalidArgument("dtype must be one of these", field="dtype")))
     )
     with pytest.raises(InvalidArgument, match=r"^dtype must be one of these$") as refusal:
         stage.load_alone()
@@ -216,7 +217,7 @@ def test_what_a_rank_finds_wrong_is_raised_as_it_is(staged: Callable[..., Stage]
 
 def test_what_breaks_in_a_rank_names_it(staged: Callable[..., Stage]) -> None:
     stage = staged()
-    stage.ranks[1].report(RankStarted(), RankFailed("ValueError: oh", ErrorCode.INTERNAL))
+    stage.ranks[1].report(RankStarted(), RankFailed(SentError.of(ValueError("oh"))))
     with pytest.raises(Internal, match=r"^rank 1 of 2: ValueError: oh$"):
         stage.load_alone()
 
@@ -313,7 +314,7 @@ def test_who_watches_late_is_told_at_once(loaded: Stage) -> None:
 
 def test_the_rank_that_was_lost_is_named_and_not_the_one_that_missed_it(loaded: Stage) -> None:
     steps, _, _ = lost(loaded)
-    loaded.ranks[0].report(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, lost_peer=True))
+    loaded.ranks[0].report(RankFailed(LOST_PEER, lost_peer=True))
     loaded.played.lose(1)
     with pytest.raises(Unavailable, match=r"^rank 1 of 2 fell over$"):
         steps[0].result(60)
@@ -321,7 +322,7 @@ def test_the_rank_that_was_lost_is_named_and_not_the_one_that_missed_it(loaded: 
 
 def test_a_loss_that_nobody_explains_names_who_noticed(loaded: Stage) -> None:
     steps, _, _ = lost(loaded)
-    loaded.ranks[0].report(RankFailed("lost the other ranks: connection closed", ErrorCode.UNAVAILABLE, lost_peer=True))
+    loaded.ranks[0].report(RankFailed(LOST_PEER, lost_peer=True))
     with pytest.raises(Unavailable, match=r"^rank 0 of 2: lost the other ranks: connection closed$"):
         steps[0].result(60)
 
@@ -384,7 +385,7 @@ def test_an_adapter_is_there_when_every_rank_has_its_share(loaded: Stage) -> Non
 def test_a_share_of_an_adapter_that_another_rank_refuses_is_forgotten_before_the_next(loaded: Stage) -> None:
     loading = loaded.executor.load_adapter("somewhere")
     loaded.ranks[0].report(RankAdapterLoaded(Adapter("", "somewhere", "d", 8, 30)))
-    loaded.ranks[1].report(RankAdapterRefused("no such layer", ErrorCode.INVALID_ARGUMENT, "lora_path"))
+    loaded.ranks[1].report(RankAdapterRefused(SentError.of(InvalidArgument("no such layer", field="lora_path"))))
     with pytest.raises(InvalidArgument, match="no such layer"):
         loading.result(10)
     loaded.executor.load_adapter("elsewhere")
