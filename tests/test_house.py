@@ -92,7 +92,6 @@ LONGER_FILES = {
     "api/openai/chat_messages.py",
     "api/openai/responses_request.py",
     "cli/model_import.py",
-    "engine/gpu/experts.py",
 }
 """Files that had more when the rule was made. The list only shrinks."""
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from charonia.core.adapter import Adapter
-from charonia.core.errors import CharoniaError, NotFound, NotReady, SentError, Unavailable
+from charonia.core.errors import CharoniaError, NotReady, SentError, Unavailable
 from charonia.engine.client.routing import ResidentAdapters
 from charonia.engine.core.messages import AdapterLoaded, AdapterRefused
 
@@ -20,7 +20,7 @@ def stored(digest: str) -> Adapter:
     [
         (None, NotReady, "was started again, and reads its adapters first"),
         (AdapterLoaded(2, stored("new")), Unavailable, "not those that were loaded; load it again, with load_inplace"),
-        (AdapterRefused(2, SentError.of(NotFound("there is none"))), Unavailable, "/loras/sql .* there is none; load it"),
+        (AdapterRefused(2, SentError("NotFound", "none there")), Unavailable, "/loras/sql .* none there; load it"),
     ],
 )
 async def test_an_adapter_that_a_new_core_has_not_is_told_by_name(

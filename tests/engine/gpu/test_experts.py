@@ -139,10 +139,10 @@ def test_a_mixture_of_integers_in_groups(
 @pytest.mark.parametrize("tokens", [1, 300, 1500])
 def test_choices_are_cut_into_blocks_by_expert(kernels: dict[str, ModuleType], tokens: int) -> None:
     """All but the first are chosen, one far more often than fits into a block."""
-    module: Any = kernels["experts"]
+    module: Any = kernels["expert_blocks"]
     chosen = torch.randint(1, COUNT, (tokens, PER_TOKEN), generator=torch.Generator().manual_seed(0))
     chosen[tokens // 2 :, 1] = 4
-    order, blocks = module._align(chosen, 1, COUNT - 2, 16)
+    order, blocks = module.sort_by_expert(chosen, 1, COUNT - 2, 16)
     mine = chosen.flatten() < COUNT - 1
     expected = chosen.flatten().argsort(stable=True)
     taken = int(mine.sum())
