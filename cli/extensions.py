@@ -28,6 +28,11 @@ def observer_extensions() -> Sequence[ObserverExtension]:
     return [extension for _, extension in _loaded("charonia.request_observers", ObserverExtension)]
 
 
+def observed_fields() -> frozenset[str]:
+    """The fields of routes that the installed observers serve."""
+    return frozenset().union(*(extension.route_fields for extension in observer_extensions()))
+
+
 def _loaded(group: str, kind: type[ExtensionT]) -> Iterator[tuple[str, ExtensionT]]:
     """The extensions of a group; the log tells of those that cannot be loaded, or are something else."""
     for name, entry in installed_extensions(group).items():

@@ -13,9 +13,10 @@ from itertools import takewhile
 from typing import Annotated, TypeAlias
 
 from cyclopts import CycloptsPanel, Group, Parameter
-from cyclopts.exceptions import CycloptsError, UnknownOptionError
+from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnknownOptionError
 
 from ..core.errors import InvalidArgument, Unsupported, did_you_mean
+from ..core.extensions import absent_extensions, describe_absent
 from ..engine.vllm.arguments import ELSEWHERE, NOT_SERVED, WITHOUT_EFFECT
 from .options import BooleanFlag, ServeOptions, is_true
 
@@ -265,6 +266,11 @@ VLLM_FLAGS: Mapping[str, str] = {
 
 def format_usage_error(error: CycloptsError) -> object:
     """The panel that is printed for a command line that cannot be read; of unknown flags it names all."""
+    if isinstance(error, UnknownCommandError):
+        [command, *_] = error.unused_tokens or [""]
+        package = absent_extensions("charonia.commands").get(command)
+        lacks = f"{command} is a command of {package}, which this installation lacks"
+        return CycloptsPanel(error if package is None else lacks)
     if not isinstance(error, UnknownOptionError):
         return CycloptsPanel(error)
     known = [name for argument in error.argument_collection for name in argument.names]
@@ -276,7 +282,8 @@ def unknown_flag(flag: str, known: Iterable[str]) -> str:
     """What is to be said of a flag that is none of `known`."""
     if flag in VLLM_FLAGS:
         return f"{flag} is vLLM's; here: {VLLM_FLAGS[flag]}"
-    return f"Unknown option: {flag}{did_you_mean(flag.replace('_', '-'), [*known, *VLLM_FLAGS])}"
+    similar = did_you_mean(flag.replace("_", "-"), [*known, *VLLM_FLAGS])
+    return f"Unknown option: {flag}{describe_absent('charonia.routes')}{similar}"
 
 
 def _unknown_flags(error: UnknownOptionError) -> list[str]:

@@ -19,10 +19,9 @@ from ..core.backends import OnProgress
 from ..core.errors import InvalidArgument
 from ..engine.core.prepared_core import SPARE_CORE_BYTES, keep_spare_cores
 from ..processes.rate_limiter import RateLimiter, parse_resource_limits
-from ..repository.backend_registry import checkpoint_backends
+from ..repository.backend_registry import absent_backend, canonical_backend, checkpoint_backends
 from ..repository.builder import ModelBuilder, parse_backend_config
 from ..repository.catalog import RepositoryCatalog
-from ..repository.config_defaults import canonical_backend
 from ..repository.gateway import InProcessGateway
 from ..repository.memory_budget import MemoryBudget
 from ..repository.model_control import ModelControl
@@ -277,7 +276,9 @@ def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[s
             return None
         if options.backend and canonical_backend(options.backend) not in (known := [*checkpoint_backends()]):
             *others, last = known
-            message = f"--backend {options.backend} serves no checkpoint; {', '.join(others)} and {last} do"
+            package = absent_backend(options.backend)
+            absent = f"; it is one of {package}, which this installation lacks" if package else ""
+            message = f"--backend {options.backend} serves no checkpoint; {', '.join(others)} and {last} do{absent}"
             raise InvalidArgument(message)
         if options.revision and Path(model).exists():
             raise InvalidArgument(f"--revision is for a model of the hub: '{model}' is here")

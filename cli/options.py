@@ -85,7 +85,7 @@ class RepositoryOptions:
     download_dir: Path | None = None
     """Where models of the hub are kept, in place of HF_HUB_CACHE."""
     backend: str = ""
-    """What serves a single checkpoint, instead of what its files say: charonia, tensorrtllm or encoder."""
+    """What serves a single checkpoint, instead of what its files say: charonia, encoder, or what a package brings."""
     model_control_mode: Literal["none", "poll", "explicit"] = "none"
     """Who changes what is served: nobody, the repository's files, or requests."""
     load_model: _Texts = ()

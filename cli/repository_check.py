@@ -27,8 +27,9 @@ from ..repository.memory_budget import DeviceMemory, MemoryBudget
 from ..repository.model_source import ModelSource, config_position, is_checkpoint, with_config_position
 from ..repository.object_storage.bucket_repository import open_buckets
 from ..repository.object_storage.locations import is_bucket_url
-from ..repository.route_file import ROUTES_FILE
+from ..repository.route_file import ROUTES_FILE, check_observed
 from ..telemetry.shared_state import ModelServices
+from .extensions import observed_fields
 
 
 class CheckedModel(NamedTuple):
@@ -109,6 +110,8 @@ def _check_routes(catalog: RepositoryCatalog) -> int:
     """Print what is to be said of `routes.yaml`; the status is 1 if a server would refuse it."""
     try:
         routes = catalog.read_routes()
+        for name, route in routes.items():
+            check_observed(name, route, observed_fields())
     except CharoniaError as error:
         print(f"{ROUTES_FILE}: WRONG: {error.message}")
         return 1

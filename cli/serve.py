@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from ..core.extensions import describe_absent
 from ..core.request_context import RequestContext
 from ..core.tasks import wait_for_first
 from ..processes import gc_tuning
@@ -19,6 +20,7 @@ from ..processes.child_process import drop_prepared_children
 from ..processes.host import map_large_blocks_separately, raise_open_file_limit
 from ..processes.scratch import remove_abandoned_scratch
 from ..repository.gateway import InProcessGateway
+from ..repository.state_directory import StateDirectory
 from ..repository.watcher import RepositoryWatcher
 from ..telemetry.loop_lag import LoopLag
 from ..telemetry.request_log import log_request
@@ -81,7 +83,8 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
     traces = TraceFileWriter(plan.shared.traces)
     strict, listeners = is_true(options.strict_readiness), _end_listeners(plan.shared.traces, traces, tracer)
     gateway = InProcessGateway(strict, lambda: not lag.stuck, listeners, plan.shared, plan.selection.builder)
-    gateway.routes.observers += [extension.observe(gateway) for extension in plan.observers]
+    for extension in plan.observers:
+        gateway.routes.add_observer(extension.observe(gateway), extension.route_fields)
     watcher = plan.selection.create_watcher(gateway)
     reserved = reserve_ports(options, plan.options.grpc, plan.endpoints.clouds)
     with reserved as ports, StopSignals() as stop, lag, closing(traces):
@@ -105,6 +108,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
                 await wait_for_first(servers.settle(), stop.stop_requested.wait())
                 async with plan.selection.polling(watcher):
                     async with servers.extensions():
+                        _tell_of_absent_extensions(plan.selection.state)
                         servers.print_addresses()
                         await wait_for_first(stop.stop_requested.wait(), servers.ended())
                         gateway.begin_exit()
@@ -128,6 +132,15 @@ def _end_listeners(
     if traces.settings().spans is not None:
         return SamplingTracer(tracer, traces), log_request
     return tracer, log_request, file
+
+
+def _tell_of_absent_extensions(state: StateDirectory | None) -> None:
+    """Log which of our packages are not installed, and warn of what an earlier server kept for one."""
+    absent = describe_absent("charonia.routes", "charonia.request_observers", "charonia.backends", "charonia.commands")
+    if absent:
+        log.info("endpoints, flags, backends or commands are missing%s", absent)
+    for name in () if state is None else state.unread():
+        log.warning("nothing goes on with the '%s' that --state-dir keeps%s", name, describe_absent("charonia.routes"))
 
 
 async def _load(plan: ServePlan, watcher: RepositoryWatcher, stop: StopSignals) -> bool:

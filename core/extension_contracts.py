@@ -189,3 +189,5 @@ class ObserverExtension:
     """Called once, before there is a route."""
     metrics: Sequence[MetricFamily] = ()
     """The families of what it measures."""
+    route_fields: frozenset[str] = frozenset()
+    """Those of `charonia.routing.route.OBSERVED_FIELDS` that it serves."""

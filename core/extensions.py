@@ -3,6 +3,7 @@
 | group | an entry's name | what it names |
 |---|---|---|
 | `charonia.backends` | of a backend in config.pbtxt | a `RuntimeLoader`, a `TextBackend` or a `CompositionBackend` |
+| `charonia.backend_aliases` | of a backend in config.pbtxt | the name of the backend that it stands for |
 | `charonia.native_models` | free | a `NativeBackendFinder`: what serves a model in the place of its Python code |
 | `charonia.routes` | free | routes of HTTP over a gateway |
 | `charonia.commands` | of a command line `charonia NAME` | a function, its flags by annotations as of cyclopts |
@@ -24,6 +25,20 @@ def installed_extensions(group: str) -> Mapping[str, EntryPoint]:
     """
     declared = sorted(entry_points(group=group), key=lambda entry: (entry.name, is_own_extension(entry)))
     return {entry.name: entry for entry in declared if not is_own_extension(entry) or _is_there(entry)}
+
+
+@cache
+def absent_extensions(group: str) -> Mapping[str, str]:
+    """The packages of ours that this installation lacks, by the names of their entry points in a group."""
+    lacking = (entry for entry in entry_points(group=group) if is_own_extension(entry) and not _is_there(entry))
+    return {entry.name: entry.module.rpartition(".")[0] for entry in lacking}
+
+
+def describe_absent(*groups: str) -> str:
+    """The packages of ours that this installation lacks and that would extend one of `groups`, as a message ends with
+    them; empty where it lacks none."""
+    packages = sorted({package for group in groups for package in absent_extensions(group).values()})
+    return f"; this installation lacks {', '.join(packages)}" if packages else ""
 
 
 def is_own_extension(entry: EntryPoint) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from ..core.backends import CompositionBackend, NativeBackendFinder, TextBackend
 from ..core.errors import InvalidArgument, Unsupported
-from ..core.extensions import installed_extensions, is_own_extension
+from ..core.extensions import absent_extensions, installed_extensions, is_own_extension
 from ..core.gateway import ModelLookup
 from ..core.model import MeasuredModel, ModelConfig, ModelSamples, RawConfig
 from ..core.optional_packages import missing_llm_package
@@ -73,6 +73,18 @@ def installed_backends() -> Mapping[str, EntryPoint]:
     return {name: entry for name, entry in entries.items() if name not in OWN_BACKENDS}
 
 
+def canonical_backend(backend: str) -> str:
+    """The name of a backend that may be given by an alias of a package."""
+    alias = installed_extensions("charonia.backend_aliases").get(backend)
+    return backend if alias is None else cast(str, _load_entry(alias, f"backend '{backend}'"))
+
+
+def absent_backend(backend: str) -> str:
+    """The package of ours that would bring a backend, or its alias, and is not installed; empty for another backend."""
+    packages = {**absent_extensions("charonia.backend_aliases"), **absent_extensions("charonia.backends")}
+    return packages.get(backend, "")
+
+
 def is_own_backend(backend: str) -> bool:
     """Whether a backend is part of this package, and none written by somebody else."""
     entry = installed_backends().get(backend)
@@ -124,6 +136,9 @@ def check_backend(name: str, backend: str, directory: Path | None) -> None:
         return
     if backend in _WAYS_OUT:
         raise Unsupported(f"model '{name}': {_WAYS_OUT[backend]}", field="backend")
+    if package := absent_backend(backend):
+        message = f"model '{name}': backend '{backend}' is one of {package}, which this installation lacks"
+        raise Unsupported(message, field="backend")
     absent = directory is not None and not directory.is_dir()
     hint = f"; there is no directory '{directory}' (--backend-directory)" if absent else ""
     message = f"model '{name}': unknown backend '{backend}'; known are {', '.join(sorted(known))}{hint}"

@@ -19,6 +19,7 @@ from .backend_registry import (
     LANGUAGE_MODEL_BACKEND,
     PIPELINE_BACKEND,
     PYTHON,
+    canonical_backend,
     find_native_backend,
     is_composition,
     is_text_backend,
@@ -60,7 +61,6 @@ _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
 """Of these fields a config has one."""
 
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
-_ALIASES = {"tensorrt-llm": "tensorrtllm"}
 
 
 def fill_backend(config: RawConfig, directory: Path) -> RawConfig:
@@ -89,11 +89,6 @@ def _is_in_a_file(backend: str) -> bool:
     """Whether a version of a backend's models is in one file or folder, which the config names."""
     is_composed = is_composition(backend) and backend != PIPELINE_BACKEND
     return not (is_composed or is_text_backend(backend) or backend in _WITHOUT_FILE)
-
-
-def canonical_backend(backend: str) -> str:
-    """The name of a backend that may be given by an alias."""
-    return _ALIASES.get(backend, backend)
 
 
 def detect_checkpoint_backend(directory: Path) -> str:

@@ -15,8 +15,8 @@ from ..core.errors import CharoniaError, InvalidArgument
 from ..core.gguf_files import GGUF_SUFFIX, gguf_model_name
 from ..core.model import DeclaredModels, RawConfig
 from ..core.regular_files import read_text
-from .backend_registry import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND
-from .config_defaults import canonical_backend, detect_checkpoint_backend, fill_backend, has_gguf
+from .backend_registry import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND, canonical_backend
+from .config_defaults import detect_checkpoint_backend, fill_backend, has_gguf
 from .config_io import CONFIG_FILE_NAMES, complete_fields, find_config, line_of, parse_config_file
 
 log = logging.getLogger(__name__)

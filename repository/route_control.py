@@ -16,7 +16,7 @@ from ..core.traffic import RouteEntry
 from ..routing.route import Route
 from .catalog import RepositoryCatalog
 from .lifecycle import ModelLifecycle
-from .route_file import ROUTES_FILE, check_route
+from .route_file import ROUTES_FILE, check_observed, check_route
 from .route_table import RouteTable
 from .routed_versions import RoutedVersions
 from .state_directory import StateDirectory
@@ -65,9 +65,11 @@ class RouteControl:
         """Serve what the files say, and what requests made of that before the server's start. Blocks.
 
         Raises:
-            InvalidArgument: what was kept is damaged, or there are too many routes.
+            InvalidArgument: what was kept is damaged, there are too many routes, or a file's has what no extension
+                serves.
             Internal: it cannot be written.
         """
+        self._check_observed(files)
         kept = None if self._state is None else self._state.read(_STATE, RouteRecords)
         records = _followed(kept or RouteRecords(), files, complete=not self._catalog.unknown)
         _check_count(records)
@@ -80,10 +82,11 @@ class RouteControl:
         """Serve what the files say now of routes of which they said something else before.
 
         Raises:
-            InvalidArgument: they name versions that are not served, of models that are, or there are too many of them;
-                the routes stay as they are.
+            InvalidArgument: they name versions that are not served, of models that are, there are too many of them, or
+                one has what no extension serves; the routes stay as they are.
             Internal: it cannot be kept; the same.
         """
+        self._check_observed(files)
         async with self._changing:
             records = _followed(self._records, files)
             before = self._records.routes
@@ -150,6 +153,7 @@ class RouteControl:
         self._expected(name, expect)
         if name not in self._table.served and len(self._table.served) >= _MAX_ROUTES:
             raise _too_many(_MAX_ROUTES + 1)
+        self._check_observed({name: route})
         check_route(name, route, self._table.served, await asyncio.to_thread(self._catalog.servable_names, route))
         try:
             with self.versions.coming([route]):
@@ -210,11 +214,16 @@ class RouteControl:
             raise NotFound(f"there is no route '{name}'", field="name")
         return record
 
+    def _check_observed(self, routes: Mapping[str, Route]) -> None:
+        for name, route in routes.items():
+            check_observed(name, route, self._table.observed_fields)
+
     def _warn_of_strangers(self) -> None:
         """Tell of routes that were kept and name what is not there any more; they are served, as far as they can be."""
         for name, served in self._table.served.items():
             try:
                 if self._records.routes[name].file != served.route:
+                    self._check_observed({name: served.route})
                     check_route(name, served.route, self._table.served, self._catalog.servable_names(served.route))
             except CharoniaError as error:
                 log.warning("%s; it was kept in --state-dir, and is served as far as it can be", error.message)

@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import InvalidArgument
+from ..core.extensions import describe_absent
 from ..core.regular_files import read_text
-from ..routing.route import Route
+from ..routing.route import OBSERVED_FIELDS, Route
 from .config_io import parse_yaml
 
 ROUTES_FILE = "routes.yaml"
@@ -51,3 +52,11 @@ def check_route(name: str, route: Route, routes: Container[str], models: Contain
             raise InvalidArgument(f"route '{name}': {what} is a route", field=kind)
         if target.model not in models:
             raise InvalidArgument(f"route '{name}': no model repository has a model '{target.model}'", field=kind)
+
+
+def check_observed(name: str, route: Route, served_fields: Container[str]) -> None:
+    """Raises `InvalidArgument` for a field that observers alone serve, and that is none of those that some serve."""
+    for field in OBSERVED_FIELDS:
+        if getattr(route, field) is not None and field not in served_fields:
+            absent = describe_absent("charonia.request_observers")
+            raise InvalidArgument(f"route '{name}': no extension serves its '{field}'{absent}", field=field)

@@ -190,12 +190,18 @@ class ServedRoute:
 
 
 class RouteTable:
-    """The routes by name. `observers`: follow their requests; added before there are routes."""
+    """The routes by name. Observers of their requests are added before there are routes."""
 
     def __init__(self, registry: ModelRegistry) -> None:
         self.served: dict[str, ServedRoute] = {}
         self.registry = registry
         self.observers: list[RequestObserver] = []
+        self.observed_fields: frozenset[str] = frozenset()
+
+    def add_observer(self, observer: RequestObserver, fields: frozenset[str] = frozenset()) -> None:
+        """Let an observer follow requests; it serves these of a route's `OBSERVED_FIELDS`."""
+        self.observers.append(observer)
+        self.observed_fields |= fields
 
     def replace(self, routes: Mapping[str, Route]) -> list[str]:
         """Serve these routes and no others from now on; one that is as before keeps its counts and sequences. Returns

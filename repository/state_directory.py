@@ -29,6 +29,7 @@ class StateDirectory:
     def __init__(self, path: Path) -> None:
         make_private_directory(path, _FLAG)
         self.path = path
+        self._read: set[str] = set()
         try:
             self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -45,8 +46,13 @@ class StateDirectory:
     def close(self) -> None:
         os.close(self._lock)
 
+    def unread(self) -> list[str]:
+        """The names of what is kept and was not read: an earlier server had what this one lacks."""
+        return sorted(file.stem for file in self.path.glob("*.json") if file.stem not in self._read)
+
     def read(self, name: str, kind: type[Kept]) -> Kept | None:
         """What was written by that name; None if nothing was. Raises `InvalidArgument` for a file that is damaged."""
+        self._read.add(name)
         file = self.path / f"{name}.json"
         try:
             checksum, _, content = file.read_bytes().partition(b"\n")

@@ -14,6 +14,10 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 1e-9, 1e9
 """Sums and quotients of weights between are numbers."""
 
 
+OBSERVED_FIELDS = ("shadow",)
+"""The fields of a route that arms have no part in: an observer of its requests serves each, where one is installed."""
+
+
 class RouteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A model and a version of it; version 0 is the latest at the time of a request."""
 

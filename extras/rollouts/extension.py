@@ -48,4 +48,4 @@ def _observe_routes(models: ResidentModels) -> RequestObserver:
 
 
 ROLLOUTS = RoutesExtension(NoOptions, "", plan_rollouts)
-SHADOWS = ObserverExtension(_observe_routes, SHADOW_FAMILIES)
+SHADOWS = ObserverExtension(_observe_routes, SHADOW_FAMILIES, frozenset({"shadow"}))

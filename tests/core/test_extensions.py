@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from charonia.core import extensions
-from charonia.core.extensions import installed_extensions
+from charonia.core.extensions import absent_extensions, describe_absent, installed_extensions
 
 
 @pytest.fixture
@@ -19,8 +19,10 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
 
     monkeypatch.setattr(extensions, "entry_points", entry_points)
     installed_extensions.cache_clear()
+    absent_extensions.cache_clear()
     yield entries
     installed_extensions.cache_clear()
+    absent_extensions.cache_clear()
 
 
 def test_extensions_are_those_of_a_group_by_name(declared: list[EntryPoint]) -> None:
@@ -39,6 +41,20 @@ def test_a_part_of_ours_that_is_not_there_is_left_out(declared: list[EntryPoint]
     modules = ("charonia.nowhere", "charonia.extras.nowhere", "charonia.extras.nowhere.build", "nowhere")
     declared += [EntryPoint(module, f"{module}:x", group) for module in modules]
     assert list(installed_extensions(group)) == ["nowhere"], "somebody's package that is broken says so when it is used"
+
+
+def test_our_packages_that_are_not_there_are_told(declared: list[EntryPoint]) -> None:
+    declared += [
+        EntryPoint("here", "charonia.core.errors:NotFound", "charonia.routes"),
+        EntryPoint("gone", "charonia.extras.nowhere.extension:X", "charonia.routes"),
+        EntryPoint("somebodys", "nowhere:x", "charonia.routes"),
+        EntryPoint("gone", "charonia.extras.away.commands:X", "charonia.commands"),
+    ]
+    assert absent_extensions("charonia.routes") == {"gone": "charonia.extras.nowhere"}
+    assert describe_absent("charonia.routes") == "; this installation lacks charonia.extras.nowhere"
+    both = "; this installation lacks charonia.extras.away, charonia.extras.nowhere"
+    assert describe_absent("charonia.routes", "charonia.commands") == both
+    assert describe_absent("charonia.backends") == ""
 
 
 def test_a_name_of_ours_stays_ours(declared: list[EntryPoint]) -> None:

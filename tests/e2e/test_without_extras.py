@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 import tritonclient.http as triton
+
+from charonia.repository.route_control import RouteRecords
+from charonia.repository.state_directory import StateDirectory
 
 from .models import write_labelled, write_model
 from .serving import serving
@@ -59,3 +63,58 @@ def test_its_command_line_has_no_flags_and_commands_of_theirs(bare: Path, monkey
     flags = said(bare, monkeypatch, "serve", "--help").stdout
     assert ("--http-port" in flags, "--files-dir" in flags, "--console" in flags) == (True, False, False)
     assert "EXTENSION" not in flags
+
+
+LACKS = "this installation lacks charonia.extras."
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("serve", "models", "--files-dir", "f"), f"Unknown option: --files-dir; {LACKS}batches, charonia.extras.c"),
+        (("serve", "models", "--console"), f"Unknown option: --console; {LACKS}batches, charonia.extras.console, "),
+        (("serve", "models", "--config", "flags.yaml"), f"Unknown option: --files-dir; {LACKS}batches"),
+        (("graph", "models"), "graph is a command of charonia.extras.console, which this installation lacks"),
+        (("analyze", "model"), "analyze is a command of charonia.extras.optimizer, which this installation lacks"),
+        (("serve", "llm", "--backend", "tensorrtllm"), "it is one of charonia.extras.trtllm, which this installation"),
+        (("check", "models"), "routes.yaml: WRONG: route 'r': no extension serves its 'shadow'; " + LACKS + "rollouts"),
+        (("serve", "models"), f"charonia: route 'r': no extension serves its 'shadow'; {LACKS}rollouts"),
+        (("check", "theirs"), "backend 'tensorrtllm' is one of charonia.extras.trtllm, which this installation lacks"),
+        (("check", "theirs"), "backend 'tensorrt-llm' is one of charonia.extras.trtllm, which this installation lacks"),
+    ],
+)
+def test_what_they_alone_understand_is_refused_by_their_names(
+    bare: Path,
+    tokenizer_only: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    says: str,
+) -> None:
+    for name in ("a", "b"):
+        write_labelled(tmp_path / "models", name)
+    arms = "arms: [{model: a, weight: 1}], shadow: {model: b}"
+    (tmp_path / "models" / "routes.yaml").write_text(f"routes: {{r: {{{arms}}}}}")
+    for name in ("tensorrtllm", "tensorrt-llm"):
+        (tmp_path / "theirs" / name / "1").mkdir(parents=True)
+        (tmp_path / "theirs" / name / "config.pbtxt").write_text(f'backend: "{name}"')
+    (tmp_path / "llm").symlink_to(tokenizer_only)
+    (tmp_path / "flags.yaml").write_text("files-dir: f")
+    monkeypatch.chdir(tmp_path)
+    run = said(bare, monkeypatch, *words)
+    assert run.returncode in (1, 2), "2 is that of a command line that cannot be read"
+    assert says in " ".join((run.stdout + run.stderr).replace("│", " ").split())
+
+
+def test_what_was_kept_for_them_is_told(bare: Path, tmp_path: Path) -> None:
+    write_labelled(tmp_path / "models", "echo")
+    (tmp_path / "state").mkdir(0o700)
+    with closing(StateDirectory(tmp_path / "state")) as state:
+        state.write("rollouts", RouteRecords())
+    arguments = "--model-repository", str(tmp_path / "models"), "--state-dir", str(tmp_path / "state")
+    with serving(tmp_path / "t", *arguments, variables={"PYTHONPATH": str(bare)}) as server:
+        assert server.status("/v2/models/echo/ready") == 200
+        assert server.stop() == 0, server.said
+        assert f"nothing goes on with the 'rollouts' that --state-dir keeps; {LACKS}batches" in server.said
+        assert f"endpoints, flags, backends or commands are missing; {LACKS}batches" in server.said
+        assert "'routes'" not in server.said

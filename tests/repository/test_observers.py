@@ -45,7 +45,7 @@ class Diary:
 
 async def test_an_observer_is_told_of_routes_and_follows_their_requests() -> None:
     gateway, diary = gateway_with(Numbered("1"), Numbered("2")), Diary()
-    gateway.routes.observers.append(diary)
+    gateway.routes.add_observer(diary)
     gateway.add_end_listener(lambda context: diary.notes.append(f"{context.endpoint} ended"))
     gateway.routes.replace(shares(1) | {"s": shares(1)["r"]})
     assert diary.notes == ["route r of 1", "route s of 1", "keeps r: True"]

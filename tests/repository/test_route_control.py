@@ -19,7 +19,7 @@ from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.route_control import RouteControl, RouteRecords
 from charonia.repository.state_directory import StateDirectory
-from charonia.routing.route import Route, RouteArm
+from charonia.routing.route import Route, RouteArm, RouteShadow
 
 from .test_routes import Numbered, gateway_with
 
@@ -97,6 +97,25 @@ async def test_what_a_request_changed_is_served_and_kept(server: Server, caplog:
     server.restart()
     assert server.served == {"s": (1,)}
     assert await server.control.put("r", share(1), "x") > 2, "a version that was once told would come again"
+
+
+async def test_a_shadow_that_no_extension_serves_is_refused_and_one_that_was_kept_is_told(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    shadowed = Route((RouteArm("m", 1, 1.0),), shadow=RouteShadow("m", 2))
+    with pytest.raises(InvalidArgument, match="route 'r': no extension serves its 'shadow'") as refused:
+        await server.control.put("r", shadowed, "x")
+    assert refused.value.field == "shadow"
+    with pytest.raises(InvalidArgument, match="route 'r': no extension serves its 'shadow'"):
+        await server.control.follow_files({"r": shadowed})
+    with pytest.raises(InvalidArgument, match="route 'r': no extension serves its 'shadow'"):
+        server.control.restore({"r": shadowed})
+    assert server.served == {}
+    server.gateway.routes.observed_fields = frozenset({"shadow"})
+    await server.control.put("r", shadowed, "x")
+    server.restart()
+    assert server.served == {"r": (1,)}
+    assert "no extension serves its 'shadow'; it was kept in --state-dir, and is served as far as it can" in caplog.text
 
 
 async def test_a_changed_file_wins_and_says_so(server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,6 +26,7 @@ from charonia.core.request import (
 from charonia.core.request_context import RequestContext
 from charonia.core.sampling import SamplingParams
 from charonia.core.tensor import Tensor, TensorSpec
+from charonia.extras.rollouts.extension import SHADOWS
 from charonia.extras.rollouts.shadow import SHADOW_TENANT, ShadowTraffic
 from charonia.processes.client_shared_memory import is_lent
 from charonia.repository.gateway import InProcessGateway
@@ -104,7 +105,7 @@ class World:
         self.loaded = {each.config.version: LoadedModel(each, each.config) for each in models}
         self.gateway.registry.get_or_add("m").publish(self.loaded)
         self.traffic = ShadowTraffic(self.gateway)
-        self.gateway.routes.observers.append(self.traffic)
+        self.gateway.routes.add_observer(self.traffic, SHADOWS.route_fields)
         self.serve(**shadow)
 
     def serve(self, **shadow: Any) -> None:
