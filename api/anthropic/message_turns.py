@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ...core.errors import InvalidArgument
 from ...core.structured_outputs import json_text
-from ..openai.json_body import convert_fields, reject_unsupported, shortened
+from ..openai.json_body import convert_fields, field_error, reject_unsupported, shortened
 from ..openai.known_fields import Shape, ShapeByType, shape_of
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -196,10 +195,9 @@ class ChatTurns:
         reject_unsupported(members, frozenset(("role", "content")), {}, f"{where}.")
         role, content = members.get("role"), members.get("content")
         if not isinstance(role, str) or role not in _BLOCKS:
-            raise InvalidArgument(f"{where}.role must be one of {', '.join(_BLOCKS)}", field=f"{where}.role")
+            raise field_error(f"{where}.role", f"must be one of {', '.join(_BLOCKS)}")
         if not isinstance(content, str | list):
-            message = f"{where}.content must be a string or a list of content blocks"
-            raise InvalidArgument(message, field=f"{where}.content")
+            raise field_error(f"{where}.content", "must be a string or a list of content blocks")
         if isinstance(content, str):
             self._turn(role, where).texts.append(content)
             return
@@ -213,10 +211,9 @@ class ChatTurns:
         if last.role != "assistant":
             return False
         if last.calls:
-            raise InvalidArgument(f"{origin}: there is no tool_result after its tool_use", field=origin)
+            raise field_error(origin, ": there is no tool_result after its tool_use")
         if not any(map(str.strip, last.texts)):
-            message = f"{origin}.content: there is no text for the answer to go on with"
-            raise InvalidArgument(message, field=f"{origin}.content")
+            raise field_error(f"{origin}.content", ": there is no text for the answer to go on with")
         return True
 
     def _add_block(self, role: str, block: _ContentBlock, where: str, place: str) -> None:
@@ -248,8 +245,9 @@ class ChatTurns:
     def _add_result(self, block: ToolResultBlock, place: str) -> None:
         if block.tool_use_id not in self._called:
             field = f"{place}.tool_use_id"
-            message = f"{field}: no message of the assistant before it has a tool_use {shortened(block.tool_use_id)}"
-            raise InvalidArgument(message, field=field)
+            raise field_error(
+                field, f": no message of the assistant before it has a tool_use {shortened(block.tool_use_id)}"
+            )
         content = block.content or ""
         if isinstance(content, list):
             content = self._texts(content, _RESULTS, f"{place}.content")
@@ -322,9 +320,8 @@ def _text_blocks(given: list[Any], where: str) -> list[TextBlock]:
 
 def _block(part: Any, kinds: BlockKinds, where: str) -> _ContentBlock:
     if not isinstance(part, dict):
-        raise InvalidArgument(f"{where} must be a content block", field=where)
+        raise field_error(where, "must be a content block")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        message = f"{where}.type: {shortened(kind)} is not supported here, only {', '.join(kinds)}"
-        raise InvalidArgument(message, field=f"{where}.type")
+        raise field_error(f"{where}.type", f": {shortened(kind)} is not supported here, only {', '.join(kinds)}")
     return convert_fields(part, kinds[kind], where)

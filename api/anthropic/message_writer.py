@@ -12,6 +12,7 @@ import orjson
 
 from ...core.errors import CharoniaError
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
+from ..http.connection import sse_event
 from ..http.error_responses import anthropic_error_body
 from .message_turns import JsonObject
 from .messages_request import ParsedMessages
@@ -105,8 +106,7 @@ class AnthropicMessageWriter:
         return self._close() + _event("message_delta", delta=self._end(), usage=usage) + _event("message_stop")
 
     def encode_error(self, error: CharoniaError) -> bytes:
-        body = anthropic_error_body(error)
-        return b"event: error\ndata: " + orjson.dumps(body) + b"\n\n"
+        return sse_event(orjson.dumps(anthropic_error_body(error)), "error")
 
     def _head(self, content: list[JsonObject]) -> JsonObject:
         name = self._asked.chat.requests[0].id
@@ -192,4 +192,4 @@ def _usage(usage: Usage) -> JsonObject:
 
 
 def _event(kind: str, **members: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **members}))
+    return sse_event(orjson.dumps({"type": kind, **members}), kind)

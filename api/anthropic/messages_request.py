@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...core.errors import CharoniaError, InvalidArgument
+from ...core.errors import InvalidArgument
 from ...core.request import Conversation
-from ..openai.json_body import NoOpValues, body_shape, convert_fields, reject_unsupported, shortened
+from ..openai.json_body import NoOpValues, body_shape, convert_fields, field_error, reject_unsupported, shortened
 from ..openai.known_fields import ShapeByType, shape_of
-from ..openai.request_parsing import CHAT_FIELDS, THINKING_NOTES, ParsedCompletion, parse_chat
+from ..openai.request_parsing import CHAT_FIELDS, THINKING_NOTES
 from ..openai.schemas import CHAT_NO_OP_VALUES, thinking_variables
-from ..openai.translated_chat import FieldNames
+from ..openai.translated_chat import FieldNames, TranslatedChat, parse_translated
 from .message_turns import BLOCK_SHAPE, TURN_SHAPE, ChatTurns, JsonObject
 
 NO_OP_VALUES: NoOpValues = {"container": (), "mcp_servers": ([],), "compaction": (), "fallbacks": ([],), "thread": ()}
@@ -135,15 +135,13 @@ MESSAGES_SHAPE = body_shape(
 )
 
 
-class ParsedMessages(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body. `max_tokens`: as the client gave it; `shows_thinking`: the text of reasoning is shown; `names`: of
-    fields, for errors of the chat; `warnings`: what was left out."""
+class ParsedMessages(TranslatedChat, frozen=True, kw_only=True):
+    """A parsed body of /v1/messages."""
 
-    chat: ParsedCompletion
     max_tokens: int
+    """As the client gave it."""
     shows_thinking: bool
-    names: FieldNames
-    warnings: tuple[str, ...]
+    """Whether the answer has the text of the reasoning."""
 
 
 def parse_messages_body(body: Mapping[str, Any], request_id: str, counts: bool = False) -> ParsedMessages:
@@ -154,23 +152,20 @@ def parse_messages_body(body: Mapping[str, Any], request_id: str, counts: bool =
     reject_unsupported(body, OWN_FIELDS | _OF_CHAT | IGNORED, NO_OP_VALUES, "")
     fields = convert_fields({name: value for name, value in body.items() if name in OWN_FIELDS}, MessagesBody)
     _check(fields, counts)
-    turns, tools = read_turns(fields), MessageTools(fields)
-    names = FieldNames(lambda: _names(fields, turns, tools))
-    own = body.get("chat_template_kwargs")
-    chat = {name: value for name, value in body.items() if name in _OF_CHAT} | _chat_members(fields, turns, tools, own)
-    try:
-        parsed = parse_chat({name: value for name, value in chat.items() if value is not None}, request_id)
-    except CharoniaError as error:
-        names.rename(error)
-        raise
-    [request] = parsed.requests
+    turns = read_turns(fields)
+    tools = MessageTools(fields)
+    names = FieldNames(lambda: _field_names(fields, turns, tools))
+    kept = {name: value for name, value in body.items() if name in _OF_CHAT}
+    members = kept | _chat_members(fields, turns, tools, body.get("chat_template_kwargs"))
+    chat = parse_translated(members, names, request_id)
+    [request] = chat.requests
     assert isinstance(request.prompt, Conversation)
     # Who does not ask for thinking gets none: models that think unless told otherwise are told.
-    variables = {**_variables(fields), **request.prompt.variables}
+    variables = {**_template_variables(fields), **request.prompt.variables}
     prompt = msgspec.structs.replace(request.prompt, variables=variables)
     request = msgspec.structs.replace(request, id=f"msg_{request_id}", prompt=prompt, lenient_limits=True)
     return ParsedMessages(
-        chat=msgspec.structs.replace(parsed, requests=(request,)),
+        chat=msgspec.structs.replace(chat, requests=(request,)),
         max_tokens=fields.max_tokens or 0,
         shows_thinking=fields.thinking is None or fields.thinking.display != "omitted",
         names=names,
@@ -181,18 +176,18 @@ def parse_messages_body(body: Mapping[str, Any], request_id: str, counts: bool =
 def _check(fields: MessagesBody, counts: bool) -> None:
     """Raises `InvalidArgument` for what a chat would take, and this body must not have."""
     if fields.max_tokens is None and not counts:
-        raise InvalidArgument("max_tokens is missing", field="max_tokens")
+        raise field_error("max_tokens", "is missing")
     if fields.max_tokens is not None and fields.max_tokens < 1:
-        raise InvalidArgument(f"max_tokens must be at least 1, got {fields.max_tokens}", field="max_tokens")
+        raise field_error("max_tokens", f"must be at least 1, got {fields.max_tokens}")
     thinking = fields.thinking or ThinkingConfig(type="disabled")
     budget = thinking.budget_tokens
     if budget is None:
         return
     field = "thinking.budget_tokens"
     if thinking.type != "enabled":
-        raise InvalidArgument(f"{field} needs thinking.type to be enabled", field=field)
+        raise field_error(field, "needs thinking.type to be enabled")
     if budget < 1 or (fields.max_tokens is not None and budget >= fields.max_tokens):
-        raise InvalidArgument(f"{field} must be at least 1 and less than max_tokens, got {budget}", field=field)
+        raise field_error(field, f"must be at least 1 and less than max_tokens, got {budget}")
 
 
 def read_turns(fields: MessagesBody) -> ChatTurns:
@@ -203,21 +198,22 @@ def read_turns(fields: MessagesBody) -> ChatTurns:
     for index, members in enumerate(fields.messages):
         turns.add_turn(members, f"messages[{index}]")
     if not turns.answerable:
-        raise InvalidArgument("messages has nothing that could be answered", field="messages")
+        raise field_error("messages", "has nothing that could be answered")
     return turns
 
 
 class MessageTools:
-    """The tools of a body in the form of a chat. `positions[i]`: the place in the body of tool i; `warnings`: those
-    that are left out, for Anthropic's own servers run them, or its models alone know them."""
+    """The tools of a body in the form of a chat. Raises `InvalidArgument` for one that cannot be read."""
 
     def __init__(self, fields: MessagesBody) -> None:
         self.tools: list[JsonObject] = []
         self.positions: list[int] = []
+        """By the place of a tool in `tools`, its place in the body."""
         self.warnings: list[str] = []
+        """The tools that are left out: Anthropic's own servers run them, or its models alone know them."""
         for index, members in enumerate(fields.tools or ()):
             self._add(members, f"tools[{index}]", index)
-        self.choice, self.parallel = _read_choice(fields.tool_choice)
+        self.choice, self.parallel_calls = _read_choice(fields.tool_choice)
 
     def _add(self, members: JsonObject, where: str, index: int) -> None:
         kind = members.get("type")
@@ -238,20 +234,21 @@ def _read_choice(choice: MessageToolChoice | None) -> tuple[str | JsonObject | N
         return None, None
     if (choice.type == "tool") != (choice.name is not None):
         goes = "is missing" if choice.type == "tool" else f"does not go with the type '{choice.type}'"
-        raise InvalidArgument(f"tool_choice.name {goes}", field="tool_choice.name")
+        raise field_error("tool_choice.name", goes)
     parallel = False if choice.disable_parallel_tool_use else None
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}, parallel
     return "required" if choice.type == "any" else choice.type, parallel
 
 
-def _chat_members(fields: MessagesBody, turns: ChatTurns, tools: MessageTools, own: Any) -> JsonObject:
-    """What a chat body has in another form; None stands for nothing."""
-    output, thinking = fields.output_config or OutputConfig(), fields.thinking
-    asks = output.effort is not None or (thinking is not None and thinking.type != "disabled")
-    if asks and isinstance(own, dict | None):
-        own = _variables(fields) | (own or {})
-    wanted = _only_format(output.format, fields.output_format)
+def _chat_members(fields: MessagesBody, turns: ChatTurns, tools: MessageTools, variables: Any) -> JsonObject:
+    """What a chat body has in another form; None stands for nothing. `variables`: the body's own for its template."""
+    output = fields.output_config or OutputConfig()
+    if (output.effort is not None or _thinks(fields)) and isinstance(variables, dict | None):
+        variables = _template_variables(fields) | (variables or {})
+    if output.format is not None and fields.output_format is not None:
+        problem = "output_config.format and output_format are the same field: give one"
+        raise InvalidArgument(problem, field="output_format")
     return {
         "model": fields.model,
         "messages": turns.messages(),
@@ -259,47 +256,43 @@ def _chat_members(fields: MessagesBody, turns: ChatTurns, tools: MessageTools, o
         "stop": fields.stop_sequences,
         "tools": tools.tools or None,
         "tool_choice": tools.choice,
-        "parallel_tool_calls": tools.parallel,
-        "thinking_token_budget": thinking.budget_tokens if thinking else None,
-        "response_format": wanted and _response_format(wanted),
-        "chat_template_kwargs": own,
+        "parallel_tool_calls": tools.parallel_calls,
+        "thinking_token_budget": fields.thinking.budget_tokens if fields.thinking else None,
+        "response_format": _response_format(output.format or fields.output_format),
+        "chat_template_kwargs": variables,
         "continue_final_message": turns.continues() or None,
     }
 
 
-def _only_format(one: JsonOutputFormat | None, older: JsonOutputFormat | None) -> JsonOutputFormat | None:
-    if one is not None and older is not None:
-        raise InvalidArgument(
-            "output_config.format and output_format are the same field: give one", field="output_format"
-        )
-    return one or older
+def _response_format(output: JsonOutputFormat | None) -> JsonObject | None:
+    if output is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": output.schema, "strict": True}}
 
 
-def _response_format(wanted: JsonOutputFormat) -> JsonObject:
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema, "strict": True}}
+def _thinks(fields: MessagesBody) -> bool:
+    return fields.thinking is not None and fields.thinking.type != "disabled"
 
 
-def _variables(fields: MessagesBody) -> JsonObject:
+def _template_variables(fields: MessagesBody) -> JsonObject:
     """The variables of chat templates for thinking and effort."""
-    thinks = fields.thinking is not None and fields.thinking.type != "disabled"
     effort = fields.output_config.effort if fields.output_config else None
-    return thinking_variables(thinks) | ({} if effort is None else {"reasoning_effort": effort})
+    return thinking_variables(_thinks(fields)) | ({} if effort is None else {"reasoning_effort": effort})
 
 
-def _names(fields: MessagesBody, turns: ChatTurns, tools: MessageTools) -> dict[str, str]:
+def _field_names(fields: MessagesBody, turns: ChatTurns, tools: MessageTools) -> dict[str, str]:
     """The fields of the chat that are called otherwise in the body."""
-    wanted = "output_config.format" if fields.output_format is None else "output_format"
-    return {
+    output_format = "output_config.format" if fields.output_format is None else "output_format"
+    names = {
         **turns.origins,
         "continue_final_message": f"messages[{len(fields.messages) - 1}].content",
-        **{
-            f"tools[{index}].function.parameters": f"tools[{at}].input_schema"
-            for index, at in enumerate(tools.positions)
-        },
-        **{f"tools[{index}].function": f"tools[{at}]" for index, at in enumerate(tools.positions)},
         "tool_choice.function": "tool_choice",
         "thinking_token_budget": "thinking.budget_tokens",
-        "response_format.json_schema": wanted,
-        "response_format": wanted,
+        "response_format.json_schema": output_format,
+        "response_format": output_format,
         "stop": "stop_sequences",
     }
+    for index, position in enumerate(tools.positions):
+        names[f"tools[{index}].function.parameters"] = f"tools[{position}].input_schema"
+        names[f"tools[{index}].function"] = f"tools[{position}]"
+    return names

@@ -11,18 +11,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...core.gateway import ModelLookup
-from ...core.request import TokenizeRequest
-from ..http.connection import CancelOnDisconnect
+from ..http.connection import CancelOnDisconnect, sse_event
 from ..http.error_responses import json_response
 from ..http.keep_alive import KeepAlive, KeepAliveStreamResponse
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
-from ..openai.json_body import model_field, read_members
-from ..openai.translated_chat import answer_chat
+from ..openai.json_body import read_members
+from ..openai.translated_chat import acquire_for, answer_chat, count_prompt_tokens
 from .message_writer import AnthropicMessageWriter
-from .messages_request import MESSAGES_SHAPE, parse_messages_body
+from .messages_request import MESSAGES_SHAPE, ParsedMessages, parse_messages_body
 
-PING = KeepAlive(b'event: ping\ndata: {"type":"ping"}\n\n', 10.0)
+PING = KeepAlive(sse_event(b'{"type":"ping"}', "ping"), 10.0)
 
 
 class MessagesRoutes:
@@ -40,30 +39,24 @@ class MessagesRoutes:
         ]
 
     async def create(self, request: Request) -> ASGIApp:
-        context = context_of(request.scope)
-        self._lookup.check_room(context)
-        body = await read_members(request, self._max_input_size, MESSAGES_SHAPE)
-        asked = parse_messages_body(body, request_id_of(request.scope))
-        with model_field():
-            model = await self._lookup.acquire(context, asked.chat.response.model)
-        stream = answer_chat(model, asked.chat, asked.names, context, self._max_response_size)
-        writer = AnthropicMessageWriter(asked, model.name)
-        for warning in asked.warnings:
-            context.warn(warning)
-        if asked.chat.stream:
+        self._lookup.check_room(context_of(request.scope))
+        parsed = await self._parse(request)
+        model = await acquire_for(parsed, self._lookup, request)
+        stream = answer_chat(parsed, model, request, self._max_response_size)
+        writer = AnthropicMessageWriter(parsed, model.name)
+        if parsed.chat.stream:
             return KeepAliveStreamResponse(stream, writer, self._ping)
         async with CancelOnDisconnect(request.receive), aclosing(stream):
             chunks = [chunk async for chunk in stream]
         return json_response(writer.message(chunks))
 
     async def count_tokens(self, request: Request) -> Response:
-        context = context_of(request.scope)
+        parsed = await self._parse(request, counts=True)
+        model = await acquire_for(parsed, self._lookup, request)
+        for warning in parsed.warnings:
+            context_of(request.scope).warn(warning)
+        return json_response({"input_tokens": await count_prompt_tokens(parsed, model, request)})
+
+    async def _parse(self, request: Request, counts: bool = False) -> ParsedMessages:
         body = await read_members(request, self._max_input_size, MESSAGES_SHAPE)
-        asked = parse_messages_body(body, request_id_of(request.scope), counts=True)
-        with model_field():
-            model = await self._lookup.acquire(context, asked.chat.response.model)
-        for warning in asked.warnings:
-            context.warn(warning)
-        async with CancelOnDisconnect(request.receive):
-            tokens = await model.tokenize(TokenizeRequest(prompt=asked.chat.requests[0].prompt))
-        return json_response({"input_tokens": len(tokens)})
+        return parse_messages_body(body, request_id_of(request.scope), counts)

@@ -233,6 +233,7 @@ def _part(body: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def sse_event(data: bytes) -> bytes:
-    """One server-sent event."""
-    return b"data: " + data + b"\n\n"
+def sse_event(data: bytes, kind: str = "") -> bytes:
+    """One server-sent event; `kind`: its type, where the protocol gives it one."""
+    head = b"event: %b\n" % kind.encode() if kind else b""
+    return head + b"data: " + data + b"\n\n"

@@ -16,7 +16,7 @@ from ...core.errors import InvalidArgument
 from ...core.gateway import Administration
 from ..http.error_responses import ApiError
 from ..http.request_context import tenant_of
-from .json_body import NoOpValues, body_shape, decode_body, read_members
+from .json_body import NoOpValues, body_shape, decode_body, field_error, read_members
 
 log = logging.getLogger(__name__)
 
@@ -105,4 +105,4 @@ def path_inside(root: Path, given: str) -> Path:
             return path
     except (OSError, ValueError, RuntimeError):  # too long, with a NUL in it, a circle of links
         pass
-    raise InvalidArgument(f"lora_path '{given}' is no directory inside --lora-root", field="lora_path")
+    raise field_error("lora_path", f"'{given}' is no directory inside --lora-root")

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from ...core.errors import InvalidArgument
+from .json_body import field_error
 
 _INPUT = "input"
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
@@ -33,7 +33,7 @@ def custom_arguments(text: str, field: str) -> str:
     try:
         return orjson.dumps({_INPUT: text}).decode()
     except orjson.JSONEncodeError:
-        raise InvalidArgument(f"{field} is not valid Unicode", field=field) from None
+        raise field_error(field, "is not valid Unicode") from None
 
 
 class CustomInput:

@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...core.errors import InvalidArgument
 from ...core.gateway import ModelLookup
 from ..http.connection import CancelOnDisconnect, offload_if_large
 from ..http.error_responses import json_response
@@ -35,7 +34,7 @@ from .encoder_calls import (
     several_inputs,
     usage_of,
 )
-from .json_body import JsonBody, NoOpValues, body_shape, decode_body, read_members
+from .json_body import JsonBody, NoOpValues, body_shape, decode_body, field_error, read_members
 
 ENCODER_NO_OP_VALUES: NoOpValues = {
     "truncate_prompt_tokens": (-1,),
@@ -100,10 +99,9 @@ def parse_embeddings(members: JsonBody) -> EmbeddingsBody:
     """
     body = decode_body(members, EmbeddingsBody, _EMBEDDINGS_NO_OP_VALUES)
     if body.encoding_format not in (None, "float", "base64"):
-        message = f"encoding_format must be float or base64, got {body.encoding_format!r}"
-        raise InvalidArgument(message, field="encoding_format")
+        raise field_error("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
     if body.dimensions is not None and body.dimensions < 1:
-        raise InvalidArgument(f"dimensions must be at least 1, got {body.dimensions}", field="dimensions")
+        raise field_error("dimensions", f"must be at least 1, got {body.dimensions}")
     return msgspec.structs.replace(body, input=several_inputs(body.input))
 
 
@@ -111,13 +109,12 @@ def parse_rerank(members: JsonBody) -> RerankBody:
     """Parse a body of /v1/rerank, whose `documents` all become texts. Raises `InvalidArgument`, naming the field."""
     body = decode_body(members, RerankBody, _RERANK_NO_OP_VALUES)
     if body.top_n is not None and body.top_n < 1:
-        raise InvalidArgument(f"top_n must be at least 1, got {body.top_n}", field="top_n")
+        raise field_error("top_n", f"must be at least 1, got {body.top_n}")
     check_count("documents", len(body.documents))
     documents: list[str | dict[str, str]] = []
     for index, document in enumerate(body.documents):
         if isinstance(document, dict) and set(document) != {"text"}:
-            message = f"documents[{index}] must be a string, or an object with text alone"
-            raise InvalidArgument(message, field=f"documents[{index}]")
+            raise field_error(f"documents[{index}]", "must be a string, or an object with text alone")
         documents.append(document if isinstance(document, str) else document["text"])
     return msgspec.structs.replace(body, documents=documents)
 
@@ -159,7 +156,7 @@ class EncoderRoutes:
             values, tokens = await encode(model, inputs, SCORE)
         if (labels := values.shape[1]) != 1:
             name = model.config.name
-            raise InvalidArgument(f"model '{name}' gives {labels} scores to a document, not one", field="model")
+            raise field_error("model", f"'{name}' gives {labels} scores to a document, not one")
         scores = values[:, 0].astype(float).tolist()
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
@@ -196,8 +193,7 @@ def _cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
     """Fewer dimensions, and length 1 again."""
     whole = vectors.shape[1]
     if dimensions > whole:
-        message = f"dimensions must be at most {whole} for this model, got {dimensions}"
-        raise InvalidArgument(message, field="dimensions")
+        raise field_error("dimensions", f"must be at most {whole} for this model, got {dimensions}")
     if dimensions == whole:
         return vectors
     cut = vectors[:, :dimensions]

@@ -17,7 +17,7 @@ from ...core.request import InferRequest
 from ...core.tasks import RequestTaskGroup
 from ...core.tensor import Tensor
 from ..http.request_context import context_of
-from .json_body import model_field
+from .json_body import field_error, model_field
 
 MAX_INPUTS = 2048
 """Texts of one request; OpenAI's limit."""
@@ -33,7 +33,7 @@ async def acquire_encoder(lookup: ModelLookup, request: Request, name: str | Non
     if not name:
         encoders = [each.name for each in lookup.model_configs() if {EMBEDDING, SCORE} & {o.name for o in each.outputs}]
         if len(encoders) != 1:
-            raise InvalidArgument("model must be given: this server has several encoders, or none", field="model")
+            raise field_error("model", "must be given: this server has several encoders, or none")
         name = encoders[0]
     with model_field():
         return await lookup.acquire(context_of(request.scope), name)
@@ -48,13 +48,14 @@ def check_encoder(model: ModelHandle, output: str, what: str, inputs: Sequence[s
     """Raises `InvalidArgument` unless the model takes the `inputs` and makes the output, which is `what`."""
     taken = {spec.name for spec in model.config.inputs}
     if not makes(model, output) or not taken.issuperset(inputs):
-        message = f"model '{model.config.name}' makes no {what}: it lacks {', '.join(inputs)} or the output {output}"
-        raise InvalidArgument(message, field="model")
+        raise field_error(
+            "model", f"'{model.config.name}' makes no {what}: it lacks {', '.join(inputs)} or the output {output}"
+        )
 
 
 def check_count(name: str, count: int) -> None:
     if not 1 <= count <= MAX_INPUTS:
-        raise InvalidArgument(f"{name} must be 1 to {MAX_INPUTS}, got {count}", field=name)
+        raise field_error(name, f"must be 1 to {MAX_INPUTS}, got {count}")
 
 
 def several_inputs(given: Any) -> list[Any]:

@@ -115,12 +115,12 @@ async def read_all_members(request: Request, limit: int) -> JsonBody:
     members = await found.members(ValueBudget())
     for key, value in members.items():
         if isinstance(value, str) and len(value) > PIECE_BYTES and key not in _LONG_TEXT_FIELDS:
-            raise InvalidArgument(f"{key} has {len(value)} characters, more than there may be", field=key)
+            raise field_error(key, f"has {len(value)} characters, more than there may be")
         try:
             budget = ValueBudget(MAX_IDS if key in _TOKEN_ID_FIELDS else MAX_VALUES)
             members[key] = await parse_fully(value, budget)
         except TooManyValues as error:
-            raise InvalidArgument(f"{key}: {error.message}", field=key) from None
+            raise field_error(key, f": {error.message}") from None
     record_body(request.scope, members)
     return members
 
@@ -181,7 +181,12 @@ def reject_unsupported(members: Mapping[str, Any], known: frozenset[str], no_ops
             alike = did_you_mean(key, (*known, *no_ops))
             raise InvalidArgument(f"unknown field: {where}{key}{alike}", field=f"{where}{key}")
         if value is not None and value not in no_ops[key]:
-            raise InvalidArgument(f"{where}{key} is not supported yet, got {shortened(value)}", field=f"{where}{key}")
+            raise field_error(f"{where}{key}", f"is not supported yet, got {shortened(value)}")
+
+
+def field_error(field: str, problem: str) -> InvalidArgument:
+    """The error of a body's field: its path, and what is wrong with it, which may begin with a colon."""
+    return InvalidArgument(f"{field}{problem}" if problem.startswith(":") else f"{field} {problem}", field=field)
 
 
 def shortened(value: Any) -> str:

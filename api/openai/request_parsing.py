@@ -8,16 +8,9 @@ import msgspec
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, Prompt, TokenizeRequest, ToolUse
 from ...core.sampling import SamplingParams
-from .chat_messages import (
-    MESSAGE_SHAPE,
-    TOOL_SHAPE,
-    content_text,
-    parse_messages,
-    parse_tool_use,
-    parse_tools,
-    unenforced_grammars,
-)
-from .json_body import body_shape, convert_fields, shortened, supported_members
+from .chat_messages import MESSAGE_SHAPE, content_text, parse_messages
+from .chat_tools import TOOL_SHAPE, parse_tool_use, parse_tools, unenforced_grammars
+from .json_body import body_shape, convert_fields, field_error, shortened, supported_members
 from .known_fields import Shape, ShapeByType, shape_of
 from .schemas import (
     CHAT_NO_OP_VALUES,
@@ -112,10 +105,9 @@ def parse_completion(body: Mapping[str, Any], request_id: str) -> ParsedCompleti
     fields = convert_fields(members, CompletionBody)
     n, best_of = _choices(fields.n), fields.best_of
     if best_of is not None and not n <= best_of <= _MAX_CHOICES:
-        message = f"best_of must be between n, which is {n}, and {_MAX_CHOICES}, got {best_of}"
-        raise InvalidArgument(message, field="best_of")
+        raise field_error("best_of", f"must be between n, which is {n}, and {_MAX_CHOICES}, got {best_of}")
     if fields.stream and best_of is not None and best_of > n:
-        raise InvalidArgument("best_of can't be streamed: the best are known when all have ended", field="best_of")
+        raise field_error("best_of", "can't be streamed: the best are known when all have ended")
     max_tokens = _COMPLETION_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     spec = _response_spec(f"cmpl-{request_id}", fields, best_of or n, bool(fields.echo))
     return _parsed(spec, members, fields, _prompts(fields.prompt), _sampling(members, fields, spec, max_tokens))
@@ -151,8 +143,9 @@ def _answer_options(fields: ChatBody, tools: ToolUse | None) -> dict[str, Any]:
     """The fields of a `GenerateRequest` that say how a chat's answer is read."""
     reads = fields.separate_reasoning is not False
     if tools is not None and not reads:
-        message = "separate_reasoning can't be false with tools: calls are told apart from the text with the reasoning"
-        raise InvalidArgument(message, field="separate_reasoning")
+        raise field_error(
+            "separate_reasoning", "can't be false with tools: calls are told apart from the text with the reasoning"
+        )
     predicted = "" if fields.prediction is None else content_text("prediction", fields.prediction.content, "")
     return {
         "reads_answer": reads,
@@ -170,12 +163,11 @@ def tokenize_request(body: TokenizeBody) -> TokenizeRequest:
     if body.messages is None:
         for name in ("chat_template", "chat_template_kwargs", "continue_final_message", "tools"):
             if getattr(body, name):
-                raise InvalidArgument(f"{name} needs messages", field=name)
+                raise field_error(name, "needs messages")
         special = body.add_special_tokens is not False
         return TokenizeRequest(prompt=body.prompt or "", add_special_tokens=special)
     if body.add_special_tokens:
-        message = "add_special_tokens is not supported with messages: their template writes its own"
-        raise InvalidArgument(message, field="add_special_tokens")
+        raise field_error("add_special_tokens", "is not supported with messages: their template writes its own")
     return TokenizeRequest(prompt=parse_messages(body.messages, body, parse_tools(body.tools)))
 
 
@@ -201,7 +193,7 @@ def _response_spec(
 
 def _choices(n: int | None) -> int:
     if n is not None and not 1 <= n <= _MAX_CHOICES:
-        raise InvalidArgument(f"n must be between 1 and {_MAX_CHOICES}, got {n}", field="n")
+        raise field_error("n", f"must be between 1 and {_MAX_CHOICES}, got {n}")
     return n or 1
 
 
@@ -218,13 +210,12 @@ def _prompts(prompt: Any) -> list[Prompt]:
             return prompt
         if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in prompt):
             return [_token_ids(ids) for ids in prompt]
-    message = "prompt must be a string, a list of token ids, or a list of either, and not empty"
-    raise InvalidArgument(message, field="prompt")
+    raise field_error("prompt", "must be a string, a list of token ids, or a list of either, and not empty")
 
 
 def _token_ids(tokens: list[int]) -> tuple[int, ...]:
     if tokens and (min(tokens) < 0 or max(tokens) >= 2**31):
-        raise InvalidArgument("prompt: token ids must be numbers of at least 0", field="prompt")
+        raise field_error("prompt", ": token ids must be numbers of at least 0")
     return tuple(tokens)
 
 
@@ -244,11 +235,11 @@ def _parsed(
 ) -> ParsedCompletion:
     stream, timeout = bool(fields.stream), fields.timeout or 0.0
     if fields.stream_options is not None and not stream:
-        raise InvalidArgument("stream_options needs stream to be true", field="stream_options")
+        raise field_error("stream_options", "needs stream to be true")
     if stream and fields.prompt_logprobs is not None:
-        raise InvalidArgument("prompt_logprobs can't be streamed", field="prompt_logprobs")
+        raise field_error("prompt_logprobs", "can't be streamed")
     if timeout < 0:
-        raise InvalidArgument(f"timeout must be a number of seconds of at least 0, got {timeout}", field="timeout")
+        raise field_error("timeout", f"must be a number of seconds of at least 0, got {timeout}")
     _check_answers(len(prompts), spec.best_of)
     # The prompt's logprobs are told by its first choice alone; but in a stream no choice waits for another.
     further = sampling if stream else msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -304,6 +295,5 @@ def _non_empty(strings: StringOrList) -> tuple[str, ...]:
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            text = f"logit_bias must name tokens by their ids, got {shortened(token)}"
-            raise InvalidArgument(text, field="logit_bias")
+            raise field_error("logit_bias", f"must name tokens by their ids, got {shortened(token)}")
     return {int(token): value for token, value in bias.items()}

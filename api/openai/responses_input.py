@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ...core.errors import InvalidArgument
 from ...core.structured_outputs import json_text
 from ..http.error_responses import ApiError
-from .json_body import NoOpValues, reject_unsupported, shortened
+from .json_body import NoOpValues, field_error, reject_unsupported, shortened
 from .known_fields import Shape, ShapeByType
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -123,8 +123,9 @@ class InputMessages:
             self._warnings.setdefault(f"items of type {kind} are of OpenAI's own tools, and left out", where)
             return
         if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
-            message = f"{where}.type: items of type {shortened(kind)} are not supported; those are {_listed}"
-            raise InvalidArgument(message, field=f"{where}.type")
+            raise field_error(
+                f"{where}.type", f": items of type {shortened(kind)} are not supported; those are {_listed}"
+            )
         reject_unsupported(members, _ITEM_FIELDS[kind] | _OF_ALL_ITEMS, _NO_OP_VALUES, f"{where}.")
         {
             "message": self._add_message,
@@ -140,7 +141,7 @@ class InputMessages:
     def _add_message(self, members: Mapping[str, Any], where: str) -> None:
         role, text = members.get("role"), self._text(members.get("content"), f"{where}.content")
         if role not in _ROLES:
-            raise InvalidArgument(f"{where}.role must be one of {', '.join(_ROLES)}", field=f"{where}.role")
+            raise field_error(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
         if role in ("system", "developer"):
             self.add_instructions(text, where)
         elif role == "assistant":
@@ -161,7 +162,7 @@ class InputMessages:
     def _add_shell_call(self, members: Mapping[str, Any], where: str) -> None:
         call_id, action = _string(members, "call_id", where), members.get("action")
         if not isinstance(action, dict):
-            raise InvalidArgument(f"{where}.action must be an object", field=f"{where}.action")
+            raise field_error(f"{where}.action", "must be an object")
         arguments = {name: value for name, value in action.items() if name != "type" and value is not None}
         self._add_function(call_id, LOCAL_SHELL, json_text(arguments, f"{where}.action"), where)
         if isinstance(members.get("id"), str):  # OpenAI's types name the call so in its output
@@ -177,8 +178,9 @@ class InputMessages:
         call_id, text = _string(members, named, where), self._text(members.get("output"), f"{where}.output")
         call_id = self._aliases.get(call_id, call_id)
         if call_id not in self._calls:
-            message = f"{where}.{named}: there is no call {shortened(call_id)} before it, and {_KEEPS_NO_STATE}"
-            raise InvalidArgument(message, field=f"{where}.{named}")
+            raise field_error(
+                f"{where}.{named}", f": there is no call {shortened(call_id)} before it, and {_KEEPS_NO_STATE}"
+            )
         self._add(where, {"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _add_reasoning(self, members: Mapping[str, Any], where: str) -> None:
@@ -194,7 +196,7 @@ class InputMessages:
         if isinstance(content, str):
             return content
         if not isinstance(content, list):
-            raise InvalidArgument(f"{where} must be a string or a list of text parts", field=where)
+            raise field_error(where, "must be a string or a list of text parts")
         return "\n".join(self._part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
 
     def _part_text(self, part: Any, where: str) -> str:
@@ -205,8 +207,7 @@ class InputMessages:
             self._warnings.setdefault(f"this model reads text alone; the text says that there was one: {what}", where)
             return _UNSEEN.format(what)
         if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            message = f"{where}.type: {shortened(kind)} is not supported: this server reads text alone"
-            raise InvalidArgument(message, field=f"{where}.type")
+            raise field_error(f"{where}.type", f": {shortened(kind)} is not supported: this server reads text alone")
         reject_unsupported(members, _PART_FIELDS, {}, f"{where}.")
         return _string(members, _TEXT_PARTS[kind], where)
 
@@ -244,16 +245,16 @@ def read_input(given: str | list[JsonObject] | None, instructions: str | None) -
         raise ApiError(_NO_INPUT, 400, "missing_required_parameter", field="input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if len(items) > MAX_ITEMS:
-        raise InvalidArgument(f"input: {len(items)} items are more than the {MAX_ITEMS} there may be", field="input")
+        raise field_error("input", f": {len(items)} items are more than the {MAX_ITEMS} there may be")
     for index, item in enumerate(items):
         read.add_item(item, "input" if isinstance(given, str) else f"input[{index}]")
     read.end()
     if not read.messages:
-        raise InvalidArgument("input has nothing that could be answered", field="input")
+        raise field_error("input", "has nothing that could be answered")
     return read
 
 
 def _string(members: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(members.get(key), str):
-        raise InvalidArgument(f"{where}.{key} must be a string", field=f"{where}.{key}")
+        raise field_error(f"{where}.{key}", "must be a string")
     return str(members[key])

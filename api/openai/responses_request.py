@@ -9,15 +9,24 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from ...core.errors import CharoniaError, InvalidArgument
+from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest
-from .json_body import IGNORED_FIELDS, NoOpValues, body_shape, convert_fields, reject_unsupported, shortened
-from .known_fields import Shape, ShapeByType, shape_of
-from .request_parsing import CHAT_FIELDS, THINKING_NOTES, ParsedCompletion, parse_chat
-from .responses_input import ITEM_SHAPE, LOCAL_SHELL, InputMessages, JsonObject, read_input
+from .json_body import (
+    IGNORED_FIELDS,
+    NoOpValues,
+    body_shape,
+    convert_fields,
+    field_error,
+    reject_unsupported,
+    shortened,
+)
+from .known_fields import ShapeByType, shape_of
+from .request_parsing import CHAT_FIELDS, THINKING_NOTES
+from .responses_input import ITEM_SHAPE, InputMessages, JsonObject, read_input
 from .responses_output import CallKind
+from .responses_tools import FUNCTION_SHAPE, ToolList
 from .schemas import CHAT_NO_OP_VALUES, RESPONSE_FORMAT_SHAPE, StreamOptions
-from .translated_chat import FieldNames
+from .translated_chat import FieldNames, TranslatedChat, parse_translated
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -43,29 +52,6 @@ NO_OP_VALUES: NoOpValues = {
 }
 IGNORED = IGNORED_FIELDS | {"prompt_cache_options", "client_metadata", "max_tool_calls"}
 """Fields that change nothing about the answer; `max_tool_calls` counts calls of OpenAI's own tools."""
-
-_MAX_LISTED_TOOLS = 1024
-"""Tools of all types; of functions there may be fewer."""
-
-_UNREAD_OF_TOOLS = ("allowed_callers", "defer_loading", "output_schema", "async")
-"""Members of tools that change nothing, where the client alone calls them and all are in the prompt."""
-
-_LOCAL_SHELL_TOOL: JsonObject = {
-    "name": LOCAL_SHELL,
-    "description": "Runs a command on the user's machine, and returns what it writes.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "command": {"type": "array", "items": {"type": "string"}, "description": "The program and its arguments."},
-            "working_directory": {"type": "string"},
-            "timeout_ms": {"type": "integer"},
-            "env": {"type": "object", "additionalProperties": {"type": "string"}},
-        },
-        "required": ["command"],
-        "additionalProperties": False,
-    },
-    "strict": True,
-}
 
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 
@@ -121,15 +107,12 @@ _OF_CHAT = CHAT_FIELDS - {
 """Fields that are a chat's as they are, vLLM's extra parameters among them."""
 
 
-_FUNCTION_SHAPE = Shape(
-    frozenset(("type", "name", "description", "parameters", "strict", *_UNREAD_OF_TOOLS)),
-)
 RESPONSES_SHAPE = body_shape(
     _OWN | CHAT_FIELDS | IGNORED | CHAT_NO_OP_VALUES.keys(),
     NO_OP_VALUES,
     {
         "input": ITEM_SHAPE,
-        "tools": ShapeByType({"function": _FUNCTION_SHAPE}, default="function"),
+        "tools": ShapeByType({"function": FUNCTION_SHAPE}, default="function"),
         "text": shape_of(TextConfig, {"format": RESPONSE_FORMAT_SHAPE}),
         "reasoning": shape_of(ReasoningConfig),
         "stream_options": shape_of(StreamOptions),
@@ -138,17 +121,15 @@ RESPONSES_SHAPE = body_shape(
 )
 
 
-class ParsedResponses(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body. `echo`: what the answer repeats of it; `logprobs`: the text's are shown; `calls`: by the names of
-    tools that are no functions, the types of their calls; `names`: of fields, for errors of the chat; `warnings`: what
-    was left out."""
+class ParsedResponses(TranslatedChat, frozen=True, kw_only=True):
+    """A parsed body of /v1/responses."""
 
-    chat: ParsedCompletion
     echo: JsonObject
+    """What the answer repeats of it."""
     logprobs: bool
+    """Whether the answer has the logprobs of its text."""
     calls: Mapping[str, CallKind]
-    names: FieldNames
-    warnings: tuple[str, ...]
+    """By the names of tools that are no functions, the types of their calls."""
 
 
 def parse_responses(body: Mapping[str, Any], request_id: str) -> ParsedResponses:
@@ -160,27 +141,23 @@ def parse_responses(body: Mapping[str, Any], request_id: str) -> ParsedResponses
     reject_unsupported(body, _OWN | _OF_CHAT | IGNORED, NO_OP_VALUES, "")
     fields = convert_fields({name: value for name, value in body.items() if name in _OWN}, ResponsesBody)
     _check(fields)
-    read = read_input(fields.input, fields.instructions)
-    tools = ToolList(fields)
-    names = FieldNames(lambda: _names(read, tools))
-    chat = {name: value for name, value in body.items() if name in _OF_CHAT - _OWN} | _chat_members(fields, read, tools)
-    try:
-        parsed = parse_chat({name: value for name, value in chat.items() if value is not None}, request_id)
-    except CharoniaError as error:
-        names.rename(error)
-        raise
-    named = tuple(_named(each, f"resp_{request_id}") for each in parsed.requests)
+    messages = read_input(fields.input, fields.instructions)
+    tools = ToolList(fields.tools or (), fields.tool_choice, fields.parallel_tool_calls)
+    names = FieldNames(lambda: _field_names(messages, tools))
+    kept = {name: value for name, value in body.items() if name in _OF_CHAT - _OWN}
+    chat = parse_translated(kept | _chat_members(fields, messages, tools), names, request_id)
+    requests = tuple(_renamed(request, f"resp_{request_id}") for request in chat.requests)
     return ParsedResponses(
-        chat=msgspec.structs.replace(parsed, requests=named),
+        chat=msgspec.structs.replace(chat, requests=requests),
         echo=_echo(body, fields, tools),
         logprobs=_wants_logprobs(fields),
         calls=tools.calls,
         names=names,
-        warnings=(*tools.warnings, *_without_effect(fields, read), *_renamed(parsed.warnings, tools)),
+        warnings=(*tools.warnings, *_without_effect(fields, messages), *_translated(chat.warnings, tools)),
     )
 
 
-def _renamed(warnings: Sequence[str], tools: "ToolList") -> Iterator[str]:
+def _translated(warnings: Sequence[str], tools: ToolList) -> Iterator[str]:
     """Warnings of the chat in the words of the body."""
     for warning in warnings:
         for index, position in enumerate(tools.positions):
@@ -190,7 +167,7 @@ def _renamed(warnings: Sequence[str], tools: "ToolList") -> Iterator[str]:
         yield warning
 
 
-def _named(request: GenerateRequest, request_id: str) -> GenerateRequest:
+def _renamed(request: GenerateRequest, request_id: str) -> GenerateRequest:
     """The request under the id of its answer, which the log has too, and its constraint under its name here."""
     constraint = request.guided_decoding
     if constraint is not None and constraint.parameter == "response_format":
@@ -201,14 +178,13 @@ def _named(request: GenerateRequest, request_id: str) -> GenerateRequest:
 def _refuse_state(body: Mapping[str, Any]) -> None:
     for field in ("previous_response_id", "conversation"):
         if body.get(field) is not None:
-            raise InvalidArgument(f"{field} is not supported: {_NO_STATE.format(field)}", field=field)
+            raise field_error(field, f"is not supported: {_NO_STATE.format(field)}")
 
 
 def _check(fields: ResponsesBody) -> None:
-    for index, each in enumerate(fields.include or ()):
-        if each not in _INCLUDABLE:
-            message = f"include[{index}] must be one of {', '.join(_INCLUDABLE)}, got {shortened(each)}"
-            raise InvalidArgument(message, field=f"include[{index}]")
+    for index, name in enumerate(fields.include or ()):
+        if name not in _INCLUDABLE:
+            raise field_error(f"include[{index}]", f"must be one of {', '.join(_INCLUDABLE)}, got {shortened(name)}")
     metadata = fields.metadata or {}
     sizes = all(len(key) <= _MAX_METADATA_KEY and len(text) <= _MAX_METADATA_VALUE for key, text in metadata.items())
     if len(metadata) > _MAX_METADATA or not sizes:
@@ -218,114 +194,24 @@ def _check(fields: ResponsesBody) -> None:
         )
         raise InvalidArgument(message, field="metadata")
     if fields.stream_options is not None and not fields.stream:
-        raise InvalidArgument("stream_options needs stream to be true", field="stream_options")
+        raise field_error("stream_options", "needs stream to be true")
 
 
-class ToolList:
-    """The tools of a body in the form of a chat. `positions[i]`: the place in the body of tool i; `echo`: the tools as
-    the answer repeats them; `calls`: by the names of those that are no functions, the types of their calls; `skipped`:
-    the types that were left out, for the client does not run them, with the first place of each."""
-
-    def __init__(self, fields: ResponsesBody) -> None:
-        self.tools: list[JsonObject] = []
-        self.echo: list[JsonObject] = []
-        self.positions: list[int] = []
-        self.calls: dict[str, CallKind] = {}
-        self.skipped: dict[str, int] = {}
-        given = fields.tools or ()
-        if len(given) > _MAX_LISTED_TOOLS:
-            raise InvalidArgument(
-                f"tools: {len(given)} are more than the {_MAX_LISTED_TOOLS} there may be", field="tools"
-            )
-        for index, tool in enumerate(given):
-            self._add(tool, index)
-        self.choice = self._read_choice(fields.tool_choice)
-        self.parallel = fields.parallel_tool_calls if self.tools else None
-
-    @property
-    def warnings(self) -> list[str]:
-        return [f"tools[{at}]: tools of type {kind} are not served, and left out" for kind, at in self.skipped.items()]
-
-    def _add(self, tool: JsonObject, index: int) -> None:
-        kind = tool.get("type", "function")
-        match kind:
-            case "function":
-                read = {name: value for name, value in tool.items() if name != "type" and value is not None}
-                function = {name: value for name, value in read.items() if name not in _UNREAD_OF_TOOLS}
-                self.tools.append({"type": "function", "function": function})
-                self.echo.append(
-                    {"type": "function", "parameters": None, "strict": False, "description": None} | function
-                )
-            case "custom":
-                self.tools.append({"type": "custom", "custom": _custom_tool(tool, f"tools[{index}]")})
-                self.echo.append(tool)
-                if isinstance(tool.get("name"), str):
-                    self.calls[tool["name"]] = "custom_tool_call"
-            case "local_shell":
-                self.tools.append({"type": "function", "function": _LOCAL_SHELL_TOOL})
-                self.echo.append(tool)
-                self.calls[LOCAL_SHELL] = "local_shell_call"
-            case _:
-                self.skipped.setdefault(shortened(kind), index)
-                return
-        self.positions.append(index)
-
-    def _read_choice(self, choice: str | JsonObject | None) -> str | JsonObject | None:
-        if isinstance(choice, str) or choice is None:
-            return choice if self.tools or choice not in ("auto", "none") else None
-        kind = choice.get("type")
-        if kind == "allowed_tools":
-            listed = choice.get("tools")
-            functions = [
-                _tool_name({"type": each["type"], "name": each.get("name")})
-                for each in (listed if isinstance(listed, list) else [])
-                if isinstance(each, dict) and each.get("type") in _CALLED_TYPES
-            ]
-            return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": functions}}
-        if kind in _CALLED_TYPES:
-            return _tool_name(choice)
-        message = f"tool_choice.type must be {', '.join(_CALLED_TYPES)} or allowed_tools, got {shortened(kind)}"
-        raise InvalidArgument(message, field="tool_choice.type")
-
-
-_CALLED_TYPES = ("function", "custom", "local_shell")
-"""Types of tools that a client runs."""
-
-
-def _tool_name(named: JsonObject) -> JsonObject:
-    """A chat's way to name a tool."""
-    if named["type"] == "local_shell":
-        return {"type": "function", "function": {"name": LOCAL_SHELL}}
-    return {"type": named["type"], named["type"]: {name: text for name, text in named.items() if name != "type"}}
-
-
-def _custom_tool(tool: JsonObject, where: str) -> JsonObject:
-    """A custom tool as a chat has it: there, what belongs to the grammar stands in a member of its own."""
-    custom = {name: tool[name] for name in ("name", "description", "format") if tool.get(name) is not None}
-    form = custom.get("format")
-    if isinstance(form, dict) and form.get("type") == "grammar":
-        custom["format"] = {"type": "grammar", "grammar": {key: text for key, text in form.items() if key != "type"}}
-    elif form is not None and not isinstance(form, dict):
-        raise InvalidArgument(f"{where}.format must be an object", field=f"{where}.format")
-    return custom
-
-
-def _chat_members(fields: ResponsesBody, read: InputMessages, tools: ToolList) -> JsonObject:
+def _chat_members(fields: ResponsesBody, messages: InputMessages, tools: ToolList) -> JsonObject:
     """What a chat body has in another form; None stands for nothing."""
-    text, reasoning = fields.text or TextConfig(), fields.reasoning or ReasoningConfig()
     shown = _wants_logprobs(fields)
     return {
         "model": fields.model,
-        "messages": read.messages,
+        "messages": messages.messages,
         "stream": fields.stream,
         "max_completion_tokens": fields.max_output_tokens,
         "logprobs": shown or None,
         "top_logprobs": fields.top_logprobs if shown else None,
-        "response_format": None if text.format is None else _response_format(text.format),
-        "reasoning_effort": reasoning.effort,
+        "response_format": _response_format(fields.text.format if fields.text else None),
+        "reasoning_effort": fields.reasoning.effort if fields.reasoning else None,
         "tools": tools.tools or None,
         "tool_choice": tools.choice,
-        "parallel_tool_calls": tools.parallel,
+        "parallel_tool_calls": tools.parallel_calls,
     }
 
 
@@ -333,25 +219,22 @@ def _wants_logprobs(fields: ResponsesBody) -> bool:
     return LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
 
 
-def _response_format(asked: JsonObject) -> JsonObject | None:
-    kind = asked.get("type")
-    if kind == "json_schema" and kind not in asked:
-        return {"type": kind, kind: {name: value for name, value in asked.items() if name != "type"}}
-    return None if asked == {"type": "text"} else asked
+def _response_format(text_format: JsonObject | None) -> JsonObject | None:
+    """A chat's `response_format`: there, the schema stands in a member of its own."""
+    if text_format is None or text_format == {"type": "text"}:
+        return None
+    kind = text_format.get("type")
+    if kind != "json_schema" or kind in text_format:
+        return text_format
+    return {"type": kind, kind: {name: value for name, value in text_format.items() if name != "type"}}
 
 
-def _names(read: InputMessages, tools: ToolList) -> dict[str, str]:
+def _field_names(messages: InputMessages, tools: ToolList) -> dict[str, str]:
     """The fields of the chat that are called otherwise in the body."""
     return {
         "messages": "input",
-        **{f"messages[{index}]": origin for index, origin in enumerate(read.origins)},
-        **{f"tools[{index}].function": f"tools[{at}]" for index, at in enumerate(tools.positions)},
-        **{f"tools[{index}].custom.format.grammar": f"tools[{at}].format" for index, at in enumerate(tools.positions)},
-        **{f"tools[{index}].custom": f"tools[{at}]" for index, at in enumerate(tools.positions)},
-        **{f"tools[{index}]": f"tools[{at}]" for index, at in enumerate(tools.positions)},
-        "tool_choice.function": "tool_choice",
-        "tool_choice.custom": "tool_choice",
-        "tool_choice.allowed_tools": "tool_choice",
+        **{f"messages[{index}]": origin for index, origin in enumerate(messages.origins)},
+        **tools.field_names,
         "response_format.json_schema": "text.format",
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
@@ -360,11 +243,10 @@ def _names(read: InputMessages, tools: ToolList) -> dict[str, str]:
     }
 
 
-def _without_effect(fields: ResponsesBody, read: InputMessages) -> Sequence[str]:
+def _without_effect(fields: ResponsesBody, messages: InputMessages) -> Sequence[str]:
     """Warnings of what is accepted and changes nothing."""
-    text = fields.text or TextConfig()
-    warnings = read.warnings
-    if text.verbosity not in (None, "medium"):
+    warnings = messages.warnings
+    if fields.text and fields.text.verbosity not in (None, "medium"):
         warnings.append("text.verbosity changes nothing here")
     if fields.truncation == "auto":
         warnings.append("truncation: an input that is too long is refused, not cut")
@@ -372,9 +254,12 @@ def _without_effect(fields: ResponsesBody, read: InputMessages) -> Sequence[str]
 
 
 def _echo(body: Mapping[str, Any], fields: ResponsesBody, tools: ToolList) -> JsonObject:
-    """The members of the answer that repeat the request, with what holds where it says nothing. Raises
-    `InvalidArgument` for what cannot be written."""
-    text, reasoning = fields.text or TextConfig(), fields.reasoning or ReasoningConfig()
+    """The members of the answer that repeat the request, or say what holds where it says nothing.
+
+    Raises `InvalidArgument` for a body that is nested too deeply to be written.
+    """
+    text = fields.text or TextConfig()
+    reasoning = fields.reasoning or ReasoningConfig()
     echo = {
         "background": False,
         "instructions": fields.instructions,

@@ -14,16 +14,16 @@ from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError
 from ...core.gateway import ModelLookup
-from ...core.request import GenerateChunk, TokenizeRequest
-from ..http.connection import CancelOnDisconnect, EventStreamResponse
+from ...core.request import GenerateChunk
+from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import ApiError, json_response
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
-from .json_body import model_field, read_members
+from .json_body import read_members
 from .responses_input import JsonObject
 from .responses_output import ResponseOutput
-from .responses_request import RESPONSES_SHAPE, parse_responses
-from .translated_chat import answer_chat
+from .responses_request import RESPONSES_SHAPE, ParsedResponses, parse_responses
+from .translated_chat import acquire_for, answer_chat, count_prompt_tokens
 
 
 class ResponsesRoutes:
@@ -43,18 +43,13 @@ class ResponsesRoutes:
         ]
 
     async def create(self, request: Request) -> ASGIApp:
-        context = context_of(request.scope)
-        self._lookup.check_room(context)
-        body = await read_members(request, self._max_input_size, RESPONSES_SHAPE)
-        asked = parse_responses(body, request_id_of(request.scope))
-        with model_field():
-            model = await self._lookup.acquire(context, asked.chat.response.model)
-        chunks = answer_chat(model, asked.chat, asked.names, context, self._max_response_size)
-        echo = asked.echo | {"model": model.name}
-        output = ResponseOutput(asked.chat.requests[0].id, echo, asked.logprobs, asked.calls)
-        for warning in asked.warnings:
-            context.warn(warning)
-        if asked.chat.stream:
+        self._lookup.check_room(context_of(request.scope))
+        parsed = await self._parse(request)
+        model = await acquire_for(parsed, self._lookup, request)
+        chunks = answer_chat(parsed, model, request, self._max_response_size)
+        echo = parsed.echo | {"model": model.name}
+        output = ResponseOutput(parsed.chat.requests[0].id, echo, parsed.logprobs, parsed.calls)
+        if parsed.chat.stream:
             return EventStreamResponse(chunks, ResponseEvents(output))
         async with CancelOnDisconnect(request.receive), aclosing(chunks):
             async for chunk in chunks:
@@ -63,17 +58,18 @@ class ResponsesRoutes:
         return json_response(output.response())
 
     async def count_tokens(self, request: Request) -> Response:
+        parsed = await self._parse(request)
+        model = await acquire_for(parsed, self._lookup, request)
+        count = await count_prompt_tokens(parsed, model, request)
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+    async def _parse(self, request: Request) -> ParsedResponses:
         body = await read_members(request, self._max_input_size, RESPONSES_SHAPE)
-        asked = parse_responses(body, request_id_of(request.scope))
-        with model_field():
-            model = await self._lookup.acquire(context_of(request.scope), asked.chat.response.model)
-        async with CancelOnDisconnect(request.receive):
-            tokens = await model.tokenize(TokenizeRequest(prompt=asked.chat.requests[0].prompt))
-        return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+        return parse_responses(body, request_id_of(request.scope))
 
     async def find(self, request: Request) -> Response:
-        found = request.path_params["response"]
-        raise ApiError(f"there is no response '{found}': this server keeps no state", 404, field="response_id")
+        name = request.path_params["response"]
+        raise ApiError(f"there is no response '{name}': this server keeps no state", 404, field="response_id")
 
 
 class ResponseEvents:
@@ -96,4 +92,4 @@ class ResponseEvents:
 
 
 def _encode(events: Iterable[JsonObject]) -> bytes:
-    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)
+    return b"".join(sse_event(orjson.dumps(event), event["type"]) for event in events)

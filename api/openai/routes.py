@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ...core.errors import CharoniaError, InvalidArgument, NotReady
+from ...core.errors import CharoniaError, NotReady
 from ...core.gateway import Administration, ModelHandle, ModelLookup, ResponseStream
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
@@ -22,7 +22,7 @@ from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
-from .json_body import JsonBody, body_shape, decode_body, model_field, read_members
+from .json_body import JsonBody, body_shape, decode_body, field_error, model_field, read_members
 from .known_fields import Shape
 from .request_parsing import (
     CHAT_SHAPE,
@@ -170,7 +170,7 @@ def only_model(lookup: ModelLookup) -> str:
     if not models and not lookup.ready():
         raise NotReady("the server is not ready")
     if len(models) != 1:
-        raise InvalidArgument("model must be given: this server has several, or none", field="model")
+        raise field_error("model", "must be given: this server has several, or none")
     return models[0].name
 
 

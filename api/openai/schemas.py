@@ -12,13 +12,12 @@ from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 import msgspec
 
 from ...core.drafts import MAX_DRAFTS, DraftLimit
-from ...core.errors import InvalidArgument
 from ...core.foreign_parameters import FOREIGN_PARAMETERS
 from ...core.logprobs import MAX_LOGPROBS
 from ...core.request import GuidedDecoding, GuidedDecodingKind
 from ...core.sampling import SamplingParams
 from ...core.structured_outputs import JsonText, StructuredOutputs, make_constraint, only_constraint
-from .json_body import NoOpValues, shortened
+from .json_body import NoOpValues, field_error, shortened
 from .known_fields import Shape, ShapeByType, shape_of
 
 _FORMAT = "response_format"
@@ -64,12 +63,11 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def constraint(self) -> GuidedDecoding | None:
         if self.json_schema is not None and self.schema is not None:
-            message = f"{_FORMAT}.schema is the same field as its json_schema: give one"
-            raise InvalidArgument(message, field=f"{_FORMAT}.schema")
+            raise field_error(f"{_FORMAT}.schema", "is the same field as its json_schema: give one")
         if self.json_schema is not None:
             return make_constraint("json_schema", self.json_schema.schema, _FORMAT, bool(self.json_schema.strict))
         if self.schema is None:
-            raise InvalidArgument(f"{_FORMAT}.json_schema is missing", field=f"{_FORMAT}.json_schema")
+            raise field_error(f"{_FORMAT}.json_schema", "is missing")
         return make_constraint("json_schema", self.schema, _FORMAT, bool(self.strict))
 
 
@@ -83,7 +81,7 @@ class StructuralTagFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     def constraint(self) -> GuidedDecoding | None:
         if (self.format is None) == (self.structures is None):
-            raise InvalidArgument(f"{_FORMAT}: give either format, or structures and triggers", field=_FORMAT)
+            raise field_error(_FORMAT, ": give either format, or structures and triggers")
         tag = {
             "type": "structural_tag",
             "structures": self.structures,
@@ -251,7 +249,7 @@ class GenerationBody(ConstraintFields, frozen=True, kw_only=True):
     def drafts(self) -> DraftLimit | None:
         """Raises `InvalidArgument` for `true`, which does not say how many."""
         if self.speculative is True:
-            raise InvalidArgument("speculative must be false, or an object with k", field="speculative")
+            raise field_error("speculative", "must be false, or an object with k")
         if isinstance(self.speculative, SpeculativeOptions):
             return DraftLimit(self.speculative.k, "speculative.k")
         return None if self.speculative is None else DraftLimit(0, "speculative")
@@ -313,8 +311,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             effort, field = self.reasoning.effort, "reasoning.effort"
         if effort is not None:
             if effort not in _EFFORTS:
-                message = f"{field} must be one of {', '.join(_EFFORTS)}, got {shortened(effort)}"
-                raise InvalidArgument(message, field=field)
+                raise field_error(field, f"must be one of {', '.join(_EFFORTS)}, got {shortened(effort)}")
             variables |= thinking_variables(effort != "none") | {"reasoning_effort": effort}
         return variables | (self.chat_template_kwargs or {})
 
@@ -337,7 +334,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         if budget is None and isinstance(self.reasoning, ReasoningOptions):
             budget, field = self.reasoning.max_tokens, "reasoning.max_tokens"
         if budget is not None and budget < -1:
-            raise InvalidArgument(f"{field} must be -1 or at least 0, got {budget}", field=field)
+            raise field_error(field, f"must be -1 or at least 0, got {budget}")
         return None if budget == -1 else budget
 
     @property
@@ -349,9 +346,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     def num_logprobs(self) -> int | None:
         top = self.top_logprobs or 0
         if not 0 <= top <= MAX_LOGPROBS:
-            raise InvalidArgument(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {top}", field="top_logprobs")
+            raise field_error("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}, got {top}")
         if top and not self.logprobs:
-            raise InvalidArgument("top_logprobs needs logprobs to be true", field="top_logprobs")
+            raise field_error("top_logprobs", "needs logprobs to be true")
         return top if self.logprobs else None
 
     @property

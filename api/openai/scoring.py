@@ -32,7 +32,7 @@ from .encoder_calls import (
     several_inputs,
     usage_of,
 )
-from .json_body import JsonBody, NoOpValues, body_shape, decode_body, read_members
+from .json_body import JsonBody, NoOpValues, body_shape, decode_body, field_error, read_members
 from .known_fields import Shape
 
 _SIDES = (("queries", ("documents", "items")), ("text_1", ("text_2",)), ("data_1", ("data_2",)))
@@ -59,9 +59,7 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
         one = one * len(other) if len(one) == 1 else one
         if len(one) != len(other):
             name = given[0][0]
-            raise InvalidArgument(
-                f"{name} has {len(one)} texts, and {given[0][1]} {len(other)}: give one, or as many", field=name
-            )
+            raise field_error(name, f"has {len(one)} texts, and {given[0][1]} {len(other)}: give one, or as many")
         return list(zip(one, other, strict=True))
 
 
@@ -126,9 +124,7 @@ class ScoringRoutes:
         check_encoder(model, SCORE, "scores of pairs", (TEXT, PAIR))
         values, tokens = await encode(model, pair_tensors(model, pairs), SCORE)
         if (labels := values.shape[1]) != 1:
-            raise InvalidArgument(
-                f"model '{model.config.name}' gives {labels} scores to a pair, not one", field="model"
-            )
+            raise field_error("model", f"'{model.config.name}' gives {labels} scores to a pair, not one")
         return values[:, 0], tokens
 
     async def classify(self, request: Request) -> Response:
@@ -151,15 +147,13 @@ class ScoringRoutes:
     async def pooling(self, request: Request) -> Response:
         body = decode_body(await self._read(request, _POOLING_SHAPE), PoolingBody, _POOLING_NO_OP_VALUES)
         if body.encoding_format not in (None, "float", "base64"):
-            message = f"encoding_format must be float or base64, got {body.encoding_format!r}"
-            raise InvalidArgument(message, field="encoding_format")
+            raise field_error("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
         texts = several_inputs(body.input)
         model = await acquire_encoder(self._lookup, request, body.model)
         output = EMBEDDING if makes(model, EMBEDDING) else SCORE
         task = "embed" if output == EMBEDDING else "classify"
         if body.task not in (None, task):
-            message = f"task: model '{model.config.name}' does {task}, not {body.task[:40]}"
-            raise InvalidArgument(message, field="task")
+            raise field_error("task", f": model '{model.config.name}' does {task}, not {body.task[:40]}")
         name, inputs = input_tensors(model, texts)
         check_encoder(model, output, "vectors or classes", (name,))
         async with CancelOnDisconnect(request.receive):

@@ -21,7 +21,7 @@ from ...core.tensor import Tensor, TensorSpec
 from .. import json_tensors
 from ..infer_call import ResponseSize
 from ..size_limits import MAX_RESPONSE_BYTES
-from .json_body import NoOpValues, shortened
+from .json_body import NoOpValues, field_error, shortened
 from .request_parsing import ParsedCompletion
 
 MESSAGES, TEXT, STREAM, OUTPUT = "messages", "text_input", "stream", "text_output"
@@ -81,8 +81,7 @@ def read_tensor_request(config: ModelConfig, endpoint: str, parsed: ParsedComple
         InvalidArgument: the model serves the other endpoint, or has no input for a field; `field` names it.
     """
     if config.openai_api != endpoint:
-        message = f"model '{config.name}' serves {config.openai_api}, not {endpoint}"
-        raise InvalidArgument(message, field="model")
+        raise field_error("model", f"'{config.name}' serves {config.openai_api}, not {endpoint}")
     specs, first = {spec.name: spec for spec in config.inputs}, parsed.requests[0]
     if first.prompt_count > 1:
         raise InvalidArgument(f"model '{config.name}' takes one prompt at a time", field="prompt")
@@ -103,12 +102,12 @@ def _prompt_input(specs: Mapping[str, TensorSpec], prompt: Prompt) -> dict[str, 
     if isinstance(prompt, str):
         return {TEXT: prompt}
     if not isinstance(prompt, Conversation):
-        raise InvalidArgument("prompt must be text for this model, and not token ids", field="prompt")
+        raise field_error("prompt", "must be text for this model, and not token ids")
     if MESSAGES in specs:
         return {MESSAGES: [_turn(each) for each in prompt.messages]}
     asked = [each.content for each in prompt.messages if each.role == "user"]
     if not asked:
-        raise InvalidArgument("messages must have one of the role user for this model", field="messages")
+        raise field_error("messages", "must have one of the role user for this model")
     return {TEXT: asked[-1]}
 
 
@@ -142,8 +141,7 @@ def _field_inputs(config: ModelConfig, specs: Mapping[str, TensorSpec], fields: 
         elif name in _SAMPLING_FIELDS and SAMPLING in specs:
             sampling[name] = value
         elif value not in _NO_OP_VALUES.get(field, ()):
-            message = f"{field}: model '{config.name}' has no input of that name, got {shortened(value)}"
-            raise InvalidArgument(message, field=field)
+            raise field_error(field, f": model '{config.name}' has no input of that name, got {shortened(value)}")
     return values | {SAMPLING: sampling} if sampling else values
 
 

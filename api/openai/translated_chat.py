@@ -1,18 +1,25 @@
-"""Answers to a chat that was made of another body: errors name the fields of the one that the client sent."""
+"""Bodies of other protocols that become a chat: they are parsed and answered as one, and their errors name the fields
+that the client sent."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
 
 from ...core.errors import CharoniaError
-from ...core.gateway import ModelHandle, ResponseStream
-from ...core.request import GenerateChunk
-from ...core.request_context import RequestContext
-from .request_parsing import ParsedCompletion
+from ...core.gateway import ModelHandle, ModelLookup, ResponseStream
+from ...core.request import GenerateChunk, TokenizeRequest
+from ..http.connection import CancelOnDisconnect
+from ..http.request_context import context_of
+from .json_body import model_field
+from .request_parsing import ParsedCompletion, parse_chat
 from .tensor_models import generate_from_tensors, read_tensor_request
 
 
 class FieldNames:
-    """`names` of a chat body's fields, as the body that it was made of calls them; asked for when there is an error."""
+    """The names of a chat body's fields in the body that it was made of; `names` makes them when there is an error."""
 
     def __init__(self, names: Callable[[], Mapping[str, str]]) -> None:
         self._names = names
@@ -21,27 +28,68 @@ class FieldNames:
         """Let an error name the field that the client sent."""
         path = error.field or ""
         # The longest first: what is in a field may come from another place than the rest of it.
-        for name, here in sorted(self._names().items(), key=lambda pair: -len(pair[0])):
+        for name, own_name in sorted(self._names().items(), key=lambda pair: -len(pair[0])):
             if path == name or path.startswith((f"{name}.", f"{name}[")):
-                error.field = here + path.removeprefix(name)
-                error.message = error.message.replace(path, error.field).replace(name, here, 1)
+                error.field = own_name + path.removeprefix(name)
+                error.message = error.message.replace(path, error.field).replace(name, own_name, 1)
                 error.args = (error.message,)
                 return
 
 
-def answer_chat(
-    model: ModelHandle, chat: ParsedCompletion, names: FieldNames, context: RequestContext, limit: int
-) -> ResponseStream[GenerateChunk]:
-    """The one answer of a model to `chat`. `limit`: see `generate_from_tensors`. Raises, and lets the stream raise,
-    what the model does."""
-    if not model.config.openai_api:
-        return _rename_errors(model.generate(chat.requests[0]), names)
+class TranslatedChat(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed body that was made a chat."""
+
+    chat: ParsedCompletion
+    names: FieldNames
+    warnings: tuple[str, ...]
+    """What was left out, for the client."""
+
+
+def parse_translated(members: Mapping[str, Any], names: FieldNames, request_id: str) -> ParsedCompletion:
+    """Parse the chat body that another one was made into; a member that is None is left out.
+
+    Raises `InvalidArgument` as `parse_chat` does, with the field as `names` has it.
+    """
     try:
-        asked = read_tensor_request(model.config, "chat", chat)
+        return parse_chat({name: value for name, value in members.items() if value is not None}, request_id)
     except CharoniaError as error:
         names.rename(error)
         raise
-    return _rename_errors(generate_from_tensors(model, asked, context, limit), names)
+
+
+async def acquire_for(parsed: TranslatedChat, lookup: ModelLookup, request: Request) -> ModelHandle:
+    """The model that a body names. Raises `NotFound`, and what the lookup does."""
+    with model_field():
+        return await lookup.acquire(context_of(request.scope), parsed.chat.response.model)
+
+
+async def count_prompt_tokens(parsed: TranslatedChat, model: ModelHandle, request: Request) -> int:
+    """The tokens of the prompt of a body."""
+    async with CancelOnDisconnect(request.receive):
+        return len(await model.tokenize(TokenizeRequest(prompt=parsed.chat.requests[0].prompt)))
+
+
+def answer_chat(
+    parsed: TranslatedChat, model: ModelHandle, request: Request, limit: int
+) -> ResponseStream[GenerateChunk]:
+    """The one answer of a model to a body, whose warnings are noted for the client.
+
+    Raises, and lets the stream raise, what the model does. `limit`: see `generate_from_tensors`.
+    """
+    context, names = context_of(request.scope), parsed.names
+    chunks: ResponseStream[GenerateChunk]
+    if model.config.openai_api:
+        try:
+            tensors = read_tensor_request(model.config, "chat", parsed.chat)
+        except CharoniaError as error:
+            names.rename(error)
+            raise
+        chunks = generate_from_tensors(model, tensors, context, limit)
+    else:
+        chunks = model.generate(parsed.chat.requests[0])
+    for warning in parsed.warnings:
+        context.warn(warning)
+    return _rename_errors(chunks, names)
 
 
 async def _rename_errors(
