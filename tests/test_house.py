@@ -101,7 +101,7 @@ BUDGETS = {
     "kvcache": 250,
     "tokenization": 3_200,
     "scheduler": 1_850,
-    "engine": 17_400,
+    "engine": 18_600,
     "classic_backends": 7_450,
     "ensembles": 1_200,
     "routing": 250,

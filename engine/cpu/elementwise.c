@@ -11,8 +11,11 @@ typedef void gate_row(const void *, void *, long, int, int);
 typedef void rope_row(const void *, const float *, void *, long, int);
 typedef void scale_row(const void *, void *, long, float, int);
 
+typedef void gate_head(const HeadGate *, const void *, const void *, const float *, void *);
+
 static norm_row *const norms[LEVELS] = ALL_LEVELS(norm);
 static gate_row *const gates[LEVELS] = ALL_LEVELS(gate);
+static gate_head *const head_gates[LEVELS] = ALL_LEVELS(gate_head);
 static rope_row *const rope_rows[LEVELS] = ALL_LEVELS(rope);
 static scale_row *const scales[LEVELS] = ALL_LEVELS(scale);
 
@@ -38,6 +41,17 @@ void gate_in_team(Team *team, const Gate *o)
                   o->kind));
 }
 
+void gate_heads_in_team(Team *team, const HeadGateCall *o)
+{
+    gate_head *gate = head_gates[charonia_level()];
+    const HeadGate *l = o->layer;
+    FOR_ROWS(team, o->rows, o->rows * l->heads * l->n, for (int64_t h = 0; h < l->heads; h++) {
+        const int64_t at = (row * l->heads + h) * l->n;
+        gate(l, place(o->x, at, l->kind), place(o->gates, row * o->gates_stride + l->column + h * l->n, l->kind),
+             l->weight ? l->weight + h % l->weights * l->n : 0, place(o->out, at, l->kind));
+    });
+}
+
 void embed_rows(const Embedding *o)
 {
     scale_row *scale = scales[charonia_level()];
@@ -57,6 +71,13 @@ EXPORT void charonia_gate(const void *x, void *out, int64_t rows, int64_t n, int
 {
     const Gate gate = {x, out, rows, n, activation, kind};
     PARALLEL_REGION(threads_for(2 * rows * n), gate_in_team(team, &gate));
+}
+
+EXPORT void charonia_gate_heads(const HeadGate *layer, const void *x, const void *gates, int64_t gates_stride, void *out,
+                                int64_t rows)
+{
+    const HeadGateCall call = {layer, x, gates, rows, gates_stride, out};
+    PARALLEL_REGION(threads_for(rows * layer->heads * layer->n), gate_heads_in_team(team, &call));
 }
 
 /* out [rows, heads, 2 * half] = x (rows `stride` elements apart), turned by cosines and sines [rows, 2, half]. */

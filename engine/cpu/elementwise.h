@@ -24,6 +24,22 @@ typedef struct {
     int activation, kind;
 } Gate;
 
+/* The norm of a layer's result, and a gate: its numbers in a line of gates stand from `column` on. */
+typedef struct {
+    int64_t heads, n, weights, column;
+    const float *weight; /* [weights, n], one for all heads or one for each; none: gated only */
+    float eps;
+    int32_t gates_first, sigmoid, kind; /* the gate goes through a sigmoid, else SiLU */
+} HeadGate;
+
+/* out [rows, heads, n] = x, normalised and multiplied with its gate, or the other way round; x may be out. */
+typedef struct {
+    const HeadGate *layer;
+    const void *x, *gates;
+    int64_t rows, gates_stride;
+    void *out;
+} HeadGateCall;
+
 /* out [rows, n] = the rows `ids` of table [vocabulary, n], multiplied with `factor`. */
 typedef struct {
     const int32_t *ids;
@@ -36,6 +52,7 @@ typedef struct {
 
 void norm_in_team(Team *, const Norm *);
 void gate_in_team(Team *, const Gate *);
+void gate_heads_in_team(Team *, const HeadGateCall *);
 void embed_rows(const Embedding *);
 
 #endif

@@ -117,6 +117,21 @@ static inline Piece claim_piece(Team *t, int64_t owner, int64_t count, int64_t l
     return piece;
 }
 
+/* Runs the rest for each `piece` of `count`, which take unlike times: a thread that is ready early takes what is left of the
+   others' shares. */
+#define FOR_CLAIMED(team, count, ...)                                                                         \
+    do {                                                                                                      \
+        (team)->works++;                                                                                      \
+        for (int64_t away_ = 0; away_ < (team)->all; away_++) {                                               \
+            const int64_t owner_ = ((team)->me + away_) % (team)->all;                                        \
+            const int64_t first_ = share_begin(count, team, owner_);                                          \
+            const int64_t own_ = share_begin(count, team, owner_ + 1) - first_;                               \
+            for (Piece claimed_; (claimed_ = claim_piece(team, owner_, own_, 1)).begin < own_;)               \
+                for (int64_t piece = first_ + claimed_.begin; piece < first_ + claimed_.end; piece++)         \
+                    __VA_ARGS__;                                                                              \
+        }                                                                                                     \
+    } while (0)
+
 /* Runs the rest with a `team` in a region of `wanted` threads. The macro's own names end in _ where `wanted` may use them. */
 #define PARALLEL_REGION(wanted, ...)                                                                          \
     do {                                                                                                      \

@@ -15,6 +15,7 @@
 #define vf_sum AT(vf_sum)
 #define vf_most AT(vf_most)
 #define vf_exp2 AT(vf_exp2)
+#define vf_sigmoid AT(vf_sigmoid)
 #define vf_silu AT(vf_silu)
 #define vf_tanh AT(vf_tanh)
 #define vf_gelu AT(vf_gelu)
@@ -124,6 +125,8 @@ INLINE vf vf_exp2(vf x)
 }
 
 #define LOG2E 1.44269504088896341f
+
+INLINE vf vf_sigmoid(vf x) { return 1.0f / (1.0f + vf_exp2(x * -LOG2E)); }
 
 INLINE vf vf_silu(vf x) { return x / (1.0f + vf_exp2(x * -LOG2E)); }
 

@@ -1,0 +1,200 @@
+"""Layers that keep a state of each sequence in C (`recurrent.h`): causal convolutions, the gated delta rule (arXiv
+2412.06464), Mamba-2's selective scan (arXiv 2405.21060), and the gates behind them and behind attention.
+
+The state of one layer is two tensors, or one of them, contiguous, with a line for each slot (`step_states.py`):
+
+    windows   [slots, kernel - 1, channels]          in the model's dtype: a convolution's last inputs, oldest first
+    matrices  [slots, heads, key size, value size]   in float32
+
+Mamba-2's key size is its state size N and its value size the head dim P, so that its state h [P, N] lies transposed; B
+is the key, C the query, and its groups are key heads. What a slot holds before its row begins does not matter: a row
+whose source is -1 begins with zeros. A call reads the sources, computes all of a row's tokens, and writes the row's
+slot and the saves: nothing else is to be copied or cleared.
+
+Inputs are lines of [N, width], float32 or bfloat16, the last axis contiguous, of which a layer takes the columns that
+it is built with: one product may have made all of them. Inside all is float32; results are rounded once. A sequence's
+bits depend on nothing but the sequence. Shapes are not checked. tests/engine/cpu/test_recurrent.py has the reference.
+"""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..step_batch import StepBatch
+from ..step_states import StepStates
+from . import library
+from .attention import StepStruct
+from .library import struct_fields
+
+MAX_KERNEL, MAX_KEY_SIZE = 8, 256
+"""Limits of the kernels, as in recurrent.h."""
+
+_NONE = -1
+_DELTA_RULE, _SELECTIVE_SCAN = range(2)
+
+
+class _MovesStruct(ctypes.Structure):
+    """`StateMoves` of recurrent.h."""
+
+    _fields_ = struct_fields("p sources save_begins save_counts save_slots")
+
+
+class _ConvolutionStruct(ctypes.Structure):
+    """`Convolution` of recurrent.h."""
+
+    _fields_ = struct_fields("l channels kernel inputs input_gates output_gates", "p weight bias", "i activated kind")
+
+
+class _RecurrenceStruct(ctypes.Structure):
+    """`Recurrence` of recurrent.h."""
+
+    _fields_ = struct_fields(
+        "l heads key_heads key_size value_size queries keys values decay_gates betas",
+        "p rates bias skip",
+        "f scale least most",
+        "i rule kind",
+    )
+
+
+class _HeadGateStruct(ctypes.Structure):
+    """`HeadGate` of elementwise.h."""
+
+    _fields_ = struct_fields("l heads n weights column", "p weight", "f eps", "i gates_first sigmoid kind")
+
+
+class StepSlots:
+    """A step's rows and the slots of their states, as C reads them: made once for all layers."""
+
+    def __init__(self, batch: StepBatch, states: StepStates) -> None:
+        self._kept = batch, states
+        self._structs = StepStruct(*batch.c_fields), _MovesStruct(*states.c_fields)
+        self.addresses = tuple(map(ctypes.addressof, self._structs))
+
+
+class ConvolutionColumns(NamedTuple):
+    """Where a convolution's numbers begin in a line of its input: `inputs`, what they are multiplied with before it,
+    and what its results are multiplied with (LFM2's B and C); None: nothing."""
+
+    inputs: int
+    input_gates: int | None = None
+    output_gates: int | None = None
+
+
+class CausalConvolution:
+    """A depthwise convolution over a sequence's tokens: `weight` [channels, kernel], the last for the token itself, and
+    `bias` [channels] or none, both float32; then SiLU if `activated`."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, activated: bool, columns: ConvolutionColumns, dtype: torch.dtype
+    ) -> None:
+        self._weight, self._bias = weight.T.contiguous(), bias
+        self.channels, self.kernel = weight.shape
+        gates = (_NONE if column is None else column for column in columns[1:])
+        addresses = self._weight.data_ptr(), None if bias is None else bias.data_ptr()
+        sizes = self.channels, self.kernel, columns.inputs, *gates
+        self._struct = _ConvolutionStruct(*sizes, *addresses, activated, library.DTYPE_CODES[dtype])
+        self._convolve = library.bind_function("charonia_convolve")
+
+    def __call__(self, x: Tensor, windows: Tensor, slots: StepSlots) -> Tensor:
+        """x [N, width] -> [N, channels]; changes `windows`."""
+        out = torch.empty((len(x), self.channels), dtype=x.dtype)
+        addresses = x.data_ptr(), x.stride(0), windows.data_ptr(), out.data_ptr()
+        self._convolve(ctypes.addressof(self._struct), *slots.addresses, *addresses)
+        return out
+
+
+class RecurrenceShape(NamedTuple):
+    """The heads of a recurrence, and where their numbers begin in a line of their input: queries and keys [key heads,
+    key size], values [heads, value size]."""
+
+    heads: int
+    key_heads: int
+    key_size: int
+    value_size: int
+    queries: int
+    keys: int
+    values: int
+
+
+class Recurrence:
+    """A recurrence over the matrices of its heads: `gated_delta_rule` or `selective_scan`."""
+
+    def __init__(self, shape: RecurrenceShape, struct: _RecurrenceStruct, kept: tuple[Tensor | None, ...]) -> None:
+        self._shape, self._struct, self._kept = shape, struct, kept
+        self._recur = library.bind_function("charonia_recur")
+
+    def __call__(self, x: Tensor, gates: Tensor, matrices: Tensor, slots: StepSlots) -> Tensor:
+        """x [N, width] with queries, keys and values, and gates [N, other width] -> [N, heads * value size]; changes
+        `matrices`."""
+        out = torch.empty((len(x), self._shape.heads * self._shape.value_size), dtype=x.dtype)
+        inputs = x.data_ptr(), x.stride(0), gates.data_ptr(), gates.stride(0)
+        self._recur(ctypes.addressof(self._struct), *slots.addresses, *inputs, matrices.data_ptr(), out.data_ptr())
+        return out
+
+
+def gated_delta_rule(
+    shape: RecurrenceShape, decay_column: int, beta_column: int, rates: Tensor, bias: Tensor, dtype: torch.dtype
+) -> Recurrence:
+    """Queries and keys of length 1, queries by key_size^-0.5; for each token S *= exp(rate * softplus(decay + bias)),
+    then S += k (sigmoid(beta) (v - k^T S)), and the result is q^T S. `rates`, -exp(A_log), and `bias`, dt_bias, are
+    float32 [heads]. Decays and betas, [heads], begin at their columns of the gates."""
+    columns = *shape, decay_column, beta_column
+    addresses = rates.data_ptr(), bias.data_ptr(), None
+    kind = library.DTYPE_CODES[dtype]
+    struct = _RecurrenceStruct(*columns, *addresses, shape.key_size**-0.5, 0.0, 0.0, _DELTA_RULE, kind)
+    return Recurrence(shape, struct, (rates, bias))
+
+
+class ScanSteps(NamedTuple):
+    """What a selective scan's steps dt are made with: `rates` -exp(A_log), `bias` dt_bias, and `skip` D, each float32
+    [heads]; and their bounds."""
+
+    rates: Tensor
+    bias: Tensor
+    skip: Tensor | None
+    least: float = 0.0
+    most: float = float("inf")
+
+
+def selective_scan(shape: RecurrenceShape, step_column: int, steps: ScanSteps, dtype: torch.dtype) -> Recurrence:
+    """For each token dt = softplus(step + bias) within its bounds, S *= exp(rate * dt), S += B (dt x), and the result
+    is C^T S + skip x. Steps, [heads], begin at a column of the gates."""
+    rates, bias, skip, least, most = steps
+    addresses = rates.data_ptr(), bias.data_ptr(), None if skip is None else skip.data_ptr()
+    kind = library.DTYPE_CODES[dtype]
+    struct = _RecurrenceStruct(*shape, step_column, _NONE, *addresses, 1.0, least, most, _SELECTIVE_SCAN, kind)
+    return Recurrence(shape, struct, (rates, bias, skip))
+
+
+class HeadNorm(NamedTuple):
+    """An RMS norm of each head: `weight` float32 [n] or [heads, n]. The gate, through SiLU or a `sigmoid`, multiplies
+    its result, or if it `gates_first` what is normalised."""
+
+    weight: Tensor
+    eps: float
+    gates_first: bool = False
+    sigmoid: bool = False
+
+
+class HeadGate:
+    """Heads [heads, n] with a gate for each number: a `norm` and its gate, or the sigmoid of the gate alone."""
+
+    def __init__(self, heads: int, size: int, column: int, dtype: torch.dtype, norm: HeadNorm | None = None) -> None:
+        """Gates, [heads, n], begin at `column` of their lines."""
+        self._weight = None if norm is None else norm.weight.contiguous()
+        weights, address = 1, None
+        if self._weight is not None:
+            weights, address = self._weight.numel() // size, self._weight.data_ptr()
+        eps, gates_first, sigmoid = (0.0, False, True) if norm is None else norm[1:]
+        kind = library.DTYPE_CODES[dtype]
+        self._struct = _HeadGateStruct(heads, size, weights, column, address, eps, gates_first, sigmoid, kind)
+        self._gate = library.bind_function("charonia_gate_heads")
+
+    def __call__(self, x: Tensor, gates: Tensor) -> Tensor:
+        """x [N, heads * n], contiguous, and gates [N, width] -> [N, heads * n]."""
+        out = torch.empty_like(x)
+        addresses = x.data_ptr(), gates.data_ptr(), gates.stride(0), out.data_ptr()
+        self._gate(ctypes.addressof(self._struct), *addresses, len(x))
+        return out
