@@ -99,7 +99,7 @@ BUDGETS = {
     "processes": 1_100,
     "telemetry": 2_600,
     "kvcache": 250,
-    "tokenization": 3_200,
+    "tokenization": 3_300,
     "scheduler": 1_850,
     "engine": 18_600,
     "classic_backends": 7_450,

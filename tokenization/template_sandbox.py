@@ -24,12 +24,16 @@ from .template_work import (
     COPIED,
     DROPPED_FILTERS,
     ELEMENT_WORK,
+    HASHED_PER_WORK,
+    METERED_TESTS,
     TemplateLimitExceeded,
     WorkMeter,
     spend_filter,
     spend_function,
+    spend_key,
     spend_method,
     spend_operator,
+    spend_test,
 )
 
 MAX_SOURCE = 1 << 16
@@ -40,10 +44,6 @@ runs while Python compiles it, for some 50 ms at most."""
 
 _NODE = 2
 """The work of any expression, in characters that take as long to copy, or more."""
-_COMPARING = frozenset({"==", "eq", "equalto", "!=", "ne", "<", "lt", "lessthan", "<=", "le"}) | frozenset(
-    {">", "gt", "greaterthan", ">=", "ge", "in", "sameas", "lower", "upper"}
-)
-"""Tests that look through their values."""
 
 T = TypeVar("T")
 
@@ -71,10 +71,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         for name in DROPPED_FILTERS:
             del self.filters[name]
         self.filters = {name: _bounded_filter(name, filter_) for name, filter_ in self.filters.items()}
-        for method in (self.pass_through, self.compared, self.joined, self.sliced, self.key):
+        for method in (self.pass_through, self.compared, self.joined, self.sliced, self.key, self.spread):
             self.filters[f" {method.__name__}"] = method
         tests: Mapping[str, Any] = self.tests
-        self.tests = {name: _bounded_test(test) if name in _COMPARING else test for name, test in tests.items()}
+        self.tests = {**tests, **{name: _bounded_test(name, tests[name]) for name in METERED_TESTS}}
 
     def add_filter(self, name: str, work: Callable[..., Any]) -> None:
         """Offer one more, or another one of that name."""
@@ -106,18 +106,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         meter.turn()
         if isinstance(__obj, Macro | BlockReference | LoopContext):
             return super().call(__context, __obj, *args, **kwargs)
-        given = [*args, *(value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars"))]
+        arguments = [*args, *(value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars"))]
         method = getattr(__obj, "__wrapped__", __obj)  # of a string's format, in whose place jinja has put its own
-        of = getattr(method, "__self__", None)
-        if isinstance(of, str | bytes | list | tuple | dict | int | float):
-            spend_method(meter, of, method.__name__, given)
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str | bytes | list | tuple | dict | int | float):
+            spend_method(meter, owner, method.__name__, arguments)
         else:
-            meter.weigh(given)
-            spend_function(meter, __obj, given)
+            spend_function(meter, __obj, arguments)
         return _kept(meter, super().call(__context, __obj, *args, **kwargs))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        return super().getitem(obj, self.key(argument))
+        spend_key(_meter.get(), obj, self.key(argument))
+        return super().getitem(obj, argument)
 
     def pass_through(self, work: int) -> bool:
         """A loop's body, or a macro's, is begun once more."""
@@ -147,6 +147,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if isinstance(value, tuple):
             raise TemplateLimitExceeded("it has a list for a key")
         return value
+
+    def spread(self, values: T) -> T:
+        """Values that are spread over the arguments of a call."""
+        meter = _meter.get()
+        meter.spend(ELEMENT_WORK * len(values) if isinstance(values, str | range) else meter.weigh(values))
+        return values
 
 
 class _MeteringTransformer(NodeTransformer):
@@ -189,10 +195,19 @@ class _MeteringTransformer(NodeTransformer):
         node.key = self._call("key", [node.key])
         return node
 
-    def _call(self, method: str, given: Sequence[nodes.Expr]) -> nodes.Filter:
+    def _spread_arguments(self, node: Any) -> Any:
+        self.generic_visit(node)
+        for field in ("dyn_args", "dyn_kwargs"):
+            if getattr(node, field) is not None:
+                setattr(node, field, self._call("spread", [getattr(node, field)]))
+        return node
+
+    visit_Call = visit_Filter = visit_Test = _spread_arguments
+
+    def _call(self, method: str, arguments: Sequence[nodes.Expr]) -> nodes.Filter:
         """A call of the environment's method, as a filter whose name no template can write: jinja calls filters
         directly."""
-        first, *others = given
+        first, *others = arguments
         line = first.lineno
         return nodes.Filter(first, f" {method}", others, [], None, None, lineno=line, environment=self._environment)
 
@@ -204,6 +219,8 @@ class _MeteringTransformer(NodeTransformer):
 
 def _work(node: nodes.Node) -> int:
     own = len(node.data) if isinstance(node, nodes.TemplateData) else _NODE
+    if isinstance(node, nodes.Dict):
+        own += len(node.items) ** 2 // HASHED_PER_WORK
     if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block):
         return own + sum(map(_work, node.iter_child_nodes(exclude=("body",))))
     return own + sum(map(_work, node.iter_child_nodes()))
@@ -217,28 +234,32 @@ def _shown(context: Context, value: T) -> T:
     return value
 
 
-def _bounded_test(test: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded_test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
+    first = _first_argument(test)
+
     @wraps(test)
-    def bounded(*args: Any) -> Any:
-        meter = _meter.get()
-        for value in args:
-            if not isinstance(value, TemplateSandbox):
-                meter.weigh(value)
-        return test(*args)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        spend_test(_meter.get(), name, [*args[first:], *kwargs.values()])
+        return test(*args, **kwargs)
 
     return bounded
 
 
 def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    first = int(hasattr(filter_, "jinja_pass_arg"))  # before the value comes what jinja passes of itself
+    first = _first_argument(filter_)
 
     @wraps(filter_)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         meter = _meter.get()
-        spend_filter(meter, name, args[first], [*args[first + 1 :], *kwargs.values()])
+        spend_filter(meter, name, args[first], args[first + 1 :], kwargs)
         return _kept(meter, filter_(*args, **kwargs))
 
     return bounded
+
+
+def _first_argument(function: Callable[..., Any]) -> int:
+    """The index of the value that a filter or a test is applied to, behind what jinja passes of itself."""
+    return int(hasattr(function, "jinja_pass_arg"))
 
 
 def _kept(meter: WorkMeter, made: Any) -> Any:
@@ -247,8 +268,8 @@ def _kept(meter: WorkMeter, made: Any) -> Any:
         meter.spend(len(made))
     elif isinstance(made, Iterator):
         elements = []
-        for each in made:
+        for element in made:
             meter.spend(ELEMENT_WORK)
-            elements.append(each)
+            elements.append(element)
         return elements
     return meter.check_number(made)

@@ -15,6 +15,7 @@ from string import Formatter
 from typing import Any
 
 from jinja2 import TemplateError
+from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
 MAX_TURNS = 1_000_000
@@ -27,6 +28,8 @@ _MAX_DEPTH = 100
 """Levels of lists in lists that are compared, shown or searched."""
 ELEMENT_WORK = 64
 """The work of looking at an element of a list."""
+HASHED_PER_WORK = 16
+"""Pairs of elements of a set whose hashes are the same that are compared for one unit of work."""
 COPIED = (str, list, tuple)
 """The types that operators concatenate or repeat."""
 DROPPED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
@@ -48,9 +51,22 @@ _WRITING = frozenset({"capitalize", "center", "e", "escape", "forceescape", "ind
 """Filters that convert their value to text."""
 _LISTING = ("list", "title", "wordcount")
 """Filters that split a text: each of its pieces costs as much as sixteen characters and more."""
-_FREE_NUMBERS = ("default", "d", "int", "float", "sum")
+_FREE_NUMBERS = frozenset({"default", "d", "int", "float", "sum"})
 """Filters whose number arguments do not make their result longer."""
-
+_ITEMWISE = frozenset({"groupby", "join", "map", "max", "min", "reject", "rejectattr", "select", "selectattr"}) | {
+    *("sort", "sum", "unique")
+}
+"""Filters that call Python for each element, by their arguments: a test, a filter, the path of an attribute."""
+_REVERSE_SEARCHES = ("rfind", "rindex", "rpartition", "rsplit")
+"""Methods of texts for which CPython may compare all of what it looks for at every place: only forward searches are
+linear."""
+_REMAINDER_TESTS = frozenset({"divisibleby", "even", "odd"})
+"""Tests that take a remainder, which is Python's formatting if their value is a text."""
+METERED_TESTS = _REMAINDER_TESTS | {
+    *("==", "eq", "equalto", "!=", "ne", "<", "lt", "lessthan", "<=", "le", ">", "gt", "greaterthan", ">=", "ge"),
+    *("in", "sameas", "lower", "upper", "filter", "test"),
+}
+"""Tests that look through their values, hash or format them."""
 
 TIME_FUNCTION = "strftime_now"
 _LONGEST_TIME_FORMAT = 1024
@@ -88,18 +104,20 @@ class WorkMeter:
         if isinstance(value, str):
             self.spend(len(value) // 8)
             return len(value)
-        weight, levels, self.deepest = 0, [iter((value,))], 1
+        weight = 0
+        levels: list[Iterator[Any]] = [iter((value,))]
+        self.deepest = 1
         while levels:
-            each = next(levels[-1], _NO_MORE)
-            if each is _NO_MORE:
+            element = next(levels[-1], _NO_MORE)
+            if element is _NO_MORE:
                 levels.pop()
                 continue
-            size = ELEMENT_WORK + len(each) if isinstance(each, str) else ELEMENT_WORK
+            size = ELEMENT_WORK + len(element) if isinstance(element, str) else ELEMENT_WORK
             self.spend(size)
             weight += size
-            inside = _inside(each)
-            if inside is not None:
-                levels.append(inside)
+            elements = _elements(element)
+            if elements is not None:
+                levels.append(elements)
                 self.deepest = max(self.deepest, len(levels))
                 if self.deepest > _MAX_DEPTH:
                     raise TemplateLimitExceeded(f"it nests lists more than {_MAX_DEPTH} deep")
@@ -115,7 +133,10 @@ class WorkMeter:
 _NO_MORE = object()
 
 
-def _inside(value: Any) -> Iterator[Any] | None:
+_LOOP_AS_LIST = "it uses a loop as a list"
+
+
+def _elements(value: Any) -> Iterator[Any] | None:
     if isinstance(value, str):
         return None
     if isinstance(value, list | tuple):  # most are, and asking the classes of `collections.abc` takes long
@@ -124,6 +145,8 @@ def _inside(value: Any) -> Iterator[Any] | None:
         return chain.from_iterable(value.items())
     if isinstance(value, Namespace):
         return iter(list(vars(value).values()))
+    if isinstance(value, LoopContext):  # asking for its elements would take them from the loop
+        raise TemplateLimitExceeded(_LOOP_AS_LIST)
     several = isinstance(value, Sequence | Set | MappingView) and not isinstance(value, bytes | range)
     return iter(value) if several else None
 
@@ -138,6 +161,10 @@ def spend_operator(meter: WorkMeter, operator: str, left: Any, right: Any) -> No
         meter.spend(_repeated_size(left, right))
     elif operator == "*" and isinstance(right, COPIED):
         meter.spend(_repeated_size(right, left))
+    elif operator == "-" and isinstance(left, Set):
+        for operand in (left, right):
+            meter.weigh(operand)
+            spend_hashing(meter, operand)
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
         meter.check_number(1 << min(abs(left).bit_length() * abs(meter.check_number(right)), 2 * MAX_BITS))
 
@@ -148,12 +175,19 @@ def _repeated_size(value: Any, times: Any) -> int:
     return len(value) * max(times, 0) * each if isinstance(times, int) else 0
 
 
-def spend_filter(meter: WorkMeter, name: str, value: Any, given: Sequence[Any]) -> None:
-    """Spend the work of a filter on `value`, with the arguments `given`."""
+def spend_filter(
+    meter: WorkMeter, name: str, value: Any, arguments: Sequence[Any], named_arguments: Mapping[str, Any]
+) -> None:
+    """Spend the work of a filter on `value`."""
+    if isinstance(value, LoopContext):
+        raise TemplateLimitExceeded(_LOOP_AS_LIST)
+    every_argument = [*arguments, *named_arguments.values()]
     size = len(value) if isinstance(value, _SIZED) else 1
-    texts, numbers = sum(map(meter.weigh, given)), _numbers(given)
+    texts, numbers = sum(map(meter.weigh, every_argument)), _numbers(every_argument)
     if name in ("length", "count", "first", "last", "default", "d", "attr"):
         meter.spend(texts // 8 + 1)
+    elif name in _ITEMWISE:
+        meter.spend(size * (ELEMENT_WORK * (1 + _path_separators(every_argument)) + texts))
     elif isinstance(value, str):
         meter.spend((size + texts) // 8)
     else:
@@ -162,79 +196,131 @@ def spend_filter(meter: WorkMeter, name: str, value: Any, given: Sequence[Any]) 
         case "batch" | "slice":
             meter.spend(8 * numbers)
         case "format":
-            _spend_printf(meter, value if isinstance(value, str) else "%" * meter.weigh(value), given)
+            _spend_printf(meter, value if isinstance(value, str) else "%" * meter.weigh(value), every_argument)
         case "indent":
             lines = len(value.splitlines()) + 1 if isinstance(value, str) else 1
             meter.spend(lines * (numbers + texts))
         case "join":
-            if isinstance(value, str):  # a call of C's for each character, and no other thread runs
-                meter.spend(ELEMENT_WORK * size)
-            meter.spend(meter.weigh(value) + size * texts)
+            meter.weigh(value)
         case "replace":
-            _spend_replacing(meter, value if isinstance(value, str) else "?" * meter.weigh(value), given)
+            text = value if isinstance(value, str) else "?" * meter.weigh(value)
+            old, new = (
+                arguments[place] if place < len(arguments) else named_arguments.get(parameter, "")
+                for place, parameter in enumerate(("old", "new"))
+            )
+            _spend_replacing(meter, text, str(old), str(new))
         case "round":
+            if not isinstance(value, int | float):
+                raise TemplateLimitExceeded("it rounds what is no number")
             meter.spend(numbers * numbers)
         case "tojson":
             weight, depth = meter.weigh(value), meter.deepest
-            meter.spend(weight * (1 + numbers * depth + texts // ELEMENT_WORK))
+            meter.spend(weight * (1 + numbers * depth + texts * depth // ELEMENT_WORK))
         case "trim":
-            meter.spend(size * texts // 64)
-        case "sum" if not all(isinstance(each, int | float | str) for each in given):
+            meter.spend((size if isinstance(value, str) else meter.weigh(value)) * texts // 64)
+        case "sum" if not all(isinstance(argument, int | float | str) for argument in every_argument):
             raise TemplateLimitExceeded("it adds up what is no number")
         case _ if name in _SORTING:
             meter.spend(20 * meter.weigh(value))
-        case _ if name not in _FREE_NUMBERS:
+        case _ if name not in _FREE_NUMBERS | _ITEMWISE:
             meter.spend(numbers)
-    if name in _LISTING and isinstance(value, str):
-        meter.spend(16 * size)
+    if name == "unique":
+        spend_hashing(meter, value)
+    if name in _LISTING:
+        meter.spend(16 * (size if isinstance(value, str) or name == "list" else meter.weigh(value)))
     elif name in _WRITING and not isinstance(value, str):
         meter.weigh(value)
 
 
-def spend_function(meter: WorkMeter, function: object, given: Sequence[Any]) -> None:
-    """Spend the work of a function that the environment offers: the system's `strftime` makes up to 256 characters of
-    each, by fields as wide as the number in them, and no other thread runs meanwhile."""
+def _path_separators(arguments: Sequence[Any]) -> int:
+    """The separators in the arguments, each of which may begin another part of an attribute's path."""
+    return sum(text.count(".") + text.count(",") for text in arguments if isinstance(text, str))
+
+
+def spend_hashing(meter: WorkMeter, values: Any) -> None:
+    """Spend the work of putting values into a set or a dictionary.
+
+    Numbers that are multiples of 2**61 - 1 have one hash, so that each may be compared with all before it. Hashes of
+    texts are secret."""
+    if isinstance(values, str):
+        meter.spend(len(values))
+    elif isinstance(values, _SIZED):
+        meter.spend(len(values) ** 2 // HASHED_PER_WORK)
+
+
+def spend_test(meter: WorkMeter, name: str, arguments: Sequence[Any]) -> None:
+    """Spend the work of a test, whose value is the first of its arguments."""
+    if name in _REMAINDER_TESTS:
+        spend_operator(meter, "%", arguments[0], arguments[1:] or (2,))
+        return
+    for argument in arguments:
+        meter.weigh(argument)
+
+
+def spend_function(meter: WorkMeter, function: object, arguments: Sequence[Any]) -> None:
+    """Spend the work of a function that the environment offers.
+
+    The system's `strftime` makes up to 256 characters of each, by fields as wide as the number in them, and no other
+    thread runs meanwhile. Others may put their arguments into dictionaries."""
+    for argument in arguments:
+        meter.weigh(argument)
+        spend_hashing(meter, argument)
     if getattr(function, "__name__", "") == TIME_FUNCTION:
-        size = max((len(each) for each in given if isinstance(each, str)), default=0)
+        size = max((len(argument) for argument in arguments if isinstance(argument, str)), default=0)
         if size > _LONGEST_TIME_FORMAT:
             raise TemplateLimitExceeded(f"it has a format for the time of more than {_LONGEST_TIME_FORMAT} characters")
         meter.spend(256 * size)
 
 
-def spend_method(meter: WorkMeter, of: Any, name: str, given: Sequence[Any]) -> None:
-    """Spend the work of a method of the value `of`; raises `TemplateLimitExceeded` for one that is not offered."""
-    allowed = next((names for kind, names in OFFERED_METHODS.items() if isinstance(of, kind)), frozenset[str]())
+def spend_key(meter: WorkMeter, container: Any, key: Any) -> None:
+    """Spend the work of looking up a key or an attribute: its name is copied if there is none, and a number may have
+    the hash of all others."""
+    if isinstance(key, str):
+        if len(key) > ELEMENT_WORK:
+            meter.spend(len(key) // 8)
+    elif isinstance(container, dict):
+        meter.spend(len(container))
+
+
+def spend_method(meter: WorkMeter, owner: Any, name: str, arguments: Sequence[Any]) -> None:
+    """Spend the work of a method of the value `owner`; raises `TemplateLimitExceeded` for one that is not offered."""
+    allowed = next((names for kind, names in OFFERED_METHODS.items() if isinstance(owner, kind)), frozenset[str]())
     if name not in allowed:
-        raise TemplateLimitExceeded(f"the method '{name}' of {type(of).__name__} is not offered to templates")
-    weight = meter.weigh(given)
-    if isinstance(of, list | tuple):
-        meter.weigh(of)
-    if not isinstance(of, str):
+        raise TemplateLimitExceeded(f"the method '{name}' of {type(owner).__name__} is not offered to templates")
+    weight = meter.weigh(arguments)
+    if isinstance(owner, list | tuple):
+        meter.weigh(owner)
+    if name == "get":
+        spend_key(meter, owner, arguments[0] if arguments else None)
+    if not isinstance(owner, str):
         return
-    meter.spend(len(of) // 8)
+    meter.spend(len(owner) // 8)
+    texts = [argument for argument in arguments if isinstance(argument, str)]
+    if name in _REVERSE_SEARCHES:
+        meter.spend(len(owner) * max(map(len, texts), default=0) // 64)
     if name in ("center", "ljust", "rjust", "zfill"):
-        meter.spend(_numbers(given))
+        meter.spend(_numbers(arguments))
     elif name in ("split", "rsplit", "splitlines"):
-        meter.spend(64 * sum(map(of.count, given[:1] if given and isinstance(given[0], str) else _BLANKS)))
+        meter.spend(64 * sum(map(owner.count, texts or _BLANKS)))
     elif name == "expandtabs":
-        meter.spend((_numbers(given) or 8) * of.count("\t"))
+        meter.spend((_numbers(arguments) or 8) * owner.count("\t"))
     elif name in ("strip", "lstrip", "rstrip"):
-        meter.spend(len(of) * weight // 64)
+        meter.spend(len(owner) * weight // 64)
     elif name == "join":
-        if given and isinstance(given[0], str):
-            meter.spend(ELEMENT_WORK * len(given[0]))
-        meter.spend(weight * (1 + len(of)))
+        if texts:
+            meter.spend(ELEMENT_WORK * len(texts[0]))
+        meter.spend(weight * (1 + len(owner)))
     elif name == "replace":
-        _spend_replacing(meter, of, given)
+        if len(arguments) >= 2:
+            _spend_replacing(meter, owner, str(arguments[0]), str(arguments[1]))
     elif name in ("format", "format_map"):
-        meter.spend(8 * len(of))
-        if any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(of)):
+        meter.spend(8 * len(owner))
+        if any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(owner)):
             raise TemplateLimitExceeded("it computes the width of a field")
-        meter.spend(len(of) + _numbers_in(of) + (of.count("{") + 1) * weight)
+        meter.spend(len(owner) + _numbers_in(owner) + (owner.count("{") + 1) * weight)
 
 
-def _spend_replacing(meter: WorkMeter, text: str, given: Sequence[Any]) -> None:
-    old, new = (str(each) for each in given[:2]) if len(given) >= 2 else ("x", "")
+def _spend_replacing(meter: WorkMeter, text: str, old: str, new: str) -> None:
     meter.spend(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
 
 

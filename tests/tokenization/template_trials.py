@@ -14,6 +14,18 @@ MANY = 10_000_000
 VALUES = ("text", "words", "number", "'x'")
 ARGUMENTS = ("", "number", "text", "number, number", "number, text", "text, number", "text, text", "words")
 OPERATORS = ("+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "in", "and")
+PATHS = ("text", "number", "'0'", "'0.' * 1000 + '0'", "',' * 1000")
+ELEMENT_TESTS = ("'eq', text", "'eq', 'x'", "'in', text", "'in', words", "'sameas', number", "'defined'", "'lower'")
+NAMED_ARGUMENTS = (
+    ("tojson", "indent=number"),
+    ("tojson", "indent=text"),
+    ("tojson", "separators=(text, text)"),
+    ("indent", "width=number"),
+    ("trim", "chars=text"),
+    ("round", "method='ceil', precision=9"),
+    ("batch", "linecount=number, fill_with='x'"),
+    ("slice", "slices=number, fill_with='x'"),
+)
 METHOD_VALUES = {
     str: ("text", "'x'"),
     list: ("words",),
@@ -41,9 +53,27 @@ def trials() -> Iterator[str]:
             yield from (f"{{{{ {value}.{name}({given}) }}}}" for value in values for given in ARGUMENTS)
     for operator in OPERATORS:
         yield from (f"{{{{ {left} {operator} {right} }}}}" for left in VALUES for right in VALUES)
+    yield from element_trials()
     yield from (
         f"{{{{ {value}[{part}] }}}}" for value in VALUES for part in ("::number", "number", "text", ":number:-1")
     )
+
+
+def element_trials() -> Iterator[str]:
+    """What filters do for each element, by arguments as long as can be, and those that are given by name."""
+    for value in VALUES:
+        for name in ("groupby", "map", "max", "min", "sort", "sum", "unique"):
+            yield from (f"{{{{ {value} | {name}(attribute={path}) | list }}}}" for path in PATHS)
+        for name in ("reject", "select"):
+            yield from (f"{{{{ {value} | {name}({test}) | list }}}}" for test in ELEMENT_TESTS)
+            yield from (f"{{{{ {value} | {name}attr({path}, {test}) }}}}" for path in PATHS for test in ELEMENT_TESTS)
+        yield f"{{{{ {value} | map(attribute='.' * 1000, default='x') | list }}}}"
+        yield from (f"{{{{ {value} | {name}('x', default=text) }}}}" for name in ("groupby", "map"))
+        yield f"{{{{ {value} | join('', text) }}}}"
+        yield from (f"{{{{ {value} | replace(new={new}, old={old}) }}}}" for new in VALUES for old in (*VALUES, "''"))
+        yield from (f"{{{{ {value} | {name}({given}) }}}}" for name, given in NAMED_ARGUMENTS)
+        yield f"{{% for i in {value} %}}{{{{ loop | reject }}}}{{% endfor %}}"
+        yield f"{{% macro m() %}}{{{{ varargs | length }}}}{{% endmacro %}}{{{{ m(*{value}) }}}}"
 
 
 def make_renderer() -> Answer:

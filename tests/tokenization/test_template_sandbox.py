@@ -15,6 +15,8 @@ WORK, TURNS = 100_000, 2_000
 TEXT = "ab\tc " * 1000
 BOMB = "{% set x = ['a'] %}" + "{% set x = [x, x] %}" * 40
 NEST = "{% set ns = namespace(x=()) %}{% for i in range(1500) %}{% set ns.x = (ns.x,) %}{% endfor %}"
+NEST_90 = "{% set ns = namespace(x=[1]) %}{% for i in range(90) %}{% set ns.x = [ns.x] %}{% endfor %}"
+ONE_HASH = "{% set numbers = range(0, (2 ** 61 - 1) * 9999, 2 ** 61 - 1) %}"
 CHAIN = "{% set ns = namespace(x=[1]) %}{% for i in range(1500) %}{% set ns.x = ns.x | map('string') %}{% endfor %}"
 
 
@@ -100,7 +102,46 @@ HOSTILE = {
     "to_bytes": "{{ (1).to_bytes(999999999, 'big') }}",
     "encode": "{{ text.encode('punycode') }}",
     "translate": "{{ text.translate({97: text}) }}",
+    "rfind": "{{ ('a' * 5000).rfind('ab' + 'a' * 5000) }}",
+    "rsplit": "{{ ('a' * 5000).rsplit('ab' + 'a' * 5000) }}",
+    "replace by name": "{{ (text * 9) | replace(new=text, old='') | length }}",
+    "a split by name": "{{ ('a' * 5000).split(maxsplit=9999, sep='a') | length }}",
+    "JSON in text": NEST_90 + "{{ ns.x | tojson(indent=text) }}",
+    "a text that is rounded": "{{ 'x' | round(9, 'ceil') }}",
+    "a list that is trimmed": "{{ ['a' * 9000] | trim(text) }}",
+    # what is done for each element, by as much as an argument is long
+    "each character's attribute": "{{ text | selectattr(text) }}",
+    "no character's attribute": "{{ text | rejectattr(text) }}",
+    "each character's element": "{{ text | selectattr(9) }}",
+    "an attribute of each": "{{ text | map(attribute=text) }}",
+    "attributes of attributes": "{{ range(99) | map(attribute='.' * 99, default='x') | list | length }}",
+    "attributes that are grouped": "{{ text | groupby(text) }}",
+    "groups of what has none": "{{ range(99) | groupby('x', default=text) | length }}",
+    "attributes that are sorted": "{{ range(99) | sort(attribute=text) }}",
+    "attributes that differ": "{{ range(99) | unique(attribute=text) }}",
+    "the smallest attribute": "{{ range(99) | min(attribute=text) }}",
+    "attributes that are added": "{{ range(99) | sum(text) }}",
+    "attributes that are joined": "{{ range(99) | join('', text) }}",
+    "a test of each": "{{ text | select('eq', 'x') }}",
+    "a test that none passes": "{{ text | reject('defined') }}",
+    "names of attributes": "{% for i in range(500) %}{% set x = 'x'[text] %}{% endfor %}",
+    "a text to format in a test": "{{ '%999999999d' is odd }}",
+    "formatting by division": "{{ '%999999999d' is divisibleby(1) }}",
+    "differences of keys": "{% for i in range(500) %}{% set x = {}.keys() - text %}{% endfor %}",
+    "a loop as a list": "{% for i in text %}{{ loop | reject }}{% endfor %}",
+    "a loop that is joined": "{% for i in text %}{{ text.join(loop) }}{% endfor %}",
+    "arguments from a text": "{% macro m() %}{% endmacro %}{{ m(*text) }}",
+    "a filter's from a text": "{{ 'x' | format(*text) }}",
+    # numbers that have one hash
+    "unique numbers": ONE_HASH + "{{ numbers | unique | list | length }}",
+    "keys that are numbers": ONE_HASH + "{{ dict.fromkeys(numbers) | length }}",
+    "pairs of numbers": ONE_HASH + "{{ dict(numbers | batch(2)) | length }}",
+    "differences of numbers": ONE_HASH + "{{ {}.keys() - numbers }}",
+    "numbers that are looked up": "{% set d = dict.fromkeys(range(999)) %}"
+    "{% for i in range(999) %}{{ d[i] }}{{ d.get(i) }}{% endfor %}",
+    "a dictionary in a loop": "{% for i in range(99) %}{% set x = {" + "1: 1, " * 200 + "} %}{% endfor %}",
     # what would end the process
+    "a deep value in a test": NEST + "{{ ns.x is filter }}",
     "deep keys": NEST + "{{ {ns.x: 1} }}",
     "a deep item": NEST + "{{ {}[ns.x] }}",
     "deep and unique": NEST + "{{ [ns.x] | unique | list }}",
@@ -144,6 +185,18 @@ def test_a_hostile_template_is_stopped_before_it_takes_memory(source: str) -> No
         ),
         ("{{ [3, 1, 2] | sort | first }}{{ [1, 2] | sum }}{{ [1, 1] | unique | list }}{{ 1 < 2 <= 2 }}", "13[1]True"),
         ("{{ 'x\\ny' | indent(2, true) }}{{ nothing | default('d') }}{{ none is none }}", "  x\n  ydTrue"),
+        (
+            "{{ 'a-b' | replace(new='+', old='-') }}{{ 'aXb' | replace('X', new='') }}{{ 2.567 | round(1, 'floor') }}",
+            "a+bab2.5",
+        ),
+        (
+            "{{ messages | map(attribute='name', default='?') | join }}{{ 4 is divisibleby 2 }}{{ 3 is odd }}",
+            "???TrueTrue",
+        ),
+        (
+            "{% macro m(x, y=0) %}{{ x }}{{ y }}{% endmacro %}{{ m(*[1], **{'y': 2}) }}{{ {1: 'a'}[1] }}",
+            "12a",
+        ),
         ("{% filter upper %}a{% endfilter %}{% set x %}b{% endset %}{{ x }}{{ 'a' in 'cat' }}", "AbTrue"),
     ],
 )
