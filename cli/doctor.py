@@ -76,15 +76,15 @@ def examine_machine(root: Path = _ROOT, config: Path | None = None) -> Iterator[
 
 def print_findings(as_json: bool, config: Path | None = None) -> int:
     """Print what was found; returns the exit status, 1 if a server would not serve."""
-    found = list(examine_machine(config=config))
+    findings = list(examine_machine(config=config))
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(findings).decode())
     else:
-        for finding in found:
+        for finding in findings:
             print(f"{finding.subject:<14}{finding.verdict}: {finding.text}")
             if finding.mend:
                 print(f"{'':<14}mend: {finding.mend}")
-    return int(any(finding.verdict is Verdict.WRONG for finding in found))
+    return int(any(finding.verdict is Verdict.WRONG for finding in findings))
 
 
 def _settings(config: Path | None) -> tuple[list[Finding], ServeOptions]:
@@ -154,10 +154,12 @@ def _fp8() -> str:
         from ..engine.gpu import runtime
     except ImportError:  # another finding says so
         return ""
-    found = runtime.capabilities()
-    able = sum(each >= FP8_CAPABILITY for each in found)
-    told = ", ".join(f"{each / 10:.1f}" for each in found)
-    return f"; compute capability {told}: {able or 'none'} of them can do fp8, which takes 8.9" if found else ""
+    capabilities = runtime.capabilities()
+    able = sum(capability >= FP8_CAPABILITY for capability in capabilities)
+    versions = ", ".join(f"{capability / 10:.1f}" for capability in capabilities)
+    if not capabilities:
+        return ""
+    return f"; compute capability {versions}: {able or 'none'} of them can do fp8, which takes 8.9"
 
 
 def _memory(root: Path) -> Finding:

@@ -19,8 +19,8 @@ def choose_rooflines(interval: Interval, model: str, machine: Path | None) -> Ma
     `InvalidArgument` as `read_roofline` does, and if it is not clear whose it is."""
     if machine is None:
         return {}
-    names = {each.name for each in interval.models() if is_language_model(ModelInterval(interval, each))}
-    if model in {each.name for each in interval.models()} - names:
+    names = {version.name for version in interval.models() if is_language_model(ModelInterval(interval, version))}
+    if model in {version.name for version in interval.models()} - names:
         raise InvalidArgument(f"--machine is of a language model, and '{model}' is none")
     if not model and len(names) != 1:
         known = ", ".join(sorted(names)) or "none"
@@ -72,8 +72,8 @@ def print_reports(interval: Interval, model: str, machine: Path | None, as_json:
     and as `choose_rooflines` does."""
     reports = explain(interval, choose_rooflines(interval, model, machine))
     if model:
-        names = ", ".join(sorted({each.model for each in reports})) or "none"
-        reports = [each for each in reports if each.model == model]
+        names = ", ".join(sorted({report.model for report in reports})) or "none"
+        reports = [report for report in reports if report.model == model]
         if not reports:
             raise NotFound(f"there is no model '{model}' to explain, only {names}")
     if not reports and not as_json:
@@ -88,8 +88,8 @@ def print_reports(interval: Interval, model: str, machine: Path | None, as_json:
 def _lines(report: ModelReport) -> list[str]:
     over = "since the server's start" if report.since_start else "between the scrapes"
     lines = [f"{report.model} {report.version}, {report.seconds:.1f} s {over}:"]
-    for place, each in enumerate(report.bottlenecks, 1):
-        lines.append(f"  {place}. {each.cause.value.replace('_', ' ')}: {each.text}")
-        if each.turn:
-            lines.append(f"     turn: {each.turn}")
+    for place, bottleneck in enumerate(report.bottlenecks, 1):
+        lines.append(f"  {place}. {bottleneck.cause.value.replace('_', ' ')}: {bottleneck.text}")
+        if bottleneck.turn:
+            lines.append(f"     turn: {bottleneck.turn}")
     return lines

@@ -125,7 +125,7 @@ async def _serve(
             return
         gc_tuning.collect_and_freeze(frozen_too=False)
         hub.send(WorkerListening())
-        await wait_for_first(gateway.stop_requested.wait(), hub.lost.wait(), *(each.ended() for each in servers))
+        await wait_for_first(gateway.stop_requested.wait(), hub.lost.wait(), *(server.ended() for server in servers))
         if await end_within(SOCKETS_CLOSE_SECONDS, *(server.stop(gateway.stop_by_force) for server in servers)):
             log.warning("%s ends before its sockets are closed", name)
         for handler in logging.getLogger().handlers:

@@ -41,7 +41,7 @@ class ModelRequest:
     loads: Sequence[str] = ()
 
 
-def print_responses(directory: Path, asked: ModelRequest, options: ConfigOptions) -> None:
+def print_responses(directory: Path, request: ModelRequest, options: ConfigOptions) -> None:
     """Print the responses of the model in `directory`, as they come.
 
     Raises:
@@ -53,7 +53,7 @@ def print_responses(directory: Path, asked: ModelRequest, options: ConfigOptions
     backends, complete = parse_backend_config(options.backend_config), not options.disable_auto_complete_config
     builder = ModelBuilder(backends, complete, backend_directory=options.backend_directory)
     catalog = RepositoryCatalog([directory.parent], config_name=options.model_config_name)
-    asyncio.run(_ask_model(directory.name, asked, catalog, builder))
+    asyncio.run(_ask_model(directory.name, request, catalog, builder))
 
 
 def log_what_models_print() -> None:
@@ -63,16 +63,18 @@ def log_what_models_print() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-async def _ask_model(model: str, asked: ModelRequest, catalog: RepositoryCatalog, builder: ModelBuilder) -> None:
+async def _ask_model(
+    model: str, model_request: ModelRequest, catalog: RepositoryCatalog, builder: ModelBuilder
+) -> None:
     gateway = InProcessGateway(end_listeners=(), builder=builder)
     # A pipeline's code is that of whoever runs the command.
     gateway.model_control = ModelControl(catalog, gateway.registry, gateway.lifecycle, allow_pipelines=True)
     try:
-        for name in (*asked.loads, model):
+        for name in (*model_request.loads, model):
             await gateway.load_model(name)
         config = gateway.model_config(model)
-        inputs = {tensor.name: tensor for tensor in (_read_input(each, config) for each in asked.inputs)}
-        request = InferRequest("", inputs, None, dict(_read_parameters(asked.parameters)))
+        inputs = {tensor.name: tensor for tensor in (_read_input(text, config) for text in model_request.inputs)}
+        request = InferRequest("", inputs, None, dict(_read_parameters(model_request.parameters)))
         with gateway.open_request(ENDPOINT) as context:
             handle = await gateway.acquire(context, config.name)
             async with aclosing(handle.infer(request)) as responses:
@@ -100,9 +102,9 @@ def _read_input(text: str, config: ModelConfig) -> Tensor:
     name, equals, value = text.partition("=")
     if not equals:
         raise InvalidArgument(f"--input must be NAME=VALUE, got '{text}'")
-    spec = next((each for each in config.inputs if each.name == name), None)
+    spec = next((spec for spec in config.inputs if spec.name == name), None)
     if spec is None:
-        known = ", ".join(each.name for each in config.inputs)
+        known = ", ".join(spec.name for spec in config.inputs)
         raise InvalidArgument(f"model '{config.name}' has no input '{name}'; it has {known}", field=name)
     array = _read_file(spec, Path(value[1:])) if value.startswith("@") else _read_value(spec, value)
     rank = len(spec.dims) + (config.max_batch_size > 0)
@@ -117,7 +119,7 @@ def _read_file(spec: TensorSpec, file: Path) -> NDArray[Any]:
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"input '{spec.name}': '{file}' cannot be read: {error}", field=spec.name) from None
     if spec.datatype == "BYTES" and array.dtype.kind in "SU":
-        texts = [each if isinstance(each, bytes) else each.encode() for each in array.ravel().tolist()]
+        texts = [text if isinstance(text, bytes) else text.encode() for text in array.ravel().tolist()]
         return np.array(texts, np.object_).reshape(array.shape)
     if array.dtype != NUMPY_TYPES[spec.datatype]:
         message = f"input '{spec.name}' is {spec.datatype}, and '{file}' has {array.dtype}"
@@ -150,7 +152,7 @@ def _print_response(response: InferResponse) -> None:
     outputs = {tensor.name: _to_json(tensor) for tensor in response.outputs}
     line = {"outputs": outputs, **({"parameters": dict(response.parameters)} if response.parameters else {})}
     if outputs or response.parameters:
-        print(json.dumps(line, default=lambda each: each.decode(errors="replace")), flush=True)
+        print(json.dumps(line, default=lambda value: value.decode(errors="replace")), flush=True)
 
 
 def _to_json(tensor: Tensor) -> Any:

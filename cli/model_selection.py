@@ -198,8 +198,8 @@ def select_models(
     if model is not None and single is None:
         repositories.append(model)
     _check_flags(options, engine, single is not None, bool(repositories))
-    urls = [each for each in repositories if is_bucket_url(each)]
-    local = [Path(each) for each in repositories if not is_bucket_url(each)]
+    urls = [place for place in repositories if is_bucket_url(place)]
+    local = [Path(place) for place in repositories if not is_bucket_url(place)]
     buckets = open_buckets(urls, options.model_cache_dir, options.model_cache_bytes)
     catalog = RepositoryCatalog(local, single, options.configs.model_config_name, buckets)
     of_all = (  # as if they were said of all backends
@@ -246,11 +246,11 @@ class LoraModule(msgspec.Struct, forbid_unknown_fields=True):
     base_model_name: str | None = None
 
 
-def parse_lora_modules(given: Sequence[str]) -> dict[str, str]:
+def parse_lora_modules(texts: Sequence[str]) -> dict[str, str]:
     """The directories, or hub ids, of --lora-modules by the names of the adapters. Raises `InvalidArgument` for a text
     that is neither `name=directory` nor vLLM's JSON object, and for a name that is there twice."""
     modules: dict[str, str] = {}
-    for text in given:
+    for text in texts:
         try:
             module = msgspec.json.decode(text, type=LoraModule) if text[:1] == "{" else LoraModule(*text.split("=", 1))
         except (TypeError, msgspec.MsgspecError):
@@ -292,11 +292,11 @@ def _single_checkpoint(model: str, options: RepositoryOptions, engine: Mapping[s
         raise InvalidArgument(f"cannot read '{model}': {error.strerror}") from None
 
 
-def _served_names(given: Sequence[str]) -> tuple[str, ...]:
+def _served_names(texts: Sequence[str]) -> tuple[str, ...]:
     """The names of `--served-model-name`, each once. Raises `InvalidArgument` for an empty one."""
-    names = [name.strip() for text in given for name in text.split(",")]
+    names = [name.strip() for text in texts for name in text.split(",")]
     if not all(names):
-        raise InvalidArgument(f"--served-model-name: an empty name in '{' '.join(given)}'")
+        raise InvalidArgument(f"--served-model-name: an empty name in '{' '.join(texts)}'")
     return tuple(dict.fromkeys(names))
 
 

@@ -88,10 +88,6 @@ NAMES_OF_OTHERS = {f"classic_backends/python_stub/{name}.py" for name in ("backe
 """Files whose classes a user's `model.py` knows by Triton's names."""
 MOST_LINES = 400
 """Of a file: more do not fit in a head."""
-LONGER_FILES = {
-    "cli/model_import.py",
-}
-"""Files that had more when the rule was made. The list only shrinks."""
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
@@ -113,7 +109,7 @@ BUDGETS = {
     "extras/console": 600,
     "extras/rollouts": 1_150,
     "bench": 5_600,
-    "cli": 2_600,
+    "cli": 2_620,
     "extras/optimizer": 3_900,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
@@ -216,8 +212,7 @@ def test_no_modules_of_a_folder_import_each_other(root: Path) -> None:
 
 def test_no_file_is_longer_than_fits_in_a_head(root: Path) -> None:
     longer = {path.relative_to(root).as_posix() for path in shipped(root) if path.read_text().count("\n") > MOST_LINES}
-    assert longer - LONGER_FILES == set(), f"more than {MOST_LINES} lines"
-    assert LONGER_FILES - longer == set(), "shorter now: take it out of LONGER_FILES"
+    assert longer == set(), f"more than {MOST_LINES} lines"
 
 
 def test_rooms_keep_their_budgets_of_code(root: Path) -> None:

@@ -17,7 +17,8 @@ import onnx
 import pytest
 from onnx import helper
 
-from charonia.cli.model_import import import_model, locate_source, plan_import
+from charonia.cli.import_plan import locate_source, plan_import
+from charonia.cli.model_import import import_model
 from charonia.cli.options import ConfigOptions
 from charonia.cli.repository_check import print_check_report
 from charonia.core.errors import AlreadyExists, CharoniaError, InvalidArgument, NotFound, Unsupported

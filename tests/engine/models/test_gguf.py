@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import run_to_end
 from charonia.bench.perplexity import ScoredModel
-from charonia.cli.model_import import ImportedFile, plan_import
+from charonia.cli.import_plan import ImportedFile, plan_import
 from charonia.core.request import ChatMessage, Conversation
 from charonia.engine.build import examine, memory_needed
 from charonia.engine.checkpoint.model_spec import CheckpointError
