@@ -5,9 +5,8 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
-import msgspec
 import pytest
 import yaml
 from cyclopts.exceptions import CycloptsError
@@ -23,14 +22,16 @@ from charonia.api.openai import chat_messages, json_body, responses_request, sch
 from charonia.api.prometheus import MetricRegistries
 from charonia.cli.app import app
 from charonia.cli.extensions import plan_extensions
-from charonia.cli.options import BooleanFlag, ServeOptions
+from charonia.cli.options import ServeOptions
 from charonia.cli.plan import endpoint_settings, server_facts
 from charonia.core.foreign_parameters import FOREIGN_PARAMETERS
 from charonia.core.sampling import SamplingParams
 from charonia.engine.attention.selector import BACKENDS
 from charonia.engine.client import infer, request_parameters
 from charonia.engine.cpu import library
-from charonia.engine.options import EngineOptions, engine_config, parse_settings
+from charonia.engine.options import EngineOptions, parse_settings
+
+from .flag_tables import option_rows, renewed
 
 PAGES = (
     "README.md",
@@ -112,77 +113,31 @@ def test_nothing_is_installed_from_an_index_that_does_not_have_it(root: Path, pa
 # flags.md
 
 
-def arguments() -> dict[str, Any]:
-    """Every flag of `charonia serve`."""
-    found = app["serve"].assemble_argument_collection()
-    return {argument.names[0]: argument for argument in found if argument.names[0].startswith("--")}
+def test_tables_of_flags_are_those_of_the_options(page: Any) -> None:
+    text = page("flags.md").text
+    assert text == renewed(text), "python -m tests.docs.flag_tables"
+    flags = [cells[0].strip("`") for cells in page("flags.md").rows("flag")]
+    assert len(flags) == len(set(flags)), "a flag has two rows"
+    assert {*flags} == {*option_rows()}
 
 
-def flags() -> dict[str, Any]:
-    """Every flag, and its true default."""
-    engine = {f"--{name.replace('_', '-')}": name for name in EngineOptions.__dataclass_fields__}
-    return {
-        name: engine_default(engine[name]) if name in engine else argument.field_info.default
-        for name, argument in arguments().items()
-    }
+def test_a_table_of_flags_is_made_anew() -> None:
+    text = (
+        "| flag | default | meaning |\n|---|---|---|\n| `--no-such-flag` | none | x |\n"
+        "| `--revision` | the hub's | x<br>See y. |\n| `--http-port` | `1` | x |\n"
+    )
+    lines = renewed(text).splitlines()
+    assert lines[:2] == text.splitlines()[:2]
+    assert "| `--revision` | the hub's | Branch, tag or commit of a hub id.<br>See y. |" in lines
+    assert "| `--http-port` | `8000` | Port of the v2 and OpenAI protocols over HTTP. Also `--port`. |" in lines
+    assert not [line for line in lines if "no-such-flag" in line]
+    [added] = [line for line in lines if line.startswith("| `--model-control-mode`")]
+    assert added.endswith("or requests. One of `none`, `poll`, `explicit`. |")
 
 
-def engine_default(option: str) -> Any:
-    """What the engine's configuration says at the place that the option changes."""
-    if option == "enable_lora":
-        return engine_config("m", EngineOptions()).lora is not None
-    if option == "speculative_config":
-        return engine_config("m", EngineOptions()).speculation
-    if option == "ahead":
-        return engine_config("m", EngineOptions()).scheduler.ahead
-    plain: dict[str, Any] = {"executor": "fake"} if option.startswith("fake_") else {}
-    plain |= {"enable_lora": True} if option.startswith("max_lora") else {}
-    untouched = dict(leaves(engine_config("m", EngineOptions(**plain))))
-    another = cast(Any, "99" if option in {"pipeline_layers", "target_tenants"} else 99)
-    touched = dict(leaves(engine_config("m", EngineOptions(**plain | {option: another}))))
-    [place] = [place for place in untouched if touched[place] != untouched[place]]
-    return untouched[place]
-
-
-def leaves(config: msgspec.Struct, place: str = "") -> Iterator[tuple[str, Any]]:
-    for name in config.__struct_fields__:
-        value = getattr(config, name)
-        if isinstance(value, msgspec.Struct):
-            yield from leaves(value, f"{place}{name}.")
-        else:
-            yield f"{place}{name}", value
-
-
-def written(default: Any) -> str:
-    """A default as the tables have it; another word than none may say what holds then."""
-    if default in (None, "", ()):
-        return "none"
-    if isinstance(default, bool):
-        return f"`{str(default).lower()}`"
-    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
-
-
-def is_right(cell: str, default: Any) -> bool:
-    return cell == written(default) or (written(default) == "none" and "`" not in cell)
-
-
-def test_every_flag_stands_there_with_its_default(page: Any) -> None:
-    true = flags()
-    rows = [cells[0] for cells in page("flags.md").rows("flag")]
-    assert len(rows) == len(set(rows)), "a flag has two rows"
-    told = {cells[0].strip("`"): cells[1] for cells in page("flags.md").rows("flag")}
-    missing = [f"| `{name}` | {written(true[name])} | ... |" for name in true if name not in told]
-    assert missing == [], "add to a table of docs/flags.md"
-    assert sorted(told.keys() - true.keys()) == [], "docs/flags.md has flags that are not there"
-    wrong = [f"`{name}`: {written(true[name])}" for name, cell in told.items() if not is_right(cell, true[name])]
-    assert wrong == [], "true defaults that docs/flags.md does not have"
-
-
-def test_every_choice_stands_there(page: Any, codes: Any) -> None:
-    told = {cells[0].strip("`"): codes(" ".join(cells[1:])) for cells in page("flags.md").rows("flag")}
-    choices = {name: {*names(argument.hint)} - {*names(BooleanFlag)} for name, argument in arguments().items()}
-    choices["--attention"] = {*BACKENDS}
-    assert {name: left for name, wanted in choices.items() if (left := wanted - {*told[name]})} == {}
+def test_every_level_of_kernels_and_attention_stands_there(page: Any, codes: Any) -> None:
+    cells = {cells[0].strip("`"): codes(cells[2]) for cells in page("flags.md").rows("flag")}
+    assert {*BACKENDS} <= {*cells["--attention"]}
     [kernels] = [codes(cells[1]) for cells in page("flags.md").rows("variable") if library.LEVEL_VARIABLE in cells[0]]
     assert {"portable"}.union(*library.LEVELS_OF.values()) <= {*kernels}
 
@@ -191,15 +146,6 @@ def test_every_flag_of_an_analysis_stands_there(page: Any, codes: Any) -> None:
     found = app["analyze"].assemble_argument_collection()
     told = set(re.findall(r"--[a-z-]+", page("analyze.md").text))
     assert [name for each in found for name in each.names[:1] if name.startswith("--") and name not in told] == []
-
-
-def names(hint: Any) -> Iterator[str]:
-    """The texts that a type allows."""
-    for each in get_args(hint):
-        if isinstance(each, str):
-            yield each
-        else:
-            yield from names(each)
 
 
 def test_every_environment_variable_stands_there(root: Path, page: Any) -> None:
