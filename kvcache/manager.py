@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .host_tier import BlockCopy, HostTier
+from .state_pool import StatePool
 
 HashExtras = tuple[str, ...]
 """Adapter, tenant and salt, which set equal tokens apart: they enter at the root and so mark the whole chain."""
@@ -114,9 +115,13 @@ class BlockTable:
     tokens that `open` and `restore` found, `restored` of them the latter. `committed`: leading blocks that are
     findable, or equal to one that is. `promised`: the hashes known at `open`; those from `committed` on are what this
     sequence is computing.
+
+    Where sequences have states: `snapshot` is the one that this one's state begins as, -1 for as nothing, and `forked`
+    are the tokens, `cached` or more, of which others had the blocks at `open`, or were computing them. `states`: the
+    hashes of the last two snapshots of the prefix, the last of which ends it.
     """
 
-    __slots__ = ("blocks", "cached", "committed", "promised", "restored")
+    __slots__ = ("blocks", "cached", "committed", "forked", "promised", "restored", "snapshot", "states")
 
     def __init__(self, blocks: list[int], cached: int, promised: Sequence[bytes]) -> None:
         self.blocks = blocks
@@ -124,23 +129,32 @@ class BlockTable:
         self.committed = len(blocks)
         self.promised = promised
         self.restored = 0
+        self.snapshot = -1
+        self.states: list[bytes] = []
+        self.forked = self.cached
 
 
 class KVCacheManager:
     """A pool of `blocks` blocks of `block_size` tokens, shared by whole blocks of equal prefixes. Of those that were
-    evicted from it, the latest `host_blocks` are kept in the host's memory.
+    evicted from it, the latest `host_blocks` are kept in the host's memory. `snapshots`: of the states of sequences,
+    if they have any: then a prefix is shared up to a block's end whose state is among them.
 
     Lives in the step loop's thread; only `digest` may be called from elsewhere.
     """
 
-    def __init__(self, blocks: int, block_size: int, prefix_caching: bool = True, host_blocks: int = 0) -> None:
+    def __init__(
+        self, blocks: int, block_size: int, prefix_caching: bool = True, host_blocks: int = 0, snapshots: int = 0
+    ) -> None:
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
+        if host_blocks and snapshots:
+            raise ValueError("blocks in the host's memory have no snapshots of states beside them")
         self.blocks = blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._pool = BlockPool(blocks)
         self._host = HostTier(host_blocks) if host_blocks else None
+        self.states = StatePool(snapshots) if snapshots and prefix_caching else None
         self._tables: set[BlockTable] = set()
         self._computing: Counter[bytes] = Counter()
 
@@ -180,27 +194,64 @@ class KVCacheManager:
         """A table for a sequence of `known` tokens that shares the longest cached prefix; takes nothing more. The
         prefix ends before the newest known token: that one has to run, or nothing is sampled."""
         blocks: list[int] = []
-        for block_hash in hashes[: (known - 1) // self.block_size]:
+        shared = hashes[: (known - 1) // self.block_size]
+        forked = 0
+        resumable: list[int] = []
+        if self.states is not None:
+            forked = self._forked(shared)
+            resumable = self._resumable(shared[:forked], self.states)
+            shared = shared[: max(resumable, default=0)]
+        for block_hash in shared:
             block = self._pool.share(block_hash)
             if block is None:
                 break
             blocks.append(block)
         table = BlockTable(blocks, len(blocks) * self.block_size, tuple(hashes))
+        table.forked = max(table.cached, forked * self.block_size)
+        table.states = [hashes[number - 1] for number in resumable[-2:]]
         self._tables.add(table)
         self._computing.update(table.promised[table.committed :])
         return table
 
     def shareable(self, hashes: Sequence[bytes], known: int) -> int:
-        """Tokens of the prefix that are cached, or that an open table computes right now."""
+        """Tokens of the prefix that are cached, or that an open table computes right now. Where sequences have states,
+        those of them up to the last snapshot that there is, or that is promised."""
         blocks = hashes[: (known - 1) // self.block_size]
+        shared, states = self._forked(blocks), self.states
+        if states is not None:
+            while shared and blocks[shared - 1] not in states and not states.is_promised(blocks[shared - 1]):
+                shared -= 1
+        return shared * self.block_size
+
+    def forked(self, hashes: Sequence[bytes], known: int) -> int:
+        """Tokens of the prefix that are cached, or that an open table computes right now, whatever states there are."""
+        return self._forked(hashes[: (known - 1) // self.block_size]) * self.block_size
+
+    def _forked(self, blocks: Sequence[bytes]) -> int:
+        """How many of the first `blocks` are cached, or computed right now."""
         held = (self._is_findable(block_hash) or self.being_computed(block_hash) for block_hash in blocks)
-        return sum(takewhile(bool, held)) * self.block_size
+        return sum(takewhile(bool, held))
+
+    def _resumable(self, blocks: Sequence[bytes], states: StatePool) -> list[int]:
+        """After how many of the first `blocks` a sequence can begin: they are cached, and the last one's state is kept.
+        Ascending."""
+        cached = takewhile(lambda numbered: numbered[1] in self._pool, enumerate(blocks, 1))
+        return [number for number, block_hash in cached if block_hash in states]
 
     def awaits(self, hashes: Sequence[bytes], known: int) -> bytes | None:
         """The last block of the prefix that an open table computes right now and this sequence could share. None when
-        no table computes its next uncached block: nothing is won by waiting."""
+        no table computes its next uncached block: nothing is won by waiting. Where sequences have states: the last
+        block whose state is promised, unless that of a later one is kept."""
         awaited = None
-        for block_hash in hashes[: (known - 1) // self.block_size]:
+        blocks = hashes[: (known - 1) // self.block_size]
+        if self.states is not None:
+            for block_hash in blocks[: self._forked(blocks)]:
+                if block_hash in self.states:
+                    awaited = None if block_hash in self._pool else block_hash
+                elif self.states.is_promised(block_hash):
+                    awaited = block_hash
+            return awaited
+        for block_hash in blocks:
             if not self._is_findable(block_hash):
                 if not self.being_computed(block_hash):
                     break
@@ -212,7 +263,10 @@ class KVCacheManager:
 
     def restore(self, table: BlockTable, known: int) -> None:
         """Let a table that `open` just made for `known` tokens have the blocks too that follow in the host's memory:
-        `take_block_copies` tells what is to be copied. There must be room for all that it is to hold."""
+        `take_block_copies` tells what is to be copied. There must be room for all that it is to hold. Where sequences
+        have states, `table.snapshot` is the one to begin with from now on."""
+        if self.states is not None and table.states:
+            table.snapshot = self.states.restore(*reversed(table.states))
         if self._host is None:
             return
         first, size = len(table.blocks), self.block_size
@@ -253,6 +307,8 @@ class KVCacheManager:
         block, evicted = self._pool.take()
         if evicted is not None and self._host is not None:
             self._host.save(evicted, block)
+        if evicted is not None and self.states is not None:
+            self.states.demote(evicted)
         return block
 
     def commit(self, table: BlockTable, hashes: Iterable[bytes]) -> None:

@@ -7,6 +7,18 @@ import msgspec
 from ..core.errors import InvalidArgument
 
 
+class SnapshotRule(msgspec.Struct, frozen=True, kw_only=True):
+    """How often the state of a sequence is kept, in tokens; for models that have states. See `StateSaves`."""
+
+    prompt_stride: Annotated[int, msgspec.Meta(ge=1)] = 512
+    """Between two snapshots of a prompt: twice as many, and so on, for one that would have too many of them."""
+    most_per_prompt: Annotated[int, msgspec.Meta(ge=1)] = 8
+    generated_stride: Annotated[int, msgspec.Meta(ge=1)] = 128
+    """Between two snapshots of generated text."""
+    least_gain: Annotated[int, msgspec.Meta(ge=1)] = 64
+    """A snapshot spares so many tokens at least, or is not taken."""
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of one scheduler.
 
@@ -32,6 +44,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds between tokens, in the same way. With 0, prompts have no bound at all."""
     max_loras: int = 0
     """Different adapters of running sequences; 0 is no limit."""
+    snapshots: SnapshotRule = SnapshotRule()
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:

@@ -1,5 +1,6 @@
 """The sequences that hold a row, as arrays indexed by row, and the steps in flight. Keeps counters; decides nothing."""
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,14 +12,19 @@ from numpy.typing import NDArray
 
 from ..core.metrics import SequenceState
 from ..kvcache.manager import BlockTable, KVCacheManager
+from .config import SnapshotRule
 from .plan import IntArray, LongArray, NewSequence
 from .prefill_budget import StepWork
 from .sequence import Sequence
+from .state_saves import StateSave, StateSaves
 from .waiting_queue import WaitingQueue
 
 BoolArray = NDArray[np.bool_]
 
 UNLIMITED = 1 << 30
+
+_FORKS_LOOKED_AT = 16
+"""Waiting sequences that a prompt is compared with when it is admitted, where sequences have states."""
 
 
 class InFlightStep(NamedTuple):
@@ -34,19 +40,22 @@ class InFlightStep(NamedTuple):
     work: StepWork
     drafts: Mapping[int, int] = {}
     """The number of drafts, by row."""
+    saves: tuple[StateSave, ...] = ()
+    """The states that it keeps."""
 
 
 @dataclass(slots=True)
 class SchedulerTotals:
     """Sequences preempted, prompt tokens looked up in the prefix cache, found there, and found there in the host's
-    memory; tokens that were computed again after a preemption; and the seconds of steps that sequences spent in each
-    state, all of them together."""
+    memory; tokens that were computed again after a preemption; prompt tokens whose blocks were found, but no state to
+    go on from; and the seconds of steps that sequences spent in each state, all of them together."""
 
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     restored: int = 0
     recomputed_tokens: int = 0
+    state_misses: int = 0
     sequence_seconds: dict[str, float] = field(default_factory=dict)
 
     def count_seconds(self, states: Mapping[SequenceState, int], seconds: float) -> None:
@@ -72,9 +81,18 @@ class RunningSet:
     row counts on tokens that will not come.)
     """
 
-    def __init__(self, size: int, cache: KVCacheManager, waiting: WaitingQueue, max_in_flight: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        cache: KVCacheManager,
+        waiting: WaitingQueue,
+        max_in_flight: int,
+        snapshots: SnapshotRule,
+    ) -> None:
         self.size, self.cache, self.waiting = size, cache, waiting
         self._most_in_flight = max_in_flight
+        states = cache.states
+        self.saves = None if states is None else StateSaves(size, states, cache.block_size, snapshots)
         # By row.
         self.known = _counter(size)
         self.expected = _counter(size)  # known, and tokens that plans in flight are to bring
@@ -157,6 +175,8 @@ class RunningSet:
         self.scheduled[row] = self.computed[row] = self.capacity[row] = cached
         self.next_commit_at[row] = cached + self.cache.block_size
         self.reserved_tokens[row] = reserved_tokens
+        if self.saves is not None:
+            self.saves.enter(row, table, sequence.known, self._forks_of_waiting(sequence))
         self.max_in_flight[row] = min(spec.max_in_flight or self._most_in_flight, self._most_in_flight)
         self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)
@@ -180,10 +200,33 @@ class RunningSet:
             self.totals.prefix_queries += len(spec.prompt) if looks_up else 0
             self.totals.prefix_hits += cached
             self.totals.restored += table.restored
+            self.totals.state_misses += table.forked - cached
             self.started.append((spec.key, cached))
         else:
             self.totals.recomputed_tokens += max(sequence.preempted_at - cached, 0)
         return row
+
+    def _forks_of_waiting(self, sequence: Sequence) -> list[int]:
+        """At how many tokens the next in the queue part from the sequence."""
+        forks: list[int] = []
+        for other in self.waiting.first(_FORKS_LOOKED_AT):
+            shareable = (other.shareable_tokens - 1) // self.cache.block_size
+            shared = min(len(sequence.hashes), len(other.hashes), shareable)
+            # A hash stands for all tokens before it.
+            differs = bisect_left(range(shared), True, key=lambda block: sequence.hashes[block] != other.hashes[block])
+            forks.append(differs * self.cache.block_size)
+        return forks
+
+    def ask_for_fork(self, sequence: Sequence) -> None:
+        """Let a row keep the state at the end of what a waiting sequence shares with it, if sequences have states, the
+        row has yet to compute that, and no other snapshot is nearly as good."""
+        if self.saves is None:
+            return
+        hashes, known = sequence.hashes, sequence.shareable_tokens
+        forked = self.cache.forked(hashes, known)
+        if forked - self.cache.shareable(hashes, known) >= self.saves.least_gain:
+            block_hash = hashes[forked // self.cache.block_size - 1]
+            self.saves.ask(block_hash, forked, self.tables, self.scheduled)
 
     def new_sequence(self, row: int) -> NewSequence:
         """What an executor is told of the row's sequence when it enters."""
@@ -192,7 +235,8 @@ class RunningSet:
         if not sequence.lacks_prompt_logprobs:
             sampling = sampling._replace(prompt_logprobs=None)
         known = np.concatenate([spec.prompt, np.array(sequence.outputs, np.int32)])
-        return NewSequence(row, known, int(self.scheduled[row]), sampling, len(spec.prompt), spec.adapter)
+        computed, snapshot = int(self.scheduled[row]), self.tables[row].snapshot
+        return NewSequence(row, known, computed, sampling, len(spec.prompt), spec.adapter, snapshot)
 
     def extend(self, row: int, end: int) -> list[int] | None:
         """Let the row's table hold `end` tokens; the blocks that are new, or None where too few are free."""
@@ -225,6 +269,8 @@ class RunningSet:
             self.drafts_from[row] = UNLIMITED
             self.constrained.pop(row, None)
             self.itl_targets.pop(row, None)
+            if self.saves is not None:
+                self.saves.leave(row)
             heappush(self._free, row)
             self.closed_rows.append(row)
             sequence, table = self.sequences.pop(row), self.tables.pop(row)
@@ -292,6 +338,9 @@ class RunningSet:
         assert self.itl_targets.keys() <= self.sequences.keys()
         assert {row for row, _, _ in self.forced} <= self.constrained.keys() - self.releasing
         assert self.capped == {row for row in occupied if self.max_in_flight[row] < self._most_in_flight}
+        if self.saves is not None:
+            saves = [save for flight in self.in_flight for save in flight.saves]
+            self.saves.check_integrity(saves, occupied, self.scheduled)
         in_flight, pending = self.steps_in_flight(), _counter(self.size)
         for flight in self.in_flight:
             np.add.at(pending, flight.sampled_rows, 1)

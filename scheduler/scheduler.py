@@ -6,21 +6,19 @@ clocks or text: time is counted in steps, and in the seconds that steps took, wh
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, compress, islice
-
-import numpy as np
+from itertools import chain, islice
 
 from ..core.errors import InvalidArgument
-from ..core.logprobs import Logprobs
 from ..core.metrics import SequenceState
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
-from .plan import ForcedTokens, IntArray, Proposals, StepPlan, StepResult, StepUpdates
+from .plan import ForcedTokens, Proposals, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
-from .running_set import UNLIMITED, InFlightStep, RunningSet, SchedulerTotals
+from .running_set import InFlightStep, RunningSet, SchedulerTotals
 from .sequence import Sequence, SequenceSpec
 from .speculation import Speculation
 from .step_packer import StepPacker
+from .step_results import process_result, with_forced_tokens
 from .waiting_queue import Fairness, WaitingQueue
 
 PRIORITY_CLASSES = 1 << 16
@@ -52,7 +50,7 @@ class Scheduler:
         self._make_budget = make_budget
         self._prefill = make_budget(config)
         self._waiting = WaitingQueue(self._fairness, self._measure_prompt)
-        self._rows = RunningSet(config.max_num_seqs, cache, self._waiting, config.max_in_flight)
+        self._rows = RunningSet(config.max_num_seqs, cache, self._waiting, config.max_in_flight, config.snapshots)
         self.totals = self._rows.totals
         self._live: dict[int, Sequence] = {}
         self._step = 0
@@ -63,6 +61,7 @@ class Scheduler:
     def _measure_prompt(self, sequence: Sequence) -> None:
         sequence.shared = self._cache.shareable(sequence.hashes, sequence.shareable_tokens)
         sequence.long_prompt = self._prefill.is_long_prompt(sequence.known - sequence.shared, sequence.shared)
+        self._rows.ask_for_fork(sequence)
 
     def reset_totals(self) -> None:
         """Let `totals` count anew."""
@@ -214,8 +213,8 @@ class Scheduler:
             self.speculation.costs.observe_step(flight.work.decode_tokens, seconds, drafted, accepted, host_seconds)
         rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
         ending = frozenset(row for row, tokens in forced.items() if tokens.ends)
-        continued = _continued(result, forced) if forced else result
-        updates = _process_result(rows, flight, continued, ending, rejected)
+        continued = with_forced_tokens(result, forced) if forced else result
+        updates = process_result(rows, flight, continued, ending, rejected)
         if drafts:
             live = [(rows.keys[row], *counts) for row, counts in drafts.items() if not rows.ended[row]]
             updates = updates._replace(drafts=live)
@@ -228,7 +227,7 @@ class Scheduler:
         if not self._fairness.single_tenant and updates.keys:
             slots = [self._live[key].tenant_slot for key in updates.keys]
             self._fairness.charge_outputs(slots, updates.counts)
-        self._commit_full_blocks()
+        self._commit_full_blocks(flight)
         for key, _ in updates.finished:
             self._end(key)
         rows.release_settled()
@@ -255,11 +254,12 @@ class Scheduler:
         for row, position, count in zip(*(column.tolist() for column in columns), strict=True):
             self._rows.sequences[row].proposed = position, [*islice(tokens, count)]
 
-    def _commit_full_blocks(self) -> None:
-        """Make blocks that became full findable, hashing generated ones here, outside of `schedule()`."""
+    def _commit_full_blocks(self, flight: InFlightStep) -> None:
+        """Make blocks that became full findable, and the states that `flight` kept, hashing generated tokens here,
+        outside of `schedule()`."""
         if not self._cache.prefix_caching:
             return
-        rows, size = self._rows, self._cache.block_size
+        rows, size, committed = self._rows, self._cache.block_size, list[bytes]()
         for row in (rows.computed >= rows.next_commit_at).nonzero()[0].tolist():
             sequence, table = rows.sequences[row], rows.tables[row]
             hashes, first, end = sequence.hashes, table.committed, int(rows.computed[row]) // size
@@ -268,7 +268,10 @@ class Scheduler:
                 hashes.extend(self._cache.digest(tokens, sequence.spec.extras, hashes[-1] if hashes else None))
             self._cache.commit(table, hashes[first:end])
             rows.next_commit_at[row] = (end + 1) * size
-            self._waiting.wake_waiting_for_blocks(hashes[first:end])
+            committed += hashes[first:end]
+        if flight.saves and rows.saves is not None:
+            rows.saves.settle(flight.saves, rows.computed, rows.sequences)
+        self._waiting.wake_waiting_for_blocks(committed)
 
     def check_integrity(self) -> None:
         """Recompute everything, the cache's state included; for tests, and when idle.
@@ -291,105 +294,3 @@ class Scheduler:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
-
-
-def _continued(result: StepResult, forced: Mapping[int, ForcedTokens]) -> StepResult:
-    """The result as if the tokens that follow had been sampled with the others; they have no log-probabilities."""
-    tokens: list[int] = []
-    logprobs: list[Logprobs | None] = []
-    follows = [forced[row].tokens if row in forced else () for row in result.rows.tolist()]
-    first = 0
-    for count, more in zip(result.counts.tolist(), follows, strict=True):
-        tokens += [*result.tokens[first : first + count].tolist(), *more]
-        logprobs += [*result.logprobs[first : first + count], *[None] * len(more)]
-        first += count
-    counts = result.counts + np.array([len(more) for more in follows], np.int32)
-    return result._replace(
-        counts=counts, tokens=np.array(tokens, np.int32), logprobs=logprobs if result.logprobs else ()
-    )
-
-
-def _process_result(
-    rows: RunningSet, flight: InFlightStep, result: StepResult, ending: frozenset[int], rejected: Mapping[int, int]
-) -> StepUpdates:
-    """Take the tokens of `flight`'s result into the rows, settle their counters, and say what is new. `ending`: rows
-    whose sequence ends with these tokens. `rejected`: how many of its drafts were not right, by row.
-
-    Raises:
-        RuntimeError: the result does not continue what is known.
-    """
-    places, kept = result.rows.astype(np.intp), result.counts
-    known = rows.known[places]
-    # Lists are compared in a third of the time that numpy takes for two arrays.
-    if result.offsets.tolist() != known.tolist() and (result.offsets != known)[~rows.ended[places]].any():
-        raise RuntimeError(f"step {flight.step}: a row's tokens do not begin where the known ones end")
-    ran, counts, tokens = result.rows.tolist(), result.counts.tolist(), result.tokens.tolist()
-    one_each = len(tokens) == len(ran) and 0 not in counts
-    owners = ran if one_each else result.rows.repeat(result.counts).tolist()  # the row of each token
-    logprobs, keys, stops, outputs = result.logprobs, rows.keys, rows.stops, rows.outputs
-    stop_tokens = [at for at, (row, token) in enumerate(zip(owners, tokens, strict=True)) if token in stops[row]]
-    finished: list[tuple[int, str]] = []
-    rows.min_remaining -= max(counts, default=0)
-    may_end = rows.min_remaining <= 0
-    if may_end or stop_tokens or ending or rows.releasing or 0 in counts:
-        kept, finished = _truncate_at_ends(rows, result, known, stop_tokens, ending)
-        keeps = [at < limit for limit, count in zip(kept.tolist(), counts, strict=True) for at in range(count)]
-        owners, tokens, logprobs = (list(compress(column, keeps)) for column in (owners, tokens, logprobs))
-        ran, counts = list(compress(ran, kept)), [count for count in kept.tolist() if count]
-    rows.known[places] = known + kept
-    if may_end:  # the least that is still to come to a row, but to those whose last token came
-        remaining = (rows.token_limit - rows.known)[rows.running]
-        rows.min_remaining = int(remaining[remaining > 0].min(initial=UNLIMITED))
-    for row, token in zip(owners, tokens, strict=True):
-        outputs[row].append(token)
-    if rows.awaiting_results or rejected or owners != flight.sampled_rows:
-        _reconcile(rows, flight, result, kept, rejected)
-    else:
-        rows.computed[flight.rows] = flight.scheduled_ends
-    started, rows.started = rows.started, []
-    live = [(row, scores) for row, scores in result.prompt_logprobs if not rows.ended[row]]
-    scored = [(keys[row], rows.sequences[row].take_prompt_logprobs(scores)) for row, scores in live]
-    fresh = [(key, scores) for key, scores in scored if scores]
-    return StepUpdates([keys[row] for row in ran], counts, tokens, started, finished, logprobs, fresh)
-
-
-def _truncate_at_ends(
-    rows: RunningSet, result: StepResult, known: IntArray, stop_tokens: list[int], ending: frozenset[int]
-) -> tuple[IntArray, list[tuple[int, str]]]:
-    """How many tokens of each result row count; and (key, reason) of sequences that end with them, stopped ones first.
-    `stop_tokens`: which tokens of the result are stop tokens of their rows. `ending`: see `_process_result`."""
-    room: IntArray = rows.token_limit[result.rows] - known
-    room[rows.ended[result.rows]] = 0
-    kept, ends = np.minimum(result.counts, room), np.cumsum(result.counts)
-    stopped: set[int] = set()
-    for index in stop_tokens:
-        place = int(np.searchsorted(ends, index, "right"))
-        length = index - int(ends[place] - result.counts[place]) + 1
-        if length <= kept[place]:
-            kept[place] = length
-            stopped.add(place)
-    for place, row in enumerate(result.rows.tolist() if ending else ()):
-        if row in ending and kept[place] == result.counts[place]:
-            stopped.add(place)
-    full = [place for place in ((kept == room) & (kept > 0)).nonzero()[0].tolist() if place not in stopped]
-    finished = [*((place, "stop") for place in sorted(stopped)), *((place, "length") for place in full)]
-    return kept, [(rows.keys[result.rows[place]], reason) for place, reason in finished]
-
-
-def _reconcile(
-    rows: RunningSet, flight: InFlightStep, result: StepResult, kept: IntArray, rejected: Mapping[int, int]
-) -> None:
-    """Move the counters of all rows that ran, where not all brought the one token a sample that later plans count on.
-
-    A row that got another number waits until those plans are back, and continues from what is computed: less than
-    planned where drafts were rejected, whatever the host has put in their place, or tokens did not come; and in any
-    case without the newest known token, which has to run, again if it brought no successor.
-    """
-    ran, surplus, ends = flight.rows, np.zeros(rows.size, np.int32), flight.scheduled_ends
-    surplus[result.rows] = kept
-    np.subtract.at(surplus, flight.sampled_rows, 1)
-    rows.expected[ran] += surplus[ran]
-    if rejected:
-        ends = ends - np.array([rejected.get(row, 0) for row in ran.tolist()], np.int32)
-    rows.computed[ran] = np.minimum(ends, rows.known[ran] - 1)
-    rows.await_results([*ran[surplus[ran] != 0].tolist(), *rejected])

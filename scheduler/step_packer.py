@@ -7,13 +7,13 @@ short ones cannot take: neither is stuck behind the other. Knows no results, and
 from itertools import chain, compress, islice
 from math import inf
 from operator import mul
-from typing import NamedTuple
 
 import numpy as np
 
 from ..core.metrics import SequenceState
 from .config import SchedulerConfig
-from .plan import NO_BLOCK_COPIES, NO_ROWS, NO_TOKENS, IntArray, LongArray, StepPlan
+from .half_computed import PendingPrefill, half_computed
+from .plan import NO_BLOCK_COPIES, NO_ROWS, NO_STATE_SAVES, NO_TOKENS, IntArray, LongArray, StepPlan
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .sequence import Sequence
@@ -28,18 +28,6 @@ ROWS_PER_FORCED_TOKEN = 16
 step longer, for the free rows too."""
 
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
-
-
-class PendingPrefill(NamedTuple):
-    """A half-computed prompt and the tokens it lacks; tuples compare in the order in which prompts go on."""
-
-    urgency: int
-    service: float
-    rank: int
-    arrival_number: int
-    row: int
-    missing_tokens: int
-    sequence: Sequence
 
 
 class StepPacker:
@@ -113,6 +101,7 @@ class StepPacker:
             proposals = self._plan_proposals(self._speculation, chosen.tolist(), ends.tolist(), samples.tolist())
         appended = [pair for pair in self._appended if self._counts[pair[0]]]
         copies = self._cache.take_block_copies()
+        saves = () if rows.saves is None else tuple(rows.saves.reserve(chosen, ends))
         plan = StepPlan(
             self._step,
             chosen.astype(np.int32),
@@ -126,15 +115,16 @@ class StepPacker:
             forced=np.array(rows.forced, np.int32) if rows.forced else NO_TOKENS,
             proposals=proposals,
             block_copies=np.array(copies, np.int32) if copies else NO_BLOCK_COPIES,
+            state_saves=np.array([save[:3] for save in saves], np.int32) if saves else NO_STATE_SAVES,
         )
         rows.closed_rows.clear()
         rows.forced.clear()
         if not drafted:
-            return plan, InFlightStep(self._step, chosen, ends, sampled, self._work)
+            return plan, InFlightStep(self._step, chosen, ends, sampled, self._work, saves=saves)
         plan = plan._replace(drafts=drafts, drafted=np.array([*chain(*drafted.values())], np.int32))
         sampled = [row for row in sampled for _ in range(1 + len(drafted.get(row, ())))]
         lengths = {row: len(tokens) for row, tokens in drafted.items()}
-        return plan, InFlightStep(self._step, chosen, ends, sampled, self._work, lengths)
+        return plan, InFlightStep(self._step, chosen, ends, sampled, self._work, lengths, saves)
 
     # Decoding rows
 
@@ -235,7 +225,7 @@ class StepPacker:
     def _add_prompts(self) -> None:
         """Spend the rest of the budget on prompts, short ones first; but half of it is for long ones, if there are any
         and they can use it."""
-        short, long = self._half_computed()
+        short, long = half_computed(self._rows, self._fairness, self._step, self._config.rank_step_tokens)
         budget, mixed = self._budget_left, bool(long) or self._waiting.peek(self._step, long=True) is not None
         pace = self._prefill.pace(self._demand([*short, *long], mixed))
         if not mixed:
@@ -262,23 +252,6 @@ class StepPacker:
         targets = [rows.itl_targets.get(row) for row in self._counts.nonzero()[0].tolist()]
         wanted = [target for target in targets if target is not None]
         return StepDemand(self._work, line, min(wanted, default=inf), len(wanted) < len(targets), mixed)
-
-    def _half_computed(self) -> tuple[list[PendingPrefill], list[PendingPrefill]]:
-        """Prefilling rows, those of short prompts and those of long ones; the next one to go on is the last."""
-        rows, full = self._rows, self._rows.full_rows()
-        prefilling = [row for row in rows.prefilling if full is None or not full[row]]
-        several = len({rows.sequences[row].tenant_slot for row in prefilling}) > 1  # else rank alone decides
-        prefills: list[PendingPrefill] = []
-        for row in prefilling:
-            sequence, missing = rows.sequences[row], int(rows.known[row] - rows.scheduled[row])
-            key = self._fairness.fair_share_key(sequence, self._step) if several else (0, 0.0)
-            rank = sequence.seniority + missing // self._config.rank_step_tokens
-            prefills.append(PendingPrefill(*key, rank, sequence.arrival_number, row, missing, sequence))
-        prefills.sort(reverse=True)
-        lanes: tuple[list[PendingPrefill], list[PendingPrefill]] = [], []
-        for pending in prefills:
-            lanes[pending.sequence.long_prompt].append(pending)
-        return lanes
 
     def _fill(self, lane: PrefillLane, pending: list[PendingPrefill], long: bool) -> None:
         """Spend a lane's part of the step: of one tenant's prompts by rank, of several tenants' on the one of the most

@@ -21,6 +21,7 @@ from ...scheduler.plan import (
     NO_PROPOSALS,
     MaskArray,
     MaskSource,
+    NewSequence,
     Proposals,
     ResolvedSampling,
     StepPlan,
@@ -56,7 +57,8 @@ class FakeBehaviour:
 
 @dataclass(slots=True)
 class FakeRow:
-    """A row: token ids, the first `prompt` of them its prompt, how many are computed, its sampling and block table."""
+    """A row: token ids, the first `prompt` of them its prompt, how many are computed, its sampling, block table, and
+    the tokens that its state has seen, where it has one."""
 
     tokens: list[int]
     computed: int
@@ -64,12 +66,14 @@ class FakeRow:
     sampling: ResolvedSampling
     blocks: list[int] = field(default_factory=list)
     adapter: str = ""
+    state: list[int] = field(default_factory=list)
 
 
 class FakeExecutor:
     """Reports `capacity`, in cache blocks of `block_size` tokens. `threaded`: results come from one worker thread,
     otherwise before `execute` returns. `check_contents`: also keep which token sits in which slot, and verify
-    everything a row attends to."""
+    everything a row attends to. Sequences have states if `capacity` gives them bytes: then each row and each snapshot
+    knows which tokens its state has seen, and a row goes on from no other."""
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class FakeExecutor:
         self._slots = np.full(0, EMPTY, np.int64)
         self._host_slots = np.full((0, block_size), EMPTY, np.int64)
         self._holders: list[int] = []
+        self._snapshots: list[list[int]] = []
         self._next_step: int | None = None
 
     def load(self, progress: ProgressCallback) -> Capacity:
@@ -104,6 +109,7 @@ class FakeExecutor:
         self._slots = np.full(blocks * self._block_size, EMPTY, np.int64)
         self._host_slots = np.full((host_blocks, self._block_size), EMPTY, np.int64)
         self._holders = [0] * blocks
+        self._snapshots = [[EMPTY]] * snapshots
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
         step_masks = masks() if masks is not None and len(plan.masked) else None
@@ -158,7 +164,12 @@ class FakeExecutor:
             assert new.row not in self._rows, f"row {new.row} is occupied"
             assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"
             self._rows[new.row] = FakeRow(
-                new.tokens.tolist(), new.computed, new.prompt, new.sampling, adapter=new.adapter
+                new.tokens.tolist(),
+                new.computed,
+                new.prompt,
+                new.sampling,
+                adapter=new.adapter,
+                state=self._first_state(new),
             )
         for row, block in plan.appended.tolist():
             assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
@@ -181,6 +192,10 @@ class FakeExecutor:
         guesses = self._guesses(plan)
         for row, start, count, _ in ran:
             self._compute(self._rows[row], start, count, guesses.get(row, []))
+        for row, position, snapshot in plan.state_saves.tolist():
+            start = int(plan.starts[plan.rows.tolist().index(row)])
+            assert start < position <= self._rows[row].computed, f"row {row} has no state at {position} in this step"
+            self._snapshots[snapshot] = self._rows[row].state[:position]
         ends = {row: len(self._rows[row].tokens) for row, *_ in ran}
         drafts = {row: len(guessed) for row, guessed in guesses.items()}
         sampled = [
@@ -250,6 +265,9 @@ class FakeExecutor:
         if end <= start:
             return
         assert start <= row.computed, "a gap between what is computed and what is to be"
+        if self._capacity.state_bytes:
+            assert start == len(row.state), f"a state after {len(row.state)} tokens goes on at {start}"
+            row.state += known[start:end]
         assert end <= len(row.blocks) * self._block_size, "no block for the last token"
         for block in set(row.blocks[start // self._block_size : (end - 1) // self._block_size + 1]):
             assert self._holders[block] == 1, f"block {block} is written and has {self._holders[block]} holders"
@@ -259,6 +277,16 @@ class FakeExecutor:
             self._slots[slots[start:]] = content[start:]
             assert (self._slots[slots] == content).all(), "a block holds another sequence's tokens"
         row.computed = end
+
+    def _first_state(self, new: NewSequence) -> list[int]:
+        """A copy of the snapshot that a row begins with."""
+        if not self._capacity.state_bytes or not new.computed:
+            assert new.state < 0, f"row {new.row} begins with a state that it has no use for"
+            return []
+        assert new.state >= 0, f"row {new.row} begins after {new.computed} tokens without a state"
+        state = self._snapshots[new.state]
+        assert state == new.tokens[: new.computed].tolist(), f"snapshot {new.state} is another sequence's state"
+        return state.copy()
 
     def _scores(self, row: FakeRow, start: int, count: int) -> PromptLogprobs | None:
         """Log-probabilities of the prompt's tokens after the computed ones: -1 for the likeliest, and so on."""

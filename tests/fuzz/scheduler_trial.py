@@ -15,7 +15,7 @@ import numpy as np
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import ForcedTokens, ResolvedSampling, StepPlan, StepResult, StepUpdates
 from charonia.scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from charonia.scheduler.scheduler import Scheduler
@@ -28,8 +28,10 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerWorld:
-    """The sizes, rules and load of a trial. `host_blocks`: for evicted blocks. `live`: sequences that it adds at once.
-    Of a random trial's prompts, `long_prompts` may be of any length; `outputs`: the most new tokens that it asks for.
+    """The sizes, rules and load of a trial. `host_blocks`: for evicted blocks. `snapshots`: of states, which the model
+    has unless it is None: then no step drafts, and each brings a token where it samples. `live`: sequences that it
+    adds at once. Of a random trial's prompts, `long_prompts` may be of any length; `outputs`: the most new tokens that
+    it asks for.
     `tenants`: their number; each weighs twice the one before. `adapters`: their number, beside the model itself.
     `token_seconds`: the time of a token that the scheduler is told, roughly; 0 for none.
     `drafts`: the most tokens that are drafted for a sequence in a step, each right with `draft_accuracy`.
@@ -39,6 +41,7 @@ class SchedulerWorld:
     block_size: int = 4
     prefix_caching: bool = True
     host_blocks: int = 0
+    snapshots: int | None = None
     burst: tuple[int, int] = (1, 1)
     live: int = 16
     long_prompts: float = 0.3
@@ -55,7 +58,7 @@ class SchedulerWorld:
         rows = random.choice((1, 2, 4, 8))
         ahead = random.choice((0, 1, 2))
         adapters = random.choice((0, 0, 2, 5))
-        return cls(
+        world = cls(
             blocks=random.choice((8, 12, 24, 64)),
             block_size=random.choice((1, 2, 4)),
             prefix_caching=random.random() < 0.8,
@@ -81,6 +84,24 @@ class SchedulerWorld:
                 target_itl_ms=random.choice((None, None, 0, 50)),
                 max_loras=random.choice((1, 2)) if adapters else 0,
             ),
+        )
+        return world.with_states(random) if random.random() < 0.4 else world
+
+    def with_states(self, random: Random) -> "SchedulerWorld":
+        """The same for a model whose sequences have states."""
+        rule = SnapshotRule(
+            prompt_stride=random.choice((1, 4, 12)),
+            most_per_prompt=random.choice((1, 3, 8)),
+            generated_stride=random.choice((1, 5, 16)),
+            least_gain=random.choice((1, 4, 10)),
+        )
+        return replace(
+            self,
+            snapshots=random.choice((0, 1, 2, 4, 9, 40)),
+            host_blocks=0,
+            burst=(max(self.burst[0], 1), max(self.burst)),
+            drafts=0,
+            scheduler=msgspec.structs.replace(self.scheduler, snapshots=rule),
         )
 
     def staged(self, stages: int) -> "SchedulerWorld":
@@ -139,19 +160,27 @@ class SchedulerTrial:
 
     def __init__(self, world: SchedulerWorld, seed: int = 0) -> None:
         self.world = world
-        self.cache = KVCacheManager(world.blocks, world.block_size, world.prefix_caching, world.host_blocks)
+        snapshots = world.snapshots or 0
+        prefix_caching = world.prefix_caching and world.snapshots != 0
+        self.cache = KVCacheManager(world.blocks, world.block_size, prefix_caching, world.host_blocks, snapshots)
         drafter = _RandomDrafter(Random(seed + 1), world.draft_accuracy)
         speculation = Speculation({"trial": drafter}, world.drafts, VOCABULARY) if world.drafts else None
         if speculation is not None:
             speculation.possible_drafts = lambda key, drafts, most: drafts[:most]
         self.scheduler = Scheduler(world.scheduler, self.cache, speculation=speculation)
         self.executor = FakeExecutor(
-            Capacity(VOCABULARY, world.scheduler.max_model_len, 1, world.blocks),
+            Capacity(
+                VOCABULARY,
+                world.scheduler.max_model_len,
+                block_bytes=1,
+                free_bytes=world.blocks,
+                state_bytes=0 if world.snapshots is None else 1,
+            ),
             block_size=world.block_size,
             behaviour=FakeBehaviour(burst=world.burst, seed=seed),
             threaded=False,
         )
-        self.executor.allocate(world.blocks, world.host_blocks)
+        self.executor.allocate(world.blocks, world.host_blocks, snapshots)
         self.executor.adapters.update(f"adapter {number}" for number in range(1, world.adapters + 1))
         self._adapter_of: dict[int, str] = {}  # by row
         self.operations = 0

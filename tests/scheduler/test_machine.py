@@ -30,6 +30,21 @@ def test_random_interleavings(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
         operations += trial.operations
 
 
+@pytest.mark.one_in(7)
+@pytest.mark.parametrize("seed", range(7))
+def test_random_interleavings_of_a_model_with_states(seed: int) -> None:
+    """Few snapshots and many, kept often and rarely; a plan that reads a state at another count fails."""
+    random, operations, found, evicted = Random(seed), 0, 0, 0
+    while operations < OPERATIONS:
+        trial = SchedulerTrial(SchedulerWorld.drawn(random).staged(max(seed % 4, 1)).with_states(random), seed)
+        drive_randomly(trial, random, 500)
+        operations += trial.operations
+        found += trial.scheduler.totals.prefix_hits
+        evicted += 0 if trial.cache.states is None else trial.cache.states.evicted
+    assert found
+    assert evicted
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """The same calls in an order that hypothesis chooses, and shrinks when something breaks."""
 

@@ -1,0 +1,134 @@
+"""Snapshots of recurrent states: which numbered slot has the state after which tokens.
+
+A snapshot belongs to an exact number of tokens, a multiple of the block size, and to all of them: its identity is the
+chain hash of the block that ends there. Says where a state is to be copied; copies none itself. Knows no tensors, rows
+or plans.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+
+class StatePool:
+    """Numbered snapshots 0 to `size` - 1.
+
+    ==============  =====================  =====================================================
+    snapshot is     findable by its hash   becomes
+    ==============  =====================  =====================================================
+    unused          no                     reserved
+    reserved        no: a plan in flight   recent when that plan is applied, or unused if it did
+                    writes it              not come so far
+    recent          yes                    proven when it is restored a second time
+    proven          yes                    recent again, where there are too many proven ones
+    ==============  =====================  =====================================================
+
+    The recent one that was used longest ago makes room. So a beginning that many share outlives any number of prompts
+    that come once: Karedla et al., "Caching Strategies to Improve Disk System Performance" (1994), segmented LRU.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.evicted = 0
+        """Snapshots that made room for others so far."""
+        self.restored = 0
+        """How often a sequence began with one so far."""
+        self._most_proven = 3 * size // 4
+        self._unused = list(range(size - 1, -1, -1))
+        self._reserved = set[int]()
+        # In the order of eviction.
+        self._recent: OrderedDict[bytes, int] = OrderedDict()
+        self._proven: OrderedDict[bytes, int] = OrderedDict()
+        self._restored_once = set[bytes]()
+        self._being_restored = set[bytes]()
+        self._promises: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        """Snapshots that can be found."""
+        return len(self._recent) + len(self._proven)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._recent or digest in self._proven
+
+    def restore(self, digest: bytes, before: bytes | None = None) -> int:
+        """The findable snapshot of this hash, which the next plan reads: it is not reserved until `plan_is_made`.
+        `before`: one that this one continues, and that counts as used too: the next prompt may part a little sooner."""
+        if before is not None:
+            self._use(before)
+        self._use(digest)
+        self.restored += 1
+        self._being_restored.add(digest)
+        return self._proven[digest] if digest in self._proven else self._recent[digest]
+
+    def _use(self, digest: bytes) -> None:
+        if digest in self._recent and digest in self._restored_once and self._most_proven:
+            self._proven[digest] = self._recent.pop(digest)
+            if len(self._proven) > self._most_proven:
+                oldest, snapshot = self._proven.popitem(last=False)
+                self._recent[oldest] = snapshot
+        self._restored_once.add(digest)
+        (self._proven if digest in self._proven else self._recent).move_to_end(digest)
+
+    def plan_is_made(self) -> None:
+        """What the plan restores it reads before a later one writes it."""
+        self._being_restored.clear()
+
+    def reserve(self) -> int | None:
+        """A snapshot for a plan to write: an unused one, or the recent one that was used longest ago. None where the
+        others are proven, written by plans in flight, or read by the plan in the making."""
+        if self._unused:
+            snapshot = self._unused.pop()
+        else:
+            oldest = next((digest for digest in self._recent if digest not in self._being_restored), None)
+            if oldest is None:
+                return None
+            snapshot = self._recent.pop(oldest)
+            self._restored_once.discard(oldest)
+            self.evicted += 1
+        self._reserved.add(snapshot)
+        return snapshot
+
+    def publish(self, snapshot: int, digest: bytes) -> None:
+        """A reserved snapshot has the state of this hash now. Of two that are equal the first stays."""
+        if digest in self:
+            self.give_back(snapshot)
+            return
+        self._reserved.remove(snapshot)
+        self._recent[digest] = snapshot
+
+    def give_back(self, snapshot: int) -> None:
+        """A reserved snapshot was not written, or is not wanted."""
+        self._reserved.remove(snapshot)
+        self._unused.append(snapshot)
+
+    def demote(self, digest: bytes) -> None:
+        """Let the snapshot of this hash, if there is one, be the next to make room: what it continues is gone, or a
+        later one is of more use."""
+        if digest in self._proven:
+            self._recent[digest] = self._proven.pop(digest)
+        if digest in self._recent:
+            self._recent.move_to_end(digest, last=False)
+
+    def promise(self, digest: bytes) -> None:
+        """A running sequence is going to have the state of this hash, and to keep it."""
+        self._promises[digest] += 1
+
+    def settle(self, digest: bytes) -> None:
+        """One promise is kept, or will not be."""
+        self._promises[digest] -= 1
+        if not self._promises[digest]:
+            del self._promises[digest]
+
+    def is_promised(self, digest: bytes) -> bool:
+        return digest in self._promises
+
+    def check_integrity(self, reserved: Iterable[int], promises: Iterable[bytes]) -> None:
+        """Recompute everything from what plans in flight write and running sequences promise. Raises `AssertionError`
+        where a snapshot is lost or in two places."""
+        assert sorted(reserved) == sorted(self._reserved), "a reservation leaked"
+        assert Counter(promises) == self._promises, "a promise of a snapshot leaked"
+        found = [*self._recent.values(), *self._proven.values()]
+        assert sorted([*self._unused, *self._reserved, *found]) == list(range(self.size)), "a snapshot is lost"
+        assert not self._recent.keys() & self._proven.keys(), "one hash in two snapshots"
+        assert len(self._proven) <= self._most_proven
+        assert self._restored_once <= self._recent.keys() | self._proven.keys()
+        assert not self._being_restored, "a plan is being made"

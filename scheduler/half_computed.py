@@ -1,0 +1,39 @@
+"""The prompts that hold a row and are not yet computed to their end, in the order in which they go on."""
+
+from typing import NamedTuple
+
+from .running_set import RunningSet
+from .sequence import Sequence
+from .waiting_queue import Fairness
+
+
+class PendingPrefill(NamedTuple):
+    """A half-computed prompt and the tokens it lacks; tuples compare in the order in which prompts go on."""
+
+    urgency: int
+    service: float
+    rank: int
+    arrival_number: int
+    row: int
+    missing_tokens: int
+    sequence: Sequence
+
+
+def half_computed(
+    rows: RunningSet, fairness: Fairness, step: int, rank_step_tokens: int
+) -> tuple[list[PendingPrefill], list[PendingPrefill]]:
+    """Those of short prompts and those of long ones, that may be in a plan now; the next one to go on is the last."""
+    full = rows.full_rows()
+    prefilling = [row for row in rows.prefilling if full is None or not full[row]]
+    several = len({rows.sequences[row].tenant_slot for row in prefilling}) > 1  # else rank alone decides
+    prefills: list[PendingPrefill] = []
+    for row in prefilling:
+        sequence, missing = rows.sequences[row], int(rows.known[row] - rows.scheduled[row])
+        key = fairness.fair_share_key(sequence, step) if several else (0, 0.0)
+        rank = sequence.seniority + missing // rank_step_tokens
+        prefills.append(PendingPrefill(*key, rank, sequence.arrival_number, row, missing, sequence))
+    prefills.sort(reverse=True)
+    lanes: tuple[list[PendingPrefill], list[PendingPrefill]] = [], []
+    for pending in prefills:
+        lanes[pending.sequence.long_prompt].append(pending)
+    return lanes

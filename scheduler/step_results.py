@@ -1,0 +1,112 @@
+"""What a step's result makes of the rows that ran: new tokens, sequences that end, and counters that move."""
+
+from collections.abc import Mapping
+from itertools import compress
+
+import numpy as np
+
+from ..core.logprobs import Logprobs
+from .plan import ForcedTokens, IntArray, StepResult, StepUpdates
+from .running_set import UNLIMITED, InFlightStep, RunningSet
+
+
+def with_forced_tokens(result: StepResult, forced: Mapping[int, ForcedTokens]) -> StepResult:
+    """The result as if the tokens that follow had been sampled with the others; they have no log-probabilities."""
+    tokens: list[int] = []
+    logprobs: list[Logprobs | None] = []
+    follows = [forced[row].tokens if row in forced else () for row in result.rows.tolist()]
+    first = 0
+    for count, more in zip(result.counts.tolist(), follows, strict=True):
+        tokens += [*result.tokens[first : first + count].tolist(), *more]
+        logprobs += [*result.logprobs[first : first + count], *[None] * len(more)]
+        first += count
+    counts = result.counts + np.array([len(more) for more in follows], np.int32)
+    return result._replace(
+        counts=counts, tokens=np.array(tokens, np.int32), logprobs=logprobs if result.logprobs else ()
+    )
+
+
+def process_result(
+    rows: RunningSet, flight: InFlightStep, result: StepResult, ending: frozenset[int], rejected: Mapping[int, int]
+) -> StepUpdates:
+    """Take the tokens of `flight`'s result into the rows, settle their counters, and say what is new. `ending`: rows
+    whose sequence ends with these tokens. `rejected`: how many of its drafts were not right, by row.
+
+    Raises:
+        RuntimeError: the result does not continue what is known.
+    """
+    places, kept = result.rows.astype(np.intp), result.counts
+    known = rows.known[places]
+    # Lists are compared in a third of the time that numpy takes for two arrays.
+    if result.offsets.tolist() != known.tolist() and (result.offsets != known)[~rows.ended[places]].any():
+        raise RuntimeError(f"step {flight.step}: a row's tokens do not begin where the known ones end")
+    ran, counts, tokens = result.rows.tolist(), result.counts.tolist(), result.tokens.tolist()
+    one_each = len(tokens) == len(ran) and 0 not in counts
+    owners = ran if one_each else result.rows.repeat(result.counts).tolist()  # the row of each token
+    logprobs, keys, stops, outputs = result.logprobs, rows.keys, rows.stops, rows.outputs
+    stop_tokens = [at for at, (row, token) in enumerate(zip(owners, tokens, strict=True)) if token in stops[row]]
+    finished: list[tuple[int, str]] = []
+    rows.min_remaining -= max(counts, default=0)
+    may_end = rows.min_remaining <= 0
+    if may_end or stop_tokens or ending or rows.releasing or 0 in counts:
+        kept, finished = _truncate_at_ends(rows, result, known, stop_tokens, ending)
+        keeps = [at < limit for limit, count in zip(kept.tolist(), counts, strict=True) for at in range(count)]
+        owners, tokens, logprobs = (list(compress(column, keeps)) for column in (owners, tokens, logprobs))
+        ran, counts = list(compress(ran, kept)), [count for count in kept.tolist() if count]
+    rows.known[places] = known + kept
+    if may_end:  # the least that is still to come to a row, but to those whose last token came
+        remaining = (rows.token_limit - rows.known)[rows.running]
+        rows.min_remaining = int(remaining[remaining > 0].min(initial=UNLIMITED))
+    for row, token in zip(owners, tokens, strict=True):
+        outputs[row].append(token)
+    if rows.awaiting_results or rejected or owners != flight.sampled_rows:
+        _reconcile(rows, flight, result, kept, rejected)
+    else:
+        rows.computed[flight.rows] = flight.scheduled_ends
+    started, rows.started = rows.started, []
+    live = [(row, scores) for row, scores in result.prompt_logprobs if not rows.ended[row]]
+    scored = [(keys[row], rows.sequences[row].take_prompt_logprobs(scores)) for row, scores in live]
+    fresh = [(key, scores) for key, scores in scored if scores]
+    return StepUpdates([keys[row] for row in ran], counts, tokens, started, finished, logprobs, fresh)
+
+
+def _truncate_at_ends(
+    rows: RunningSet, result: StepResult, known: IntArray, stop_tokens: list[int], ending: frozenset[int]
+) -> tuple[IntArray, list[tuple[int, str]]]:
+    """How many tokens of each result row count; and (key, reason) of sequences that end with them, stopped ones first.
+    `stop_tokens`: which tokens of the result are stop tokens of their rows. `ending`: see `process_result`."""
+    room: IntArray = rows.token_limit[result.rows] - known
+    room[rows.ended[result.rows]] = 0
+    kept, ends = np.minimum(result.counts, room), np.cumsum(result.counts)
+    stopped: set[int] = set()
+    for index in stop_tokens:
+        place = int(np.searchsorted(ends, index, "right"))
+        length = index - int(ends[place] - result.counts[place]) + 1
+        if length <= kept[place]:
+            kept[place] = length
+            stopped.add(place)
+    for place, row in enumerate(result.rows.tolist() if ending else ()):
+        if row in ending and kept[place] == result.counts[place]:
+            stopped.add(place)
+    full = [place for place in ((kept == room) & (kept > 0)).nonzero()[0].tolist() if place not in stopped]
+    finished = [*((place, "stop") for place in sorted(stopped)), *((place, "length") for place in full)]
+    return kept, [(rows.keys[result.rows[place]], reason) for place, reason in finished]
+
+
+def _reconcile(
+    rows: RunningSet, flight: InFlightStep, result: StepResult, kept: IntArray, rejected: Mapping[int, int]
+) -> None:
+    """Move the counters of all rows that ran, where not all brought the one token a sample that later plans count on.
+
+    A row that got another number waits until those plans are back, and continues from what is computed: less than
+    planned where drafts were rejected, whatever the host has put in their place, or tokens did not come; and in any
+    case without the newest known token, which has to run, again if it brought no successor.
+    """
+    ran, surplus, ends = flight.rows, np.zeros(rows.size, np.int32), flight.scheduled_ends
+    surplus[result.rows] = kept
+    np.subtract.at(surplus, flight.sampled_rows, 1)
+    rows.expected[ran] += surplus[ran]
+    if rejected:
+        ends = ends - np.array([rejected.get(row, 0) for row in ran.tolist()], np.int32)
+    rows.computed[ran] = np.minimum(ends, rows.known[ran] - 1)
+    rows.await_results([*ran[surplus[ran] != 0].tolist(), *rejected])

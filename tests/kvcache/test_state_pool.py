@@ -1,0 +1,214 @@
+"""Snapshots: which of them make room, and that none is lost."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from charonia.kvcache.manager import KVCacheManager
+from charonia.kvcache.state_pool import StatePool
+
+
+def keep(pool: StatePool, *names: str) -> None:
+    """Keep the states of these hashes, one after the other."""
+    for name in names:
+        snapshot = pool.reserve()
+        assert snapshot is not None
+        pool.publish(snapshot, name.encode())
+
+
+def found(pool: StatePool, names: str) -> str:
+    return "".join(name for name in names if name.encode() in pool)
+
+
+def use(pool: StatePool, name: str) -> int:
+    snapshot = pool.restore(name.encode())
+    pool.plan_is_made()
+    return snapshot
+
+
+def test_the_one_used_longest_ago_makes_room() -> None:
+    pool = StatePool(3)
+    keep(pool, *"abc")
+    use(pool, "a")
+    keep(pool, *"de")
+    assert found(pool, "abcde") == "ade"
+    assert pool.evicted == 2
+
+
+def test_one_that_was_restored_twice_outlives_any_number_that_never_are() -> None:
+    pool = StatePool(4)
+    keep(pool, "a")
+    use(pool, "a")
+    use(pool, "a")
+    for _ in range(3):
+        keep(pool, *"bcdefghijk")
+    assert found(pool, "ab") == "a"
+
+
+def test_a_proven_one_that_is_not_used_any_more_makes_room_at_last() -> None:
+    pool = StatePool(2)
+    for name in "abc":
+        keep(pool, name)
+        use(pool, name)
+        use(pool, name)
+    keep(pool, "d")
+    assert found(pool, "abcd") == "cd"
+
+
+def test_what_the_plan_in_the_making_reads_is_not_reserved() -> None:
+    pool = StatePool(2)
+    keep(pool, *"ab")
+    read = pool.restore(b"a")
+    written = pool.reserve()
+    assert written is not None
+    assert written != read
+    assert pool.reserve() is None
+    pool.plan_is_made()
+    assert pool.reserve() == read, "a later plan comes after it"
+
+
+def test_of_two_equal_snapshots_the_first_stays() -> None:
+    pool = StatePool(2)
+    first, second = pool.reserve(), pool.reserve()
+    assert first is not None
+    assert second is not None
+    pool.publish(second, b"a")
+    pool.publish(first, b"a")
+    assert pool.restore(b"a") == second
+    pool.plan_is_made()
+    pool.check_integrity([], [])
+
+
+@pytest.mark.parametrize("uses", [0, 1, 2])
+def test_a_demoted_one_is_the_next_to_make_room(uses: int) -> None:
+    pool = StatePool(4)
+    keep(pool, *"abcd")
+    for _ in range(uses):
+        use(pool, "d")
+    pool.demote(b"d")
+    pool.demote(b"never kept")
+    keep(pool, "e")
+    assert found(pool, "abcde") == "abce"
+
+
+def filled(cache: KVCacheManager, tokens: int) -> list[bytes]:
+    """A sequence that computed so many tokens and is gone; its hashes."""
+    hashes = cache.digest(range(tokens))
+    table = cache.open(hashes, tokens)
+    assert cache.extend(table, tokens)
+    cache.commit(table, hashes[table.committed :])
+    cache.close(table)
+    return hashes
+
+
+def test_a_prefix_is_shared_up_to_a_state_that_is_kept() -> None:
+    cache = KVCacheManager(16, 4, snapshots=4)
+    assert cache.states is not None
+    hashes = filled(cache, 24)
+    table = cache.open(hashes, 24)
+    cache.restore(table, 24)
+    assert (table.cached, table.forked, table.snapshot) == (0, 20, -1)
+    cache.close(table)
+    for number in (2, 3):
+        snapshot = cache.states.reserve()
+        assert snapshot is not None
+        cache.states.publish(snapshot, hashes[number - 1])
+    table = cache.open(hashes, 24)
+    cache.restore(table, 24)
+    assert (table.cached, table.forked, table.snapshot) == (12, 20, snapshot)
+    assert cache.open(hashes, 12).cached == 8, "the newest token has to run"
+    assert cache.shareable(hashes, 24) == 12
+    assert cache.forked(hashes, 24) == 20
+
+
+def test_a_state_without_its_blocks_is_not_found_and_makes_room() -> None:
+    cache = KVCacheManager(4, 4, snapshots=2)
+    assert cache.states is not None
+    hashes = filled(cache, 16)
+    for number in (4, 1):
+        snapshot = cache.states.reserve()
+        assert snapshot is not None
+        cache.states.publish(snapshot, hashes[number - 1])
+    other = cache.open(cache.digest(range(100, 104)), 4)
+    assert cache.extend(other, 4), "the last block of the first sequence is taken"
+    assert cache.open(hashes, 17).cached == 4
+    assert cache.states.reserve() is not None
+    assert hashes[3] not in cache.states
+    assert hashes[0] in cache.states
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A plan is made of restores and reservations; each reservation is published or given back later."""
+
+    names = st.integers(0, 12).map(lambda number: b"%d" % number)
+
+    @initialize(size=st.integers(1, 9))
+    def begin(self, size: int) -> None:
+        self.pool = StatePool(size)
+        self.reserved: list[int] = []
+        self.contents: dict[int, bytes] = {}
+        self.read = set[int]()
+        self.promises: list[bytes] = []
+
+    @rule(name=names)
+    def restore(self, name: bytes) -> None:
+        if name in self.pool:
+            snapshot = self.pool.restore(name)
+            assert self.contents[snapshot] == name
+            self.read.add(snapshot)
+
+    @rule()
+    def reserve(self) -> None:
+        snapshot = self.pool.reserve()
+        if snapshot is not None:
+            assert snapshot not in self.read
+            assert snapshot not in self.reserved
+            self.reserved.append(snapshot)
+            self.contents.pop(snapshot, None)
+
+    @rule()
+    def finish_plan(self) -> None:
+        self.pool.plan_is_made()
+        self.read.clear()
+
+    @precondition(lambda self: self.reserved)
+    @rule(name=names)
+    def publish(self, name: bytes) -> None:
+        snapshot = self.reserved.pop(0)
+        new = name not in self.pool
+        self.pool.publish(snapshot, name)
+        assert name in self.pool
+        if new:
+            self.contents[snapshot] = name
+
+    @precondition(lambda self: self.reserved)
+    @rule()
+    def give_back(self) -> None:
+        self.pool.give_back(self.reserved.pop())
+
+    @rule(name=names)
+    def demote(self, name: bytes) -> None:
+        self.pool.demote(name)
+
+    @rule(name=names)
+    def promise(self, name: bytes) -> None:
+        self.pool.promise(name)
+        self.promises.append(name)
+        assert self.pool.is_promised(name)
+
+    @precondition(lambda self: self.promises)
+    @rule()
+    def settle(self) -> None:
+        self.pool.settle(self.promises.pop())
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        if hasattr(self, "pool") and not self.read:
+            self.pool.check_integrity(self.reserved, self.promises)
+            assert {name for name in self.contents.values() if name in self.pool} == set(self.contents.values())
+            assert len(self.pool) == len(self.contents)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine = PoolMachine.TestCase
