@@ -56,6 +56,24 @@ LLAMA_ONE_BILLION: dict[str, Any] = {
 }
 """Llama-3.2-1B's config.json, as far as it shapes the computation."""
 
+QWEN3_5_SMALL: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "intermediate_size": 3584,
+    "vocab_size": 248320,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+"""Qwen3.5-0.8B's config.json, as far as it shapes the computation."""
+
 GRANITE_TINY: dict[str, Any] = {
     "model_type": "granite",
     "hidden_size": 64,
@@ -69,10 +87,11 @@ GRANITE_TINY: dict[str, Any] = {
 }
 """A model that transformers computes and that has hardly a weight: starting it costs what any start costs."""
 
-ShapeName: TypeAlias = Literal["qwen2.5-0.5b", "llama-3.2-1b", "granite-tiny"]
+ShapeName: TypeAlias = Literal["qwen2.5-0.5b", "llama-3.2-1b", "qwen3.5-0.8b", "granite-tiny"]
 SHAPES: dict[ShapeName, dict[str, Any]] = {
     "qwen2.5-0.5b": QWEN2_HALF_BILLION,
     "llama-3.2-1b": LLAMA_ONE_BILLION,
+    "qwen3.5-0.8b": QWEN3_5_SMALL,
     "granite-tiny": GRANITE_TINY,
 }
 

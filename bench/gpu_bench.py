@@ -187,7 +187,7 @@ class GpuBench:
         seconds = self.seconds(lambda: executor.rank.runner.run_step(whole), 3)
         spec = executor.rank.shape
         products = 2 * tokens * (self.weight_bytes / self.dtype.itemsize - spec.vocab_size * spec.hidden_size)
-        attention = 2 * tokens**2 * spec.heads * spec.head_dim * len(spec.attention)
+        attention = 2 * tokens**2 * spec.heads * spec.head_dim * len(spec.cached_attention)
         share = (products + attention) / seconds / self.operations
         self.prompt_rate = tokens / seconds
         yield Figure(f"{self.work.name} prefill of {tokens:,}", 1e3 * seconds, "ms", share, "peak", 0.6)
@@ -336,7 +336,7 @@ class GpuBench:
         spec = self.executor.rank.shape
         attention = 2 * spec.hidden_size * (spec.heads + spec.kv_heads) * spec.head_dim
         layer = attention + 3 * spec.hidden_size * spec.intermediate_size
-        return (len(spec.attention) * layer + spec.vocab_size * spec.hidden_size) * self.dtype.itemsize
+        return (spec.layers * layer + spec.vocab_size * spec.hidden_size) * self.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:

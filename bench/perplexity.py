@@ -22,6 +22,7 @@ from ..engine.checkpoint.build_context import BuildContext
 from ..engine.checkpoint.hf_checkpoint import open_checkpoint
 from ..engine.checkpoint.quantised_weights import open_weights
 from ..engine.client.tokenizer_bundle import TokenizerBundle
+from ..engine.layers.recurrent_state import StateSlots
 from ..engine.layers.step_context import StepContext
 from ..engine.models.interfaces import Decoder
 from ..engine.models.registry import checkpoint_builder
@@ -55,16 +56,18 @@ class ScoredModel:
         built = checkpoint_builder(open_checkpoint(str(checkpoint))).build(place)
         self._decoder: Decoder = built.decoder
         heads = built.shape.heads, built.shape.kv_heads, built.shape.head_dim
-        spec = CacheSpec(built.shape.attention, *heads, BLOCK, dtype, place.device)
+        spec = CacheSpec(built.shape.cached_attention, *heads, BLOCK, dtype, place.device)
         self._attention: AttentionBackend = create_backend("auto", spec)
         self._attention.allocate(WINDOW // BLOCK)
+        self._states = StateSlots(built.shape.states, 1, dtype, place.device)
+        self._states.allocate(0)
 
     @torch.inference_mode()
     def losses(self, window: Tensor) -> Tensor:
         """[n - 1] in nats, of all tokens int64 [n] but the first."""
         blocks = torch.arange(WINDOW // BLOCK).unsqueeze(0)
         step = StepBatch.from_tokens(window, [0], [len(window)], blocks, BLOCK)
-        context = StepContext(step, self._attention.begin_step(step))
+        context = StepContext(step, self._attention.begin_step(step), states=self._states.begin_step(step))
         logits = self._decoder.compute_logits(context, [step.positions[:-1]])
         assert logits is not None, "one rank is the last stage too"
         return F.cross_entropy(next(logits).float(), window[1:], reduction="none")

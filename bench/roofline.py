@@ -69,7 +69,7 @@ class ModelDemand:
             layers=layers,
             head=head,
             weight_bytes=int(layers * WEIGHT_BYTES[precision]) + head * _HEAD_BYTES[precision],
-            windows=tuple(view.window for view in spec.attention),
+            windows=tuple(view.window for view in spec.cached_attention),
             kv_bytes=2 * spec.kv_heads * line_bytes,
         )
 

@@ -4,7 +4,7 @@ A layer's states are tensors with a line for each slot: first those of the rows,
 then those of the snapshots. `cpu/recurrent.py` says what a slot holds.
 """
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,5 +32,5 @@ class StepStates:
     @property
     def c_fields(self) -> tuple[int, ...]:
         """The fields of `StateMoves` (recurrent.h): valid as long as this object lives."""
-        columns = self.sources, self._begins, *self._columns
+        columns: tuple[NDArray[Any], ...] = (self.sources, self._begins, *self._columns)
         return tuple(column.ctypes.data for column in columns)

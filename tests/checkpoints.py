@@ -115,6 +115,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "tie_word_embeddings": True,
     },
+    "lfm2": LLAMA
+    | {
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "block_multiple_of": 16,
+        "conv_bias": True,
+    },
+    "granite-hybrid": LLAMA
+    | {
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_state": 24,
+        "mamba_n_groups": 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+    },
+    "qwen3.5": LLAMA
+    | {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    },
 }
 """What the engine must compute exactly as transformers does, by files of its own."""
 
@@ -153,6 +187,13 @@ PARTS = {
     "qwen2.5-vl": with_images("qwen2_5_vl", "qwen2.5-vl-text", QWEN_EYE, image_token_id=380, tie_word_embeddings=False),
     "qwen3-vl": with_images(
         "qwen3_vl", "qwen3-vl-text", QWEN_EYE | {"deepstack_visual_indexes": [0]}, tie_word_embeddings=True
+    ),
+    "qwen3.5-image": with_images(
+        "qwen3_5",
+        "qwen3.5",
+        QWEN_EYE | {"model_type": "qwen3_5_vision", "in_channels": 3, "num_position_embeddings": 16},
+        image_token_id=380,
+        tie_word_embeddings=False,
     ),
 }
 """Models that take images too, of which the language part is served."""

@@ -89,12 +89,13 @@ class Shard(NamedTuple):
     def local_shape(self, shape: DecoderShape) -> DecoderShape:
         """The `shape` of a whole model cut to this rank: its heads, key/value heads and layers."""
         heads, kv_heads = rank_slice(shape.heads, self.group), kv_head_slice(shape.kv_heads, self.group)
-        layers = self.stage.layers(len(shape.attention))
+        layers = self.stage.layers(shape.layers)
         return replace(
             shape,
             heads=heads.stop - heads.start,
             kv_heads=kv_heads.stop - kv_heads.start,
             attention=shape.attention[layers.start : layers.stop],
+            states=shape.states[layers.start : layers.stop],
         )
 
 

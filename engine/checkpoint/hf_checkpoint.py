@@ -41,6 +41,7 @@ _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen3_vl_text": ("Qwen3ForCausalLM", {}),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
 }
 """The `model_type` of a text_config -> our architecture, and the usual values that such a config leaves out."""
 
@@ -52,6 +53,7 @@ _USUAL_TEXT_PART = {
     "Qwen2VLForConditionalGeneration": "qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
 }
 """Architecture -> the `model_type` of a text_config that leaves it out."""
 

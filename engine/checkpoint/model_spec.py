@@ -4,10 +4,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
+from .recurrence import LayerState, RecurrenceSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+NO_ROPE = "none"
+"""The kind of a `RopeSpec` that turns nothing: it has no angles but 0. No config.json names it."""
+
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""The names of layers that attend in config.json's `layer_types`."""
+
 _TANH_GELUS = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
 ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
@@ -75,7 +81,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """A decoder's outer sizes, all that an executor needs to know. `attention` has one entry for each layer."""
+    """A decoder's outer sizes, all that an executor needs to know."""
 
     vocab_size: int
     hidden_size: int
@@ -83,14 +89,51 @@ class DecoderShape:
     heads: int
     kv_heads: int
     head_dim: int
-    attention: tuple[LayerAttention, ...]
+    attention: tuple[LayerAttention | None, ...]
+    """That of each layer; None: it has none, and keeps no keys and values."""
+    states: tuple[LayerState | None, ...] = ()
+    """What each layer keeps of a sequence beside them, if anything; empty: no layer keeps a state."""
+
+    @property
+    def layers(self) -> int:
+        return len(self.attention)
+
+    @property
+    def cached_attention(self) -> tuple[LayerAttention, ...]:
+        """That of the layers that attend: the cache counts these alone."""
+        return tuple(kind for kind in self.attention if kind is not None)
+
+    def cache_index(self, layer: int, first: int) -> int:
+        """The number of the layer's cache on a rank whose layers begin with `first`."""
+        return sum(kind is not None for kind in self.attention[first:layer])
+
+    def state_index(self, layer: int, first: int) -> int:
+        """The same of the layer's state."""
+        return sum(state is not None for state in self.states[first:layer])
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the layer attends to the last tokens alone."""
+        kind = self.attention[layer]
+        return kind is not None and kind.window is not None
+
+
+class Multipliers(NamedTuple):
+    """Numbers by which Granite multiplies embeddings and what each branch adds to the residual stream, and divides
+    logits."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits_divisor: float = 1.0
+
+
+NO_MULTIPLIERS = Multipliers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(DecoderShape):
     """All numbers of a decoder. `dtype`: that of the stored weights, one of DTYPES. `local_rope`: of the layers with a
     window, which may have a base of their own. `activation`: a value of ACTIVATIONS. `logit_softcap` caps the logits as
-    `LayerAttention.softcap` the scores."""
+    `LayerAttention.softcap` the scores. `recurrence`: what the layers are like that keep a state, if some do."""
 
     architecture: str
     norm_eps: float
@@ -104,7 +147,5 @@ class ModelSpec(DecoderShape):
     logit_softcap: float | None
     experts: ExpertsSpec | None
     dtype: str
-
-    @property
-    def layers(self) -> int:
-        return len(self.attention)
+    recurrence: RecurrenceSpec | None = None
+    multipliers: Multipliers = NO_MULTIPLIERS

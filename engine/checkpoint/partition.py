@@ -61,6 +61,8 @@ def check_partition(
 
 
 def _tensor_refusal(spec: ModelSpec, tensor: int, whole_experts: bool) -> str | None:
+    if spec.recurrence is not None and tensor > 1:
+        return f"layers that keep states can't be shared by {tensor} ranks yet; stages of a pipeline can have them"
     if spec.heads % tensor:
         return f"{spec.heads} attention heads can't be shared evenly by {tensor} ranks"
     if spec.kv_heads % tensor and tensor % spec.kv_heads:

@@ -86,7 +86,7 @@ def _headers(files: Sequence[Path]) -> Iterator[_StoredTensor]:
 
 
 def _float_dtype(config: Mapping[str, Any], use: WeightUse) -> str:
-    """The dtype of floats that were not quantised, as `hf_config` chooses it."""
+    """The dtype of floats that were not quantised, as `config_fields.py` chooses it."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     return name if use.dtype == "auto" else use.dtype
 

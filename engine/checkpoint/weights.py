@@ -279,6 +279,13 @@ class WeightLoader:
     def vector(self, name: str, size: int) -> Tensor:
         return self.concatenate([TensorSlice(name, (size,))])
 
+    def floats(self, name: str, *shape: int) -> Tensor:
+        """A small tensor of any shape in float32, in memory of its own: what must not be rounded to the model's dtype,
+        such as the logarithms of decays."""
+        piece = TensorSlice(name, shape)
+        self.pass_over([piece])
+        return self._weights.read(piece).to(self.device, torch.float32, copy=True)
+
     def mapped(self, piece: TensorSlice) -> Tensor:
         """One slice: a mapped view of the file where dtype and device allow it, else a copy that all callers share.
 

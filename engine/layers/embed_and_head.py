@@ -79,8 +79,8 @@ class StageSender:
 class LogitsOutput:
     """The last norm and the LM head. Logits are softly capped where the model wants it: cap * tanh(logit / cap)."""
 
-    def __init__(self, spec: ModelSpec, loader: WeightLoader, norm: NormFactory) -> None:
-        self._norm = norm(loader.vector("model.norm.weight", spec.hidden_size), spec.norm_eps)
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, norm: NormFactory, norm_weight: str) -> None:
+        self._norm = norm(loader.vector(norm_weight, spec.hidden_size), spec.norm_eps)
         name = EMBEDDING_WEIGHT if spec.tied_embeddings else HEAD_WEIGHT
         self.head = LMHead(loader, name, spec.vocab_size, spec.hidden_size)
         self._cap = spec.logit_softcap
@@ -116,10 +116,17 @@ class DecoderEnds(NamedTuple):
     hidden_size: int
 
 
-def build_ends(spec: ModelSpec, loader: WeightLoader, norm: NormFactory, scale: float = 1.0) -> DecoderEnds:
-    """The ends of this rank's pipeline stage. `scale` multiplies embeddings; `norm` makes the one before the head."""
+def build_ends(
+    spec: ModelSpec,
+    loader: WeightLoader,
+    norm: NormFactory,
+    scale: float = 1.0,
+    last_norm: str = "model.norm.weight",
+) -> DecoderEnds:
+    """The ends of this rank's pipeline stage. `scale` multiplies embeddings; `norm` makes the one before the head, of
+    the weight `last_norm`."""
     link = loader.context.shard.link
     stage = loader.context.shard.stage
     first = Embedding(loader, spec, scale) if link is None or stage.first else StageReceiver(link, spec, loader)
-    last = LogitsOutput(spec, loader, norm) if link is None or stage.last else StageSender(link)
+    last = LogitsOutput(spec, loader, norm, last_norm) if link is None or stage.last else StageSender(link)
     return DecoderEnds(first, last, spec.hidden_size)

@@ -41,6 +41,8 @@ class MatmulUse(NamedTuple):
 
 
 LAYER = MatmulUse()
+SMALL_LAYER = MatmulUse(quantizable=False)
+"""What has few outputs, on whose last bits much depends."""
 ROUTER = MatmulUse(quantizable=False, float32=True)
 """A mixture's router is small, and the last bit of a score may choose another expert."""
 LM_HEAD = MatmulUse(float32=True)

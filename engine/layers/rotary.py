@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_spec import RopeSpec
+from ..checkpoint.model_spec import NO_ROPE, RopeSpec
 from ..cpu import library
 from ..cpu.elementwise import apply_rope
 
@@ -117,6 +117,8 @@ def _frequencies(rope: RopeSpec, head_dim: int, positions: int) -> Tensor:
     while the sequence grows."""
     size = rope.rotary_dim(head_dim)
     plain = 1.0 / rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    if rope.kind == NO_ROPE:
+        return torch.zeros_like(plain)
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":

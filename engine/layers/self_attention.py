@@ -8,20 +8,28 @@ from torch import Tensor
 from ..checkpoint.build_context import kv_head_slice, rank_slice
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
-from .linear import OutputShard, RowLinear, column_linear
+from .head_gate import build_head_gate
+from .linear import LayerMatmul, OutputShard, RowLinear, column_linear
 from .norm import NormFactory
 from .rotary import Rotary
 from .step_context import StepContext
 
 
 class AttentionProjections(NamedTuple):
-    """The projections around attention as a checkpoint stores them: with or without biases, queries, keys and values
-    `fused` in one matrix or in three, and the `norm` of each query and key head before rotation (arXiv 2302.05442)."""
+    """The projections around attention as a checkpoint stores them."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     fused: bool = False
+    """Queries, keys and values are in one matrix, and not in three."""
     norm: NormFactory | None = None
+    """Of each query and key head before rotation (arXiv 2302.05442)."""
+    gated: bool = False
+    """The matrix of queries has a gate behind each head's, whose sigmoid multiplies the head's output
+    (arXiv 2505.06708)."""
+    out: str = "o_proj"
+    norm_suffix: str = "norm"
+    """Queries' norm is called q_ and this, keys' k_ and this."""
 
 
 class SelfAttention:
@@ -41,29 +49,50 @@ class SelfAttention:
         heads = rank_slice(spec.heads, loader.group)
         kv_heads = kv_head_slice(spec.kv_heads, loader.group)
         queries, keys = (slice(part.start * size, part.stop * size) for part in (heads, kv_heads))
-        self._cache_layer = loader.stage.layers(spec.layers).index(index)  # the cache counts this rank's layers alone
+        self._cache_layer = spec.cache_index(index, loader.stage.layers(spec.layers).start)
         self._rotary = rotary
         self._head_dim = size
         self._heads = heads.stop - heads.start
         self._kv_heads = kv_heads.stop - kv_heads.start
         shards = _qkv_shards(name, spec, queries, keys, projections.fused)
+        self._gate: LayerMatmul | None = None
+        if projections.gated:
+            matrix = shards[0]._replace(size=2 * shards[0].size)
+            own = range(heads.start, heads.stop)
+            shards[:1] = [_gated_head(matrix, head, size, 0) for head in own]
+            gates = [_gated_head(matrix, head, size, 1) for head in own]
+            self._gate = column_linear(loader, gates, inputs or spec.hidden_size, bias=projections.qkv_bias)
+            self._output_gate = build_head_gate(loader, len(own), size)
         self._qkv = column_linear(loader, shards, inputs or spec.hidden_size, bias=projections.qkv_bias)
         self._norm = None
         if projections.norm is not None:  # one for the heads of queries and keys together, each with its own weight
-            of_queries, of_keys = (loader.vector(f"{name}.{one}_norm.weight", size) for one in "qk")
+            of_queries, of_keys = (
+                loader.vector(f"{name}.{one}_{projections.norm_suffix}.weight", size) for one in "qk"
+            )
             weight = torch.cat((of_queries.expand(self._heads, -1), of_keys.expand(self._kv_heads, -1)))
             self._norm = projections.norm(weight, spec.norm_eps)
         heads_size = spec.heads * size
         outputs = spec.hidden_size
-        self._out = RowLinear(loader, f"{name}.o_proj", heads_size, queries, outputs, bias=projections.out_bias)
-        self.untraceable = rotary.untraceable or self._out.untraceable
+        out = f"{name}.{projections.out}"
+        self._out = RowLinear(loader, out, heads_size, queries, outputs, bias=projections.out_bias)
+        gated = "its attention is gated" if projections.gated else None
+        self.untraceable = rotary.untraceable or self._out.untraceable or gated
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         packed = self._qkv(x, context).view(-1, self._heads + 2 * self._kv_heads, self._head_dim)
         if self._norm is not None:
             self._norm.norm_heads(packed, self._heads + self._kv_heads)
         angles = context.angles(self._rotary)
-        return self._out(context.attention.apply_rope_and_attend(self._cache_layer, packed, angles), context)
+        mixed = context.attention.apply_rope_and_attend(self._cache_layer, packed, angles)
+        if self._gate is not None:
+            mixed = self._output_gate(mixed, self._gate(x, context))
+        return self._out(mixed, context)
+
+
+def _gated_head(matrix: OutputShard, head: int, size: int, half: int) -> OutputShard:
+    """The query of a head, or the gate behind it."""
+    first = (2 * head + half) * size
+    return matrix._replace(features=slice(first, first + size))
 
 
 def _qkv_shards(name: str, spec: ModelSpec, queries: slice, keys: slice, fused: bool) -> list[OutputShard]:

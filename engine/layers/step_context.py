@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..step_adapters import StepAdapters
 from ..step_batch import StepBatch
+from .recurrent_state import StepSlotStates
 from .rotary import Rotary, RotaryAngles
 
 
@@ -29,13 +30,27 @@ class StepAttention(Protocol):
 
 
 class StepContext:
-    """The tokens of one step, how they attend, and the adapters that some of them have, if any does."""
+    """The tokens of one step, how they attend, the adapters that some of them have, if any does, and the states of
+    their rows, if layers keep any."""
 
-    def __init__(self, batch: StepBatch, attention: StepAttention, adapters: StepAdapters | None = None) -> None:
+    def __init__(
+        self,
+        batch: StepBatch,
+        attention: StepAttention,
+        adapters: StepAdapters | None = None,
+        states: StepSlotStates | None = None,
+    ) -> None:
         self.batch = batch
         self.attention = attention
         self.adapters = adapters
+        self._states = states
         self._angles: dict[Rotary, RotaryAngles] = {}
+
+    @property
+    def states(self) -> StepSlotStates:
+        """Of a model whose layers keep some."""
+        assert self._states is not None, "who computes a model with states has a store of them"
+        return self._states
 
     def angles(self, rotary: Rotary) -> RotaryAngles:
         """The rotation of the step's tokens by `rotary`, computed once for all layers that share it."""

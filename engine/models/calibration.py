@@ -17,6 +17,7 @@ from ..attention.selector import create_backend
 from ..checkpoint.build_context import BuildContext, Int4Plan
 from ..layers.int4 import dequantize_int4, quantize_int4
 from ..layers.product_matrix import serves_int8
+from ..layers.recurrent_state import StateSlots
 from ..layers.step_context import StepContext
 from ..step_batch import StepBatch
 from .interfaces import BuiltDecoder, CheckpointBuilder
@@ -140,18 +141,20 @@ class _Reader:
     def __init__(self, built: BuiltDecoder, context: BuildContext) -> None:
         shape = built.shape
         sizes = shape.heads, shape.kv_heads, shape.head_dim, _BLOCK
-        spec = CacheSpec(shape.attention, *sizes, context.dtype, context.device)
+        spec = CacheSpec(shape.cached_attention, *sizes, context.dtype, context.device)
         # torch's: a decoder whose attention is the kernels' is one program, which calls no product.
         self._attention = create_backend("cpu" if context.device.type == "cpu" else "auto", spec)
         self._blocks = torch.arange(-(-TOKENS // _BLOCK), device=context.device).unsqueeze(0)
         self._attention.allocate(self._blocks.shape[1])
+        self._states = StateSlots(shape.states, 1, context.dtype, context.device)
+        self._states.allocate(0)
         self._decoder = built.decoder
         self._device = context.device
 
     def logits(self, tokens: Tensor, places: range) -> Iterator[Tensor]:
         """Those of what follows the tokens at `places`, float32 [n, vocabulary], piece by piece."""
         step = StepBatch.from_tokens(tokens.to(self._device), [0], [len(tokens)], self._blocks, _BLOCK)
-        context = StepContext(step, self._attention.begin_step(step))
+        context = StepContext(step, self._attention.begin_step(step), states=self._states.begin_step(step))
         some = slice(places.start, places.stop)
         logits = self._decoder.compute_logits(context, torch.split(step.positions[some], _PIECE))
         assert logits is not None, "one rank is the last stage too"

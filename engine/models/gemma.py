@@ -30,7 +30,7 @@ def build_gemma3(spec: ModelSpec, loader: WeightLoader) -> Decoder:
 
 def _build_gemma(spec: ModelSpec, loader: WeightLoader, projections: AttentionProjections) -> Decoder:
     mine = loader.stage.layers(spec.layers)
-    ropes = {index: spec.local_rope if spec.attention[index].window else spec.rope for index in mine}
+    ropes = {index: spec.local_rope if spec.has_window(index) else spec.rope for index in mine}
     rotaries = {rope: shared_rotary(rope, spec, loader) for rope in ropes.values()}
     layers = [GemmaDecoderLayer(spec, loader, index, projections, rotaries[rope]) for index, rope in ropes.items()]
     return NativeDecoder(build_ends(spec, loader, offset_rms_norm, math.sqrt(spec.hidden_size)), layers)

@@ -21,15 +21,20 @@ from ..cpu.memory import HugePageArena
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .calibration import calibrate
 from .gemma import build_gemma2, build_gemma3
+from .granite_hybrid import build_granite_hybrid
 from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, default_length
+from .lfm2 import build_lfm2
 from .llama import build_llama, build_mistral, build_mixtral, build_phi3, build_qwen2, build_qwen3, build_qwen3_moe
 from .mtp import MTP_PREFIX
+from .qwen3_5 import build_qwen3_5
 
 log = logging.getLogger(__name__)
 
 ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Gemma2ForCausalLM": build_gemma2,
     "Gemma3ForCausalLM": build_gemma3,
+    "GraniteMoeHybridForCausalLM": build_granite_hybrid,
+    "Lfm2ForCausalLM": build_lfm2,
     "LlamaForCausalLM": build_llama,
     "MiMoForCausalLM": build_qwen2,
     "MistralForCausalLM": build_mistral,
@@ -37,9 +42,13 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Phi3ForCausalLM": build_phi3,
     "Qwen2ForCausalLM": build_qwen2,
     "Qwen3ForCausalLM": build_qwen3,
+    "Qwen3_5ForCausalLM": build_qwen3_5,
     "Qwen3MoeForCausalLM": build_qwen3_moe,
 }
 """The entry in config.json's `architectures` -> the function that builds the decoder, or the rank's share of it."""
+
+_DRAFTING_TENSORS = (MTP_PREFIX, "mtp.")
+"""Beginnings of the names of tensors that draft, and are no part of the model itself."""
 
 _COMPUTED_TENSORS = "rotary_emb.inv_freq"
 """Tensors of older checkpoints that are computed here instead."""
@@ -68,8 +77,10 @@ class NativeBuilder(CheckpointBuilder):
         decoder = ARCHITECTURES[spec.architecture](spec, loader)
         packing.keep()
         harmless = (_COMPUTED_TENSORS, HEAD_WEIGHT) if self.spec.tied_embeddings else (_COMPUTED_TENSORS,)
-        stray = (name for name in weights.unread if not name.endswith(harmless) and not name.startswith(MTP_PREFIX))
-        unread = [*stray] if shard.is_whole else []
+        unread = []
+        if shard.is_whole:
+            stray = (name for name in weights.unread if not name.endswith(harmless))
+            unread = [name for name in stray if not name.startswith(_DRAFTING_TENSORS)]
         built = BuiltDecoder(decoder, spec, self._adapter_targets(loader), loader.served)
         if context.observer is not None:
             return built  # the model will be built again, and says it then

@@ -7,6 +7,7 @@ from ...core.logprobs import PromptLogprobs
 from ...scheduler.plan import MaskArray, MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..cpu.program import StepRun
+from ..layers.recurrent_state import StateSlots, StepSlotStates
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
 from ..step_batch import SampledTokens
@@ -21,18 +22,21 @@ class CpuStepComputer:
     graphs = None
     """A CPU replays programs: see `NativeDecoder`."""
 
-    def __init__(self, decoder: Decoder, attention: AttentionBackend, rows: RowStates) -> None:
+    def __init__(
+        self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, states: StateSlots | None = None
+    ) -> None:
         self.decoder = decoder
         self.attention = attention
+        self.states = states
         self._chooser = TokenChooser(rows, rows.device)
 
     def follows_unread(self, plan: StepPlan) -> bool:
         """Kernels go from one step to the next by themselves, unless blocks have to be copied in between."""
         return not len(plan.block_copies)
 
-    def begin(self, inputs: StepInputs, masks: MaskSource | None) -> BegunStep:
+    def begin(self, inputs: StepInputs, masks: MaskSource | None, states: StepSlotStates | None = None) -> BegunStep:
         """See `StepComputer.begin`. A step without logits is not begun beside the caller."""
-        context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters)
+        context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters, states)
         if len(inputs.logits_indices):
             samples = inputs.samples()
             run = self.decoder.begin_step(context, inputs.logits_indices, samples)

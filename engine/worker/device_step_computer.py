@@ -10,6 +10,7 @@ from torch import Tensor
 from ...scheduler.plan import MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..gpu.graphs import DecodeGraphs, StaticStep
+from ..layers.recurrent_state import StateSlots, StepSlotStates
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
@@ -24,9 +25,17 @@ from .step_samples import ChosenTokens, StepLogits, StepSamples, TokenChooser, c
 class DeviceStepComputer:
     """The `StepComputer` of a device with a queue."""
 
-    def __init__(self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        rows: RowStates,
+        device: torch.device,
+        states: StateSlots | None = None,
+    ) -> None:
         self.decoder = decoder
         self.attention = attention
+        self.states = states
         self.graphs: DecodeGraphs | None = None
         """Recorded decode steps, made around `compute_static`; the attention must be able to."""
         self._rows = rows
@@ -37,11 +46,11 @@ class DeviceStepComputer:
         """All that a step does is queued, copies of blocks included."""
         return True
 
-    def begin(self, inputs: StepInputs, masks: MaskSource | None) -> BegunStep:
+    def begin(self, inputs: StepInputs, masks: MaskSource | None, states: StepSlotStates | None = None) -> BegunStep:
         """See `StepComputer.begin`."""
         logits = self._replay(inputs)
         if logits is None:
-            context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters)
+            context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters, states)
             logits = compute_step_logits(self.decoder, context, inputs)
         return _QueuedStep(inputs, logits, masks, self._chooser)
 
@@ -64,7 +73,8 @@ class DeviceStepComputer:
         batch = self._rows.batch(np.arange(len(counts), dtype=np.int32), np.zeros_like(counts), counts)
         nobody = torch.zeros((4, batch.size), dtype=torch.int64, device=self._device)
         adapters = StepAdapters.on_device(AdapterBlocks(nobody, batch.size)) if adapted else None
-        context = StepContext(batch, self.attention.begin_step(batch), adapters)
+        states = None if self.states is None else self.states.begin_step(batch)
+        context = StepContext(batch, self.attention.begin_step(batch), adapters, states)
         places = to_device(np.arange(batch.size - min(sampled, batch.size), batch.size), self._device)
         logits = self.decoder.compute_logits(context, (places,))
         assert logits is not None  # only a whole model is measured

@@ -95,6 +95,9 @@ def _load_draft_model(
     context = build_context(draft, builder)
     check_products(context)
     decoder, own, _, _ = builder.build(context)
+    if any(own.states):
+        message = f"speculative_config: {speculation.model} keeps states, from which no proposal can be taken back"
+        raise InvalidArgument(message, field="speculative_config")
     vocabulary = map_draft_vocabulary(config, draft.model, shape.vocab_size, own.vocab_size)
     if vocabulary is not None:
         limits = DraftLimits(positions, vocabulary=vocabulary._replace(own=vocabulary.own.to(target.device)))

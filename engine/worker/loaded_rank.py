@@ -23,6 +23,7 @@ from ..config import EngineConfig
 from ..cpu import library
 from ..gpu.graphs import CudaRecorder
 from ..kernel_choice import LEVEL_VARIABLE
+from ..layers.recurrent_state import StateSlots
 from ..models.interfaces import CheckpointBuilder
 from ..models.registry import checkpoint_builder
 from .cpu_step_computer import CpuStepComputer
@@ -93,6 +94,7 @@ class LoadedRank:
             max(free_bytes, 0),
             machine=self._machine() if on_cpu else "",
             ahead=0 if on_cpu else 1,
+            state_bytes=0 if computer.states is None else computer.states.slot_bytes,
         )
 
     def _machine(self) -> str:
@@ -136,7 +138,11 @@ def load_rank(
         message = "enable_lora: this model is computed by transformers, where layers take no adapters"
         raise InvalidArgument(message, field="enable_lora")
     progress(1.0)
-    attention = create_attention(config, context, shard.local_shape(shape))
+    local = shard.local_shape(shape)
+    attention = create_attention(config, context, local)
+    states = None
+    if any(shape.states):
+        states = StateSlots(local.states, config.scheduler.max_num_seqs, context.dtype, device)
     adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora)
     held = {} if adapters is None else adapters.held
     lines = 0 if device.type == "cpu" else config.scheduler.max_num_seqs  # recorded steps read them in place
@@ -144,9 +150,9 @@ def load_rank(
     draft = load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     computer: StepComputer
     if device.type == "cpu":
-        computer = CpuStepComputer(decoder, attention, rows)
+        computer = CpuStepComputer(decoder, attention, rows, states)
     else:
-        computer = DeviceStepComputer(decoder, attention, rows, device)
+        computer = DeviceStepComputer(decoder, attention, rows, device, states)
         record_decode_steps(config, context, computer, draft, CudaRecorder(device))
     return LoadedRank(config, context, shape, rows, ModelRunner(computer, rows, draft), adapters, served)
 

@@ -60,6 +60,8 @@ class ModelRunner:
         self._rows.clear()
         for attention in self.attentions:
             attention.allocate(blocks)
+        if self.computer.states is not None:
+            self.computer.states.allocate(snapshots)
         if self.draft is not None:
             self.draft.forget(blocks)
         self._host_cache = None
@@ -163,7 +165,10 @@ class ModelRunner:
             before.begun.make_masks()  # to begin a step may mean to wait for the one before
         if self._host_cache is not None:
             self._host_cache.copy_blocks(step.plan.block_copies)
-        step.begun = self.computer.begin(step.inputs, step.masks)
+        states = None
+        if (store := self.computer.states) is not None:
+            states = store.begin_step(step.inputs.batch, step.plan.new, step.plan.state_saves)
+        step.begun = self.computer.begin(step.inputs, step.masks, states)
         return True
 
     def _read(self, step: _RunnerStep) -> StepResult:

@@ -104,5 +104,5 @@ def use_cpu_level(config: EngineConfig) -> None:
 def create_attention(config: EngineConfig, context: BuildContext, shape: DecoderShape) -> AttentionBackend:
     """The attention of a rank whose share of the model has this `shape`."""
     sizes = shape.heads, shape.kv_heads, shape.head_dim, config.cache.block_size
-    spec = CacheSpec(shape.attention, *sizes, context.dtype, context.device, config.cache.dtype)
+    spec = CacheSpec(shape.cached_attention, *sizes, context.dtype, context.device, config.cache.dtype)
     return create_backend(config.attention, spec)

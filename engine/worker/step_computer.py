@@ -6,6 +6,7 @@ from typing import Protocol
 from ...scheduler.plan import MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..gpu.graphs import DecodeGraphs
+from ..layers.recurrent_state import StateSlots, StepSlotStates
 from ..models.interfaces import Decoder
 from .row_states import StepInputs
 from .step_samples import StepSamples
@@ -43,12 +44,16 @@ class StepComputer(Protocol):
     def attention(self) -> AttentionBackend: ...
 
     @property
+    def states(self) -> StateSlots | None:
+        """The states of its layers, if any keep some."""
+
+    @property
     def graphs(self) -> DecodeGraphs | None:
         """Decode steps that were recorded from launches; they refer to the cache and to the tables of the rows."""
 
     def follows_unread(self, plan: StepPlan) -> bool:
         """Whether the step of `plan` may begin before the result of the step before it is read."""
 
-    def begin(self, inputs: StepInputs, masks: MaskSource | None) -> BegunStep:
+    def begin(self, inputs: StepInputs, masks: MaskSource | None, states: StepSlotStates | None = None) -> BegunStep:
         """Begin a step whose rows are up to date. `masks` makes the masks of `inputs.masked`, and is called once, when
-        all that can be computed without them has begun."""
+        all that can be computed without them has begun. `states`: of the step, begun by the store of `states`."""

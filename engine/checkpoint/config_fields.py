@@ -1,0 +1,234 @@
+"""The fields of a parsed config.json, checked while they are read, and what an architecture means by those that it
+leaves out. Knows nothing of tensors or files."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from ...core.errors import shorten
+from .model_spec import (
+    ACTIVATIONS,
+    DTYPES,
+    LAYER_TYPES,
+    ROPE_TYPES,
+    CheckpointError,
+    ExpertsSpec,
+    LayerAttention,
+    Multipliers,
+    RopeSpec,
+    UnsupportedVariant,
+)
+from .quantization_config import read_quantization
+from .recurrence import LayerState, RecurrenceSpec
+
+MOST_PARTS = 1 << 16
+"""Layers, experts of a layer, and numbers of a head: beyond, a slip of the pen would take all memory."""
+
+_MOST_REAL = 1e30
+"""Beyond, squares and quotients of a field are no numbers any more."""
+
+SlidingRule: TypeAlias = Callable[[Mapping[str, Any], int], bool]
+"""(config, layer) -> whether the layer has the sliding window, if the config has one."""
+
+
+class HybridLayers(NamedTuple):
+    """Which layers attend and which keep the state of a `recurrence`; one may do both, or neither."""
+
+    attends: tuple[bool, ...]
+    recurs: tuple[bool, ...]
+    recurrence: RecurrenceSpec
+
+    @property
+    def states(self) -> tuple[LayerState | None, ...]:
+        return tuple(self.recurrence.state if recurs else None for recurs in self.recurs)
+
+
+class ArchitectureDefaults(NamedTuple):
+    """The meaning of whatever an architecture's config.json leaves out. `slides`: the rule for its sliding window,
+    unless it `reads_layer_types` and has them. `absent`: values of fields that are not there. `partial_rotary`: only a
+    part of each head may be rotated. `rope_types`: its own names of rope types -> ours. `hybrid`: reads what layers are
+    like where not all attend. `translate`: config.json in the fields that are read here."""
+
+    slides: SlidingRule = lambda config, layer: False
+    absent: Mapping[str, Any] = {}
+    reads_layer_types: bool = False
+    partial_rotary: bool = False
+    rope_types: Mapping[str, str] = {}
+    hybrid: "Callable[[ConfigFields], HybridLayers] | None" = None
+    translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+
+
+class ConfigFields(NamedTuple):
+    """The fields of config.json, checked while they are read."""
+
+    config: Mapping[str, Any]
+    where: str
+    defaults: ArchitectureDefaults
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {message}")
+
+    def unknown(self, message: str) -> UnsupportedVariant:
+        return UnsupportedVariant(f"{self.where}: {message}")
+
+    def number(self, name: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise self.error(f"{name} must be a positive whole number, got {shorten(repr(value))}")
+        if value > most:
+            raise self.error(f"{name} {shorten(repr(value))} is more than {most}, and no model's")
+        return value
+
+    @property
+    def layers(self) -> range:
+        return range(self.number("num_hidden_layers", most=MOST_PARTS))
+
+    def real(self, name: str) -> float | None:
+        """A positive number, or None where the field is absent or null."""
+        value = self.config.get(name)
+        if value is None:
+            return None
+        return self.positive(name, value)
+
+    def positive(self, name: str, value: Any) -> float:
+        if type(value) not in (int, float) or not 0 < value < _MOST_REAL:
+            raise self.error(f"{name} must be a positive number, got {shorten(repr(value))}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.config.get(name, default)
+        if value not in (True, False, None):
+            raise self.error(f"{name} must be true or false, got {value!r}")
+        return bool(value)
+
+    def dtype(self) -> str:
+        name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
+        if name not in DTYPES:
+            raise self.error(f"dtype {name} is not supported; supported: {', '.join(DTYPES)}")
+        # What surrounds quantised matrices is made what kernels compute in.
+        return name if read_quantization(self.config, self.where) is None else "bfloat16"
+
+    def activation(self) -> str:
+        name = str(self.config.get("hidden_activation") or self.config.get("hidden_act") or "silu")
+        if name not in ACTIVATIONS:
+            raise self.unknown(f"hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
+
+    def layer_types(self, usual: Callable[[int], str], names: Mapping[str, bool]) -> tuple[bool, ...]:
+        """Whether each layer attends, by the `names` of types that there may be; `usual`: a layer's type where
+        config.json has none."""
+        layers = self.layers
+        types = self.config.get("layer_types") or self.config.get("layers_block_type") or [*map(usual, layers)]
+        if len(types) != len(layers):
+            raise self.error(f"layer_types must have one for each of {len(layers)} layers, got {types}")
+        if not names.keys() >= set(types):
+            raise self.unknown(f"layer_types must say of every layer {' or '.join(sorted(names))}, got {types}")
+        return tuple(names[name] for name in types)
+
+    def attention(self, hybrid: HybridLayers | None) -> tuple[LayerAttention | None, ...]:
+        scalar = self.real("query_pre_attn_scalar")
+        scale = self.real("attention_multiplier") if scalar is None else scalar**-0.5
+        full = LayerAttention(None, scale, self.real("attn_logit_softcapping"))
+        if hybrid is not None:
+            return tuple(full if attends else None for attends in hybrid.attends)
+        layers, types = self.layers, self.config.get("layer_types")
+        if types and len(types) != len(layers):
+            raise self.error(f"layer_types must have one for each of {len(layers)} layers, got {types}")
+        if types and not LAYER_TYPES.issuperset(types):
+            raise self.unknown(f"layer_types must say of every layer {' or '.join(sorted(LAYER_TYPES))}, got {types}")
+        if self.config.get("sliding_window") is None:
+            return (full,) * len(layers)
+        sliding = full._replace(window=self.number("sliding_window"))
+        if types and self.defaults.reads_layer_types:
+            return tuple(sliding if each == "sliding_attention" else full for each in types)
+        return tuple(sliding if self.defaults.slides(self.config, layer) else full for layer in layers)
+
+    def rope(self, layer_type: str, head_dim: int) -> RopeSpec:
+        """The rotary embedding of layers of this type, where types differ."""
+        values = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        theta = self.config.get("rope_theta")
+        if "full_attention" in values:
+            values = values.get(layer_type) or {}
+        elif layer_type == "sliding_attention" and "rope_local_base_freq" in self.config:
+            values, theta = {}, self.config["rope_local_base_freq"]
+        theta = theta if values.get("rope_theta") is None else values["rope_theta"]
+        rope = self._rope(values, 10000.0 if theta is None else self.positive("rope_theta", theta), head_dim)
+        self.positive("attention_factor", rope.attention_factor)
+        pairs, odd = divmod(rope.rotary_dim(head_dim), 2)
+        if odd:
+            raise self.error(f"heads of {head_dim} numbers, of which {2 * pairs + 1} are to be turned in pairs")
+        for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+            if rope.kind == "longrope" and len(factors) != pairs:
+                raise self.error(f"{name} of rope type longrope must have {pairs} numbers, got {len(factors)}")
+        return rope
+
+    def _rope(self, values: Mapping[str, Any], theta: float, head_dim: int) -> RopeSpec:
+        kind = str(values.get("rope_type") or values.get("type") or "default")
+        kind = self.defaults.rope_types.get(kind, kind)
+        if kind not in ROPE_TYPES and kind not in self.defaults.rope_types.values():
+            raise self.unknown(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        part = values.get("partial_rotary_factor", self.config.get("partial_rotary_factor"))
+        part = 1.0 if part is None else self.positive("partial_rotary_factor", part)
+        rotated = int(head_dim * part)
+        if part != 1.0 and not (self.defaults.partial_rotary and 0 < rotated <= head_dim and rotated % 2 == 0):
+            raise self.unknown(f"partial_rotary_factor {part} of heads of {head_dim} is not supported here")
+        longest = self.config.get("max_position_embeddings")
+        original = self.config.get("original_max_position_embeddings")
+        original = original or values.get("original_max_position_embeddings") or longest or 8192
+        original = int(self.positive("original_max_position_embeddings", original))
+        scaled_by_length = kind in ("yarn", "longrope")
+        usual = int(longest or original) / original if scaled_by_length else 1.0
+        factor = self.positive("factor", usual if values.get("factor") is None else values["factor"])
+        given: dict[str, Any] = {name: self.positive(name, values[name]) for name in _ROPE_NUMBERS if values.get(name)}
+        for name in _ROPE_LISTS:
+            if values.get(name):
+                given[name] = tuple(self.positive(name, value) for value in values[name][:MOST_PARTS])
+        return RopeSpec(
+            kind,
+            theta,
+            factor,
+            original_max_position=original,
+            partial_rotary_factor=part,
+            attention_factor=_attention_factor(kind, values, factor, original),
+            truncate=bool(values.get("truncate", True)),
+            **given,
+        )
+
+    def multipliers(self) -> Multipliers:
+        names = "embedding_multiplier", "residual_multiplier", "logits_scaling"
+        return Multipliers(*(self.real(name) or 1.0 for name in names))
+
+    def experts(self) -> ExpertsSpec | None:
+        if "num_experts_per_tok" not in self.config:
+            return None
+        name = "num_experts" if "num_experts" in self.config else "num_local_experts"
+        count = self.number(name, most=MOST_PARTS)
+        chosen, every = self.number("num_experts_per_tok"), self.number("decoder_sparse_step", 1)
+        if chosen > count:
+            raise self.error(f"num_experts_per_tok is {chosen}, but there are {count} experts")
+        dense = self.config.get("mlp_only_layers") or []
+        return ExpertsSpec(
+            count,
+            chosen,
+            self.number("moe_intermediate_size", self.number("intermediate_size")),
+            self.flag("norm_topk_prob", True),
+            tuple(layer not in dense and (layer + 1) % every == 0 for layer in self.layers),
+        )
+
+
+def _attention_factor(kind: str, values: Mapping[str, Any], factor: float, original: int) -> float:
+    """The factor of cosines and sines, by the papers (arXiv 2309.00071, 2402.13753) where config.json leaves it out."""
+    given, mscale, all_dim = (values.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if kind not in ("yarn", "longrope") or (given is None and factor <= 1):
+        return 1.0
+    if given is not None:
+        return float(given)
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    above, below = (float(mscale), float(all_dim)) if mscale and all_dim else (1.0, 0.0)
+    return (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
+
+
+_ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_ROPE_LISTS = ("short_factor", "long_factor")

@@ -1,0 +1,148 @@
+"""What config.json says of architectures some of whose layers keep a state instead of a cache of tokens, and what they
+mean by the fields that it leaves out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config_fields import MOST_PARTS, ArchitectureDefaults, ConfigFields, HybridLayers
+from .model_spec import NO_ROPE
+from .recurrence import DeltaNetSpec, Mamba2Spec, RecurrenceSpec, ShortConvolutionSpec
+
+
+def _hybrid(attends: tuple[bool, ...], recurrence: RecurrenceSpec) -> HybridLayers:
+    """Layers that do one or the other."""
+    return HybridLayers(attends, tuple(not one for one in attends), recurrence)
+
+
+def _qwen3_5(fields: ConfigFields) -> HybridLayers:
+    every = fields.number("full_attention_interval", 4)
+    attends = fields.layer_types(
+        lambda layer: "linear_attention" if (layer + 1) % every else "full_attention",
+        {"full_attention": True, "linear_attention": False},
+    )
+    key_heads, value_heads = (fields.number(f"linear_num_{one}_heads", most=MOST_PARTS) for one in ("key", "value"))
+    if value_heads % key_heads:
+        raise fields.error(f"linear_num_value_heads {value_heads} is no multiple of linear_num_key_heads {key_heads}")
+    key_dim, value_dim = (fields.number(f"linear_{one}_head_dim", most=MOST_PARTS) for one in ("key", "value"))
+    kernel = fields.number("linear_conv_kernel_dim", most=MOST_PARTS)
+    return _hybrid(attends, DeltaNetSpec(key_heads, value_heads, key_dim, value_dim, kernel))
+
+
+def _lfm2(fields: ConfigFields) -> HybridLayers:
+    attending = fields.config.get("full_attn_idxs")
+    attends = fields.layer_types(
+        lambda layer: "full_attention" if attending is None or layer in attending else "conv",
+        {"full_attention": True, "conv": False},
+    )
+    kernel = fields.number("conv_L_cache", 3, MOST_PARTS)
+    return _hybrid(attends, ShortConvolutionSpec(fields.number("hidden_size"), kernel, fields.flag("conv_bias")))
+
+
+def _lfm2_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    width = config.get("block_ff_dim") or config["intermediate_size"]
+    if config["block_auto_adjust_ff_dim"]:
+        width = int(2 * width / 3)
+        if (factor := config["block_ffn_dim_multiplier"]) is not None:
+            multiple = config["block_multiple_of"]
+            width = -(-int(factor * width) // multiple) * multiple
+    tied = config.get("tie_embedding", config["tie_word_embeddings"])
+    own = {"rms_norm_eps": config["norm_eps"], "intermediate_size": width, "tie_word_embeddings": tied}
+    return {**config, **own}
+
+
+def _limit(value: Any) -> float:
+    """A number of config.json, into which transformers writes infinity as an object."""
+    return float(value["__float__"] if isinstance(value, dict) else value)
+
+
+def _mamba2(fields: ConfigFields) -> HybridLayers:
+    attends = fields.layer_types(
+        lambda layer: "mamba",
+        {"full_attention": True, "attention": True, "linear_attention": False, "mamba": False},
+    )
+    heads, groups = (fields.number(f"mamba_n_{one}", most=MOST_PARTS) for one in ("heads", "groups"))
+    inner = fields.number("mamba_expand") * fields.number("hidden_size")
+    if inner % heads or heads % groups:
+        raise fields.error(f"mamba_n_heads {heads} must divide {inner} features, and be a multiple of {groups} groups")
+    if fields.config["mamba_d_head"] not in ("auto", inner // heads):
+        raise fields.error(f"mamba_d_head {fields.config['mamba_d_head']} times {heads} heads is not {inner}")
+    least, most = map(_limit, fields.config["time_step_limit"] or (0.0, float("inf")))
+    spec = Mamba2Spec(
+        heads,
+        inner // heads,
+        fields.number("mamba_d_state", most=MOST_PARTS),
+        groups,
+        fields.number("mamba_d_conv", most=MOST_PARTS),
+        fields.flag("mamba_proj_bias"),
+        fields.flag("mamba_conv_bias"),
+        (least, most),
+    )
+    return _hybrid(attends, spec)
+
+
+_NO_POSITIONS = "no positions"
+"""What rope type stands for none here."""
+
+
+def _granite_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    own = {"intermediate_size": config["shared_intermediate_size"]}
+    if config["position_embedding_type"] != "rope":
+        own |= {"rope_parameters": {"rope_type": _NO_POSITIONS}}
+    if not config["num_local_experts"]:
+        config = {name: value for name, value in config.items() if name != "num_experts_per_tok"}
+    return {**config, **own}
+
+
+HYBRIDS = {
+    "GraniteMoeHybridForCausalLM": ArchitectureDefaults(
+        absent={
+            "attention_multiplier": 1.0,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": None,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "time_step_limit": (0.0, float("inf")),
+        },
+        rope_types={_NO_POSITIONS: NO_ROPE},
+        hybrid=_mamba2,
+        translate=_granite_fields,
+    ),
+    "Lfm2ForCausalLM": ArchitectureDefaults(
+        absent={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128_000,
+            "rope_theta": 1e6,
+            "norm_eps": 1e-5,
+            "intermediate_size": 12288,
+            "tie_word_embeddings": True,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        hybrid=_lfm2,
+        translate=_lfm2_fields,
+    ),
+    "Qwen3_5ForCausalLM": ArchitectureDefaults(
+        absent={
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "partial_rotary_factor": 0.25,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+        partial_rotary=True,
+        rope_types={"mrope": "default"},
+        hybrid=_qwen3_5,
+    ),
+}
+"""Architecture -> what its config.json means by what it leaves out."""

@@ -1,0 +1,86 @@
+"""What recurrent layers are like, in numbers: the states that they keep of a sequence, and the sizes they come from.
+`hybrid_config.py` reads them from config.json."""
+
+from typing import NamedTuple, TypeAlias
+
+
+class LayerState(NamedTuple):
+    """What a layer keeps of a sequence where attention would keep keys and values of every token: the last inputs of a
+    causal convolution, in the model's dtype, and `heads` matrices of `rows` x `columns` in float32 (0: none)."""
+
+    channels: int
+    """Channels of the convolution."""
+    window: int
+    """Inputs of each channel that are kept: one less than the convolution reads."""
+    heads: int = 0
+    rows: int = 0
+    columns: int = 0
+
+    def bytes(self, itemsize: int) -> int:
+        """Bytes of one sequence, in a model whose numbers have `itemsize` bytes."""
+        return self.channels * self.window * itemsize + self.heads * self.rows * self.columns * 4
+
+
+class DeltaNetSpec(NamedTuple):
+    """Layers of the gated delta rule (arXiv 2412.06464). Each key head serves equally many value heads, one after the
+    other. The convolution reads `kernel` inputs."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> LayerState:
+        channels = 2 * self.key_width + self.value_width
+        return LayerState(channels, self.kernel - 1, self.value_heads, self.key_dim, self.value_dim)
+
+
+class ShortConvolutionSpec(NamedTuple):
+    """Gated layers of a convolution that reads `kernel` inputs of `channels`, as LFM2's."""
+
+    channels: int
+    kernel: int
+    bias: bool
+
+    @property
+    def state(self) -> LayerState:
+        return LayerState(self.channels, self.kernel - 1)
+
+
+class Mamba2Spec(NamedTuple):
+    """Mamba-2's layers (arXiv 2405.21060), whose convolution reads `kernel` inputs."""
+
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    """B and C are of a group, which serves equally many heads, one after the other."""
+    kernel: int
+    bias: bool
+    """Of the projections."""
+    convolution_bias: bool
+    step_limits: tuple[float, float]
+    """Steps are held between these."""
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def state(self) -> LayerState:
+        channels = self.inner + 2 * self.groups * self.state_size
+        return LayerState(channels, self.kernel - 1, self.heads, self.state_size, self.head_dim)
+
+
+RecurrenceSpec: TypeAlias = DeltaNetSpec | ShortConvolutionSpec | Mamba2Spec
+"""What those layers of a model are that keep a state; all that do are alike."""

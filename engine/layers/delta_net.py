@@ -1,0 +1,55 @@
+"""Linear attention by the gated delta rule (arXiv 2412.06464): each value head keeps a matrix that maps keys to values,
+which decays, and which every token corrects by what it gets wrong of the token's value."""
+
+from torch import Tensor
+
+from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.recurrence import DeltaNetSpec
+from ..checkpoint.weights import WeightLoader
+from ..cpu.recurrent import ConvolutionColumns, HeadNorm, RecurrenceShape
+from .head_gate import build_head_gate
+from .linear import OutputShard, RowLinear, column_linear, column_slices
+from .product_matrix import SMALL_LAYER, build_matmul
+from .recurrence import DeltaRuleGates, build_delta_rule
+from .state_convolution import StateConvolution
+from .step_context import StepContext
+
+
+class GatedDeltaNet:
+    """x [N, hidden] -> [N, hidden], layer `index` of the model."""
+
+    untraceable: str | None = "its layers keep states"
+
+    def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, name: str) -> None:
+        net = spec.recurrence
+        assert isinstance(net, DeltaNetSpec), "config.json was read for such layers"
+        number = spec.state_index(index, loader.stage.layers(spec.layers).start)
+        hidden = spec.hidden_size
+        mixed = 2 * net.key_width + net.value_width
+        values = slice(0, net.value_width)
+        heads = slice(0, net.value_heads)
+        wide = OutputShard(f"{name}.in_proj_qkv", mixed, slice(0, mixed))
+        gate = OutputShard(f"{name}.in_proj_z", net.value_width, values)
+        self._input = column_linear(loader, [wide, gate], hidden, bias=False)
+        # Few numbers, and the decays are exponents of theirs: not quantised.
+        gates = [OutputShard(f"{name}.in_proj_{one}", net.value_heads, heads) for one in "ab"]
+        self._gates = build_matmul(loader, column_slices(gates, hidden), use=SMALL_LAYER)
+        sizes = mixed, net.kernel
+        columns = ConvolutionColumns(0)
+        self._convolution = StateConvolution(
+            loader, f"{name}.conv1d", number, columns, sizes, bias=False, activated=True
+        )
+        shape = RecurrenceShape(
+            net.value_heads, net.key_heads, net.key_dim, net.value_dim, 0, net.key_width, 2 * net.key_width
+        )
+        rates = loader.floats(f"{name}.A_log", net.value_heads).exp().neg()
+        bias = loader.floats(f"{name}.dt_bias", net.value_heads)
+        self._recurrence = build_delta_rule(loader, number, shape, DeltaRuleGates(rates, bias, 0, net.value_heads))
+        norm = HeadNorm(loader.floats(f"{name}.norm.weight", net.value_dim), spec.norm_eps)
+        self._output_gate = build_head_gate(loader, net.value_heads, net.value_dim, mixed, norm)
+        self._out = RowLinear(loader, f"{name}.out_proj", net.value_width, values, hidden, bias=False)
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        wide = self._input(x, context)
+        read = self._recurrence(self._convolution(wide, context), self._gates(x), context)
+        return self._out(self._output_gate(read, wide), context)

@@ -1,0 +1,57 @@
+"""Mamba-2 (arXiv 2405.21060): each head keeps a matrix that decays by a step of the token's own, and to which every
+token adds; queries, keys and values are called C, B and x there."""
+
+from torch import Tensor
+
+from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.recurrence import Mamba2Spec
+from ..checkpoint.weights import WeightLoader
+from ..cpu.recurrent import ConvolutionColumns, HeadNorm, RecurrenceShape, ScanSteps
+from .head_gate import build_head_gate
+from .linear import OutputShard, RowLinear, column_linear
+from .recurrence import build_selective_scan
+from .state_convolution import StateConvolution
+from .step_context import StepContext
+
+
+class Mamba2:
+    """x [N, hidden] -> [N, hidden], layer `index` of the model. The input projection makes the output's gates, x, B and
+    C together, and the steps, side by side."""
+
+    untraceable: str | None = "its layers keep states"
+
+    def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, name: str) -> None:
+        mamba = spec.recurrence
+        assert isinstance(mamba, Mamba2Spec), "config.json was read for such layers"
+        number = spec.state_index(index, loader.stage.layers(spec.layers).start)
+        inner = mamba.inner
+        channels = mamba.state.channels
+        width = inner + channels + mamba.heads
+        whole = OutputShard(f"{name}.in_proj", width, slice(0, width))
+        self._input = column_linear(loader, [whole], spec.hidden_size, bias=mamba.bias)
+        sizes = channels, mamba.kernel
+        self._convolution = StateConvolution(
+            loader,
+            f"{name}.conv1d",
+            number,
+            ConvolutionColumns(inner),
+            sizes,
+            bias=mamba.convolution_bias,
+            activated=True,
+        )
+        keyed = mamba.groups * mamba.state_size
+        shape = RecurrenceShape(mamba.heads, mamba.groups, mamba.state_size, mamba.head_dim, inner + keyed, inner, 0)
+        heads = mamba.heads
+        rates = loader.floats(f"{name}.A_log", heads).exp().neg()
+        bias, skip = (loader.floats(f"{name}.{one}", heads) for one in ("dt_bias", "D"))
+        steps = ScanSteps(rates, bias, skip, *mamba.step_limits)
+        self._recurrence = build_selective_scan(loader, number, shape, inner + channels, steps)
+        weight = loader.floats(f"{name}.norm.weight", inner).view(mamba.groups, -1)
+        norm = HeadNorm(weight, spec.norm_eps, gates_first=True)
+        self._output_gate = build_head_gate(loader, mamba.groups, inner // mamba.groups, 0, norm)
+        self._out = RowLinear(loader, f"{name}.out_proj", inner, slice(0, inner), spec.hidden_size, bias=mamba.bias)
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        wide = self._input(x, context)
+        read = self._recurrence(self._convolution(wide, context), wide, context)
+        return self._out(self._output_gate(read, wide), context)

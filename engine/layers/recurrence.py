@@ -1,0 +1,147 @@
+"""Recurrences over the matrices that heads keep of a sequence, by C kernels or torch: the gated delta rule (arXiv
+2412.06464) and Mamba-2's selective scan (arXiv 2405.21060). Rows go token by token: where a prompt is cut changes
+nothing, by the C kernels not a bit."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint.weights import WeightLoader
+from ..cpu import library
+from ..cpu.recurrent import Recurrence, RecurrenceShape, ScanSteps, gated_delta_rule, selective_scan
+from .recurrent_state import StepSlotStates
+from .step_context import StepContext
+
+_UNIT_EPS = 1e-6
+"""Added to the sum of squares by which queries and keys become unit vectors."""
+
+
+class StateRecurrence:
+    """x [N, width] with queries, keys and values, and gates [N, other width] -> [N, heads * value size], of the layer
+    that keeps the `number`th state of this rank."""
+
+    def __init__(self, number: int, recur: "Recurrence | TorchRecurrence") -> None:
+        self._number = number
+        self._recur = recur
+
+    def __call__(self, x: Tensor, gates: Tensor, context: StepContext) -> Tensor:
+        states = context.states
+        matrices = states.layers[self._number].matrices
+        if isinstance(self._recur, Recurrence):
+            return self._recur(x, gates, matrices, states.kernel)
+        return self._recur(x, gates, matrices, states)
+
+
+class DeltaRuleGates(NamedTuple):
+    """The parameters of a delta rule's decays, float32 [heads], and the columns where decays and betas begin."""
+
+    rates: Tensor
+    """-exp(A_log)."""
+    bias: Tensor
+    """dt_bias."""
+    decay_column: int
+    beta_column: int
+
+
+def build_delta_rule(
+    loader: WeightLoader, number: int, shape: RecurrenceShape, gates: DeltaRuleGates
+) -> StateRecurrence:
+    """For each token S *= exp(rate * softplus(decay + bias)), then S += k (sigmoid(beta) (v - k^T S)), and the result
+    is q^T S, of queries and keys of length 1, queries by key_size^-0.5."""
+    if library.supports(loader.dtype, loader.device):
+        columns = gates.decay_column, gates.beta_column
+        native = gated_delta_rule(shape, *columns, gates.rates, gates.bias, loader.dtype)
+        return StateRecurrence(number, native)
+    return StateRecurrence(number, TorchRecurrence(shape, gates))
+
+
+def build_selective_scan(
+    loader: WeightLoader, number: int, shape: RecurrenceShape, step_column: int, steps: ScanSteps
+) -> StateRecurrence:
+    """For each token dt = softplus(step + bias) within its bounds, S *= exp(rate * dt), S += B (dt x), and the result
+    is C^T S + skip x: B is the key, C the query. Steps, [heads], begin at a column of the gates."""
+    if library.supports(loader.dtype, loader.device):
+        return StateRecurrence(number, selective_scan(shape, step_column, steps, loader.dtype))
+    return StateRecurrence(number, TorchRecurrence(shape, TorchScanSteps(steps, step_column)))
+
+
+class TorchScanSteps(NamedTuple):
+    """A selective scan's steps, and their column of the gates."""
+
+    steps: ScanSteps
+    column: int
+
+
+class TorchRecurrence:
+    """The same as `Recurrence` by torch."""
+
+    def __init__(self, shape: RecurrenceShape, rule: DeltaRuleGates | TorchScanSteps) -> None:
+        self._shape = shape
+        self._rule = rule
+
+    def __call__(self, x: Tensor, gates: Tensor, matrices: Tensor, states: StepSlotStates) -> Tensor:
+        shape = self._shape
+        wide = x.float()
+        keyed = shape.key_heads * shape.key_size
+        q, k = (
+            wide[:, first : first + keyed].reshape(len(x), shape.key_heads, -1) for first in (shape.queries, shape.keys)
+        )
+        v = wide[:, shape.values : shape.values + shape.heads * shape.value_size].reshape(len(x), shape.heads, -1)
+        served = shape.heads // shape.key_heads
+        if isinstance(self._rule, DeltaRuleGates):
+            q, k = ((part * _inverse_length(part)).repeat_interleave(served, 1) for part in (q, k))
+            out = self._delta_rule(self._rule, q * shape.key_size**-0.5, k, v, gates, matrices, states)
+        else:
+            q, k = (part.repeat_interleave(served, 1) for part in (q, k))
+            out = self._scan(self._rule, q, k, v, gates, matrices, states)
+        return out.flatten(1).to(x.dtype)
+
+    def _gate(self, gates: Tensor, column: int) -> Tensor:
+        return gates[:, column : column + self._shape.heads].float()
+
+    def _delta_rule(
+        self,
+        rule: DeltaRuleGates,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor,
+        matrices: Tensor,
+        states: StepSlotStates,
+    ) -> Tensor:
+        decay = (rule.rates * F.softplus(self._gate(gates, rule.decay_column) + rule.bias)).exp_()
+        beta = self._gate(gates, rule.beta_column).sigmoid_()
+        out = torch.empty_like(v)
+        for tokens, state in states.scan(matrices):
+            state *= decay[tokens][..., None, None]
+            key = k[tokens].unsqueeze(-1)
+            wrong = v[tokens] - (state * key).sum(-2)
+            state += key * (beta[tokens].unsqueeze(-1) * wrong).unsqueeze(-2)
+            out[tokens] = (state * q[tokens].unsqueeze(-1)).sum(-2)
+        return out
+
+    def _scan(
+        self,
+        rule: TorchScanSteps,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor,
+        matrices: Tensor,
+        states: StepSlotStates,
+    ) -> Tensor:
+        rates, bias, skip, least, most = rule.steps
+        dt = F.softplus(self._gate(gates, rule.column) + bias).clamp_(least, most)
+        decay = (rates * dt).exp_()
+        out = torch.empty_like(v)
+        for tokens, state in states.scan(matrices):
+            state *= decay[tokens][..., None, None]
+            state += k[tokens].unsqueeze(-1) * (dt[tokens].unsqueeze(-1) * v[tokens]).unsqueeze(-2)
+            out[tokens] = (state * q[tokens].unsqueeze(-1)).sum(-2)
+        return out if skip is None else out.addcmul_(skip.unsqueeze(-1), v)
+
+
+def _inverse_length(x: Tensor) -> Tensor:
+    return (x.square().sum(-1, keepdim=True) + _UNIT_EPS).rsqrt_()

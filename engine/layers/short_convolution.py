@@ -1,0 +1,37 @@
+"""LFM2's gated short convolution: what a token adds to a convolution over time, and what it takes of it, are both
+products with numbers of its own."""
+
+from torch import Tensor
+
+from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.recurrence import ShortConvolutionSpec
+from ..checkpoint.weights import WeightLoader
+from ..cpu.recurrent import ConvolutionColumns
+from .linear import OutputShard, RowLinear, column_linear
+from .state_convolution import StateConvolution
+from .step_context import StepContext
+
+
+class ShortConvolution:
+    """x [N, hidden] -> out(C * convolution(B * u)) [N, hidden], where B, C and u, [N, channels] each, are what the
+    input projection makes of x, side by side; layer `index` of the model."""
+
+    untraceable: str | None = "its layers keep states"
+
+    def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, name: str) -> None:
+        short = spec.recurrence
+        assert isinstance(short, ShortConvolutionSpec), "config.json was read for such layers"
+        number = spec.state_index(index, loader.stage.layers(spec.layers).start)
+        channels = short.channels
+        whole = OutputShard(f"{name}.in_proj", 3 * channels, slice(0, 3 * channels))
+        self._input = column_linear(loader, [whole], spec.hidden_size, bias=short.bias)
+        columns = ConvolutionColumns(2 * channels, input_gates=0, output_gates=channels)
+        sizes = channels, short.kernel
+        self._convolution = StateConvolution(
+            loader, f"{name}.conv", number, columns, sizes, bias=short.bias, activated=False
+        )
+        every = slice(0, channels)
+        self._out = RowLinear(loader, f"{name}.out_proj", channels, every, spec.hidden_size, bias=short.bias)
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        return self._out(self._convolution(self._input(x, context), context), context)

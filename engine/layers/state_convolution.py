@@ -1,0 +1,76 @@
+"""A causal convolution of each channel by itself, over a sequence that comes in pieces: what it reads of earlier pieces
+is kept in the row's slot."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint.weights import WeightLoader
+from ..cpu import library
+from ..cpu.recurrent import CausalConvolution, ConvolutionColumns
+from .recurrent_state import StepSlotStates
+from .step_context import StepContext
+
+
+class StateConvolution:
+    """x [N, width] -> [N, channels], of the layer that keeps the `number`th state of this rank: output t is the sum of
+    w[j] * input t - k + 1 + j, the bias added, then SiLU if `activated`. Its inputs, and what they and the results are
+    multiplied with, are `columns` of x. By the C kernels a result has the same bits wherever a sequence is cut."""
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        name: str,
+        number: int,
+        columns: ConvolutionColumns,
+        sizes: tuple[int, int],
+        *,
+        bias: bool,
+        activated: bool,
+    ) -> None:
+        """`name`: of the convolution in the checkpoint; `sizes`: its channels, and the inputs that it reads of each."""
+        channels, kernel = sizes
+        self._number = number
+        weight = loader.floats(f"{name}.weight", channels, 1, kernel).squeeze(1)
+        shift = loader.floats(f"{name}.bias", channels) if bias else None
+        self._convolve: CausalConvolution | TorchConvolution
+        if library.supports(loader.dtype, loader.device):
+            self._convolve = CausalConvolution(weight, shift, activated, columns, loader.dtype)
+        else:
+            self._convolve = TorchConvolution(weight, shift, activated, columns)
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        states = context.states
+        windows = states.layers[self._number].windows
+        if isinstance(self._convolve, CausalConvolution):
+            return self._convolve(x, windows, states.kernel)
+        return self._convolve(x, windows, states)
+
+
+class TorchConvolution:
+    """The same as `CausalConvolution` by torch."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activated: bool, columns: ConvolutionColumns) -> None:
+        self._taps = weight.t().contiguous()  # [kernel, channels]
+        self._bias = bias
+        self._activated = activated
+        self._columns = columns
+
+    def __call__(self, x: Tensor, windows: Tensor, states: StepSlotStates) -> Tensor:
+        kernel, channels = self._taps.shape
+        places = states.places(kernel - 1)
+        inputs, input_gates, output_gates = (
+            None if first is None else x[:, first : first + channels] for first in self._columns
+        )
+        assert inputs is not None, "a convolution has inputs"
+        stream = x.new_empty(len(x) + places.before.numel(), channels)  # each row's window before its tokens
+        stream[places.before] = states.read(windows)
+        stream[places.tokens] = inputs if input_gates is None else inputs * input_gates
+        out = stream[places.tokens - (kernel - 1)] * self._taps[0]
+        for tap in range(1, kernel):
+            out += stream[places.tokens - (kernel - 1 - tap)] * self._taps[tap]
+        if self._bias is not None:
+            out += self._bias
+        states.write(windows, stream[places.after], stream[places.saved])
+        if self._activated:
+            out = F.silu(out)
+        return (out if output_gates is None else out * output_gates).to(x.dtype)
