@@ -58,7 +58,10 @@ class LimitedProcess:
         except OSError as error:
             self._connection.close()
             raise CallLost(str(error)) from error
-        self.alive, self._ready = True, False
+        self.kill = self._process.kill
+        """Ends the process; whoever waits for it finds that it has ended. For any thread."""
+        self.alive = True
+        self._ready = False
         self._deadline = time.monotonic() + _START_SECONDS
 
     def wait_until_ready(self, seconds: float) -> bool:
@@ -100,10 +103,6 @@ class LimitedProcess:
             return self._connection.recv_bytes() if self._connection.poll(max(seconds, 0.0)) else None
         except EOFError:
             return b""
-
-    def kill(self) -> None:
-        """End the process; whoever waits for it finds that it has ended."""
-        self._process.kill()
 
     def close(self, timeout: float = 0.0) -> int:
         """End the process, after `timeout` seconds by force; its exit code."""

@@ -118,9 +118,15 @@ class GgufFile:
     files: tuple[Path, ...]
     metadata: Mapping[str, MetadataValue]
     tensors: Mapping[str, GgufTensor]
+    prefix: str = ""
+    """What every key begins with that is read: "", or an architecture's name and a dot."""
 
     def error(self, message: str) -> InvalidArgument:
         return InvalidArgument(f"{self.path}: {message}")
+
+    def get(self, key: str, default: object = None) -> Any:
+        """The value of a field, of whatever kind."""
+        return self.metadata.get(f"{self.prefix}{key}", default)
 
     def text(self, key: str, default: str | None = None) -> str:
         return str(self._value(key, default, (str,), "text"))
@@ -146,12 +152,12 @@ class GgufFile:
 
     def _value(self, key: str, default: Any, kinds: tuple[type, ...], wanted: str) -> Any:
         """Raises `InvalidArgument` where the value is missing and has no default, or is of another kind."""
-        value = self.metadata.get(key, default)
+        value = self.get(key, default)
         if value is None:
-            raise self.error(f"its metadata has no {key}")
+            raise self.error(f"its metadata has no {self.prefix}{key}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             got = repr(value)[:80] if isinstance(value, str | int | float) else "an array"
-            raise self.error(f"{key} must be {wanted}, got {got}")
+            raise self.error(f"{self.prefix}{key} must be {wanted}, got {got}")
         return value
 
 

@@ -86,6 +86,8 @@ class TensorConnection(Generic[T]):
         self._connection = connection
         self._reader = BlockReader(descriptors[0])
         self._writer = BlockWriter(descriptors[1], _MEMORY_BYTES)
+        self.trim = self._writer.trim
+        """Gives back to the system what is free of the memory for the other end; from any thread."""
         self.send = MessageWriter[Any](connection, self._encode).send
         """Raises `OSError` when nothing reads the other end."""
         self._decode = msgspec.msgpack.Decoder(tuple[received, list[int]]).decode
@@ -102,10 +104,6 @@ class TensorConnection(Generic[T]):
         self._connection.close()
         self._reader.close()
         self._writer.close()
-
-    def trim(self) -> None:
-        """Give back to the system what is free of the memory for the other end; from any thread."""
-        self._writer.trim()
 
     def write(self, arrays: Arrays) -> list[TensorMessage]:
         """Write arrays for the other end.

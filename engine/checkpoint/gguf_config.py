@@ -4,7 +4,8 @@ What the converter leaves out because llama.cpp has it as a constant of the arch
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -37,32 +38,6 @@ _LARGEST_ROPE = 1 << 12
 """Numbers that such a tensor may have."""
 
 
-class _GgufFields(NamedTuple):
-    """The metadata of a model, its keys without the architecture's name."""
-
-    file: GgufFile
-    architecture: str
-
-    def has(self, key: str) -> bool:
-        return f"{self.architecture}.{key}" in self.file.metadata
-
-    def number(self, key: str, default: int | None = None) -> int:
-        return self.file.number(f"{self.architecture}.{key}", default)
-
-    def real(self, key: str, default: float | None = None) -> float:
-        return self.file.real(f"{self.architecture}.{key}", default)
-
-    def text(self, key: str, default: str) -> str:
-        return self.file.text(f"{self.architecture}.{key}", default)
-
-    @property
-    def head_dim(self) -> int:
-        shared = self.number("embedding_length") // max(self.number("attention.head_count"), 1)
-        if (size := self.number("attention.key_length", shared)) < 1:
-            raise self.file.error(f"{self.architecture}.attention.key_length must be at least 1, got {size}")
-        return size
-
-
 def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     """The fields of config.json, with one of our architectures.
 
@@ -77,14 +52,16 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         raise CheckpointError(f"{file.path}: architecture {name!r} is not supported; supported: {supported}")
     if _EMBEDDINGS not in file.tensors or len(file.tensors[_EMBEDDINGS].shape) != 2:
         raise CheckpointError(f"{file.path}: it has no matrix {_EMBEDDINGS}")
-    fields = _GgufFields(file, name)
+    fields = replace(file, prefix=f"{name}.")
     for key, usual in _ONLY_VALUES.items():
-        if fields.has(key) and file.metadata[f"{name}.{key}"] not in usual:
-            value = file.metadata[f"{name}.{key}"]
+        value = fields.get(key, usual[0])
+        if value not in usual:
             raise CheckpointError(f"{file.path}: {name}.{key} {value} is not supported; only {usual[0]} is")
-    if fields.number("attention.value_length", fields.head_dim) != fields.head_dim:
+    head_dim = _head_dim(fields)
+    if fields.number("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{file.path}: heads whose keys and values have different lengths are not supported")
-    heads, layers = fields.number("attention.head_count"), fields.number("block_count")
+    heads = fields.number("attention.head_count")
+    layers = fields.number("block_count")
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path}: {name}.block_count is {layers}, but it has {len(file.tensors)} tensors")
     config = {
@@ -93,7 +70,7 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.number("attention.head_count_kv", heads),
-        "head_dim": fields.head_dim,
+        "head_dim": head_dim,
         "intermediate_size": fields.number("feed_forward_length", fields.number("expert_feed_forward_length", 1)),
         "max_position_embeddings": fields.number("context_length"),
         "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
@@ -108,6 +85,14 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     return config | _partial_rotary(fields) | variant(fields)
 
 
+def _head_dim(fields: GgufFile) -> int:
+    shared = fields.number("embedding_length") // max(fields.number("attention.head_count"), 1)
+    size = fields.number("attention.key_length", shared)
+    if size < 1:
+        raise fields.error(f"{fields.prefix}attention.key_length must be at least 1, got {size}")
+    return size
+
+
 def _dtype(file: GgufFile) -> str:
     """The dtype to compute in: of most of the numbers, if they are stored as such; else bfloat16."""
     sizes: dict[str, int] = {}
@@ -117,34 +102,35 @@ def _dtype(file: GgufFile) -> str:
     return {"F32": "float32", "F16": "float16"}.get(max(sizes, key=lambda name: sizes[name]), "bfloat16")
 
 
-def _partial_rotary(fields: _GgufFields) -> dict[str, Any]:
-    rotated = fields.number("rope.dimension_count", fields.head_dim)
-    return {} if rotated == fields.head_dim else {"partial_rotary_factor": rotated / fields.head_dim}
+def _partial_rotary(fields: GgufFile) -> dict[str, Any]:
+    head_dim = _head_dim(fields)
+    rotated = fields.number("rope.dimension_count", head_dim)
+    return {} if rotated == head_dim else {"partial_rotary_factor": rotated / head_dim}
 
 
-def _rope_scaling(fields: _GgufFields) -> dict[str, Any] | None:
-    """The way that rotary embeddings are stretched. Llama 3's is stored as the divisors that it comes to, so it is
-    given as the kind that has divisors, the same ones for texts of any length."""
-    file, length = fields.file, fields.number("context_length")
+def _rope_scaling(fields: GgufFile) -> dict[str, Any] | None:
+    """The `rope_scaling` of config.json. Llama 3's kind is stored as the divisors that it comes to, so it becomes the
+    kind that has divisors, the same ones for texts of any length."""
+    length = fields.number("context_length")
     original = fields.number("rope.scaling.original_context_length", length)
-    if _ROPE_FACTORS in file.tensors:
-        factors = _numbers(file, _ROPE_FACTORS)
+    if _ROPE_FACTORS in fields.tensors:
+        factors = _numbers(fields, _ROPE_FACTORS)
         return _longrope(factors, factors, length, 1.0)
-    if _LONG_FACTORS in file.tensors:
-        long, short = (_numbers(file, name) for name in (_LONG_FACTORS, _SHORT_FACTORS))
+    if _LONG_FACTORS in fields.tensors:
+        long = _numbers(fields, _LONG_FACTORS)
+        short = _numbers(fields, _SHORT_FACTORS)
         return _longrope(short, long, original, fields.real("rope.scaling.attn_factor", 1.0))
     # Older files have the factor of linear scaling alone.
-    kind = fields.text("rope.scaling.type", "linear" if fields.has("rope.scale_linear") else "none")
+    kind = fields.text("rope.scaling.type", "none" if fields.get("rope.scale_linear") is None else "linear")
     factor = fields.real("rope.scaling.factor", fields.real("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor == 1):
         return None
     if kind not in ("linear", "yarn"):
-        raise CheckpointError(
-            f"{file.path}: rope scaling {kind!r} is not supported without factors; linear and yarn are"
-        )
+        message = f"rope scaling {kind!r} is not supported without factors; linear and yarn are"
+        raise CheckpointError(f"{fields.path}: {message}")
     scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     named = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
-    return scaling | {ours: fields.real(theirs) for theirs, ours in named.items() if fields.has(theirs)}
+    return scaling | {ours: fields.real(theirs) for theirs, ours in named.items() if fields.get(theirs) is not None}
 
 
 def _longrope(short: list[float], long: list[float], original: int, attention: float) -> dict[str, Any]:
@@ -164,13 +150,13 @@ def _numbers(file: GgufFile, name: str) -> list[float]:
         raise CheckpointError(f"{file.path}: {name} must be there, with at most {_LARGEST_ROPE} numbers in F32")
     with open_regular(tensor.file) as opened:
         opened.seek(tensor.offset)
-        found = np.frombuffer(opened.read(tensor.bytes), "<f4")
-    if not (found > 0).all():
+        numbers = np.frombuffer(opened.read(tensor.bytes), "<f4")
+    if not (numbers > 0).all():
         raise CheckpointError(f"{file.path}: the numbers of {name} must be positive")
-    return [float(each) for each in found]
+    return [float(number) for number in numbers]
 
 
-def _llama(fields: _GgufFields) -> dict[str, Any]:
+def _llama(fields: GgufFile) -> dict[str, Any]:
     """Llama's, Mistral's and Mixtral's are one architecture there."""
     if fields.number("expert_count", 0):
         return {"architectures": ["MixtralForCausalLM"], **_experts(fields)}
@@ -178,7 +164,7 @@ def _llama(fields: _GgufFields) -> dict[str, Any]:
     return {"architectures": ["MistralForCausalLM" if windowed else "LlamaForCausalLM"]}
 
 
-def _experts(fields: _GgufFields) -> dict[str, Any]:
+def _experts(fields: GgufFile) -> dict[str, Any]:
     return {
         "num_local_experts": fields.number("expert_count"),
         "num_experts_per_tok": fields.number("expert_used_count"),
@@ -186,22 +172,22 @@ def _experts(fields: _GgufFields) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(fields: _GgufFields) -> dict[str, Any]:
+def _qwen3_moe(fields: GgufFile) -> dict[str, Any]:
     layers = range(fields.number("block_count"))
-    dense = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in fields.file.tensors]
+    dense = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in fields.tensors]
     inner = fields.number("expert_feed_forward_length", fields.number("feed_forward_length", 1))
     sizes = {"moe_intermediate_size": inner, "mlp_only_layers": dense}
     return {"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": False, **sizes, **_experts(fields)}
 
 
-def _qwen(architecture: str) -> Callable[[_GgufFields], dict[str, Any]]:
-    def windowed(fields: _GgufFields) -> dict[str, Any]:
+def _qwen(architecture: str) -> Callable[[GgufFile], dict[str, Any]]:
+    def windowed(fields: GgufFile) -> dict[str, Any]:
         return {"architectures": [architecture], "use_sliding_window": False}
 
     return windowed
 
 
-def _phi3(fields: _GgufFields) -> dict[str, Any]:
+def _phi3(fields: GgufFile) -> dict[str, Any]:
     return {
         "architectures": ["Phi3ForCausalLM"],
         "original_max_position_embeddings": fields.number(
@@ -210,17 +196,14 @@ def _phi3(fields: _GgufFields) -> dict[str, Any]:
     }
 
 
-_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-"""The sizes whose scores are scaled by the width of a layer's share in a head, and not by that of the head."""
+def _gemma(architecture: str, layers_of_27b: int) -> Callable[[GgufFile], dict[str, Any]]:
+    """The 27B model's scores are scaled by a head's share of the layer's width, and not by the width of the head."""
 
-
-def _gemma(architecture: str) -> Callable[[_GgufFields], dict[str, Any]]:
-    def capped(fields: _GgufFields) -> dict[str, Any]:
-        widest = fields.number("block_count") == _GEMMA_27B_LAYERS[fields.architecture]
+    def capped(fields: GgufFile) -> dict[str, Any]:
         share = fields.number("embedding_length") // max(fields.number("attention.head_count"), 1)
-        scalar = share if widest else fields.head_dim
+        scalar = share if fields.number("block_count") == layers_of_27b else _head_dim(fields)
         names = ("attn_logit_softcapping", "final_logit_softcapping")
-        caps = {name: fields.real(name) for name in names if fields.has(name)}
+        caps = {name: fields.real(name) for name in names if fields.get(name) is not None}
         return {
             "architectures": [architecture],
             "query_pre_attn_scalar": scalar,
@@ -232,24 +215,24 @@ def _gemma(architecture: str) -> Callable[[_GgufFields], dict[str, Any]]:
     return capped
 
 
-def _sliding_layers(fields: _GgufFields) -> dict[str, Any]:
+def _sliding_layers(fields: GgufFile) -> dict[str, Any]:
     """Which layers have a window, where the file says it; else the architecture's rule holds."""
-    key = f"{fields.architecture}.attention.sliding_window_pattern"
-    found = fields.file.metadata.get(key)
-    if found is None:
+    key = "attention.sliding_window_pattern"
+    pattern = fields.get(key)
+    if pattern is None:
         return {}
-    if isinstance(found, np.ndarray):
-        return {"layer_types": ["sliding_attention" if each else "full_attention" for each in found.tolist()]}
-    return {"sliding_window_pattern": fields.file.number(key)}
+    if isinstance(pattern, np.ndarray):
+        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern.tolist()]}
+    return {"sliding_window_pattern": fields.number(key)}
 
 
-_VARIANTS: Mapping[str, Callable[[_GgufFields], dict[str, Any]]] = {
+_VARIANTS: Mapping[str, Callable[[GgufFile], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen("Qwen2ForCausalLM"),
     "qwen3": _qwen("Qwen3ForCausalLM"),
     "qwen3moe": _qwen3_moe,
     "phi3": _phi3,
-    "gemma2": _gemma("Gemma2ForCausalLM"),
-    "gemma3": _gemma("Gemma3ForCausalLM"),
+    "gemma2": _gemma("Gemma2ForCausalLM", 46),
+    "gemma3": _gemma("Gemma3ForCausalLM", 62),
 }
 """general.architecture -> what is special in its config.json."""

@@ -36,55 +36,30 @@ class CheckLimits(NamedTuple):
 CHECK_LIMITS = CheckLimits()
 
 
-class CheckingProcess:
-    """A process that checks constraints, one at a time. For one thread at a time, but for `kill`. It is there at once,
-    and ready when it has started.
+def check_in_process(
+    process: LimitedProcess, constraint: GuidedDecoding, limits: CheckLimits, deadline: float
+) -> CheckedConstraint:
+    """The verdict of a process on a constraint. Unless it is `alive` afterwards, the constraint cost it its life.
 
     Raises:
-        Unavailable: it cannot be started.
+        QueueFull: there was too little time until the `deadline` by `time.monotonic`.
+        Unavailable: the process did not start.
     """
-
-    def __init__(self, special: Mapping[str, int], limits: CheckLimits) -> None:
-        self._limits = limits
-        try:
-            self._process = LimitedProcess("charonia-guides", _make_answer, dict(special))
-        except CallLost as error:
-            raise Unavailable(f"constraints cannot be checked: {error}") from error
-
-    @property
-    def alive(self) -> bool:
-        return self._process.alive
-
-    def check(self, constraint: GuidedDecoding, deadline: float) -> CheckedConstraint:
-        """The verdict on a constraint. Unless `alive` afterwards, it cost the process its life.
-
-        Raises:
-            QueueFull: there was too little time until the `deadline` by `time.monotonic`.
-            Unavailable: the process did not start.
-        """
-        try:
-            if not self._process.wait_until_ready(deadline - time.monotonic()):
-                raise too_late(self._limits)
-        except CallLost as error:
-            raise Unavailable(f"the process that checks constraints did not start: {error}") from error
-        seconds = min(self._limits.seconds, deadline - time.monotonic())
-        try:
-            answer = self._process.call(msgspec.msgpack.encode(constraint), CallLimits(seconds, self._limits.memory))
-        except TimeLimitExceeded as error:
-            if seconds < self._limits.seconds:
-                raise too_late(self._limits) from None
-            return CheckedConstraint(error=f"compiling it takes {error}")
-        except CallLost as error:
-            return CheckedConstraint(error=f"compiling it takes too much memory, or breaks the library ({error})")
-        return msgspec.msgpack.decode(answer, type=CheckedConstraint)
-
-    def kill(self) -> None:
-        """End the process; whoever waits for it finds that it has ended."""
-        self._process.kill()
-
-    def close(self, timeout: float = 0.0) -> int:
-        """End the process, after `timeout` seconds by force; its exit code."""
-        return self._process.close(timeout)
+    try:
+        if not process.wait_until_ready(deadline - time.monotonic()):
+            raise too_late(limits)
+    except CallLost as error:
+        raise Unavailable(f"the process that checks constraints did not start: {error}") from error
+    seconds = min(limits.seconds, deadline - time.monotonic())
+    try:
+        answer = process.call(msgspec.msgpack.encode(constraint), CallLimits(seconds, limits.memory))
+    except TimeLimitExceeded as error:
+        if seconds < limits.seconds:
+            raise too_late(limits) from None
+        return CheckedConstraint(error=f"compiling it takes {error}")
+    except CallLost as error:
+        return CheckedConstraint(error=f"compiling it takes too much memory, or breaks the library ({error})")
+    return msgspec.msgpack.decode(answer, type=CheckedConstraint)
 
 
 def too_late(limits: CheckLimits) -> QueueFull:
@@ -221,8 +196,8 @@ class ConstraintChecker:
     def __init__(self, special: Mapping[str, int], limits: CheckLimits = CHECK_LIMITS) -> None:
         self._special, self._limits = special, limits
         self._threads = ThreadPoolExecutor(_PROCESSES, "constraints")
-        self._processes: set[CheckingProcess] = set()
-        self._idle: list[CheckingProcess] = []
+        self._processes: set[LimitedProcess] = set()
+        self._idle: list[LimitedProcess] = []
         self._checks: dict[bytes, asyncio.Task[Verdict]] = {}
         self._good, self._refused = VerdictCache(), VerdictCache()
         self._pauses = RefusalPauses()
@@ -295,14 +270,14 @@ class ConstraintChecker:
 
     def _check_in_process(self, constraint: GuidedDecoding, deadline: float) -> tuple[CheckedConstraint, bool]:
         """The verdict, and whether another try would be vain. In a thread of the pool, which are no more than processes
-        may be. Raises as `CheckingProcess.check`."""
+        may be. Raises as `check_in_process`."""
         if self._closed:
             raise Unavailable("the model is being unloaded")
         if time.monotonic() >= deadline:
             raise too_late(self._limits)
         process = self._take_idle() or self._start()
         try:
-            verdict = process.check(constraint, deadline)
+            verdict = check_in_process(process, constraint, self._limits, deadline)
         finally:
             if process.alive:
                 self._idle.append(process)
@@ -310,14 +285,17 @@ class ConstraintChecker:
                 self._processes.discard(process)
         return verdict, process.alive
 
-    def _take_idle(self) -> CheckingProcess | None:
+    def _take_idle(self) -> LimitedProcess | None:
         try:
             return self._idle.pop()  # not asked first: another thread may take the last one in between
         except IndexError:
             return None
 
-    def _start(self) -> CheckingProcess:
-        process = CheckingProcess(self._special, self._limits)
+    def _start(self) -> LimitedProcess:
+        try:
+            process = LimitedProcess("charonia-guides", _make_answer, dict(self._special))
+        except CallLost as error:
+            raise Unavailable(f"constraints cannot be checked: {error}") from error
         self._processes.add(process)
         if self._closed:  # meanwhile
             process.kill()

@@ -6,6 +6,7 @@ pairs of tokens, for matches of two tokens and more: a step walks along the plac
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -188,15 +189,11 @@ class ServedAnswers:
 
 
 class AnswersOf:
-    """The answers of one `owner`."""
+    """An `IndexedText`: the answers of one `owner`."""
 
     def __init__(self, answers: ServedAnswers, owner: int) -> None:
-        self._answers, self._owner = answers, owner
         self.token = answers.token
-
-    def places(self, first: int, second: int) -> Iterator[int]:
-        """See `IndexedText`."""
-        return self._answers.places(first, second, self._owner)
+        self.places = partial(answers.places, owner=owner)
 
 
 class Match:

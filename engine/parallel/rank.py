@@ -236,7 +236,7 @@ def _execute_command(
         case messages.LoadRankAdapter(path):
             rank.loaded_adapters.load(path).add_done_callback(partial(_report_adapter, report))
         case messages.UnloadRankAdapter(digest):
-            rank.unload_adapter(digest)
+            rank.loaded_adapters.unload(digest)
         case messages.LeaveRanks():
             return False
     return True

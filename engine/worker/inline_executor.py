@@ -51,7 +51,7 @@ class InlineExecutor:
         return self.rank.loaded_adapters.load(path)
 
     def unload_adapter(self, digest: str) -> None:
-        self.rank.unload_adapter(digest)
+        self.rank.loaded_adapters.unload(digest)
 
     @property
     def eager_steps(self) -> int:

@@ -26,6 +26,7 @@ from ..kernel_choice import LEVEL_VARIABLE
 from ..layers.recurrent_state import StateSlots
 from ..models.interfaces import CheckpointBuilder
 from ..models.registry import checkpoint_builder
+from ..step_adapters import RankAdapter
 from .cpu_step_computer import CpuStepComputer
 from .device_step_computer import DeviceStepComputer
 from .drafter_loading import check_drafter, load_drafter
@@ -62,12 +63,6 @@ class LoadedRank:
         if self.adapters is None:
             raise RuntimeError("this engine takes no adapters")
         return self.adapters
-
-    def unload_adapter(self, digest: str) -> None:
-        """See `Executor.unload_adapter`."""
-        adapter = self.loaded_adapters.held.pop(digest, None)
-        if adapter is not None:
-            self.rows.forget_adapter(adapter)
 
     def close(self) -> None:
         """End its threads; no step may follow."""
@@ -143,10 +138,10 @@ def load_rank(
     states = None
     if any(shape.states):
         states = StateSlots(local.states, config.scheduler.max_num_seqs, context.dtype, device)
-    adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora)
-    held = {} if adapters is None else adapters.held
+    held: dict[str, RankAdapter] = {}
     lines = 0 if device.type == "cpu" else config.scheduler.max_num_seqs  # recorded steps read them in place
     rows = RowStates(context.max_positions, block_size, device, held, lines)
+    adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora, held, rows)
     draft = load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     computer: StepComputer
     if device.type == "cpu":

@@ -11,8 +11,9 @@ import pytest
 from charonia.core.errors import InvalidArgument, QueueFull, Unavailable
 from charonia.core.request import GuidedDecoding
 from charonia.engine.client import constraint_checker
-from charonia.engine.client.constraint_checker import CheckingProcess, CheckLimits, ConstraintChecker, VerdictCache
+from charonia.engine.client.constraint_checker import CheckLimits, ConstraintChecker, VerdictCache
 from charonia.engine.grammars.constraint_check import CheckedConstraint
+from charonia.processes.limited_process import LimitedProcess
 
 SLOW = GuidedDecoding("json_schema", '{"type":"integer","multipleOf":1000003}', "response_format")
 """The library takes many seconds for it."""
@@ -41,7 +42,7 @@ async def test_a_process_starts_with_the_first_constraint_and_ends_when_idle(che
     assert checker.processes == 0
 
 
-class _TakenMeanwhile(list[CheckingProcess]):
+class _TakenMeanwhile(list[LimitedProcess]):
     """Seems to have an element, which another thread takes before one can."""
 
     def __bool__(self) -> bool:
