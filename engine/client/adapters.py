@@ -1,7 +1,7 @@
-"""The adapters of one model: their names, which requests use them, and which of them the engine holds.
+"""The adapters of one model: their names, the requests that use them, and those that the engine holds.
 
-The engine knows adapters by their content alone. It holds as many as fit into `LoraConfig.max_bytes`: those that no
-request has named for longest make room, and are read again when a request names them.
+The engine knows adapters by their content alone, and holds as many as fit into `LoraConfig.max_bytes`. The least
+recently named ones make room, and are read again when a request names them.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 _WEIGHTS = "adapter_model.safetensors"
 _ROOM_SECONDS = 60.0
-"""For which one that does not fit waits for requests with others to end."""
+"""How long an adapter that does not fit waits for requests with others to end."""
 
 
 class TaskKey(NamedTuple):
-    """The name of an adapter that a client sent, under a number of its own. It is forgotten when it is let go."""
+    """The name of an adapter that a client sent, by the client's own number. It is forgotten with the adapter."""
 
     tenant: str
     number: int
@@ -40,30 +40,31 @@ AdapterKey: TypeAlias = str | TaskKey
 
 
 class AdapterEngine(Protocol):
-    """An engine that computes with adapters. Those that it holds survive the loss of a core."""
+    """An engine that computes with adapters, and keeps them when a core is lost."""
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Return when every core computes with it; at once if it holds one with this content. Raises `InvalidArgument`
-        for files that are wrong."""
+        """Return when every core computes with the adapter; at once if it is held. Raises `InvalidArgument` for wrong
+        files."""
 
-    async def unload_adapter(self, digest: str) -> None:
-        """Hold it no longer."""
+    async def unload_adapter(self, digest: str) -> None: ...
 
 
 class HeldAdapter:
-    """An adapter that the engine holds. `users`: requests that are computed with it. `idle`: there is none. `scratch`:
-    its directory, if that lasts only as long."""
+    """An adapter that the engine holds."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.scratch: ScratchDirectory | None = None
+        """Its directory, if that is to be closed with it."""
         self.users = 0
+        """Requests that are computed with it."""
         self.idle = asyncio.Event()
+        """Set while there are none."""
         self.idle.set()
 
 
 class AdapterUse:
-    """The use of an adapter by one sequence, whose block gets the digest: the adapter stays until it is left."""
+    """The use of an adapter by one sequence. Its block gets the digest, and the adapter stays until the block ends."""
 
     def __init__(self, key: AdapterKey, stats: SequenceStats, leave: Callable[["AdapterUse"], None]) -> None:
         self.key = key
@@ -90,9 +91,9 @@ class AdapterTable:
         self._shown: dict[str, Adapter] = {}
         """Those of `_named` that no client sent: each request for one looks it up."""
         self._held: dict[str, HeldAdapter] = {}
-        """By digest, the one that was named last at the end."""
+        """By digest, the most recently named at the end."""
         self._leaving: dict[str, HeldAdapter] = {}
-        """Those that take no more requests, and still have some or wait for their turn to be unloaded."""
+        """Adapters that take no more requests and are to be unloaded when those that they have end."""
         self._uses: set[AdapterUse] = set()
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -119,12 +120,12 @@ class AdapterTable:
     async def load(
         self, key: AdapterKey, path: str, replace: bool = False, scratch: ScratchDirectory | None = None
     ) -> Adapter:
-        """Name the adapter in a directory, which the engine holds then. `scratch`: that directory, which is closed when
-        it is needed no more. Raises as `AdaptableModel.load_adapter`."""
+        """Let the engine hold the adapter in a directory, and name it. `scratch`: that directory, which is closed when
+        nothing needs it. Raises as `AdaptableModel.load_adapter`."""
         return await asyncio.shield(self._start(self._load(key, path, replace, scratch)))
 
     async def unload(self, name: str) -> None:
-        """Take its name away; the sequences that use it end with it."""
+        """Take the name away. Sequences that use the adapter go on to their ends."""
         self.find(name)
         adapter = self._named.pop(name)
         del self._shown[name], self._sequences[name]
@@ -132,12 +133,11 @@ class AdapterTable:
         self._drop_nameless(adapter.digest)
 
     async def use(self, key: AdapterKey, stats: SequenceStats) -> AdapterUse:
-        """The use of an adapter by a sequence; waits while it is read, and until there is room for it. Leave its block,
-        or it is never unloaded.
+        """The use of an adapter by a sequence, after it was read if it is not held. The caller must leave its block.
 
         Raises:
-            NotFound: there is none of that name.
-            Unavailable: its files are not what they were.
+            NotFound: no adapter has that name.
+            Unavailable: its files have changed.
         """
         held = self._held.get(self.find(key).digest)
         use = AdapterUse(key, stats, self._leave)
@@ -154,7 +154,7 @@ class AdapterTable:
             raise
 
     async def close(self) -> None:
-        """Give up what is being loaded: the engine ends."""
+        """Cancel what is being loaded, and close all directories: the engine ends."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -163,7 +163,7 @@ class AdapterTable:
                 held.scratch.close()
 
     def readings(self) -> Iterator[Reading]:
-        """Its series, for a scrape."""
+        """The model's series about adapters, for a scrape."""
         yield Reading("charonia_adapters", len(self.named))
         yield Reading("charonia_adapters_held", len(self._held))
         yield Reading("charonia_adapters_held_bytes", self._held_bytes)
@@ -182,7 +182,7 @@ class AdapterTable:
         yield Reading("vllm:lora_requests_info", time.time(), labels)
 
     def _start(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A change that goes on to its end, whoever waits for it."""
+        """A task that goes on when its reader leaves."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -196,7 +196,8 @@ class AdapterTable:
                 raise InvalidArgument(f"{message}, set 'load_inplace' to True.", field="lora_name")
             stored = await asyncio.to_thread(_stored_bytes, path)
             adapter = await self._hold(key, path, min(stored, self._limits.max_bytes), "loaded")
-            held, former = self._held[adapter.digest], self._named.get(key)
+            held = self._held[adapter.digest]
+            former = self._named.get(key)
             self._named[key] = adapter
             if isinstance(key, str):
                 self._shown[key] = adapter
@@ -218,12 +219,12 @@ class AdapterTable:
 
     async def _read_again(self, key: AdapterKey, known: Adapter) -> None:
         try:
-            found = await self._hold(key, known.path, known.bytes, "read again")
+            adapter = await self._hold(key, known.path, known.bytes, "read again")
         except (InvalidArgument, NotFound) as error:
             raise Unavailable(f"adapter '{known.name}' cannot be read again: {error.message}") from error
-        self._drop_nameless(found.digest)
+        self._drop_nameless(adapter.digest)
         self.find(key)  # it may have been unloaded meanwhile
-        if found.digest != known.digest:
+        if adapter.digest != known.digest:
             raise Unavailable(f"the files of adapter '{known.name}' are not those that were loaded: load it again")
 
     async def _hold(self, key: AdapterKey, path: str, size: int, done: str) -> Adapter:
@@ -242,11 +243,11 @@ class AdapterTable:
         return adapter
 
     async def _make_room(self, size: int, spared: str = "") -> None:
-        """Unload those that no request has named for longest, until `size` bytes are free. One that is in use takes no
-        more requests until it was unloaded: otherwise it might never be.
+        """Unload the least recently named adapters until `size` bytes are free. One that is in use takes no more
+        requests meanwhile, or it might be in use for ever.
 
         Raises:
-            Unavailable: those in use stay in use.
+            NotReady: those in use stay in use.
         """
         try:
             async with asyncio.timeout(_ROOM_SECONDS):
@@ -265,7 +266,7 @@ class AdapterTable:
 
     @property
     def _held_bytes(self) -> int:
-        return sum(each.adapter.bytes for each in (*self._held.values(), *self._leaving.values()))
+        return sum(held.adapter.bytes for held in (*self._held.values(), *self._leaving.values()))
 
     def _retire(self, digest: str) -> None:
         self._leaving[digest] = self._held.pop(digest)
@@ -274,20 +275,21 @@ class AdapterTable:
         digest = held.adapter.digest
         del self._leaving[digest]
         log.info("model '%s': adapter '%s' is let go from memory", self._model, held.adapter.name)
-        for key in [key for key, each in self._named.items() if isinstance(key, TaskKey) and each.digest == digest]:
-            del self._named[key], self._sequences[key]
+        for key, adapter in [*self._named.items()]:
+            if isinstance(key, TaskKey) and adapter.digest == digest:
+                del self._named[key], self._sequences[key]
         await self._engine.unload_adapter(digest)
         if held.scratch is not None:
             held.scratch.close()
 
     def _drop_nameless(self, digest: str) -> None:
-        """Let go of what is held and has no name any more."""
+        """Unload an adapter that has no name any more."""
         if digest in self._held and not self._has_name(digest):
             self._retire(digest)
             self._start(self._forget_unused())
 
     def _has_name(self, digest: str) -> bool:
-        return any(each.digest == digest for each in self._named.values())
+        return any(adapter.digest == digest for adapter in self._named.values())
 
     async def _forget_unused(self) -> None:
         async with self._changing:
@@ -314,12 +316,12 @@ class AdapterTable:
 
 
 def _stored_bytes(path: str) -> int:
-    """The size of an adapter's weights as they are stored; what is wrong with them is told when they are read."""
+    """The size of an adapter's file of weights; 0 where there is none, which reading it will report."""
     file = Path(path) / _WEIGHTS
     return file.stat().st_size if file.is_file() else 0
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Take note of the error of a change that nobody waits for any more."""
+    """Retrieve the error of a task without a reader, or asyncio logs it."""
     if not task.cancelled():
         task.exception()

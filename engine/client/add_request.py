@@ -1,4 +1,4 @@
-"""Builds the request to an engine, every default resolved, every number one that the engine can hold.
+"""Builds the request to an engine: defaults are resolved, and every number is one that the engine can hold.
 
 Knows nothing of sockets and text.
 """
@@ -20,10 +20,10 @@ from ...tokenization.generation_defaults import GenerationDefaults
 from ..core.messages import AddRequest, CoreReady
 
 _LEAST_URGENT = 2**16
-"""The class of requests that no client waits for, too: waiting lets none of them catch up with others."""
+"""The class of background requests, too, which never catch up with others by waiting."""
 
 _NO_TIMEOUT = 1e9
-"""Seconds that a request may take that no client waits for, whatever others may by default."""
+"""Seconds that a background request may take, whatever the default timeout is."""
 
 _FLAT = 1e6
 """A temperature at which every token is as likely as the next; more overflows single precision."""
@@ -45,12 +45,12 @@ def build_add_request(
     adapter: str = "",
     prediction: Sequence[int] = (),
 ) -> AddRequest:
-    """The engine's request for one sequence; its number is the engine's to give. `bad_words` and `prediction`: the
-    request's, as token ids. `adapter`: as the engine knows it.
+    """The engine's request for one sequence, with key 0. `bad_words` and `prediction`: the request's, as token ids.
+    `adapter`: its digest.
 
     Raises:
-        InvalidArgument: it asks for something that this engine never has.
-        TooLong: it asks for more tokens than the model's length.
+        InvalidArgument: the engine cannot satisfy it.
+        ContextLengthExceeded: prompt and new tokens are more than the model's length.
     """
     check_vocabulary(prompt, engine.vocab_size)
     sampling = request.sampling
@@ -87,7 +87,7 @@ def build_add_request(
 
 
 def _target(milliseconds: float, context: RequestContext) -> float | None:
-    """Seconds; infinitely many where no client waits."""
+    """Seconds, infinitely many for a background request; None for no target."""
     return inf if context.background else milliseconds / 1e3 or None
 
 
@@ -131,7 +131,7 @@ def _allowed(tokens: Sequence[int], vocab_size: int) -> tuple[int, ...]:
 
 
 def check_vocabulary(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -> None:
-    """Raises InvalidArgument: a token of `field` is not one of the model's."""
+    """Raises `InvalidArgument` for a token of `field` outside the vocabulary."""
     for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < vocab_size:
             raise InvalidArgument(
@@ -140,11 +140,8 @@ def check_vocabulary(tokens: Sequence[int], vocab_size: int, field: str = "promp
 
 
 def prompt_tokens_to_keep(sampling: SamplingParams, length: int) -> int | None:
-    """How many of a prompt's last tokens a model of this `length` gets; None for all.
-
-    Raises:
-        InvalidArgument: more are asked for than the model's length.
-    """
+    """How many of a prompt's last tokens a model of this `length` gets; None for all. Raises `InvalidArgument` for more
+    than the length."""
     kept = sampling.truncate_prompt_tokens
     if kept is None:
         return None

@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple, Self
 from ...core.errors import InvalidArgument, QueueFull
 
 _BACKGROUND_SHARE = 0.75
-"""Of rows and of the cache's blocks: more than that requests in the background do not begin to take."""
+"""The share of rows and of cache blocks in use up to which background requests begin."""
 
 _RETRY_SECONDS = (1.0, 60.0)
-"""Shortest and longest wait advised to a request that found the queue full."""
+"""The shortest and the longest wait advised to a request that found the queue full."""
 
 
 class QueueLimits(NamedTuple):
@@ -42,8 +42,8 @@ class QueueDepth:
 class AdmissionControl:
     """Counts the requests that wait, of all tenants (`waiting`) and of each; every method is O(1).
 
-    The limits are for all tenants together. A full queue still admits a tenant who has less in it than an even share,
-    or a flood would keep everybody out: with that, never twice the limits wait.
+    The limits hold for all tenants together. A full queue still admits a tenant with less than an even share in it, or
+    one flood would keep everybody out; still, never twice the limits wait.
     """
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,13 +54,13 @@ class AdmissionControl:
         self._tenants: dict[str, QueueDepth] = {}
 
     def check_count(self, prompts: int, choices: int) -> None:
-        """Raises `InvalidArgument` for a request of so many `prompts`, and `choices` answers to each, whose sequences
-        could never wait together, so that another try is vain."""
+        """Raises `InvalidArgument` for a request with so many `prompts`, and `choices` answers to each, that its
+        sequences could never wait together."""
         limit = self._limits.requests
         if prompts * choices > limit:
             field = "n" if choices > 1 else "prompt"
-            asked = f"{field}: {prompts} prompts with n {choices} ask for {prompts * choices} answers at once"
-            raise InvalidArgument(f"{asked}, more than may wait: {limit} (max_queued_requests)", field=field)
+            message = f"{field}: {prompts} prompts with n {choices} ask for {prompts * choices} answers at once"
+            raise InvalidArgument(f"{message}, more than may wait: {limit} (max_queued_requests)", field=field)
 
     def admit(self, tenant: str = "", choices: int = 1) -> "QueueTicket":
         """A ticket for one sequence of a request that wants `choices` answers to its prompt.
@@ -84,8 +84,8 @@ class AdmissionControl:
         """
         limit, own = self._limits.tokens, self._tenants[ticket.tenant]
         if ticket.choices > 1 and ticket.choices * tokens > limit:
-            asked = f"{ticket.choices} answers to a prompt of {tokens} tokens"
-            raise InvalidArgument(f"n: {asked} are more than may wait: {limit} (max_queued_tokens)", field="n")
+            message = f"n: {ticket.choices} answers to a prompt of {tokens} tokens are more than may wait"
+            raise InvalidArgument(f"{message}: {limit} (max_queued_tokens)", field="n")
         if own.tokens and self.waiting.tokens + tokens > limit and own.tokens + tokens > limit // len(self._tenants):
             waiting = f"{self.waiting.tokens} prompt tokens are waiting already and this prompt has {tokens}"
             raise self._full("tokens", f"{waiting}: more than {limit} (max_queued_tokens)")
@@ -93,7 +93,7 @@ class AdmissionControl:
         ticket.tokens += tokens
 
     def release(self, ticket: "QueueTicket", started: bool = False) -> None:
-        """Take a sequence out of the counts. Those that `started` tell the pace that `retry_after` builds on."""
+        """Take a sequence out of the counts. `started` sequences set the pace of `retry_after`."""
         self._add(ticket.tenant, -1, -ticket.tokens)
         if not self._tenants[ticket.tenant].requests:
             del self._tenants[ticket.tenant]
@@ -118,8 +118,8 @@ class AdmissionControl:
 
 @dataclass(slots=True, eq=False)
 class QueueTicket:
-    """The place of one sequence among those that wait, held from before it is tokenized until the engine starts it or
-    it is given up. As a context manager it is released at the end, at the latest."""
+    """The place of one sequence among those that wait, from before it is tokenized until the engine starts it or it is
+    given up. The end of its block releases it, too."""
 
     admission: AdmissionControl
     tenant: str
@@ -128,7 +128,7 @@ class QueueTicket:
     held: bool = True
 
     def serve(self, prompts: int, choices: int) -> None:
-        """Make it that of a request which was not known when it was taken; raises as `AdmissionControl.check_count`."""
+        """Use a ticket that was taken before its request was known. Raises as `AdmissionControl.check_count`."""
         self.admission.check_count(prompts, choices)
         self.choices = choices
 
@@ -146,15 +146,14 @@ class QueueTicket:
 
 
 def most_in_background(rows: int, limits: QueueLimits) -> int:
-    """The sequences in the background that an engine of so many rows takes: the others find rows free, and room in the
-    queue, whatever runs behind them."""
+    """The background sequences that an engine with so many rows takes: they leave rows, and room in the queue, free for
+    others."""
     return max(1, min(int(rows * _BACKGROUND_SHARE), limits.requests // 2))
 
 
 class BackgroundLimit:
-    """Admits the sequences of requests whose answers no client waits for, each from its beginning to its end: `count`
-    of them now, of which there may be `most`. They do not count among those that wait, so no client is refused for
-    them."""
+    """Admits the sequences of background requests, each until its end: `count` are admitted now, and `most` may be.
+    They do not count among those that wait, so no client is refused for them."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -163,12 +162,8 @@ class BackgroundLimit:
 
     @contextmanager
     def admit(self, tenant: str, is_first: bool, cache: tuple[int, int]) -> Iterator[QueueTicket]:
-        """Admit one sequence for the block; further ones of a request that `is_first` began always are. `cache`: tokens
-        in the engine's cache, and how many fit.
-
-        Raises:
-            QueueFull: there are too many, or they would crowd the cache.
-        """
+        """Admit one sequence for the block; those after a request's first always are. `cache`: tokens in the engine's
+        cache, and how many fit. Raises `QueueFull` for too many sequences or a crowded cache."""
         used, capacity = cache
         crowded = used > capacity * _BACKGROUND_SHARE
         if is_first and self.count and (self.count >= self.most or crowded):

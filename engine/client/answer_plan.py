@@ -1,4 +1,4 @@
-"""Plans an answer and reads it: which of its text is reasoning, which are calls of tools, and what holds it to them.
+"""Plans an answer and reads it: which text is reasoning, which is calls of tools, and what constrains it.
 
 Knows nothing of sockets.
 """
@@ -31,9 +31,9 @@ class AnswerPlan:
     """The plan of one answer."""
 
     prompt: list[int]
-    """The request's, and what opens the answer."""
+    """The request's prompt, and the beginning of the answer if the plan writes that."""
     tokenizer: Tokenizer
-    """By it the text has the format's markers."""
+    """The tokenizer that shows the format's markers."""
     reader: AnswerReader | None = None
     """None if all of the text is content."""
     constraint: GuidedDecoding | None = None
@@ -66,11 +66,12 @@ def plan_answer(
     """The plan for a request with this prompt.
 
     Raises:
-        InvalidArgument: it limits the reasoning of a model that has none, or nothing can hold it to what it asks for.
+        InvalidArgument: it limits the reasoning of a model that has none, or nothing can enforce its constraint.
     """
     if not request.reads_answer:
         return AnswerPlan(prompt, tokenizer, constraint=request.guided_decoding)
-    form, use = choose_format(tokenizer.template_source(request.prompt), parsers), request.tools
+    form = choose_format(tokenizer.template_source(request.prompt), parsers)
+    use = request.tools
     if use is not None and form.tools is None and use.constrained:
         form = dataclasses.replace(form, tools=HERMES)  # a model that was not trained for any
     warning = _UNKNOWN_TOOLS if use is not None and form.tools is None and use.choice != "none" else ""
@@ -78,7 +79,9 @@ def plan_answer(
     if use is not None and form.tools is not None:
         constraint = tool_constraint(form.tools, use, constraint)
         use = replace(use, parallel=False) if use.named else use
-    shown, reasoning, budget = tokenizer.showing(form.markers), form.reasoning, request.thinking_budget
+    shown = tokenizer.showing(form.markers)
+    reasoning = form.reasoning
+    budget = request.thinking_budget
     if reasoning is None:
         if request.needs_thinking_limit:
             field = "thinking_token_budget"
@@ -86,8 +89,9 @@ def plan_answer(
         return AnswerPlan(prompt, shown, form.reader(use), constraint, warning=warning)
     tail = tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
     inside = tail.endswith(reasoning.start) or _continues(request, reasoning)
-    # What is held to a grammar behind its reasoning, or may reason for so long, has to begin with it.
-    limited, wanted = constraint is not None or budget is not None, _asks_for_reasoning(request)
+    # An answer with a constraint behind its reasoning, or a limit on it, has to begin with the reasoning.
+    limited = constraint is not None or budget is not None
+    wanted = _asks_for_reasoning(request)
     reasons = form.reasons or bool(budget) if wanted is None or reasoning.content else wanted
     if limited and reasons and not (inside or tail.endswith(reasoning.end)):
         prompt, inside = prompt + tokenizer.encode(reasoning.opening, special=False), True
@@ -100,7 +104,7 @@ def plan_answer(
 
 
 def _asks_for_reasoning(request: GenerateRequest) -> bool | None:
-    """Whether it asks the chat template for reasoning or against it, by either of the customary names."""
+    """Whether the request asks the chat template for reasoning, by either of the customary names; None for neither."""
     variables = request.prompt.variables if isinstance(request.prompt, Conversation) else {}
     wanted = variables.get("enable_thinking", variables.get("thinking"))
     return None if wanted is None else bool(wanted)
@@ -116,11 +120,8 @@ def _continues(request: GenerateRequest, reasoning: ReasoningFormat) -> bool:
 
 
 class AnswerBuilder:
-    """Builds the chunks of an answer that is read: `builder` writes its text, `reader` parts it. `echo`: a text before
-    it that is not read.
-
-    Tokens of reasoning are counted up to the last one of the marker that ends it.
-    """
+    """Builds the chunks of an answer with several parts: `builder` writes its text, `reader` parts it. `echo`: a text
+    before it. Reasoning tokens are counted up to the last one of the end marker."""
 
     def __init__(self, builder: ChunkBuilder, reader: AnswerReader, echo: str = "") -> None:
         self._builder = builder
@@ -130,8 +131,8 @@ class AnswerBuilder:
         self._reasoning_tokens = 0
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
-        """See `ChunkBuilder.build_chunk`. An answer of which no more is wanted ends as if the model had ended it."""
-        # Tokens are counted by where the text is when they come: one by one.
+        """See `ChunkBuilder.build_chunk`. When the reader is over, the answer ends as if the model had ended it."""
+        # Tokens are pushed one by one while the reader may be in reasoning: that is how they are counted.
         single = len(delta.token_ids) < 2 or (self._begun and not self._reader.thinking)
         chunks: list[GenerateChunk] = []
         for part in [delta] if single else _each_token(delta):

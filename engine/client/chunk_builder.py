@@ -1,6 +1,6 @@
-"""Turns the token deltas of one request into chunks of text.
+"""Turns the token deltas of one request into chunks of text, and ends the text at a stop string.
 
-Knows nothing of where tokens come from; decides nothing but where a stop string ends the text.
+Knows nothing of where tokens come from.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,20 @@ from ...tokenization.tokenizer import Tokenizer
 from .token_stream import TokenDelta
 
 _LEAST_LOGPROB = -9999.0
-"""The log-probability of the impossible: JSON has no infinity."""
+"""The log-probability of an impossible token: JSON has no infinity."""
 
 
 class TextEnds(NamedTuple):
-    """The tokens that end a text, beside a request's own parameters: `eos`, by which the model itself ends it, and
-    `words`, sequences of tokens that stay in it."""
+    """The tokens that end a text, beside a request's own parameters."""
 
     eos: Sequence[int] = ()
+    """Tokens by which the model itself ends it."""
     words: Sequence[tuple[int, ...]] = ()
+    """Sequences of tokens, which stay in the text."""
 
 
 class StopWords:
-    """Finds the first of several sequences of tokens in a growing one. None is found that begins before `start`."""
+    """Finds the first of several sequences of tokens in a growing one, from token `start` on."""
 
     def __init__(self, words: Sequence[tuple[int, ...]], start: int = 0) -> None:
         self._words = words
@@ -56,8 +57,8 @@ _NO_ENDS = TextEnds()
 
 
 class _PromptWidths:
-    """How many characters of a prompt's `text` each of its tokens is. A special token that is not there, for the
-    tokenizer has added it, is none."""
+    """Measures the characters of a prompt's `text` that each token stands for; 0 for a special token that the tokenizer
+    has added."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         self._plain = make_detokenizer(tokenizer)
@@ -66,7 +67,8 @@ class _PromptWidths:
         self._at = 0
 
     def push(self, token: int) -> int:
-        plain, piece = self._plain.push((token,)), self._whole.push((token,))
+        plain = self._plain.push((token,))
+        piece = self._whole.push((token,))
         added = piece and not plain and not self._text.startswith(piece, self._at)
         width = 0 if added else len(piece)
         self._at += width
@@ -74,9 +76,8 @@ class _PromptWidths:
 
 
 class ChunkBuilder:
-    """Writes the text of one request, which begins with `echo`. `ends`: what ends it beside what `sampling` says.
-    `prompt_ids`: tokens of the prompt for the first chunk. The chunk with a finish reason is the last one, though the
-    engine may go on.
+    """Writes the text of one request, which begins with `echo`. `prompt_ids`: the prompt's tokens, for the first chunk.
+    The chunk with a finish reason is the last, though the engine may go on.
 
     Raises:
         InvalidArgument: special tokens are wanted without the spaces that this tokenizer puts between them.
@@ -114,7 +115,7 @@ class ChunkBuilder:
         self._words = StopWords(ends.words, sampling.min_tokens)
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
-        """The chunk of a delta's tokens. Those behind a stop string do not count."""
+        """The chunk of a delta's tokens, without those behind a stop string."""
         text, taken = self._write(delta)
         self._completion_tokens += taken
         token_ids = delta.token_ids[:taken]
@@ -133,7 +134,7 @@ class ChunkBuilder:
         )
 
     def _ended_by_token(self, delta: TokenDelta) -> bool:
-        """Whether an end or stop token did; a grammar ends a text without one."""
+        """Whether an end or stop token ended the text; a grammar may end it without one."""
         return delta.finish_reason is FinishReason.STOP and not self._end_tokens.isdisjoint(delta.token_ids[-1:])
 
     @property

@@ -1,4 +1,4 @@
-"""The engine of one model as the frontend sees it: carries requests to its replicas and tokens back to their readers.
+"""The engine of one model in the server's process: carries requests to replicas and tokens back to their readers.
 
 Knows nothing of text: token ids in, token ids out. Lives in one event loop.
 """
@@ -42,8 +42,8 @@ from .token_stream import SequenceStats, TokenStream
 
 
 def split_config(config: EngineConfig, threads: int, memory: int) -> list[EngineConfig]:
-    """The configuration of each replica's core, on a host with so many `threads` to compute with and `memory` bytes
-    free: even shares, so that their caches are alike whichever loads first, and when one restarts beside the others."""
+    """The configuration of each replica's core on a host with `threads` to compute with and `memory` bytes free. Shares
+    are even, so that caches are alike whichever core loads first or restarts."""
     count = config.data_parallel_size
     if count == 1:
         return [config]
@@ -54,8 +54,7 @@ def split_config(config: EngineConfig, threads: int, memory: int) -> list[Engine
 
 
 class Replica:
-    """One engine core with its requests, as the listener of its supervisor `core`. `prefix_index`: the prompts that its
-    prefix cache likely holds. `adapters`: those it computes with. `losses`: cores that died."""
+    """One engine core with its requests, as the listener of its supervisor `core`. `losses`: cores that died."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class Replica:
 
     @property
     def pending_work(self) -> int:
-        """The work ahead of it, in tokens as `routing.ReplicaCandidate` counts."""
+        """See `ReplicaCandidate.work`."""
         return len(self._streams) * TOKENS_PER_REQUEST + self._uncomputed_tokens
 
     @property
@@ -119,7 +118,7 @@ class Replica:
             self.core.send(AbortRequests([key]))
 
     def _settle(self, stream: TokenStream) -> None:
-        """The prompt is computed, or does not need to be."""
+        """The prompt counts no longer as work ahead: it is computed, or is not to be."""
         self._uncomputed_tokens -= stream.uncomputed_tokens
         stream.uncomputed_tokens = 0
 
@@ -187,11 +186,9 @@ def sum_totals(totals: Iterable[CoreTotals]) -> CoreTotals:
 
 
 class EngineClient:
-    """An `Engine` over our own cores: one or several replicas, alike in everything, each with its own cache.
-
-    `start()` spawns them, they are restarted when they die, and are gone after `close()`. `affinity`: a request goes to
-    the replica that has the beginning of its prompt cached, if that is not too busy. `admission` counts the requests
-    that no core has started yet, those being prepared included.
+    """An `Engine` over our own cores: one or several equal replicas, each with its own cache, which are restarted when
+    they die. `affinity`: requests go where the beginning of their prompt is cached. `admission` counts the requests
+    that no core has started yet.
     """
 
     def __init__(
@@ -222,7 +219,7 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether a core is: requests of a dead one are lost, new ones go to the others."""
+        """Whether a core is ready: new requests go to those that are."""
         return any(replica.core.ready for replica in self.replicas)
 
     @property
@@ -275,13 +272,11 @@ class EngineClient:
         return info
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Load the adapter of a directory into every replica, beside its steps; return when all compute with it.
-        `Adapter.name` is `name`, which the engine does not keep; an adapter that is there already costs nothing more.
+        """Load an adapter into every replica, beside its steps; return when all compute with it.
 
         Raises:
-            NotFound: there is no such directory.
-            InvalidArgument: its files are broken, are none that this model takes, or adapters are not enabled; the
-                message names file and tensor.
+            NotFound: the directory does not exist.
+            InvalidArgument: its files are broken or not for this model, or adapters are not enabled.
             Unavailable: a replica does not serve.
         """
         if not self._takes_adapters:
@@ -301,12 +296,12 @@ class EngineClient:
         raise errors[0] if errors else InvalidArgument(f"{path}: the files changed meanwhile", field="lora_path")
 
     async def unload_adapter(self, digest: str) -> None:
-        """Take no more requests with this adapter. Those in flight finish; then its memory is free."""
+        """Take no more requests with this adapter; its memory is free when those in flight have ended."""
         for replica in self.replicas:
             replica.adapters.unload(digest)
 
     def reserved_memory(self) -> ReservedMemory:
-        """The host memory that the cores and their ranks hold, and will hold."""
+        """The host memory that the cores and their ranks will hold, and hold now."""
         return ReservedMemory(self._expected_memory, resident_memory_of(self.pids))
 
     async def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Checks the constraints of requests before an engine gets them: each content once, in a process that may be killed. A
-hostile constraint costs that process its time or its life, and nothing else anything.
+"""Checks the constraints of requests before an engine gets them: each content once, in a process that may be killed, so
+that a hostile constraint harms that process alone.
 
 Knows nothing of grammars.
 """
@@ -24,13 +24,13 @@ from ..grammars.constraint_check import CheckedConstraint, check_constraint, che
 
 
 class CheckLimits(NamedTuple):
-    """What checking one constraint may cost: `seconds`, and `memory` in bytes beside the process's own. `total`:
-    seconds from its arrival to the answer, whatever it waited for: its tenant's pause, its turn, the start of a
-    process."""
+    """The limits of checking one constraint."""
 
     seconds: float = 5.0
     memory: int = 512 << 20
+    """In bytes, beside the process's own."""
     total: float = 10.0
+    """Seconds from its arrival to the answer, its tenant's pause and the start of a process included."""
 
 
 CHECK_LIMITS = CheckLimits()
@@ -87,8 +87,8 @@ _RETRY_SECONDS = 60.0
 _CACHE_BYTES = 8 << 20
 _ENTRY_BYTES = 512
 _PAUSE_TIMES, _SHORTEST_PAUSE, _LONGEST_PAUSE = 20, 0.3, 2.0
-"""A tenant whose constraint was refused waits with its next one so many times as long as checking that took, within so
-many seconds: who sends nothing but bad ones gets a twentieth of a core, and three answers a second."""
+"""A tenant whose constraint was refused pauses so many times as long as checking it took, between so many seconds: bad
+constraints alone get a twentieth of a core and three answers a second."""
 _MAX_PAUSES, _MAX_PAUSING = 1024, 8
 _ANY_OBJECT = '{"type":"object"}'
 
@@ -96,14 +96,14 @@ Verdict: TypeAlias = CheckedConstraint | CharoniaError
 
 
 class EnforcedConstraint(NamedTuple):
-    """A constraint as an engine gets it, and what of the client's is not enforced."""
+    """A constraint as an engine gets it, and descriptions of what is not enforced."""
 
     constraint: GuidedDecoding
     left_out: tuple[str, ...] = ()
 
 
 class VerdictCache:
-    """The latest verdicts, by content, of `limit` bytes together. An entry may end at a time of `time.monotonic`."""
+    """The latest verdicts by content, of `limit` bytes together; an entry may expire."""
 
     def __init__(self, limit: int = _CACHE_BYTES) -> None:
         self._limit = limit
@@ -142,7 +142,7 @@ def _size(verdict: CheckedConstraint) -> int:
 
 @dataclass(slots=True)
 class _Pause:
-    """Until when a tenant pauses, by `time.monotonic`, and how many of its constraints wait for that."""
+    """A tenant's pause: its end by `time.monotonic`, and how many constraints wait for it."""
 
     until: float = 0.0
     waiting: int = 0
@@ -150,15 +150,15 @@ class _Pause:
 
 
 class RefusalPauses:
-    """The pauses of tenants whose latest constraint was refused; of too many of them the oldest are forgotten."""
+    """The pauses of tenants whose latest constraint was refused; the oldest are forgotten."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[str, _Pause] = OrderedDict()
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """The block in which a tenant's constraint is checked: after a refusal one at a time, and not before the pause
-        has ended. Raises `QueueFull` where many wait for that."""
+        """The block in which a tenant's constraint is checked: after a refusal one at a time, when the pause has ended.
+        Raises `QueueFull` where many wait for that."""
         pause = self._of.get(tenant)
         if pause is None:
             yield
@@ -175,7 +175,7 @@ class RefusalPauses:
             pause.waiting -= 1
 
     def observe(self, tenant: str, refused: bool, seconds: float) -> None:
-        """Checking a constraint of the tenant took so long."""
+        """Record how long checking a constraint of the tenant took, and whether it was refused."""
         pause = self._of.pop(tenant, None)
         if refused:
             pause = self._of[tenant] = pause or _Pause()
@@ -187,10 +187,11 @@ class RefusalPauses:
 
 
 class ConstraintChecker:
-    """Checks the constraints of one model's requests. Lives in one event loop, until `close`.
+    """Checks the constraints of one model's requests, in one event loop, until `close`. `special`: the model's special
+    tokens, which a grammar may name.
 
-    `special`: the model's special tokens, which a grammar may name. Processes start with the first constraint and end
-    when there was none for a while. What was refused is remembered apart: it drives out nothing that was good.
+    Processes start with the first constraint and end after idle time. Refusals have a cache of their own, so that they
+    evict no good constraint.
     """
 
     def __init__(self, special: Mapping[str, int], limits: CheckLimits = CHECK_LIMITS) -> None:
@@ -210,12 +211,12 @@ class ConstraintChecker:
         return len(self._processes)
 
     async def check(self, constraint: GuidedDecoding, tenant: str = "") -> EnforcedConstraint:
-        """The constraint as an engine gets it. What is known needs no turn of the `tenant`.
+        """The constraint as an engine gets it. A known one does not wait for the `tenant`'s pause.
 
         Raises:
             InvalidArgument: it is wrong, or costs too much; in the words of the library.
             QueueFull: too many are checked already.
-            Unavailable: there is no process to check it.
+            Unavailable: no process can check it.
         """
         if constraint.kind == "json":
             return EnforcedConstraint(constraint._replace(kind="json_schema", text=_ANY_OBJECT))
@@ -242,8 +243,8 @@ class ConstraintChecker:
     async def _run(self, key: bytes, constraint: GuidedDecoding, tenant: str) -> Verdict:
         if self._timer is not None:
             self._timer.cancel()
-        loop, arrived = asyncio.get_running_loop(), time.monotonic()
-        deadline = arrived + self._limits.total
+        loop = asyncio.get_running_loop()
+        deadline = time.monotonic() + self._limits.total
         try:
             async with asyncio.timeout(self._limits.total) as waiting, self._pauses.turn(tenant):
                 waiting.reschedule(None)
@@ -269,8 +270,8 @@ class ConstraintChecker:
         return verdict
 
     def _check_in_process(self, constraint: GuidedDecoding, deadline: float) -> tuple[CheckedConstraint, bool]:
-        """The verdict, and whether another try would be vain. In a thread of the pool, which are no more than processes
-        may be. Raises as `check_in_process`."""
+        """The verdict, and whether it is final. Runs in a thread of the pool, which has as many as there may be
+        processes. Raises as `check_in_process`."""
         if self._closed:
             raise Unavailable("the model is being unloaded")
         if time.monotonic() >= deadline:
@@ -302,13 +303,13 @@ class ConstraintChecker:
         return process
 
     def end_idle(self) -> None:
-        """Let processes that have nothing to do end."""
+        """End idle processes."""
         while (process := self._take_idle()) is not None:
             self._processes.discard(process)
             self._threads.submit(process.close, 1.0)
 
     async def close(self) -> None:
-        """End all processes; whoever waits gets `Unavailable`."""
+        """End all processes; waiting callers get `Unavailable`."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -320,8 +321,7 @@ class ConstraintChecker:
 
 
 def _content_key(constraint: GuidedDecoding) -> bytes:
-    """What tells constraints of other verdicts apart. Raises `InvalidArgument` for a text that is too long, or no
-    Unicode."""
+    """The key under which a verdict is kept. Raises `InvalidArgument` for a text that is too long or not Unicode."""
     if len(constraint.text) > LIMITS.text_bytes:
         message = f"{constraint.parameter} has {len(constraint.text)} characters, and may have {LIMITS.text_bytes}"
         raise InvalidArgument(message, field=constraint.parameter)

@@ -1,7 +1,7 @@
-"""Keeps one engine core alive, in the frontend's event loop: spawns it, watches its heartbeat, restarts it when it dies
+"""Keeps one engine core alive, in the server's event loop: spawns it, watches its heartbeat, restarts it when it dies
 or hangs.
 
-Knows nothing of requests: the listener that has them is told when the core is lost.
+Knows nothing of requests: the listener that has them hears when the core is lost.
 """
 
 import asyncio
@@ -53,20 +53,24 @@ _CONNECT_SECONDS = 0.01
 
 
 class CoreTimeouts(NamedTuple):
-    """Times of a core, in seconds. A step loop whose last step, or idle turn, is older than max(`turn`, `turn_steps`
-    recent steps) is not ready; at `hung` times that age the core is killed. A dead core is restarted after
-    `first_retry`, then twice as long each time up to `last_retry`, until one has served for `stable`. `stop`: for a
-    core to leave by itself. `watch`: between two checks.
-    """
+    """Times of a core, in seconds unless the field says otherwise."""
 
     turn: float = 5.0
+    """A core is not ready when the last turn of its loop is older than this, and than `turn_steps` steps."""
     turn_steps: float = 10.0
+    """In recent step times."""
     hung: float = 60.0
+    """The core is killed at so many times the age at which it is not ready."""
     watch: float = 1.0
+    """Between two checks."""
     first_retry: float = 0.1
+    """Until the first restart; each later one waits twice as long."""
     last_retry: float = 30.0
+    """The longest wait before a restart."""
     stable: float = 5.0
+    """A core that has served for so long is next restarted after `first_retry`."""
     stop: float = 5.0
+    """A core may take so long to exit by itself."""
 
 
 DEFAULT_TIMEOUTS = CoreTimeouts()
@@ -84,15 +88,15 @@ class CoreListener(Protocol):
     def on_adapter(self, reply: AdapterReply) -> None: ...
 
     def on_serving(self) -> None:
-        """A core serves, the first or another one: it has been told nothing yet."""
+        """A core serves, the first or a restarted one: it has received nothing yet."""
 
     def on_loss(self, error: CharoniaError) -> None:
-        """The core is gone, with everything it was told."""
+        """The core is gone, with everything that it received."""
 
 
 class CoreSupervisor:
-    """`info`: the engine's sizes while a core serves, otherwise None. `load`: the load after its last step. Once it is
-    closed, it is not started again."""
+    """Keeps one core alive from `start` to `close`. `info`: the engine's sizes while a core serves, otherwise None.
+    `load`: the load after its last step."""
 
     def __init__(self, config: EngineConfig, listener: CoreListener, timeouts: CoreTimeouts) -> None:
         self._config = config
@@ -128,11 +132,8 @@ class CoreSupervisor:
             self._core.send(message)
 
     async def start(self) -> CoreReady:
-        """Return when a core serves for the first time.
-
-        Raises:
-            CharoniaError: the core reports why it cannot, or dies again and again without a word.
-        """
+        """Return when a core serves for the first time. Raises a `CharoniaError`: the core's own, or that it died
+        repeatedly without one."""
         if self._first is None:
             self._first = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._keep_alive(self._first), name="engine-supervisor")
@@ -224,11 +225,8 @@ class CoreSupervisor:
 
 
 class CoreProcess:
-    """A core's process and the two sockets to it, in a private directory; belongs to the running event loop. Used once:
-    a restart makes a new one, so no message of a dead core is ever read.
-
-    Calls `on_message` with each message. `dying`: the process exited. `ended` gets the exit code when all messages were
-    read and nothing of it is left.
+    """A core's process and the two sockets to it, in a private directory. A restart makes a new one, so no message of a
+    dead core is ever read. `dying`: the process exited. `ended` gets the exit code when all messages were read.
 
     Raises:
         OSError, zmq.ZMQError: directory, sockets or process cannot be made; nothing is left of them.
@@ -263,7 +261,7 @@ class CoreProcess:
         return None if self.ended.done() else self._process.pid
 
     def send(self, message: ToCore) -> None:
-        """Send without waiting. A dying core takes nothing more: its streams end with it."""
+        """Send without waiting; a dying core gets nothing more."""
         self._unsent.append(self._encode(message))
         if len(self._unsent) == 1:
             self._send_all()
@@ -279,7 +277,7 @@ class CoreProcess:
             self._unsent.clear()
 
     def kill(self) -> None:
-        """End it as kill -9 does; `ended` follows soon."""
+        """Kill the process; `ended` follows soon."""
         if not self.ended.done():
             self._process.kill()
 

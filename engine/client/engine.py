@@ -1,7 +1,4 @@
-"""The protocol of an engine, which computes for a language model: our own cores behind their client, or TensorRT-LLM.
-
-Token ids in, token ids out. Knows no engine.
-"""
+"""The protocol of an engine, which computes for a language model: token ids in, token ids out. Knows no engine."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +31,7 @@ ANY_TENANT = "*"
 """In place of tenants' names: all of them."""
 
 _LOWEST_CLASS = 9
-"""Classes of less urgency count as this one: requests name their class, and every name would be a series forever."""
+"""Classes of less urgency count as this one: requests choose their class, and each would be a series for ever."""
 
 
 def count_by_priority(priorities: Iterable[int]) -> Counter[str]:
@@ -51,8 +48,7 @@ class SharedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """What an engine can do beside computing: for each ability the object that has it, most often the engine itself, or
-    None."""
+    """What an engine can do beside computing: for each ability the object that has it, or None."""
 
     adapters: AdapterEngine | None = None
     memory: MemoryHolder | None = None
@@ -72,17 +68,13 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What it can do beside that."""
+        """What the engine can do beside computing."""
 
     def state(self) -> EngineState:
-        """The gauges of the engine at this moment, for a scrape."""
+        """The engine's gauges, for a scrape."""
 
     async def start(self) -> CoreReady:
-        """Return when it serves.
-
-        Raises:
-            CharoniaError: it cannot; the message says why.
-        """
+        """Return when the engine serves. Raises a `CharoniaError` that says why it cannot."""
 
     async def close(self) -> None:
         """Streams still open end with `Unavailable`. May be called again."""
@@ -99,16 +91,14 @@ class Engine(Protocol):
     def open_stream(
         self, add: AddRequest, stats: SequenceStats | None = None, ticket: QueueTicket | None = None
     ) -> AbstractContextManager[TokenStream]:
-        """The stream of one sequence's tokens, open until the block is left: leaving it before the end aborts. The
-        engine numbers `add`, writes what happens into `stats`, and releases `ticket` when the sequence starts.
+        """The stream of one sequence's tokens, for the block: leaving it before the end aborts the sequence. The engine
+        sets the key of `add`, records in `stats`, and releases `ticket` when the sequence starts.
 
-        Raises:
-            InvalidArgument, QueueFull: see `AdmissionControl.add_prompt`.
-            Unavailable: the engine does not serve.
-            RequestTimeout: its time is over already.
-
-        `TokenStream.read` raises InvalidArgument if the engine can never satisfy the request, Unavailable if the engine
-        breaks on the way, and RequestTimeout if its time was over before the first token.
+        Raises, here or in `TokenStream.read`:
+            InvalidArgument: the engine can never satisfy the request.
+            QueueFull: too many prompt tokens wait.
+            Unavailable: the engine does not serve, or breaks.
+            RequestTimeout: the request's time was over before its first token.
         """
 
 
@@ -126,31 +116,30 @@ class EngineSpec:
     """The directory or hub id that tokenizer and generation defaults are read from."""
     connect: EngineFactory
     capabilities: frozenset[str] = field(default_factory=frozenset)
-    """The fields of `GenerateRequest` that it can satisfy and not every engine can."""
+    """The fields of `GenerateRequest` that this engine can satisfy and not every engine can."""
     chat_template: str = ""
-    """A file or a template to take in place of the checkpoint's."""
+    """A file, or a template, that replaces the checkpoint's."""
     tokenizer: str = ""
     """Another directory or hub id to read the tokenizer from."""
     parsers: AnswerParsers = field(default_factory=AnswerParsers)
     """How the model writes calls of tools and reasoning."""
     checks_constraints: bool = False
-    """Constraints are to be checked before it gets them."""
+    """Whether constraints are to be checked before the engine gets them."""
     most_in_background: int = 32
-    """Sequences at a time of requests that no client waits for."""
+    """Background sequences at a time."""
     target_tenants: frozenset[str] = frozenset()
-    """Those whose requests may have targets of their own, `*` for all."""
+    """Tenants whose requests may have targets of their own, `*` for all."""
     lora: LoraConfig | None = None
-    """Of adapters that are loaded while it serves; None where there are none of those."""
+    """The limits of adapters that are loaded while it serves; None: there are no such adapters."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Directories of the adapters that the engine reads itself, by name."""
     most_drafts: int = 0
     """Tokens that a step may draft for a sequence."""
     draft_report: DraftReport = "none"
-    """What answers tell of their drafts."""
+    """What answers report about their drafts."""
 
     def check_request(self, request: GenerateRequest, tenant: str = "") -> None:
-        """Raises `InvalidArgument` for a parameter that this engine cannot satisfy, or not for `tenant`; `field` names
-        it."""
+        """Raises `InvalidArgument` for a parameter that this engine cannot satisfy for `tenant`; `field` names it."""
         for name, parameter in _PARAMETERS.items():
             if getattr(request, name):
                 self._check(name, parameter)
@@ -166,12 +155,12 @@ class EngineSpec:
         self.check_constraint(request.guided_decoding)
 
     def check_constraint(self, constraint: GuidedDecoding | None) -> None:
-        """As `check_request`, of what an answer is held to."""
+        """As `check_request`, for the constraint of an answer."""
         if constraint is not None:
             self._check("guided_decoding", constraint.parameter)
 
     def most_drafts_of(self, request: GenerateRequest) -> int:
-        """Tokens that a step may draft for a request that says nothing of it."""
+        """Tokens that a step may draft for a request without a limit of its own."""
         return max(self.most_drafts, PREDICTED_DRAFTS) if request.prediction else self.most_drafts
 
     def _check_drafts(self, request: GenerateRequest) -> None:

@@ -1,4 +1,4 @@
-"""A language model behind v2's infer: tensors and parameters become a generation, its chunks become responses.
+"""A language model behind v2's infer: tensors and parameters become a generation, and its chunks become responses.
 
 The names are those of Triton's TensorRT-LLM and vLLM back ends. Knows nothing of engines or tokenizers.
 """
@@ -25,7 +25,7 @@ Chunks = AsyncGenerator[GenerateChunk, None]
 
 
 class GeneratingModel(Protocol):
-    """The language model that a layout asks: `LlmModel`. `info`: of its engine."""
+    """The language model that a layout asks: `LlmModel`. `info`: its engine's sizes."""
 
     @property
     def info(self) -> CoreReady: ...
@@ -37,8 +37,7 @@ class GeneratingModel(Protocol):
 
 
 class InferLayout(Protocol):
-    """The tensors by which clients know a language model, and what it does with them. `implied_stream`: see
-    `ModelConfig`."""
+    """The tensors of a language model for v2's clients. `implied_stream`: see `ModelConfig`."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]: ...
@@ -62,11 +61,11 @@ class InferLayout(Protocol):
 
 
 OutputValues: TypeAlias = Callable[[Sequence[GenerateChunk], Sequence[float]], Any]
-"""The elements of an output, from a chunk of each answer, and the sums of the logprobs of all its tokens so far."""
+"""Makes an output's elements from a chunk of each answer, and the sums of the logprobs of all its tokens so far."""
 
 
 class OutputTensor(NamedTuple):
-    """An output that a language model may give, and how its elements come about."""
+    """An output that a language model may give, and what makes its elements."""
 
     spec: TensorSpec
     values: OutputValues
@@ -74,20 +73,20 @@ class OutputTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """The tensors of a language model, as one kind of repository has them, and what requests mean that leave some out.
-
-    An input that is no prompt is a parameter of its name. The first output always comes, the others when they are asked
-    for: by name, or by a parameter `return_...`. `defaults`: parameters that are not the checkpoint's to choose, by our
-    own names. `refused`: options that no model of the layout has, with what is said of them. `echoes`: a whole answer
-    begins with the prompt, unless the request says otherwise. `implied_stream`: see `ModelConfig`.
-    """
+    """The tensors of a language model, as one kind of repository has them."""
 
     inputs: tuple[TensorSpec, ...]
+    """An input that is no prompt is a parameter of its name."""
     outputs: tuple[OutputTensor, ...]
+    """The first always comes, the others when a request names them or has a parameter `return_...`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters that the checkpoint does not choose, by our own names."""
     refused: Mapping[str, str] = field(default_factory=dict)
+    """Options that no model of the layout has, with the message for each."""
     echoes: bool = False
+    """Whether a whole answer begins with the prompt, unless the request says otherwise."""
     implied_stream: bool = True
+    """See `ModelConfig`."""
     max_batch_size: int = field(default=0, init=False)
     decoupled: bool = field(default=True, init=False)
 
@@ -98,23 +97,23 @@ class TensorLayout:
     async def infer(
         self, request: InferRequest, context: RequestContext, model: GeneratingModel
     ) -> AsyncGenerator[InferResponse, None]:
-        question = parse_infer_request(request, self, TokenLimit(model.info.max_model_len))
-        if question.ignored:
-            context.warn(f"ignored: {', '.join(question.ignored)}")
-        streams = [model.generate(generation, context) for generation in question.requests]
-        if not question.options.stream:
-            yield await complete_response(question, streams)
+        parsed = parse_infer_request(request, self, TokenLimit(model.info.max_model_len))
+        if parsed.ignored:
+            context.warn(f"ignored: {', '.join(parsed.ignored)}")
+        streams = [model.generate(generation, context) for generation in parsed.requests]
+        if not parsed.options.stream:
+            yield await complete_response(parsed, streams)
             return
-        spoken = StreamedResponses(question.outputs, len(streams))
+        responses = StreamedResponses(parsed.outputs, len(streams))
         if len(streams) == 1:
             async with aclosing(streams[0]) as chunks:
                 async for chunk in chunks:
-                    if (response := spoken.build_response(chunk)) is not None:
+                    if (response := responses.build_response(chunk)) is not None:
                         yield response
             return
         async with aclosing(merge_streams(streams)) as merged:
             async for number, chunk in merged:
-                if (response := spoken.build_response(chunk, number)) is not None:
+                if (response := responses.build_response(chunk, number)) is not None:
                     yield response
 
 
@@ -127,27 +126,26 @@ _COUNT_TOKENS = {"output_ids", "output_log_probs", "num_output_tokens", "logprob
 """Outputs that would lose tokens if a response without text were left out."""
 
 _READ_AT_ONCE = 1 << 16
-"""Token ids that are converted before they are counted against a shorter limit: so many cost little."""
+"""Token ids that are converted in any case, which costs little; more only where the model's length allows them."""
 
 
 class ParsedInferRequest(NamedTuple):
-    """A v2 request to a language model, parsed: one generation or several for the same prompt. `outputs`: the
-    response's tensors, in order. `ignored`: parameters that nobody knows."""
+    """A v2 request to a language model, parsed."""
 
     requests: tuple[GenerateRequest, ...]
+    """One generation or several for the same prompt."""
     options: ResponseOptions
     outputs: tuple[OutputTensor, ...]
+    """The response's tensors, in order."""
     ignored: Sequence[str] = ()
+    """Names of unknown parameters."""
 
 
 def parse_infer_request(
     request: InferRequest, layout: TensorLayout, limit: TokenLimit | None = None
 ) -> ParsedInferRequest:
-    """Parse a v2 request to a model of this layout. `limit`: of its token ids.
-
-    Raises:
-        InvalidArgument: a name is unknown, a value is wrong, or they contradict each other; `field` names it.
-    """
+    """Parse a v2 request to a model of this layout, whose prompt has at most `limit` token ids. Raises
+    `InvalidArgument` for an unknown name, a wrong value or a contradiction; `field` names it."""
     tensors = {name: _parameter(tensor) for name, tensor in request.inputs.items() if name not in _PROMPTS}
     tensors.pop(_SAMPLING_PARAMETERS, None)
     replacement = request.inputs.get(_SAMPLING_PARAMETERS)
@@ -195,39 +193,39 @@ def _check_options(options: ResponseOptions, layout: TensorLayout) -> None:
         )
 
 
-_QUIET = GenerateChunk(text="", token_ids=(), usage=Usage(0, 0))
+_EMPTY = GenerateChunk(text="", token_ids=(), usage=Usage(0, 0))
 
 
 class StreamedResponses:
-    """The responses of streamed answers, chunk by chunk: each has all answers, and those without news are empty."""
+    """Builds the responses of streamed answers, one a chunk. Each has all answers; those without a chunk are empty."""
 
     def __init__(self, outputs: Sequence[OutputTensor], answers: int = 1) -> None:
         self._outputs = outputs
         self._by_token = any(output.spec.name in _COUNT_TOKENS for output in outputs)
         self._sums = [0.0] * answers
-        self._quiet = [_QUIET] * answers
-        """A chunk without tokens for each answer; it says why the answer ended, if it has."""
+        self._empty = [_EMPTY] * answers
+        """A chunk without tokens for each answer, with the finish reason of one that has ended."""
 
     def build_response(self, chunk: GenerateChunk, number: int = 0) -> InferResponse | None:
-        """The response of a chunk of answer `number`; None where there is nothing to show yet."""
+        """The response of a chunk of answer `number`; None where it has no text yet."""
         if chunk.logprobs:
             self._sums[number] += _sum(chunk)
         if not (chunk.text or chunk.finish_reason is not None or self._by_token):
             return None
         if len(self._sums) == 1:
             return _response([chunk], self._sums, self._outputs)
-        self._quiet[number] = msgspec.structs.replace(chunk, text="", token_ids=(), logprobs=())
-        return _response([*self._quiet[:number], chunk, *self._quiet[number + 1 :]], self._sums, self._outputs)
+        self._empty[number] = msgspec.structs.replace(chunk, text="", token_ids=(), logprobs=())
+        return _response([*self._empty[:number], chunk, *self._empty[number + 1 :]], self._sums, self._outputs)
 
 
-async def complete_response(question: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
-    """The one response of the whole streams of all its requests."""
-    wholes = await collect_answers(streams)
-    return _response(wholes, [_sum(whole) for whole in wholes], question.outputs)
+async def complete_response(parsed: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
+    """The one response of the whole streams of all requests."""
+    answers = await collect_answers(streams)
+    return _response(answers, [_sum(answer) for answer in answers], parsed.outputs)
 
 
 async def collect_answers(streams: Sequence[Chunks]) -> list[GenerateChunk]:
-    """Each stream as one chunk. They are read side by side, and the first error ends all of them."""
+    """Each stream as one chunk. They are read concurrently, and the first error ends all of them."""
     if len(streams) == 1:
         return [await _collect(streams[0])]
     try:
@@ -284,8 +282,8 @@ def _padded_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> lis
 
 
 def vllm_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[bytes]:
-    """For each answer a JSON list as Triton's vLLM backend has it: of each token, objects by the ids of itself and the
-    likeliest ones. null where no logprobs were asked for."""
+    """For each answer a JSON list as Triton's vLLM backend has it: for each token an object by the ids of itself and of
+    the likeliest tokens. It is null without logprobs."""
     return [
         orjson.dumps(list(map(_by_token_id, chunk.logprobs)) if chunk.logprobs or not chunk.token_ids else None)
         for chunk in chunks
@@ -293,10 +291,10 @@ def vllm_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[b
 
 
 def _by_token_id(token: TokenLogprob) -> dict[str, dict[str, Any]]:
-    ranks = {token.id: token.rank or None, **{each.id: rank for rank, each in enumerate(token.top, start=1)}}
+    ranks = {token.id: token.rank or None, **{likely.id: rank for rank, likely in enumerate(token.top, start=1)}}
     return {
-        str(each.id): {"logprob": each.logprob, "rank": ranks[each.id], "decoded_token": each.text}
-        for each in (token, *token.top)
+        str(entry.id): {"logprob": entry.logprob, "rank": ranks[entry.id], "decoded_token": entry.text}
+        for entry in (token, *token.top)
     }
 
 
@@ -341,7 +339,7 @@ OUTPUT_VALUES: Mapping[str, OutputValues] = {
     "stop_reason": _stop_reasons,
     "logprobs": vllm_logprobs,
 }
-"""The elements of an output by its name; a layout may have others."""
+"""What makes an output's elements, by its name; a layout may have others."""
 
 OWN_LAYOUT = TensorLayout(
     inputs=(

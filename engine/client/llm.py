@@ -43,7 +43,7 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds so far, detail."""
 
 _MIN_COUNTED = 65_536
-"""Tokens that `tokenize` counts at least, whatever the model's length: texts that are to be cut are longer than it."""
+"""Tokens that `tokenize` accepts whatever the model's length: clients count texts that they then cut."""
 
 
 def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
@@ -52,8 +52,8 @@ def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) ->
 
 @dataclass(frozen=True, slots=True)
 class TextModelSpec:
-    """What another process needs to know of a loaded language model to have it too, with an engine of its own. `spec`
-    makes no engine, so all of it can be pickled."""
+    """A loaded language model for another process, which connects an engine of its own. `spec` makes none, so that all
+    can be pickled."""
 
     spec: EngineSpec
     layout: InferLayout
@@ -65,21 +65,20 @@ def _no_engine(on_progress: Callable[[CoreLoading], None], metrics: LlmMetrics) 
 
 
 def _with_prediction(last: GenerateChunk, follower: PredictionFollower) -> GenerateChunk:
-    """The last chunk of a text that the follower has seen the rest of, with what became of its prediction."""
+    """The last chunk of a text, with the counts of its prediction; the follower has seen the chunks before."""
     follower.extend(last.token_ids)
-    counted = {"accepted_prediction_tokens": follower.accepted, "rejected_prediction_tokens": follower.rejected}
-    return msgspec.structs.replace(last, usage=msgspec.structs.replace(last.usage, **counted))
+    counts = {"accepted_prediction_tokens": follower.accepted, "rejected_prediction_tokens": follower.rejected}
+    return msgspec.structs.replace(last, usage=msgspec.structs.replace(last.usage, **counts))
 
 
 _SOME_REQUEST = GenerateRequest(id="", prompt=())
 
 
 class LlmModel:
-    """One checkpoint served by one engine: a `TextModel`. `engine`: the spec of the engine, or the configuration of our
-    own. `layout`: of its tensors.
+    """One checkpoint served by one engine: a `TextModel`. `engine`: a spec, or the configuration of our own engine.
 
-    `generate` and `infer` raise as `Engine.admit`, `Engine.open_stream` and `TokenStream.read` do, and
-    `InvalidArgument` for a prompt that cannot be tokenized.
+    `generate` and `infer` raise as `Engine.admit` and `Engine.open_stream`, and `InvalidArgument` for a prompt that
+    cannot be tokenized.
     """
 
     def __init__(
@@ -130,12 +129,12 @@ class LlmModel:
 
     @property
     def info(self) -> CoreReady:
-        """The numbers of the engine; zeros before it is loaded."""
+        """The engine's sizes; zeros before it is loaded."""
         return self._info
 
     @property
     def metrics(self) -> LlmMetrics:
-        """The instruments of all its requests, in whatever process their text is read."""
+        """The instruments of the model's requests, in whatever process their text is read."""
         return self._metrics
 
     def with_engine(self, engine: Engine) -> "LlmModel":
@@ -145,8 +144,7 @@ class LlmModel:
         return other
 
     def export_spec(self) -> TextModelSpec:
-        """The loaded model as other processes have it: from the same files, whatever the hub has by then. Adapters go
-        by their names there."""
+        """The loaded model for other processes, which read the same files, whatever the hub has by then."""
         bundle, spec = self._bundle, replace(self._spec, connect=_no_engine, lora=None)
         spec = replace(spec, checkpoint=bundle.checkpoint, tokenizer=bundle.tokenizer_of)
         return TextModelSpec(spec, self._layout, self._info)
@@ -166,7 +164,7 @@ class LlmModel:
         return v2_statistics(self._metrics)
 
     def readings(self) -> Iterator[Reading]:
-        """All its series, for a scrape."""
+        """The model's series, for a scrape."""
         yield from self._metrics.readings(self._client.state())
         if self._adapters is not None:
             yield from self._adapters.readings()
@@ -181,11 +179,8 @@ class LlmModel:
         )
 
     async def load(self) -> None:
-        """Return when the engine has generated a token.
-
-        Raises:
-            CharoniaError: the checkpoint or the configuration is wrong; nothing is left running.
-        """
+        """Return when the engine has generated a token. Raises a `CharoniaError` for a wrong checkpoint or
+        configuration, and leaves nothing running."""
         starting = asyncio.create_task(self._client.start())  # takes longest: the tokenizer is read meanwhile
         try:
             bundle = await asyncio.to_thread(
@@ -205,7 +200,7 @@ class LlmModel:
             raise
 
     async def unload(self) -> None:
-        """Streams still open end with `Unavailable`; texts that are being tokenized come to their end."""
+        """Close everything: open streams end with `Unavailable`, texts that are being tokenized are finished."""
         bundle, self._loaded = self._loaded, None
         constraints, self._constraints = self._constraints, None
         if self._adapters is not None:
@@ -238,7 +233,7 @@ class LlmModel:
         return self._adapters
 
     async def _load_first_adapters(self) -> None:
-        """Load those that are to be there before the model serves, one after the other: directories, or hub ids."""
+        """Load the configured adapters, directories or hub ids, one after the other."""
         for name, path in (self._spec.lora.modules if self._spec.lora else {}).items():
             began = time.monotonic()
             directory = await asyncio.to_thread(locate_adapter, path)
@@ -246,7 +241,7 @@ class LlmModel:
             self._on_progress("adapters", 1.0, time.monotonic() - began, f"{name}, rank {adapter.rank}")
 
     async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:
-        # The whole way of a token in one generator: each more would cost every frame of every stream.
+        # A token's whole way is one generator: every further one would cost each chunk of each stream.
         with open_sequence(self._metrics, request, context) as stats:
             bundle, info = self._bundle, self._info
             tokenizer, sampling = bundle.async_tokenizer, request.sampling
@@ -269,7 +264,7 @@ class LlmModel:
                 follower = PredictionFollower(predicted) if predicted else None
                 defaults = bundle.defaults
                 add = build_add_request(request, context, plan.prompt, defaults, info, banned, adapter, predicted)
-                if plan.constraint is not None:  # the dearest check is the last
+                if plan.constraint is not None:  # the most expensive check comes last
                     plan = replace(plan, constraint=await self._enforce(plan.constraint, context))
                 add = await tokenizer.call(plan.complete, add)
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
@@ -279,21 +274,21 @@ class LlmModel:
                         if follower is not None:
                             follower.extend(chunk.token_ids)
                         yield chunk
-            # By now the engine was told, if it does not know: a stop string may end a text long before its last token.
+            # The engine is aborted by now: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)
             chunk = chunk if follower is None else _with_prediction(chunk, follower)
             yield self._with_drafts(chunk, request, stats)
 
     def _with_drafts(self, last: GenerateChunk, request: GenerateRequest, stats: SequenceStats) -> GenerateChunk:
-        """The last chunk of a text with the report of its drafts, where there may be some and it is wanted."""
+        """The last chunk of a text, with the report about its drafts if the configuration asks for one."""
         report, most = self._spec.draft_report, self._spec.most_drafts_of(request)
         if report == "none" or not most:
             return last
         return msgspec.structs.replace(last, drafts=summarize_drafts(stats.drafts, most, report == "detailed"))
 
     def _with_adapter(self, request: GenerateRequest, context: RequestContext) -> GenerateRequest:
-        """The request with the adapter that the model was asked for by, if it was. Raises `InvalidArgument` if it names
-        another one."""
+        """The request with the adapter by whose name the model was acquired, if there is one. Raises `InvalidArgument`
+        if the request names another."""
         adapter = context.adapter
         if not adapter or request.adapter == adapter:
             context.adapter = request.adapter
@@ -306,7 +301,7 @@ class LlmModel:
     async def use_adapter(
         self, request: GenerateRequest, stats: SequenceStats, context: RequestContext
     ) -> AbstractContextManager[str]:
-        """The block in which a sequence has its adapter, and gets what the engine calls it."""
+        """The block in which a sequence uses its adapter; it gets the adapter's digest, "" for none."""
         task = request.lora_task
         if self._adapters is None or not (request.adapter or task):
             return nullcontext(request.adapter)
@@ -323,14 +318,14 @@ class LlmModel:
         ticket = self._client.admit(request, context.tenant)
         if not context.background:
             return ticket
-        ticket.release()  # what refuses clients refuses this too, but it takes no place of theirs
+        ticket.release()  # a full queue refuses this, too, but it takes no place in it
         return self._background.admit(context.tenant, len(context.sequences) == 1, self._client.kv_tokens)
 
     def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         return self._layout.infer(request, context, self)
 
     async def _enforce(self, constraint: GuidedDecoding, context: RequestContext) -> GuidedDecoding:
-        """The constraint as the engine gets it; the client is told what of it is not enforced."""
+        """The constraint as the engine gets it; a warning names what of it is not enforced."""
         if self._constraints is None:
             return constraint
         enforced, left_out = await self._constraints.check(constraint, context.tenant)
@@ -353,13 +348,13 @@ class LlmModel:
                 self._open.pop(request_id, None)
 
     def cancel(self, request_id: str) -> None:
-        """End the generations of all requests with this id; their readers get `Cancelled`."""
+        """End all generations with this request id; their readers get `Cancelled`."""
         if (shared := self._client.capabilities.shared) is not None:
             shared.cancel_elsewhere(request_id)
         self.cancel_here(request_id)
 
     def cancel_here(self, request_id: str) -> None:
-        """As `cancel`, of those whose text this process reads."""
+        """As `cancel`, for streams that this process reads."""
         for stream in self._open.get(request_id, ()):
             if not stream.ended:
                 stream.interrupt(Cancelled("Request cancelled by client"))
@@ -379,7 +374,7 @@ class LlmModel:
         return await self._bundle.async_tokenizer.token_strings(ids)
 
     async def tokenizer_info(self) -> dict[str, Any]:
-        """The checkpoint's tokenizer_config.json, and what is told where it has none."""
+        """See `TokenizerBundle.tokenizer_info`."""
         return await asyncio.to_thread(self._bundle.tokenizer_info)
 
     @property
@@ -393,5 +388,5 @@ class LlmModel:
         return self._loaded
 
     def _report(self, loading: CoreLoading) -> None:
-        if self._loaded is None:  # a core that is started again reports to nobody
+        if self._loaded is None:  # the progress of a restarted core is not shown
             self._on_progress(loading.phase, loading.fraction, loading.seconds, loading.detail)

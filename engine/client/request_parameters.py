@@ -1,7 +1,7 @@
-"""The parameters of a v2 request to a language model, under every name that clients know them by.
+"""The parameters of a v2 request to a language model, under every name that clients have for them.
 
-A value of the wrong type and a parameter that is known and not supported are refused, and so is a name that looks like
-a known one misspelled; other unknown names are ignored, and told.
+Values of wrong types, parameters that are not supported, and names that look like misspelled ones are refused. Other
+unknown names are ignored and reported.
 """
 
 from collections.abc import Mapping
@@ -24,19 +24,20 @@ T = TypeVar("T")
 Microseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 _MAX_IGNORED = 64
-"""Names that nobody knows, of one request: each is compared with all that are known."""
+"""Unknown names that a request may have: each is compared with all known ones."""
 
 MAX_CHOICES = 128
 """Answers to one prompt that may be asked for at once."""
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """All parameters of a request that do not choose tokens. `n`: the number of answers. `timeout`: microseconds, as
-    Triton has it; 0 is the model's. `exclude_input_in_output`: None leaves it to the model's tensor layout."""
+    """All parameters of a request that do not choose tokens, by their own names."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
+    """The number of answers."""
     stream: bool = False
     exclude_input_in_output: bool | None = None
+    """None leaves it to the model's tensor layout."""
     return_finish_reason: bool = False
     return_stop_reason: bool = False
     return_num_input_tokens: bool = False
@@ -48,6 +49,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     timeout: Microseconds = 0
+    """As Triton has it; 0 is the model's default."""
     target_ttft_ms: float = 0.0
     target_itl_ms: float = 0.0
     lora_name: str = ""
@@ -63,7 +65,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def constraint(self) -> GuidedDecoding | None:
-        """Raises `InvalidArgument` for two constraints, and for a guide without its type or the other way round."""
+        """Raises `InvalidArgument` for two constraints, and for a guide or its type alone."""
         own = GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide)
         constraints = [] if own is None else [own]
         for name in ("structured_outputs", "guided_decoding"):
@@ -95,13 +97,13 @@ _ALIASES = {
     "num_return_sequences": "n",
 }
 _LISTS = {"stop_token_ids", "stop", "bad_words", "allowed_token_ids"}
-"""Fields of which a single element may come without a list."""
+"""Fields whose single element may come without a list."""
 _WORDS = {"stop", "bad_words"}
-"""Those of them in which an empty string is left out."""
+"""Lists without their empty strings."""
 _LLMAPI_PREFIX = "sampling_param_"
 
 _PROTOCOL = {"id", "pad_id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output", "user"}
-"""Those of the protocol that reach a model and mean nothing to it: padding we never do, and `user` is for routes."""
+"""Parameters of the protocol that mean nothing to a model: it never pads, and `user` is for routes."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -138,7 +140,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(sorted(FOREIGN_PARAMETERS), (False,)),
     "do_sample": (True,),
 }
-"""Known parameters that are not supported, with the values that ask for nothing (so do "", [] and null)."""
+"""Known parameters that are not supported, with their values without effect (beside "", [] and null)."""
 
 
 def parse_request_parameters(
@@ -148,14 +150,13 @@ def parse_request_parameters(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     ignored: list[str] | None = None,
 ) -> tuple[SamplingParams, ResponseOptions]:
-    """Parse a request's parameters; a `sampling_parameters` tensor replaces those that choose tokens. `tensors`: the
-    parameters that came as inputs, which win over both. `defaults`: by our own names, of parameters that are not given.
-    `ignored`: gets the names that nobody knows; None refuses them.
+    """Parse a request's parameters. A `sampling_parameters` tensor, `replacement`, replaces those that choose tokens;
+    `tensors`, which came as inputs, win over both. `ignored` gets unknown names; None refuses them.
 
     Raises:
         InvalidArgument: one is unknown, not supported or of the wrong type; `field` names it.
     """
-    given = _by_own_names(parameters, ignored)
+    named = _by_own_names(parameters, ignored)
     if replacement is not None:
         try:
             content = orjson.loads(text_of(replacement))
@@ -163,39 +164,27 @@ def parse_request_parameters(
             raise InvalidArgument(f"{replacement.name} is not JSON: {error}", field=replacement.name) from error
         if not isinstance(content, dict):
             raise InvalidArgument(f"{replacement.name} must be a JSON object", field=replacement.name)
-        options = {name: value for name, value in given.items() if name in _OPTIONS}
-        given = options | _by_own_names(content, ignored)
-    given |= _by_own_names(tensors, ignored)
-    given = {name: _NamedValue(name, value) for name, value in defaults.items()} | given
-    return _convert(given, _SAMPLING, SamplingParams), _convert(given, _OPTIONS, ResponseOptions)
+        options = {name: value for name, value in named.items() if name in _OPTIONS}
+        named = options | _by_own_names(content, ignored)
+    named |= _by_own_names(tensors, ignored)
+    named = {name: _NamedValue(name, value) for name, value in defaults.items()} | named
+    return _convert(named, _SAMPLING, SamplingParams), _convert(named, _OPTIONS, ResponseOptions)
 
 
 def one_element(tensor: Tensor) -> Any:
-    """The only element of a tensor.
-
-    Raises:
-        InvalidArgument: it has none or several.
-    """
+    """The only element of a tensor. Raises `InvalidArgument` for none or several."""
     if tensor.data.size != 1:
         raise InvalidArgument(f"{tensor.name} must hold one element, got {tensor.data.size}", field=tensor.name)
     return tensor.scalar
 
 
 def text_of(tensor: Tensor) -> str:
-    """The only element of a BYTES tensor, as text.
-
-    Raises:
-        InvalidArgument: it is not one, or not UTF-8.
-    """
+    """The only element of a BYTES tensor, as text. Raises as `one_element` and `decode_text`."""
     return decode_text(tensor.name, one_element(tensor))
 
 
 def decode_text(name: str, element: Any) -> str:
-    """The text of an element of the BYTES tensor `name`.
-
-    Raises:
-        InvalidArgument: it is not UTF-8.
-    """
+    """The text of an element of the BYTES tensor `name`. Raises `InvalidArgument` if it is not UTF-8."""
     try:
         return element if isinstance(element, str) else bytes(element).decode()
     except UnicodeDecodeError as error:
@@ -203,38 +192,38 @@ def decode_text(name: str, element: Any) -> str:
 
 
 def _by_own_names(parameters: Mapping[str, Any], ignored: list[str] | None) -> dict[str, _NamedValue]:
-    """The parameters that ask for something, by our own names."""
+    """The parameters that have an effect, by our own names."""
     renamed: dict[str, _NamedValue] = {}
-    for given, value in parameters.items():
-        name = given.removeprefix(_LLMAPI_PREFIX)
+    for alias, value in parameters.items():
+        name = alias.removeprefix(_LLMAPI_PREFIX)
         name = _ALIASES.get(name, name)
-        if _is_unknown(given, name) and name.lower() in _UNSUPPORTED:
+        if _is_unknown(alias, name) and name.lower() in _UNSUPPORTED:
             name = name.lower()
-        if _is_unknown(given, name):
-            if ignored is None or len(ignored) >= _MAX_IGNORED or _alike(given):
-                raise InvalidArgument(f"unknown parameter '{given}'{_alike(given)}", field=given)
-            ignored.append(given)
+        if _is_unknown(alias, name):
+            if ignored is None or len(ignored) >= _MAX_IGNORED or _alike(alias):
+                raise InvalidArgument(f"unknown parameter '{alias}'{_alike(alias)}", field=alias)
+            ignored.append(alias)
             continue
-        if _asks_for_nothing(given, name, value):
+        if _asks_for_nothing(alias, name, value):
             continue
         if name in renamed:
-            text = f"parameter '{given}' says again what '{renamed[name].name}' says"
-            raise InvalidArgument(text, field=given)
-        renamed[name] = _NamedValue(given, value)
+            text = f"parameter '{alias}' says again what '{renamed[name].name}' says"
+            raise InvalidArgument(text, field=alias)
+        renamed[name] = _NamedValue(alias, value)
     return renamed
 
 
-def _is_unknown(given: str, name: str) -> bool:
+def _is_unknown(alias: str, name: str) -> bool:
     known = name in _SAMPLING or name in _OPTIONS or name in _PROTOCOL or name in _UNSUPPORTED
     return not (known or name.startswith("triton_"))
 
 
 @lru_cache(1024)
-def _alike(given: str) -> str:
-    return did_you_mean(given, (*_SAMPLING, *_OPTIONS, *_ALIASES))
+def _alike(alias: str) -> str:
+    return did_you_mean(alias, (*_SAMPLING, *_OPTIONS, *_ALIASES))
 
 
-def _asks_for_nothing(given: str, name: str, value: Any) -> bool:
+def _asks_for_nothing(alias: str, name: str, value: Any) -> bool:
     if name in {*_LISTS, "logit_bias"} - {"allowed_token_ids"}:
         # TensorRT-LLM has a boolean that is called stop, too.
         return value is None or value is False or value in ("", [], {})
@@ -244,11 +233,11 @@ def _asks_for_nothing(given: str, name: str, value: Any) -> bool:
         return True
     if value in (None, "", []) or value in _UNSUPPORTED[name]:
         return True
-    raise InvalidArgument(f"parameter '{given}' is not supported yet", field=given)
+    raise InvalidArgument(f"parameter '{alias}' is not supported yet", field=alias)
 
 
-def _convert(given: Mapping[str, _NamedValue], names: set[str], kind: type[T]) -> T:
-    wanted = {name: parameter.value for name, parameter in given.items() if name in names}
+def _convert(named: Mapping[str, _NamedValue], names: set[str], kind: type[T]) -> T:
+    wanted = {name: parameter.value for name, parameter in named.items() if name in names}
     for name, value in wanted.items():  # an integer of more than 64 bits comes as a float, and its range is checked
         if type(value) is float and value.is_integer():
             wanted[name] = int(value)
@@ -261,12 +250,12 @@ def _convert(given: Mapping[str, _NamedValue], names: set[str], kind: type[T]) -
         # Not strict: some clients can send numbers only as text.
         return msgspec.convert(wanted, kind, strict=False)
     except msgspec.ValidationError as error:
-        found = describe_validation_error(error)
-        said, value = given[found.path.partition("[")[0]]
-        element = found.path[found.path.find("[") :] if isinstance(value, list) else ""
-        raise InvalidArgument(f"parameter '{said}{element}' {found}", field=said) from error
+        mismatch = describe_validation_error(error)
+        name, value = named[mismatch.path.partition("[")[0]]
+        element = mismatch.path[mismatch.path.find("[") :] if isinstance(value, list) else ""
+        raise InvalidArgument(f"parameter '{name}{element}' {mismatch}", field=name) from error
     except InvalidArgument as error:
-        culprit = given.get(error.field or "")
+        culprit = named.get(error.field or "")
         if culprit is None or culprit.name == error.field:
             raise
         raise InvalidArgument(f"parameter '{culprit.name}': {error.message}", field=culprit.name) from None

@@ -1,9 +1,8 @@
-"""Which of several replicas a request goes to: a pure rule, and what they hold: an index of their prefix caches, which
-is likely right, and their adapters, by digest.
+"""Chooses the replica for a request: a rule over their work, an index of their prefix caches, and their adapters.
 
-The cost of a replica is the work that it has to do before and for the request, in prompt tokens, as in the KV router of
-NVIDIA Dynamo: prompts that it has not computed yet, and a share for every request it has, less what it saves on this
-prompt. One process sends all requests and so counts exactly: no draw between two is needed against old news.
+A replica's cost is its work before and for the request, in prompt tokens, as in NVIDIA Dynamo's KV router: prompts not
+yet computed, and a share for every request, less what it saves on this prompt. One process sends all requests, so the
+counts are exact.
 """
 
 import asyncio
@@ -21,36 +20,39 @@ from ...kvcache.manager import HashExtras
 from ..core.messages import AdapterLoaded, AdapterReply, LoadAdapter, ToCore, UnloadAdapter
 
 TOKENS_PER_REQUEST = 256
-"""The prompt tokens that a request counts for the tokens it will generate."""
+"""The work that a request counts for the tokens it will generate, in prompt tokens."""
 
 MAX_EXTRA_WORK = 16 * TOKENS_PER_REQUEST
-"""How much busier than the least busy a replica may be, in prompt tokens, and still be chosen for its cache."""
+"""How many prompt tokens more work than the least busy replica one may have and still be chosen for its cache."""
 
 _SAVED = 2
-"""The tokens that a cached one of the prompt saves: itself, and as much for later requests with the same beginning.
-docs/performance.md tells what that does to hits and latency."""
+"""Tokens of work that a cached token saves: itself, and one for later requests with the same beginning (measured in
+docs/performance.md)."""
 
 _PART = 4
-"""A cached part below one in so many tokens of a prompt does not count: every chat begins with the same few, and all
-would go to one replica while the caches of the others stay empty (SGLang's router has such a threshold)."""
+"""A cached part counts from one in so many tokens of a prompt on: all chats begin alike, and would all go to one
+replica. SGLang's router has such a threshold."""
 
 _STEP = 16
-"""Tokens between the first cuts, and the least that an entry counts."""
+"""Tokens between the first prefixes of a prompt, and the fewest that an entry counts."""
 
 
 class ReplicaCandidate(NamedTuple):
-    """A replica that could take a request, in tokens: the `work` ahead of it, how many of the prompt are cached there,
-    and how many its index keeps of all prompts. `has_sibling`: it has the whole prompt, for another of its answers."""
+    """A replica that could take a request."""
 
     work: int
+    """The work ahead of it, in prompt tokens."""
     cached_tokens: int = 0
+    """Tokens of the prompt that it has cached."""
     kept_tokens: int = 0
+    """Tokens of all prompts in its index."""
     has_sibling: bool = False
+    """Whether it has the whole prompt, for another of the request's answers."""
 
 
 def choose_replica(candidates: Sequence[ReplicaCandidate], prompt: int) -> int:
-    """The index of the cheapest for a prompt of so many tokens; between equals, of the emptiest cache. Never one that
-    has more than `MAX_EXTRA_WORK` of work beyond the least busy; without anything cached, one of the least busy."""
+    """The index of the cheapest candidate for a prompt of so many tokens, and among equals the one with the emptiest
+    cache. None has more than `MAX_EXTRA_WORK` beyond the least busy."""
 
     def cost(index: int) -> tuple[int, int]:
         candidate = candidates[index]
@@ -62,15 +64,18 @@ def choose_replica(candidates: Sequence[ReplicaCandidate], prompt: int) -> int:
 
 
 class RoutedReplica(Protocol):
-    """A replica as far as choosing one goes: `pending_work` is that of `ReplicaCandidate`, `kv_tokens` how many its
-    cache holds, and how many fit."""
+    """A replica, as far as choosing one needs it."""
 
     prefix_index: "PrefixIndex"
+    """The prompts that its prefix cache likely holds."""
 
     @property
-    def pending_work(self) -> int: ...
+    def pending_work(self) -> int:
+        """See `ReplicaCandidate.work`."""
+
     @property
-    def kv_tokens(self) -> tuple[int, int]: ...
+    def kv_tokens(self) -> tuple[int, int]:
+        """Tokens that its cache holds, and how many fit."""
 
 
 _Replica = TypeVar("_Replica", bound=RoutedReplica)
@@ -81,14 +86,15 @@ TokenIds: TypeAlias = NDArray[np.int32] | Sequence[int]
 def route_prompt(
     replicas: Sequence[_Replica], prompt: TokenIds, extras: HashExtras, affinity: bool, choice: int = 0
 ) -> tuple[_Replica, int]:
-    """The one of `replicas` that takes this prompt, for answer number `choice` to it, and how many of its tokens it
-    likely has cached; without `affinity` the least busy. Its prefix index then has the prompt."""
+    """The replica for answer number `choice` to this prompt, and how many of its tokens are likely cached there. Its
+    index then has the prompt. Without `affinity` it is the least busy."""
     if not affinity:
         return min(replicas, key=lambda replica: replica.pending_work), 0
     prefixes = prompt_prefixes(prompt, extras)
     candidates: list[ReplicaCandidate] = []
     for replica in replicas:
-        index, cached = replica.prefix_index, replica.prefix_index.longest_match(prefixes)
+        index = replica.prefix_index
+        cached = index.longest_match(prefixes)
         has_sibling = choice > 0 and cached == len(prompt)
         candidates.append(ReplicaCandidate(replica.pending_work, cached, index.tokens, has_sibling))
     at = choose_replica(candidates, len(prompt))
@@ -97,23 +103,25 @@ def route_prompt(
 
 
 class PromptPrefix(NamedTuple):
-    """The first `tokens` of a prompt; equal ones, under equal extras, have equal digests. Python's own hash is enough,
-    and ten times as fast as a cryptographic one: the worst that two equal ones do is a request in the wrong place."""
+    """The first `tokens` of a prompt; equal prefixes under equal extras have equal digests. Python's hash is enough,
+    and ten times as fast as a cryptographic one: a collision only sends a request to the wrong replica."""
 
     digest: int
     tokens: int
 
 
 def prompt_prefixes(prompt: TokenIds, extras: HashExtras) -> list[PromptPrefix]:
-    """Beginnings of a prompt of int32 token ids, the shortest first and the whole of it last, a few to each doubling
-    of length: two prompts have those up to the last cut in common that they share, which is more than four fifths of
-    what they share beyond 64 tokens."""
-    packed, digest, begin, found = np.asarray(prompt, np.int32).tobytes(), hash(extras), 0, []
+    """Prefixes of a prompt, the shortest first and the whole prompt last, four to each doubling of its length. The
+    longest common one is more than four fifths of what two prompts share beyond 64 tokens."""
+    packed = np.asarray(prompt, np.int32).tobytes()
+    digest = hash(extras)
+    begin = 0
+    prefixes: list[PromptPrefix] = []
     for end in _cuts(len(prompt)):
         digest = hash((digest, packed[4 * begin : 4 * end]))
-        found.append(PromptPrefix(digest, end))
+        prefixes.append(PromptPrefix(digest, end))
         begin = end
-    return found
+    return prefixes
 
 
 def _cuts(length: int) -> Iterator[int]:
@@ -129,29 +137,28 @@ def _cuts(length: int) -> Iterator[int]:
 
 
 class PrefixIndex:
-    """An index of the prompts that a replica's prefix cache likely holds, as far as the requests sent to it tell; of
-    `tokens` tokens in all.
+    """The prompts that a replica's prefix cache likely holds, with `tokens` tokens in all.
 
-    A model of the cache: it knows prompts, not the texts generated after them, and hears of no eviction, but keeps to
-    the cache's size and order. The least recently used prefix goes first, of one prompt the longest before the shorter,
-    as blocks are evicted. Looking up and inserting cost no more than the number of cuts."""
+    This is a model of the cache: it knows no generated texts and hears of no eviction, but keeps the cache's size and
+    order: the least recently used prefix goes first, the longest of a prompt before shorter ones. Both operations cost
+    as much as a prompt has prefixes."""
 
     def __init__(self) -> None:
         self._spans: OrderedDict[int, int] = OrderedDict()
         self.tokens = 0
 
-    def longest_match(self, beginnings: Sequence[PromptPrefix]) -> int:
-        """The tokens of the longest prefix that is held."""
-        return next((each.tokens for each in reversed(beginnings) if each.digest in self._spans), 0)
+    def longest_match(self, prefixes: Sequence[PromptPrefix]) -> int:
+        """The tokens of the longest prefix in the index."""
+        return next((prefix.tokens for prefix in reversed(prefixes) if prefix.digest in self._spans), 0)
 
-    def insert(self, beginnings: Sequence[PromptPrefix], capacity: int) -> None:
-        """The replica computes this prompt and then holds it, in a cache of `capacity` tokens."""
-        for at in range(len(beginnings) - 1, -1, -1):
-            digest, tokens = beginnings[at]
+    def insert(self, prefixes: Sequence[PromptPrefix], capacity: int) -> None:
+        """Add a prompt that the replica is to compute, in a cache of `capacity` tokens."""
+        for at in range(len(prefixes) - 1, -1, -1):
+            digest, tokens = prefixes[at]
             if digest in self._spans:
                 self._spans.move_to_end(digest)
                 continue
-            span = max(_STEP, tokens - (beginnings[at - 1].tokens if at else 0))
+            span = max(_STEP, tokens - (prefixes[at - 1].tokens if at else 0))
             self._spans[digest] = span
             self.tokens += span
         while self.tokens > capacity:
@@ -170,14 +177,14 @@ log = logging.getLogger(__name__)
 
 
 class ResidentAdapters:
-    """`send` takes messages to the core. The core counts: each load that it answers is one to be unloaded."""
+    """The adapters that a core computes with. The core counts loads: each that it answers is to be unloaded once."""
 
     def __init__(self, send: Callable[[ToCore], None]) -> None:
         self._send = send
         self._wanted: dict[str, Adapter] = {}
         self._resident = set[str]()
         self._lost: dict[str, str] = {}
-        """Why a core that was started again could not get them, by digest."""
+        """By digest, why a restarted core could not load an adapter again."""
         self._loads: dict[int, asyncio.Future[Adapter]] = {}
         self._last_load = 0
         self._restoring = set[asyncio.Task[None]]()
@@ -190,7 +197,7 @@ class ResidentAdapters:
         return not digest or digest in self._resident
 
     def absence(self, digest: str) -> CharoniaError:
-        """What a request is told whose adapter the core does not have, though it serves."""
+        """The error of a request whose adapter a serving core does not have."""
         adapter = self._wanted.get(digest)
         if digest in self._lost and adapter is not None:
             message = f"adapter {adapter.path} was lost with the engine core that had it: {self._lost[digest]}"
@@ -198,11 +205,8 @@ class ResidentAdapters:
         return NotReady("the engine core was started again, and reads its adapters first")
 
     async def load(self, path: str) -> Adapter:
-        """Return when the core has the adapter; its `name` is empty.
-
-        Raises:
-            CharoniaError: what is wrong with it, or that the core is gone.
-        """
+        """Return when the core has the adapter, whose `name` is empty. Raises the core's `CharoniaError`, or that of
+        its loss."""
         self._last_load += 1
         loading: asyncio.Future[Adapter] = asyncio.get_running_loop().create_future()
         self._loads[self._last_load] = loading
@@ -216,7 +220,7 @@ class ResidentAdapters:
         return adapter
 
     def unload(self, digest: str) -> None:
-        """Send no more requests with it; unknown ones are ignored."""
+        """Have the core forget an adapter; unknown ones are ignored."""
         self._wanted.pop(digest, None)
         self._lost.pop(digest, None)
         if digest in self._resident:
@@ -234,14 +238,14 @@ class ResidentAdapters:
             loading.set_exception(reply.error.error())
 
     def on_serving(self) -> None:
-        """A core serves, which has none yet."""
+        """Load all adapters into a core that has just begun to serve."""
         for adapter in self._wanted.values():
             restoring = asyncio.create_task(self._restore(adapter))
             self._restoring.add(restoring)
             restoring.add_done_callback(self._restoring.discard)
 
     def on_loss(self, error: CharoniaError) -> None:
-        """The core is gone with all it had."""
+        """The core is gone, with its adapters."""
         self._resident.clear()
         loads, self._loads = self._loads, {}
         for loading in loads.values():
@@ -249,17 +253,17 @@ class ResidentAdapters:
                 loading.set_exception(error)
 
     async def _restore(self, adapter: Adapter) -> None:
-        """Load what the core before had: the same, or nothing."""
+        """Load an adapter that the lost core had; one whose files have changed is unloaded."""
         try:
-            found = await self.load(adapter.path)
+            loaded = await self.load(adapter.path)
         except NotReady:
             return  # the next core gets it
         except CharoniaError as error:
             self._lose(adapter, error.message)
             return
-        if found.digest != adapter.digest:
+        if loaded.digest != adapter.digest:
             self._lose(adapter, "its files are not those that were loaded")
-            self.unload(found.digest)
+            self.unload(loaded.digest)
 
     def _lose(self, adapter: Adapter, why: str) -> None:
         self._lost[adapter.digest] = why

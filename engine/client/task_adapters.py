@@ -1,9 +1,8 @@
 """Adapters that clients send with their requests, by a number: `lora_task_id` of Triton's TensorRT-LLM backend.
 
-What came is written as a directory of PEFT's, which the engine then reads as any other. A tenant's numbers are its own,
-and what was let go must be sent again. The form of the tensors is that of `hf_lora_convert.py` in
-https://github.com/NVIDIA/TensorRT-LLM: a row for each module of each layer, A and then B, scaled, and padded to the
-longest; beside it the module's number, the layer and the rank.
+An adapter is written as a PEFT directory, which the engine reads as any other. Numbers belong to a tenant, and an
+adapter that was unloaded must be sent again. The tensors are those of `hf_lora_convert.py` in
+https://github.com/NVIDIA/TensorRT-LLM.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ class _Projection(NamedTuple):
 
 
 class TaskAdapters:
-    """Loads what clients send into a model's table. `checkpoint`: the model's. `max_rank`: of an adapter."""
+    """Loads the adapters that clients send into a model's table. `checkpoint`: the model's, whose shapes they have."""
 
     def __init__(self, table: AdapterTable, checkpoint: str, max_rank: int) -> None:
         self._table = table
@@ -44,14 +43,14 @@ class TaskAdapters:
         self._max_rank = max_rank
         self._spec: ModelSpec | None = None
         self._sent: dict[TaskKey, bytes] = {}
-        """Digests of what was sent, of tasks that are there."""
+        """Digests of the adapters that clients sent and the table has."""
         self._loading = asyncio.Lock()
 
     async def load(self, task: LoraTask, tenant: str) -> TaskKey:
-        """The name of a task in the table. What the task has of weights is loaded, unless it is there already.
+        """The key of a task in the table. Weights that come with it are loaded, unless they are loaded already.
 
         Raises:
-            InvalidArgument: it is not what it should be, or more than there may be.
+            InvalidArgument: its tensors are wrong, or too many.
         """
         key = TaskKey(tenant, task.number)
         if task.weights is None or task.config is None:
@@ -68,19 +67,19 @@ class TaskAdapters:
                 except BaseException:
                     scratch.close()
                     raise
-                self._sent = {each: sent for each, sent in self._sent.items() if self._table.has(each)}
+                self._sent = {known: sent for known, sent in self._sent.items() if self._table.has(known)}
                 self._sent[key] = digest
         return key
 
     def _write(self, directory: Path, weights: NDArray[Any], config: NDArray[Any]) -> None:
         self._spec = self._spec or open_checkpoint(self._checkpoint).spec
         tensors = dict(read_task_tensors(self._spec, weights, config, self._max_rank))
-        # One rank for all, and alpha the same: B is scaled already.
+        # All have one rank, and alpha is the same: B is scaled already.
         rank = max(len(matrix) for name, matrix in tensors.items() if name.endswith("lora_A.weight"))
         modules = sorted({name.split(".")[-3] for name in tensors})
         described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
         (directory / "adapter_config.json").write_text(json.dumps(described))
-        padded = {name: _padded(name, each, rank) for name, each in tensors.items()}
+        padded = {name: _padded(name, matrix, rank) for name, matrix in tensors.items()}
         save_file(padded, directory / "adapter_model.safetensors")
 
 
@@ -89,13 +88,16 @@ def read_task_tensors(
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     """The matrices of a task by PEFT's names, A as [rank, inputs] and B as [outputs, rank].
 
+    `config` [rows, 3]: module, layer and rank. `weights` [rows, longest]: A, then B, scaled, then zeros.
+
     Raises:
-        InvalidArgument: a module, layer or rank is not there, or a row is too short, or holds more than it should.
+        InvalidArgument: the model has no such module or layer, or a row does not have the size of its rank.
     """
     rows = config.reshape(-1, 3).tolist() if config.size and not config.size % 3 else []
     if not rows or weights.size % len(rows):
         raise _wrong("lora_config must be rows of module, layer and rank, and lora_weights a row for each of them")
-    modules, seen = _modules(spec), set[tuple[int, int]]()
+    modules = _modules(spec)
+    seen = set[tuple[int, int]]()
     for row, (module, layer, rank) in zip(weights.reshape(len(rows), -1), rows, strict=True):
         where = f"module {module} of layer {layer}"
         if module not in modules:
@@ -120,7 +122,7 @@ def read_task_tensors(
 
 
 def _modules(spec: ModelSpec) -> Mapping[int, tuple[_Projection, ...]]:
-    """TensorRT-LLM's numbers of modules -> the layers that one is, those with a common A together."""
+    """TensorRT-LLM's numbers of modules -> their linear layers; those of a module have one A."""
     hidden, wide = spec.hidden_size, spec.intermediate_size
     heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     output, down = _Projection("self_attn.o_proj", heads, hidden), _Projection("mlp.down_proj", wide, hidden)
@@ -131,7 +133,7 @@ def _modules(spec: ModelSpec) -> Mapping[int, tuple[_Projection, ...]]:
     key, value = (_Projection(f"self_attn.{name}_proj", hidden, kv_heads) for name in ("k", "v"))
     gate, up = (_Projection(f"mlp.{name}_proj", hidden, wide) for name in ("gate", "up"))
     single = {1: query, 2: key, 3: value, 4: output, 5: gate, 6: down, 7: up}
-    return {0: (query, key, value), **{number: (each,) for number, each in single.items()}}
+    return {0: (query, key, value), **{number: (projection,) for number, projection in single.items()}}
 
 
 def _padded(name: str, matrix: NDArray[Any], rank: int) -> NDArray[Any]:

@@ -1,8 +1,7 @@
-"""The stream of one sequence's tokens between the engine that writes it and the reader, and what is measured of it: the
-times of its phases, the tokens it used, and its part in its model's counts.
+"""The stream of one sequence's tokens from the engine to its reader, and its measurements: the times of its phases, its
+tokens, and its part in the model's counts.
 
-Knows nothing of sockets, text or protocols. The writer never waits: unread tokens merge into one item. Recording a
-chunk costs less than a microsecond.
+Knows nothing of sockets, text or protocols. The writer never waits: unread tokens merge.
 """
 
 import asyncio
@@ -28,8 +27,8 @@ _DEFAULTS = SamplingParams()
 
 
 class SequenceStats:
-    """A `core.request_context.SequenceRecord`. `arrived`: when an endpoint got the request that it is for. Tests and
-    benchmarks measure sequences that have no request and context."""
+    """A `core.request_context.SequenceRecord`. `arrived`: when an endpoint got the request. Tests and benchmarks
+    measure sequences without a request or a context."""
 
     def __init__(
         self, metrics: LlmMetrics, request: GenerateRequest | None = None, context: RequestContext | None = None
@@ -49,17 +48,15 @@ class SequenceStats:
         self.prompt: int | None = None
         self.cached: int | None = None
         self.generated = 0
-        self.drafts: list[tuple[int, int]] = []  # tokens drafted and accepted in each step that drafted, if reported
+        self.drafts: list[tuple[int, int]] = []
+        """Tokens drafted and accepted in each step that drafted, if the configuration has them reported."""
         self.finish_reason: FinishReason | None = None
         self.end: RequestEnd | None = None
         self._waits = False
 
     def time_left(self, limit: float) -> float:
-        """The rest of `limit` seconds since the request arrived; 0 is no limit.
-
-        Raises:
-            RequestTimeout: they are over.
-        """
+        """The rest of `limit` seconds since the request arrived; 0 is no limit. Raises `RequestTimeout` if none is
+        left."""
         left = limit - (time.monotonic() - self.arrived)
         if limit and left <= 0:
             raise RequestTimeout
@@ -72,13 +69,13 @@ class SequenceStats:
         self.tenant.waiting.add(1)
 
     def end_wait(self) -> None:
-        """The engine begins it, or it is given up; may be called again."""
+        """Count the sequence as waiting no longer; may be called again."""
         self.tenant.waiting.add(-self._waits)
         self._waits = False
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds since the engine got it."""
+        """Seconds since the engine got the sequence."""
         return time.monotonic() - (self.submitted or self.opened)
 
     def record_start(self, cached: int, at: float) -> None:
@@ -103,15 +100,14 @@ class SequenceStats:
         self.last = at
 
     def record_finish(self, reason: FinishReason) -> None:
-        """The last token goes to the client now."""
+        """Record the end, when the last token goes to the client."""
         self.finish_reason = reason
         self.end = _ENDS[reason]
 
 
 @contextmanager
 def open_sequence(metrics: LlmMetrics, request: GenerateRequest, context: RequestContext) -> Iterator[SequenceStats]:
-    """The stats of one of a request's sequences, which ends with the block: a reader that leaves before the last token
-    has cancelled it."""
+    """The stats of one sequence, for the block: one that ends before the last token has cancelled it."""
     stats = SequenceStats(metrics, request, context)
     context.add_sequence(stats)
     try:
@@ -125,7 +121,7 @@ def open_sequence(metrics: LlmMetrics, request: GenerateRequest, context: Reques
 
 
 def record_request(metrics: LlmMetrics, context: RequestContext) -> None:
-    """Count a request to the model that has ended; measure the phases of an answered one, and Triton's sums of them."""
+    """Count a request that has ended, and measure the phases of an answered one."""
     assert context.end is not None
     metrics.ended[context.end] += 1
     if not context.end.outcome.answered:
@@ -152,8 +148,8 @@ def _microseconds(seconds: float) -> int:
 
 
 def v2_statistics(metrics: LlmMetrics) -> VersionStatistics:
-    """A language model's counters as v2's statistics, by the same rules as its `nv_inference_` metrics. One request is
-    one execution of batch size 1, as in Triton's own decoupled back ends; the time of failed ones is not measured."""
+    """A language model's counters as v2's statistics, by the rules of its `nv_inference_` metrics: a request is one
+    execution of batch size 1, and the time of failed ones is not measured."""
     answered, spent = metrics.answered, metrics.durations
 
     def took(microseconds: int) -> StatisticDuration:
@@ -171,31 +167,32 @@ def v2_statistics(metrics: LlmMetrics) -> VersionStatistics:
 
 
 class TokenDelta(NamedTuple):
-    """The tokens since the last read. `cached_tokens` of the prompt came out of the prefix cache. `logprobs`: one for
-    each token if the request wants them. `scores`: the log-probabilities of the prompt's tokens, in the first delta."""
+    """The tokens since the last read."""
 
     token_ids: tuple[int, ...]
     cached_tokens: int
+    """Tokens of the prompt that came from the prefix cache."""
     finish_reason: FinishReason | None
     logprobs: tuple[Logprobs, ...] = ()
+    """One for each token, if the request wants them."""
     scores: tuple[PromptLogprobs, ...] = ()
+    """The log-probabilities of the prompt's tokens, in the first delta."""
 
 
 class TokenStream:
-    """One writer, one reader, both in the same event loop. It ends with a finish reason or an error.
-
-    `stats` records everything when it is written, however late it is read. `ticket`: its place among the requests that
-    wait, in the class `priority`, until it starts. `uncomputed_tokens`: of its prompt, as its replica counts. Where no
-    new tokens are wanted, the one that a computed prompt brings anyway is dropped.
-    """
+    """A stream with one writer and one reader in the same event loop. It ends with a finish reason or an error. Where
+    no new tokens are wanted, the one that a computed prompt brings anyway is dropped."""
 
     def __init__(
         self, stats: SequenceStats, ticket: QueueTicket, priority: int = 0, uncomputed_tokens: int = 0
     ) -> None:
         self.stats = stats
+        """Records what is written, however late it is read."""
         self.ticket = ticket
+        """The sequence's place among those that wait, until it starts."""
         self.priority = priority
         self.uncomputed_tokens = uncomputed_tokens
+        """Tokens of the prompt that count as work ahead of the replica."""
         self._written = False
         self._prompt_only = stats.sampling.max_tokens == 0
         self._tokens: list[int] = []
@@ -221,7 +218,7 @@ class TokenStream:
         self.stats.record_start(cached, at)
 
     def push_prompt_scores(self, scores: PromptLogprobs) -> None:
-        """Add some of the prompt's. The reader is not woken: the last of them come with the first token."""
+        """Add scores of the prompt. The reader is not woken: the first token follows them."""
         self._scores.append(scores)
 
     def push(self, tokens: list[int], at: float, logprobs: Sequence[Logprobs | None] = ()) -> None:
@@ -232,24 +229,24 @@ class TokenStream:
             self._count_unread(len(tokens))
         self._tokens += tokens
         if logprobs:
-            self._logprobs += [each for each in logprobs if each is not None]
+            self._logprobs += [scores for scores in logprobs if scores is not None]
         self.stats.record_tokens(len(tokens), at)
         self._wake_reader()
 
     def _count_unread(self, tokens: int) -> None:
-        """So many tokens come while others are unread."""
+        """Count tokens that come while others are unread."""
         self.stats.metrics.merged_tokens += tokens
         if not self._lags:
             self._lags = True
             self.stats.metrics.unread.add(1)
 
     def close(self) -> None:
-        """Its reader has left: it neither waits to begin nor for somebody to read it. May be called again."""
+        """Its reader has left: the sequence counts neither as waiting nor as unread. May be called again."""
         self.stats.end_wait()
         self._end_unread()
 
     def _end_unread(self) -> None:
-        """No token is unread any more: all were read, or nobody will."""
+        """Count the stream as unread no longer."""
         if self._lags:
             self._lags = False
             self.stats.metrics.unread.add(-1)
@@ -269,7 +266,7 @@ class TokenStream:
         self._wake_reader()
 
     def interrupt(self, error: CharoniaError) -> None:
-        """Have the reader leave with `error`, as if it did so by itself: the engine is to be told."""
+        """Have the reader leave with `error`; the engine then aborts the sequence."""
         self._interruption = error
         self._wake_reader()
 
@@ -285,12 +282,12 @@ class TokenStream:
         return self.take()
 
     def listen(self, on_unread: Callable[[], None]) -> None:
-        """Have `on_unread` called, in place of a reader that waits, when there is something to `take` again: within the
-        call that writes it."""
+        """Have `on_unread` called, in place of a waiting reader, by the write after which there is something to
+        `take`."""
         self._on_unread = on_unread
 
     def take(self) -> TokenDelta:
-        """Take all that is unread, without waiting. Raises as `read`."""
+        """Take everything unread without waiting. Raises as `read`."""
         self._unread = False
         self._end_unread()
         if error := self._interruption or self._error:

@@ -24,9 +24,9 @@ class TokenizerBundle:
     fingerprint: str = ""
     """Of the checkpoint's files."""
     checkpoint: str = ""
-    """Where they were found."""
+    """The directory that they were found in."""
     tokenizer_of: str = ""
-    """Where the tokenizer was found; empty if it is the checkpoint's own."""
+    """The tokenizer's directory; empty if it is the checkpoint's own."""
 
     @classmethod
     def load(cls, model: str, chat_template: str = "", tokenizer_of: str = "") -> "TokenizerBundle":
