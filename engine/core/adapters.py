@@ -1,6 +1,6 @@
-"""The adapters of an engine core: which are loaded, are being loaded, or are to be forgotten.
+"""The adapters of an engine core: loaded, being loaded, or to be forgotten. For the step loop's thread.
 
-Knows nothing of files and matrices: the executor reads them. For the step loop's thread.
+Knows nothing of files and matrices: the executor reads them.
 """
 
 from collections import Counter
@@ -16,14 +16,16 @@ from .messages import AdapterLoaded, AdapterRefused, AdapterReply, LoadAdapter
 
 
 class CoreAdapters:
-    """`reply` is called, from any thread, with the outcome of every load, which has to be told to `finish_load`.
-    `in_use`: whether a sequence has the adapter with this digest, or a plan without a result."""
+    """The adapters of one core. `reply` is called from any thread with the outcome of every load, which `finish_load`
+    must get. `in_use`: whether a sequence, or a plan without a result, has the adapter with this digest."""
 
     def __init__(
         self, executor: Executor, reply: Callable[[AdapterReply], None], in_use: Callable[[str], bool]
     ) -> None:
-        self._executor, self._reply, self._in_use = executor, reply, in_use
-        self._loaded: Counter[str] = Counter()  # loads of each that were not unloaded
+        self._executor = executor
+        self._reply = reply
+        self._in_use = in_use
+        self._loaded: Counter[str] = Counter()  # by digest, loads that were not unloaded
         self._leaving = set[str]()
         self._loads = 0
 
@@ -41,8 +43,8 @@ class CoreAdapters:
             self._leaving.discard(outcome.adapter.digest)
 
     def unload(self, digest: str) -> None:
-        """Forget an adapter that was loaded once, or unloaded as often as it was loaded, when nothing has it any more;
-        unknown ones are ignored."""
+        """Take back one load. An adapter without loads is forgotten when nothing has it any more; unknown ones are
+        ignored."""
         if digest not in self._loaded:
             return
         self._loaded[digest] -= 1
@@ -51,10 +53,11 @@ class CoreAdapters:
             self._leaving.add(digest)
 
     def forget_unused(self) -> None:
-        """What is being loaded may be what is leaving: then it stays, and need not be read into memory again."""
-        if not self._leaving or self._loads:
+        """Unload the adapters that are leaving and not in use. While any load goes on none is: it may be a leaving
+        one's, which then stays in memory."""
+        if self._loads:
             return
-        for digest in [each for each in self._leaving if not self._in_use(each)]:
+        for digest in [digest for digest in self._leaving if not self._in_use(digest)]:
             self._leaving.remove(digest)
             self._executor.unload_adapter(digest)
 

@@ -1,7 +1,7 @@
-"""Sequences that the host follows token by token: under a grammar, or with a limit to what they may think.
+"""Sequences that the host follows token by token: under a grammar, or with a limit on their reasoning.
 
-Their masks are made while the step is computed, on the step loop's thread; what they have to write is appended to what
-was sampled. Knows rows only as numbers that stand for keys.
+Masks are made on the step loop's thread while the step is computed. Forced tokens are appended to sampled ones. Knows
+rows only as numbers that stand for keys.
 """
 
 import time
@@ -19,12 +19,12 @@ from ..grammars.backend import GrammarMatcher, TokenMask
 from .messages import RequestRejected
 
 _FREE_SECONDS, _SECONDS_PER_TOKEN = 0.25, 0.001
-"""Processor time that the masks of a sequence may take: so much, and for each of its tokens so much more. They usually
-take a tenth of a thousandth of a second; one that lets all others wait for it is ended."""
+"""Processor time that a sequence's masks may take, at first and for each token; they usually take 0.1 ms. Beyond, the
+sequence ends, since all others wait for it."""
 
 
 class ThinkingLimit:
-    """After `budget` new tokens, unless `end` has been among them by then, it is `due`."""
+    """A limit on reasoning: `end` is `due` after `budget` new tokens, unless it was among them."""
 
     def __init__(self, budget: int, end: list[int]) -> None:
         self._left, self._end = budget, end
@@ -36,7 +36,7 @@ class ThinkingLimit:
         return [] if self.ended or self._left > 0 else self._end
 
     def may_be_due(self, tokens: int) -> bool:
-        """Whether so many more tokens may make it due."""
+        """Whether the end may be due within so many more tokens."""
         return not self.ended and self._left <= tokens
 
     def count(self, tokens: Iterable[int]) -> None:
@@ -47,8 +47,8 @@ class ThinkingLimit:
 
 
 class SequenceConstraint:
-    """One sequence: what may come next, and what has to. `grammar` makes its matcher. `parameter`: of the request, for
-    errors. `jumps`: tokens that have to come need not be sampled, because nothing is to be reported of them."""
+    """The tokens that may come next in one sequence, and those that must. `parameter`: the request's, for errors.
+    `jumps`: forced tokens need no sampling, since no logprobs of them are wanted."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class SequenceConstraint:
         self.parameter = parameter
         self._due: list[int] = []
         self._due_is_forced = False
-        self._text: list[int] = []  # what the matcher has
+        self._text: list[int] = []  # the tokens that the matcher has accepted
         self._drafts = True
         self._allowance = _FREE_SECONDS
         self._problem = ""
@@ -74,7 +74,7 @@ class SequenceConstraint:
         return self._problem or ("" if self._matcher is None else self._matcher.error)
 
     def wants_masks(self, drafts: int = 0) -> bool:
-        """Whether something may be forbidden next, or within so many drafts."""
+        """Whether a token may be forbidden next, or within so many drafts."""
         return (
             self._matcher is not None
             or bool(self._due)
@@ -82,8 +82,8 @@ class SequenceConstraint:
         )
 
     def possible_drafts(self, drafts: Sequence[int], most: int) -> list[int]:
-        """The first of `drafts` that may come, `most` at most. Where something else has to come they end with that, and
-        where nothing is drafted, with what the grammar forces."""
+        """The first of `drafts` that may come, at most `most`. They end with a forced token that differs from theirs;
+        without drafts they are the tokens that the grammar forces."""
         possible: list[int] = []
         remaining = deque(drafts)
         most = most if self._drafts and not self.error else 0
@@ -97,14 +97,14 @@ class SequenceConstraint:
                 if remaining and remaining.popleft() != token:
                     remaining.clear()
                 self._advance(token)
-                if self._finished:  # it is for the place before: nothing is chosen after it
+                if self._finished:  # nothing is chosen after this token
                     break
                 possible.append(token)
         return possible
 
     def fill_masks(self, masks: MaskArray, drafts: Sequence[int]) -> None:
-        """Write which tokens may come next, and after each of the possible `drafts`: [1 + drafts, words]; all, where
-        that cannot be said any more."""
+        """Write which tokens may come next, and after each of the possible `drafts`, into `masks` [1 + drafts, words];
+        all tokens after an error."""
         with self._looking_ahead():
             for mask, token in zip(masks, [*drafts, None], strict=True):
                 self._fill_mask(mask)
@@ -127,7 +127,7 @@ class SequenceConstraint:
             mask[:] = -1
 
     def follow(self, tokens: Iterable[int]) -> ForcedTokens:
-        """Go on by tokens that were sampled; what comes after them without being sampled."""
+        """Accept sampled tokens; the forced ones that follow them without sampling."""
         for token in tokens:
             self._advance(token)
         forced: list[int] = []
@@ -141,8 +141,7 @@ class SequenceConstraint:
         return self._matcher is not None and self._matcher.finished
 
     def _advance(self, token: int) -> None:
-        """Go on by one token, the one that is due if any is. What is due then follows from the tokens so far, however
-        they came."""
+        """Accept one token, the due one if there is any, and note what is due next."""
         was_forced = bool(self._due) and self._due_is_forced
         del self._due[:1]
         if self._matcher is not None:
@@ -166,14 +165,14 @@ class SequenceConstraint:
         if self._thinking is None or not self._thinking.due:
             return
         due, self._thinking = list(self._thinking.due), None
-        # A grammar that begins within it says what the rest may be.
+        # A grammar that begins within these tokens decides about the rest.
         self._due = due if self._matcher is None else due[: self._matcher.acceptable(due)]
         self._due_is_forced = False
 
     @contextmanager
     def _looking_ahead(self, drafting: bool = False) -> Iterator[None]:
-        """What is accepted within is taken back. A draft that was too much for the matcher is no fault of the text:
-        another one goes on, and looks ahead no more; `drafting`: whatever is done within is done for drafts."""
+        """The block whose accepted tokens are taken back. If the matcher fails on a draft, a new one goes on from the
+        text, and drafts no more. `drafting`: the block is about drafts alone."""
         before = self._due.copy(), self._due_is_forced, copy(self._thinking)
         length = len(self._text)
         try:
@@ -192,15 +191,17 @@ class SequenceConstraint:
 
 @dataclass(slots=True)
 class ConstraintTotals:
-    """Masks made, the seconds of the step loop that took, and tokens that were not sampled because they had to come."""
+    """Counts of the masks of all sequences."""
 
     masks: int = 0
     seconds: float = 0.0
+    """Of the step loop."""
     forced: int = 0
+    """Tokens that were forced and so not sampled."""
 
 
 class ConstrainedSequences:
-    """The constrained sequences that live, by key. `vocab_size`: logits that the model has."""
+    """The live constrained sequences by key, of a model with `vocab_size` logits."""
 
     def __init__(self, vocab_size: int) -> None:
         self._words = -(-vocab_size // 32)
@@ -214,7 +215,7 @@ class ConstrainedSequences:
         self._live[key] = constraint
 
     def discard(self, keys: Iterable[int]) -> None:
-        """These sequences have ended; unknown keys are ignored."""
+        """Forget sequences that have ended; unknown keys are ignored."""
         if self._live:
             for key in keys:
                 self._live.pop(key, None)
@@ -227,7 +228,7 @@ class ConstrainedSequences:
         return possible
 
     def mask_plan(self, plan: StepPlan, rows: Mapping[int, int]) -> tuple[StepPlan, MaskSource | None]:
-        """The plan with its masked rows, and what makes their masks. `rows`: the key of each constrained row."""
+        """The plan with its masked rows, and the source of their masks. `rows`: the key of each constrained row."""
         if not self._live:
             return plan, None
         drafts = plan.drafts_by_row()
@@ -244,7 +245,7 @@ class ConstrainedSequences:
     def follow(
         self, result: StepResult, rows: Mapping[int, int]
     ) -> tuple[dict[int, ForcedTokens], list[RequestRejected]]:
-        """Take in a result's tokens: what is forced to follow them, by row, and the sequences that cannot go on."""
+        """Accept a result's tokens; the forced tokens that follow them, by row, and the sequences that cannot go on."""
         forced: dict[int, ForcedTokens] = {}
         failed: list[RequestRejected] = []
         if not self._live:

@@ -4,7 +4,7 @@ from math import inf
 
 
 class Deadlines:
-    """A deadline per key, in seconds of the caller's clock; looking costs nothing while none has passed."""
+    """A deadline for each key, in seconds of the caller's clock. Asking is O(1) while none has passed."""
 
     def __init__(self) -> None:
         self._of: dict[int, float] = {}
@@ -18,7 +18,7 @@ class Deadlines:
         self._earliest = min(self._earliest, deadline)
 
     def discard(self, key: int) -> None:
-        """The key has ended; unknown ones are ignored."""
+        """Forget a key; unknown ones are ignored."""
         self._of.pop(key, None)
 
     def pop_expired(self, now: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which drafter a configuration asks for."""
+"""Builds the drafter that a configuration names."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from ..drafters.suffix import SuffixDrafter
 
 
 class ProposedDrafts:
-    """Takes the proposals that came with the last steps' results."""
+    """A `Drafter` whose proposals came with the last steps' results."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
         """See `Drafter.propose`."""
@@ -20,15 +20,11 @@ class ProposedDrafts:
 
 
 _SEED = 0
-"""Of the drafters that draw: runs are to be compared."""
+"""The seed of drafters that draw, so that runs can be compared."""
 
 
 def build_drafter(config: SpeculationConfig, vocab_size: int) -> Drafter:
-    """The drafter of a model with so many tokens.
-
-    Raises:
-        InvalidArgument: a file that it needs cannot be read, or run.
-    """
+    """The drafter for a model with so many tokens. Raises `InvalidArgument` for a file that cannot be read or run."""
     match config.method:
         case "ngram":
             return NgramDrafter(*config.lookup_range)

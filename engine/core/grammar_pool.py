@@ -1,4 +1,4 @@
-"""Compiled grammars: compiled beside the step loop, each once, by threads of low priority."""
+"""Compiles grammars beside the step loop, each once, in threads of low priority."""
 
 import threading
 import time
@@ -28,18 +28,19 @@ CACHE_LIMITS = GrammarCacheLimits()
 
 @dataclass(slots=True)
 class GrammarTotals:
-    """Grammars compiled, the seconds that took, and requests that found theirs compiled or being compiled."""
+    """Counts of compiling."""
 
     compiled: int = 0
     seconds: float = 0.0
     hits: int = 0
+    """Requests whose grammar was compiled already, or being compiled."""
 
 
 NO_GRAMMARS = GrammarTotals()
 
 
 class GrammarPool:
-    """`make_backend` is called once: it may take seconds. For any thread."""
+    """The compiled grammars of one model, for any thread. `make_backend` is called once, which may take seconds."""
 
     def __init__(self, make_backend: Callable[[], GrammarBackend], limits: GrammarCacheLimits = CACHE_LIMITS) -> None:
         self._make_backend, self._limits = make_backend, limits
@@ -51,7 +52,7 @@ class GrammarPool:
         self.totals = GrammarTotals()
 
     def prepare(self) -> None:
-        """Make the backend now, and not when the first grammar is wanted."""
+        """Make the backend before the first grammar is wanted."""
         with self._lock:
             self._prepared()
 
@@ -61,14 +62,14 @@ class GrammarPool:
         return self._backend
 
     def compile(self, constraint: GuidedDecoding) -> Future[CompiledGrammar]:
-        """The grammar to come. Its exception is `InvalidArgument` with the constraint's parameter as its `field`: that
-        of a grammar that was refused is kept, too."""
+        """The future of a grammar, or of the `InvalidArgument` that refuses it, with the constraint's parameter as
+        `field`. Refusals are kept, too."""
         with self._lock:
-            found = self._known.get(constraint)
-            if found is not None:
+            known = self._known.get(constraint)
+            if known is not None:
                 self._known.move_to_end(constraint)
                 self.totals.hits += 1
-                return found
+                return known
             made = self._known[constraint] = self._threads.submit(self._compile, self._prepared(), constraint)
         made.add_done_callback(self._trim)
         return made
@@ -91,7 +92,7 @@ class GrammarPool:
             self.totals.seconds += time.perf_counter() - began
 
     def _trim(self, made: Future[CompiledGrammar]) -> None:
-        """Forget the grammars that were not asked for longest; sequences under them keep theirs."""
+        """Forget the least recently wanted grammars; sequences under them keep theirs."""
         with self._lock:
             self._bytes += _size(made)
             finished = [

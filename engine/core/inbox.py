@@ -1,4 +1,4 @@
-"""Messages on their way into the step loop: prepared in the thread that brings them, handed out between steps.
+"""Messages on their way into the step loop: prepared in the thread that brings them, taken between steps.
 
 Knows nothing of steps or sockets, and of the running sequences only whether there are any.
 """
@@ -32,16 +32,17 @@ from .messages import (
 )
 
 IDLE_SECONDS = 1.0
-"""An idle loop turns, and tells so, at least this often."""
+"""An idle loop turns, and sends its heartbeat, at least this often."""
 
 
 class NewRequest(NamedTuple):
-    """A sequence to run; its deadline by the inbox's clock, None for no limit, and its arrival by the same; and its
-    constraint, if it has one."""
+    """A sequence to run."""
 
     spec: SequenceSpec
     deadline: float | None
+    """By the inbox's clock; None for no limit."""
     arrived: float
+    """By the inbox's clock."""
     constraint: SequenceConstraint | None = None
 
 
@@ -51,8 +52,8 @@ InboxItem: TypeAlias = (
 
 
 class Inbox:
-    """`accept` and `fail` are for any thread, `take_all` for the loop's. `clock`: seconds, for timeouts. `grammars`
-    compiles the constraints of requests, which wait for that without holding up others."""
+    """The messages that the loop has not taken. `take_all` is for the loop's thread, all else for any. `clock`:
+    seconds, for timeouts. Requests wait for their `grammars` without holding up others."""
 
     def __init__(
         self,
@@ -68,8 +69,7 @@ class Inbox:
         self._queue: SimpleQueue[InboxItem] = SimpleQueue()
 
     def accept(self, message: ToCore) -> None:
-        """Take a message. Hashing a prompt happens here, in the caller's thread, and not in the step; lengths are the
-        scheduler's to judge."""
+        """Take a message, and hash a prompt in the caller's thread. The scheduler judges lengths."""
         if not isinstance(message, AddRequest):
             if isinstance(message, AbortRequests):
                 with self._lock:
@@ -98,7 +98,7 @@ class Inbox:
             self._grammars.compile(message.constraint).add_done_callback(partial(self._on_compiled, message, new))
 
     def _on_compiled(self, message: AddRequest, new: NewRequest, compiled: Future[CompiledGrammar]) -> None:
-        """Called by the thread that compiled, or at once. A request that was aborted meanwhile is forgotten."""
+        """Called by the thread that compiled, or at once. An aborted request is forgotten."""
         with self._lock:
             if message.spec.key not in self._compiling:
                 return
@@ -119,20 +119,20 @@ class Inbox:
         self._queue.put(error)
 
     def reply(self, outcome: AdapterReply) -> None:
-        """An adapter has been loaded, or not."""
+        """Give the loop the outcome of loading an adapter."""
         self._queue.put(outcome)
 
     def take_all(self, busy: bool) -> list[InboxItem]:
-        """Everything that has come. Unless the loop is `busy` it waits for the first, IDLE_SECONDS at most."""
+        """All messages. Unless the loop is `busy`, it waits for the first, IDLE_SECONDS at most."""
         if busy and self._queue.empty():
             return []
         try:
-            found = [self._queue.get(timeout=IDLE_SECONDS)]
+            items = [self._queue.get(timeout=IDLE_SECONDS)]
         except Empty:
             return []
         while not self._queue.empty():
-            found.append(self._queue.get_nowait())
-        return found
+            items.append(self._queue.get_nowait())
+        return items
 
 
 def _thinking(message: AddRequest) -> ThinkingLimit | None:

@@ -1,4 +1,4 @@
-"""The messages between the frontend and an engine core: msgpack arrays over ZeroMQ.
+"""The messages between the server's process and an engine core: msgpack arrays over ZeroMQ.
 
 The core sends at most one message per step, never one per token.
 """
@@ -18,15 +18,14 @@ from ...scheduler.sequence import SequenceSpec
 
 
 class AddRequest(msgspec.Struct, array_like=True, tag="add", frozen=True, eq=False):
-    """A new sequence, and what holds it to something. The model's length suffices for it."""
+    """A new sequence that fits the model's length, with its constraints."""
 
     spec: SequenceSpec
     constraint: GuidedDecoding | None = None
-    """What its text is held to."""
     timeout: float = 0.0
     """Seconds left to it; 0 is no limit."""
     thinking: int | None = None
-    """After so many new tokens, unless they end in `thinking_end` before, it goes on with these."""
+    """The new tokens after which `thinking_end` is forced, unless it came before; None for no limit."""
     thinking_end: list[int] = []
 
 
@@ -44,7 +43,7 @@ class LoadAdapter(msgspec.Struct, array_like=True, tag="load_adapter", frozen=Tr
 
 
 class UnloadAdapter(msgspec.Struct, array_like=True, tag="unload_adapter", frozen=True):
-    """Take no more requests with this adapter, and forget it when the last sequence that has it ends."""
+    """Take no more requests with this adapter, and forget it when its last sequence ends."""
 
     digest: str
 
@@ -78,14 +77,14 @@ class CoreLoading(msgspec.Struct, array_like=True, tag="loading", frozen=True):
 
 
 class CoreReady(msgspec.Struct, array_like=True, tag="ready", frozen=True):
-    """The warm-up generated a token; requests are served from here on. `cache_bytes`: the host's memory that the cache
-    takes when it is full."""
+    """The warm-up generated a token: the core serves requests."""
 
     vocab_size: int
     max_model_len: int
     block_size: int
     blocks: int
     cache_bytes: int = 0
+    """The host's memory that a full cache takes."""
 
 
 class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
@@ -99,9 +98,10 @@ class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True):
-    """The step that a turn of the loop waited for; all zero if there was none. `seconds`: how long the turn took."""
+    """The step that a turn of the loop waited for; all zero if there was none."""
 
     seconds: float = 0.0
+    """Of the whole turn."""
     tokens: int = 0
     sequences: int = 0
 
@@ -115,30 +115,29 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     prefix_hits: int = 0
     """Prompt tokens found there."""
     restored: int = 0
-    """Prompt tokens found there in the host's memory."""
+    """Those of them that were in the host's memory."""
     grammars_compiled: int = 0
     grammar_seconds: float = 0.0
-    """Seconds that compiling took."""
+    """Spent compiling."""
     grammar_hits: int = 0
-    """Grammars that were found compiled."""
+    """Grammars that were compiled already."""
     masks: int = 0
-    """Masks made for tokens."""
     mask_seconds: float = 0.0
-    """Seconds of the step loop that they took."""
+    """Of the step loop, spent on masks."""
     forced_tokens: int = 0
-    """Tokens that a grammar left no choice about."""
+    """Tokens that constraints forced."""
     drafters_off: int = 0
-    """Drafters that were turned off."""
+    """Times that a drafter was turned off."""
     drafters: dict[str, DrafterTotals] = {}
-    """What each drafter did that did anything."""
+    """Of drafters that did anything."""
     eager_steps: int = 0
-    """Decode steps that found no CUDA graph, the warm-up's too."""
+    """Decode steps without a CUDA graph, the warm-up's included."""
     recomputed_tokens: int = 0
     """Tokens computed again after preemptions."""
     sequence_seconds: dict[str, float] = {}
-    """Seconds of sequences, by `SequenceState`."""
+    """By `SequenceState`."""
     failed_captures: int = 0
-    """CUDA graphs that could not be captured, the warm-up's too."""
+    """CUDA graphs that could not be captured, the warm-up's included."""
 
 
 NO_STEP = StepStats()
@@ -156,14 +155,14 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag="updates", frozen=True
 
 
 class RequestRejected(msgspec.Struct, array_like=True, tag="refused", frozen=True):
-    """A request that can never be satisfied: nothing was done for it, or its grammar turned out to cost too much."""
+    """A request that can never be satisfied, or whose grammar turned out to cost too much."""
 
     key: int
     error: SentError
 
 
 class AdapterLoaded(msgspec.Struct, array_like=True, tag="adapter_loaded", frozen=True):
-    """Every rank computes with the adapter from now on. Its `name` is empty, `bytes` are those of all ranks."""
+    """Every rank computes with the adapter. Its `name` is empty, and `bytes` are those of all ranks."""
 
     number: int
     adapter: Adapter

@@ -1,7 +1,5 @@
-"""The process of an engine core, started before the server knows that it will need one.
-
-Half of a server's start is the core's import of torch, and the other half, until the core is told what to load, is the
-server's own imports: so they go on side by side. Imports nothing that takes long.
+"""The process of an engine core, started before the server knows that it will need one: the core's import of torch and
+the server's own imports take as long as each other, and run side by side. Imports nothing that takes long.
 """
 
 import os
@@ -20,12 +18,12 @@ _OTHERWISE = (
     *("-h", "--help", "--config", "--backend", "--download-dir", "--executor", "--distributed-executor-backend"),
     *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
 )
-"""Flags of a server that needs no such process, or one with another environment."""
+"""Flags of a server that needs no such process, or another environment for it."""
 
 
 def prepare_core(arguments: Sequence[str]) -> None:
-    """Start a core if `arguments`, a command line, will probably serve a checkpoint that is computed in one process by
-    our own engine. It takes the first load; if there is none it must be dropped: `drop_prepared_children`."""
+    """Start a core if `arguments`, a command line, will probably serve a checkpoint with one core of ours. The first
+    load takes it; without one, `drop_prepared_children` must."""
     match arguments:
         case ["serve", model, *flags] if not model.startswith("-"):
             named = {flag.partition("=")[0].replace("_", "-") for flag in flags} | set(_flags_of_environment())
@@ -34,16 +32,16 @@ def prepare_core(arguments: Sequence[str]) -> None:
 
 
 def _flags_of_environment() -> Iterator[str]:
-    """The flags that variables set, as cli/flag_sources.py has them."""
+    """The flags that environment variables set, by the names in cli/flag_sources.py."""
     return (f"--{name[len(_PREFIX) :].lower().replace('_', '-')}" for name in os.environ if name.startswith(_PREFIX))
 
 
 SPARE_CORE_BYTES = 300 * 2**20
-"""Of memory, at most, that a core which waits has for itself."""
+"""Memory that a waiting core takes at most, beside what it shares."""
 
 
 def keep_spare_cores(count: int) -> None:
-    """Have so many cores wait for models that will be loaded, each with its libraries imported and no weights."""
+    """Keep so many cores waiting for later loads, with their libraries imported and no weights."""
     for _ in range(prepared_children(CORE_NAME), count):
         prepare_child(CORE_NAME, _PROCESS, "import_libraries")
 

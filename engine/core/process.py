@@ -1,6 +1,6 @@
 """The process of an engine core: build, load, warm up, run the step loop, leave nothing behind.
 
-Knows nothing of the frontend but its sockets and their directory, and that it must not outlive it.
+Knows of the server only the sockets and their directory, and that it must not outlive it.
 """
 
 import logging
@@ -42,15 +42,15 @@ from .step_loop import EngineCore
 
 _SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _SHAPES = "256"
-"""oneDNN, and torch above it, keep code for every shape that they met, 0.3 MiB each, 1024 of them by default. A model
-has about five for each number of tokens in a step, a millisecond each to make again: those of small steps are kept."""
+"""Shapes for which oneDNN and torch keep code: 0.3 MiB each, 1024 by default. A model has about five for each number of
+tokens in a step, each made again in a millisecond."""
 _EXECUTORS = ("auto", "inline", "ranks", "fake")
 _USEFUL_TIMES = 4
 """A cache sized by share of memory stops at this many times the tokens that all rows could hold at full length."""
 
 
 def main(config: EngineConfig, directory: str) -> None:
-    """Serve the frontend whose sockets lie in `directory` until it says so, or dies."""
+    """Serve the server whose sockets lie in `directory` until it shuts the core down, or dies."""
     on_parent_death(lambda: shutil.rmtree(directory, ignore_errors=True))
     sockets = CoreSockets(CoreEndpoints.in_directory(directory))
     LogForwarder(sockets.send, zmq.ZMQError).install(logging.WARNING)
@@ -86,7 +86,7 @@ def _serve(config: EngineConfig, sockets: CoreSockets) -> None:
 
 
 def import_libraries() -> None:
-    """Import what one rank computes with, in a process that is prepared for `main`: torch takes a second."""
+    """Import what one rank needs, in a process that is prepared for `main`: torch takes a second."""
     _keep_few_shapes()
     from ..worker.inline_executor import InlineExecutor  # noqa: F401
 
@@ -99,7 +99,7 @@ def _keep_few_shapes() -> None:
 
 
 class LoadProgress:
-    """Reports the phases of start-up to the frontend."""
+    """Reports the phases of start-up to the server."""
 
     def __init__(self, sockets: CoreSockets) -> None:
         self._sockets = sockets
@@ -107,14 +107,15 @@ class LoadProgress:
         self._began = 0.0
 
     def report(self, phase: str, fraction: float, detail: str = "") -> None:
-        """`fraction` of `phase` is done; the first report of a phase starts its clock."""
+        """Report that `fraction` of `phase` is done; its first report starts its clock."""
         if phase != self._phase:
-            self._phase, self._began = phase, time.perf_counter()
+            self._phase = phase
+            self._began = time.perf_counter()
         self._sockets.send(CoreLoading(phase, fraction, time.perf_counter() - self._began, detail))
 
 
 def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress) -> tuple[EngineCore, CoreReady]:
-    """Load the model, allocate its cache and warm up; the core, and the message that says so."""
+    """Load the model, allocate its cache and warm up; the core, and the message with its sizes."""
     progress.report("weights", 0.0)
     capacity = executor.load(progress.report)
     if capacity.machine:
@@ -141,19 +142,20 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
 
 
 def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
-    """Requests may bring predictions, whatever is configured."""
-    own, drafters = config.speculation, dict[str, Drafter]({PREDICTION: PredictionDrafter()})
+    """The configured drafter, if any, and that of predictions, which any request may bring."""
+    drafters: dict[str, Drafter] = {PREDICTION: PredictionDrafter()}
+    own = config.speculation
     if own is None:
         return Speculation(drafters, 0, vocab_size, config.most_sampled)
-    guarded, most = GuardedDrafter(build_drafter(own, vocab_size), own.method), own.num_speculative_tokens
-    drafters[own.method] = guarded
+    drafters[own.method] = guarded = GuardedDrafter(build_drafter(own, vocab_size), own.method)
+    most = own.num_speculative_tokens
     speculation = Speculation(drafters, most, vocab_size, config.most_sampled, own.computes)
     guarded.step_seconds, guarded.on_off = speculation.costs.expected_seconds, speculation.note_off
     return speculation
 
 
 def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:
-    """Reads the tokenizer, a second or two for large ones."""
+    """The backend for the model's vocabulary; reading a large tokenizer takes a second or two."""
     from ..grammars.llguidance_backend import LLGuidanceBackend
     from ..grammars.vocabulary import read_vocabulary
 
@@ -161,12 +163,13 @@ def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:
 
 
 def scheduler_config(config: EngineConfig, length: int, ahead: int = 0) -> SchedulerConfig:
-    """The scheduler's configuration for sequences of at most `length` tokens. A device that wants to be `ahead` steps
-    is, unless a number is given, or something drafts: drafts follow the last token. Every stage of a pipeline computes
-    a step of its own, and a sequence is in one step at a time: its next step needs the token of the last.
+    """The scheduler's configuration for sequences of at most `length` tokens. `ahead`: the steps ahead that the device
+    wants. The configuration may say otherwise, and a drafter allows none, since drafts follow the last token.
+
+    In a pipeline every stage computes a step of its own, and a sequence is in one step at a time.
 
     Raises:
-        InvalidArgument: another number of steps ahead is configured.
+        InvalidArgument: a pipeline is configured with another number of steps ahead.
     """
     max_loras = 0 if config.lora is None else config.lora.max_loras
     scheduler = msgspec.structs.replace(config.scheduler, max_model_len=length, max_loras=max_loras)
@@ -182,11 +185,7 @@ def scheduler_config(config: EngineConfig, length: int, ahead: int = 0) -> Sched
 
 
 def resolve_max_model_len(wanted: int | None, capacity: Capacity) -> int:
-    """The most tokens that a sequence may have.
-
-    Raises:
-        InvalidArgument: more are wanted than the model can attend to.
-    """
+    """The most tokens that a sequence may have. Raises `InvalidArgument` for more than the model's own length."""
     if wanted is not None and wanted > capacity.max_model_len:
         message = f"max_model_len {wanted} exceeds the model's own {capacity.max_model_len}"
         raise InvalidArgument(message, field="max_model_len")
@@ -194,11 +193,8 @@ def resolve_max_model_len(wanted: int | None, capacity: Capacity) -> int:
 
 
 def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> int:
-    """The number of blocks to allocate, when all rows at full length hold `useful_tokens`.
-
-    Raises:
-        InvalidArgument: not even one fits.
-    """
+    """The number of blocks to allocate, when all rows at full length hold `useful_tokens`. Raises `InvalidArgument` if
+    not even one fits."""
     if cache.blocks is not None:
         blocks = cache.blocks
     elif cache.bytes is not None:
@@ -217,12 +213,13 @@ def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: 
 
 
 def resolve_host_blocks(config: EngineConfig, capacity: Capacity) -> int:
-    """The number of blocks for which there is to be host memory.
+    """The number of blocks to have host memory for.
 
     Raises:
         InvalidArgument: not even one fits, or without prefix caching none would ever be found.
     """
-    room, field = config.cache.host_bytes, "kv_cache_host_bytes"
+    room = config.cache.host_bytes
+    field = "kv_cache_host_bytes"
     if not room:
         return 0
     if not config.cache.prefix_caching:
@@ -235,13 +232,14 @@ def resolve_host_blocks(config: EngineConfig, capacity: Capacity) -> int:
 
 
 def build_executor(config: EngineConfig) -> Executor:
-    """The executor that `config.executor` names; "auto" computes in this process if there is one rank. Each is imported
-    when it is asked for: some of them load torch.
+    """The executor that `config.executor` names; "auto" computes in this process if there is one rank.
 
     Raises:
-        CharoniaError: there is none of that name, it has no ranks, or there is no checkpoint that they can share.
+        CharoniaError: the name is unknown, it cannot have these ranks, or they cannot share the checkpoint.
     """
-    name, parallel = config.executor, config.parallel
+    # Executors are imported when they are wanted: some of them load torch.
+    name = config.executor
+    parallel = config.parallel
     if name in ("inline", "fake") and parallel.world > 1:
         message = f"executor {name!r} is one rank, and {parallel.world} are wanted"
         raise InvalidArgument(message, field="executor")
@@ -266,7 +264,7 @@ def build_executor(config: EngineConfig) -> Executor:
         from ..worker.inline_executor import InlineExecutor
 
         return InlineExecutor(config)
-    # Ranks would refuse a split only when all of them have loaded torch; what only they can tell is left to them.
+    # Ranks would refuse a split only after all of them have loaded torch. What only they can tell is left to them.
     checkpoint = open_checkpoint(config.model)
     with suppress(CheckpointError):
         spec, stage = checkpoint.spec, PipelineStage(0, parallel.pipeline, parallel.layers)

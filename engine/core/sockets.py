@@ -1,6 +1,6 @@
-"""The core's end of the sockets to the frontend. Knows nothing of what the messages mean.
+"""The core's end of the sockets to the server. Knows nothing of what the messages mean.
 
-The frontend binds two ipc sockets in a directory: `to` carries messages to the core, `from` brings them back.
+The server binds two ipc sockets in a directory: `to` carries messages to the core, `from` brings them back.
 """
 
 import threading
@@ -29,7 +29,7 @@ class CoreEndpoints(NamedTuple):
 
 
 class CoreSockets:
-    """`send` is for any thread. Messages that arrive are handed to the `listen` callback in a thread of its own."""
+    """The core's two sockets. `send` is for any thread; the callback of `listen` has a thread of its own."""
 
     def __init__(self, endpoints: CoreEndpoints) -> None:
         self._context = zmq.Context()
@@ -43,17 +43,17 @@ class CoreSockets:
         self._inbox.connect(endpoints.to_core)
 
     def send(self, message: FromCore) -> None:
-        """Hand over to the sockets' own thread; never waits for the reader."""
-        with self._sending:  # a socket may go from thread to thread, but has to be handed over
+        """Send a message without waiting for its reader."""
+        with self._sending:  # a socket may be used by several threads, but by one at a time
             self._outbox.send(self._encode(message))
 
     def listen(self, receive: Callable[[ToCore], None]) -> None:
-        """Call `receive` with every message from now on, from a thread of its own."""
+        """Call `receive` with every message, from a thread of its own."""
         self._listener = threading.Thread(target=self._listen, args=(receive,), name="inbox", daemon=True)
         self._listener.start()
 
     def close(self) -> None:
-        """Send messages still to be sent, and stop listening."""
+        """Flush what is to be sent, and stop listening."""
         with self._sending:
             self._outbox.close()
         if self._listener is None:

@@ -52,18 +52,19 @@ _NO_UPDATES = StepUpdates([], [], [], [], [])
 
 
 class LaunchedStep(NamedTuple):
-    """A step on its way, and when it was launched (`time.perf_counter`)."""
+    """A step without a result yet."""
 
     plan: StepPlan
     future: StepFuture
     launched_at: float
+    """By `time.perf_counter`."""
 
 
 class EngineCore:
-    """One scheduler and one executor, turned by one thread.
+    """One scheduler and one executor, driven by one thread.
 
     `inbox` takes messages of the server's process, and errors that end the loop, from any thread. `clock`: seconds, for
-    timeouts. `grammars` compiles for a model of `vocab_size` logits; without it there are no constraints.
+    timeouts. Without `grammars` there are no constraints.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class EngineCore:
             self._grammars.close()
 
     def warm_up(self) -> None:
-        """Generate one token the way every request does; then some more, to learn what prompts and decoding cost.
+        """Generate a token as every request does, and then some more to learn what prompts and decoding cost.
 
         Raises:
             InvalidArgument: the model's log-probabilities are not finite.
@@ -124,8 +125,8 @@ class EngineCore:
         return logprobs
 
     def run(self, send: Callable[[FromCore], None]) -> None:
-        """Turn until a Shutdown comes; `send` takes messages to the frontend and never waits for the reader. An error
-        of the executor, or one that the inbox was given, ends the loop too."""
+        """Turn until a `Shutdown` comes, or raise an error of the executor or the inbox. `send` takes messages to the
+        server and never waits for their reader."""
         while not self._stopping:
             self._receive(send)
             expired = self._deadlines.pop_expired(self._clock())
@@ -147,14 +148,14 @@ class EngineCore:
             send(self._message(updates, expired, stats))
 
     def _receive(self, send: Callable[[FromCore], None]) -> None:
-        """Take what has come. A loop that has been idle for a while also prepares what later steps profit from, and
-        looks for leaks, once after each busy time."""
+        """Take the inbox's messages. An idle loop also prepares later steps, and checks its integrity once after each
+        busy time."""
         busy = self._scheduler.has_work
         items = self.inbox.take_all(busy)
         if not (busy or items):
             self._executor.use_idle_time()
             if self._grammars is not None:
-                self._grammars.prepare()  # in a thread, with which the first answers would share the interpreter
+                self._grammars.prepare()  # in a thread, which would compete with the first answers
             if not self._integrity_checked:
                 self._scheduler.check_integrity()
                 self._integrity_checked = True
@@ -192,7 +193,7 @@ class EngineCore:
         self._adapters.forget_unused()
 
     def _launch(self) -> None:
-        """Execute everything that may be scheduled before the next result is known."""
+        """Execute all plans that may be scheduled before the next result is known."""
         while (plan := self._scheduler.schedule()) is not None:
             launched_at = time.perf_counter()
             plan, masks = self._constraints.mask_plan(plan, self._scheduler.constrained_rows)
@@ -200,7 +201,7 @@ class EngineCore:
             self._integrity_checked = False
 
     def _land(self) -> StepUpdates:
-        """Wait for the oldest step and apply it."""
+        """Wait for the oldest step and apply its result."""
         launched = self._launched.popleft()
         result = launched.future.result()
         ended_before, self._landed_at = self._landed_at, time.perf_counter()

@@ -1,7 +1,5 @@
-"""The seam between the engine core and the library that knows grammars.
-
-Knows nothing of requests, rows or steps: a constraint is compiled for a vocabulary, and each sequence under it is
-followed by a matcher of its own, which says what tokens may come next.
+"""The protocols between the engine core and the library of grammars: a constraint is compiled for a vocabulary, and
+each sequence under it has a matcher, which says what tokens may come next. Knows nothing of requests, rows or steps.
 """
 
 from collections.abc import Sequence
@@ -17,28 +15,25 @@ TokenMask: TypeAlias = NDArray[np.int32]
 
 
 class GrammarLimits(NamedTuple):
-    """How much a grammar may cost; beyond, it is refused, or ends the sequence that it is too much for.
-
-    `text_bytes`: of the constraint as it was sent. The others are the library's units: `symbols` of the grammar,
-    `compile_fuel` to build it, `step_fuel` and `step_items` for one mask, `states` that are kept.
-    """
+    """How much a grammar may cost, in the library's units: beyond, it is refused, or its sequence ends."""
 
     text_bytes: int = 1 << 18
+    """Of the constraint as it was sent."""
     symbols: int = 200_000
     compile_fuel: int = 1_000_000
     step_fuel: int = 60_000
+    """For one mask, as `step_items`."""
     step_items: int = 20_000
     states: int = 60_000
+    """Kept between masks."""
 
 
 LIMITS = GrammarLimits()
 
 
 class GrammarMatcher(Protocol):
-    """A sequence under a grammar, by the tokens that it has so far. For one thread at a time.
-
-    Nothing here raises for a grammar that costs too much: `error` then says so, and from there on nothing else is true.
-    """
+    """A sequence under a grammar, with the tokens that it has so far. For one thread at a time. A grammar that costs
+    too much raises nothing: `error` says so, and then nothing else is valid."""
 
     @property
     def error(self) -> str:
@@ -50,26 +45,26 @@ class GrammarMatcher(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing can follow but an end token."""
+        """Whether only an end token can follow."""
 
     def fill_mask(self, mask: TokenMask) -> None:
-        """Write which tokens may come next, end tokens where the text may end."""
+        """Write which tokens may come next; end tokens may where the text may end."""
 
     def accept(self, tokens: Sequence[int]) -> bool:
-        """Go on by `tokens`; False where the grammar does not allow them, whereupon there is an `error`."""
+        """Accept `tokens`; False, and an `error`, if the grammar forbids them."""
 
     def acceptable(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` could be accepted, one after the other."""
+        """How many of `tokens` could be accepted in order."""
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that have to come next, as the tokenizer writes their text; none where there is a choice."""
+        """The tokens that must come next, as the tokenizer writes their text; none where there is a choice."""
 
     def rollback(self, tokens: int) -> None:
-        """Go back by so many of the accepted tokens."""
+        """Take back the last accepted tokens, so many of them."""
 
 
 class CompiledGrammar(Protocol):
-    """A constraint that was compiled for a vocabulary. `warnings`: what of it is not enforced."""
+    """A constraint compiled for a vocabulary. `warnings`: descriptions of what is not enforced."""
 
     @property
     def warnings(self) -> tuple[str, ...]: ...
@@ -79,15 +74,12 @@ class CompiledGrammar(Protocol):
         """About how many bytes it takes."""
 
     def matcher(self) -> GrammarMatcher:
-        """One more sequence, before its first token. For any thread."""
+        """The matcher of one more sequence, before its first token. For any thread."""
 
 
 class GrammarBackend(Protocol):
     """Compiles constraints for one vocabulary. For any thread."""
 
     def compile(self, constraint: GuidedDecoding) -> CompiledGrammar:
-        """Compile; what costs too much is given up, but that may take a second.
-
-        Raises:
-            InvalidArgument: it is wrong or costs too much; `field` is its `parameter`, the message the library's.
-        """
+        """Compile a constraint; one that costs too much is given up after a second or so. Raises `InvalidArgument` with
+        the library's message, and the constraint's `parameter` as its `field`."""

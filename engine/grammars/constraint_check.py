@@ -1,6 +1,6 @@
-"""Checks a constraint before an engine gets it: what is enforced of it, whether it compiles, and at what cost.
+"""Checks a constraint before an engine gets it: whether it compiles within the limits, and what of it is enforced.
 
-Takes as long as the constraint makes it take, and the memory: to be called in a process that may be killed.
+A constraint decides how much time and memory that takes, so the process that calls this must be one that may be killed.
 """
 
 import json
@@ -19,26 +19,28 @@ from .schema_check import enforce_schema
 from .vocabulary import Vocabulary
 
 _PREFIX = "it"
-"""The parameter that messages begin with: the same constraint may come by several."""
+"""The parameter in messages: the same constraint may come by several."""
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _NOTHING_FITS = ("NoExtension", "NoExtensionBias", "none of this model's tokens can come next")
 
 
 _EXACT = 2.0**53
-"""From here on not every integer is a float."""
+"""Beyond it some integers are no floats."""
 
 
 class CheckedConstraint(msgspec.Struct, frozen=True, array_like=True):
-    """What is enforced of a constraint. `text`: the constraint's own without the rest. `left_out`: the rest, for
-    people. `error`: why nothing is, with empty others."""
+    """The verdict on a constraint."""
 
     text: str = ""
+    """The text to enforce."""
     left_out: tuple[str, ...] = ()
+    """Descriptions of what is not enforced."""
     error: str = ""
+    """Why it is refused, without the parameter's name, which each request has its own of."""
 
 
 def check_constraint(constraint: GuidedDecoding, backend: GrammarBackend) -> CheckedConstraint:
-    """Check a constraint. `backend`: what compiles it at last, with its first mask."""
+    """Check a constraint. `backend` compiles it, with its first mask."""
     text, left_out = constraint.text, tuple[str, ...]()
     try:
         if constraint.kind in ("json_schema", "structural_tag"):
@@ -50,40 +52,40 @@ def check_constraint(constraint: GuidedDecoding, backend: GrammarBackend) -> Che
         return CheckedConstraint(error=str(error))
     except RecursionError:
         return CheckedConstraint(error="it is nested too deeply")
-    except Exception as error:  # of a schema that is none: its parts have any type
+    except Exception as error:  # parts of a wrong schema have any type
         return CheckedConstraint(error=f"it is not understood: {error}")
     return CheckedConstraint(text, (*left_out, *grammar.warnings))
 
 
 def _enforced_text(constraint: GuidedDecoding) -> tuple[str, tuple[str, ...]]:
-    """The text of a schema, or of tags with schemas in them, without what is not enforced, and that in words."""
+    """The text of a schema, or of tags with schemas, that is enforced; and descriptions of the rest."""
     holder = {"": json.loads(constraint.text, parse_constant=_refuse_constant, parse_float=_number)}
-    found = [(holder, "", "")] if constraint.kind == "json_schema" else list(_schemas_of_tag(holder[""], ""))
-    told: list[str] = []
-    for parent, key, where in found:
+    schemas = [(holder, "", "")] if constraint.kind == "json_schema" else list(_schemas_of_tag(holder[""], ""))
+    descriptions: list[str] = []
+    for parent, key, where in schemas:
         schema, left_out = enforce_schema(parent[key], _problem)
-        if constraint.strict and (refused := [str(each) for each in left_out if each.refusable]):
+        if constraint.strict and (refused := [str(keyword) for keyword in left_out if keyword.refusable]):
             raise ValueError(f"strict is true, and these cannot be enforced: {', '.join(refused)}")
         parent[key] = schema
-        told += [f"{where}{each}" for each in left_out]
-    return json.dumps(holder[""], ensure_ascii=False, separators=(",", ":")), tuple(told)
+        descriptions += [f"{where}{keyword}" for keyword in left_out]
+    return json.dumps(holder[""], ensure_ascii=False, separators=(",", ":")), tuple(descriptions)
 
 
 def _schemas_of_tag(tag: Any, where: str) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """The schemas in a structural tag: in what, under which key, and where that is."""
+    """The schemas in a structural tag: the object that has it, its key, and its path."""
     if isinstance(tag, list):
-        for number, each in enumerate(tag):
-            yield from _schemas_of_tag(each, f"{where}/{number}")
+        for number, part in enumerate(tag):
+            yield from _schemas_of_tag(part, f"{where}/{number}")
     elif isinstance(tag, dict):
-        for key, each in tag.items():
-            if key in ("schema", "json_schema") and isinstance(each, dict):
+        for key, part in tag.items():
+            if key in ("schema", "json_schema") and isinstance(part, dict):
                 yield tag, key, f"{where}/{key}: "
             else:
-                yield from _schemas_of_tag(each, f"{where}/{key}")
+                yield from _schemas_of_tag(part, f"{where}/{key}")
 
 
 def _number(text: str) -> float:
-    """A number that is written with a point or an exponent; a whole one is an integer, as JSON Schema has it."""
+    """A number that is written with a point or an exponent; a whole one is an integer in JSON Schema."""
     number = float(text)
     return int(number) if number.is_integer() and abs(number) < _EXACT else number
 
@@ -93,7 +95,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _problem(schema: Any) -> str:
-    """Why the library does not take a schema, or not all of it."""
+    """Why the library refuses a schema, or does not enforce all of it."""
     text = json.dumps(schema, ensure_ascii=False)
     try:
         return next(iter(check_grammar(GuidedDecoding("json_schema", text, _PREFIX, strict=True))), "")
@@ -102,7 +104,7 @@ def _problem(schema: Any) -> str:
 
 
 def _words(kind: GrammarKind, error: InvalidArgument) -> str:
-    """The library's words about a constraint, without the grammar that was written for it."""
+    """The library's message about a constraint, without the grammar that was written for it."""
     message = error.message.removeprefix(f"{_PREFIX}: ")
     if kind in ("json_schema", "regex", "choice"):
         message = _PLACE.sub("", message.split("\n   1 | start:")[0])
@@ -110,13 +112,13 @@ def _words(kind: GrammarKind, error: InvalidArgument) -> str:
 
 
 def checking_backend(special: Mapping[str, int]) -> GrammarBackend:
-    """A backend for a vocabulary of single bytes and the `special` tokens of a model, each with its own id: it tells
-    the same of a grammar as one for the whole vocabulary, and is ready at once."""
+    """A backend for single bytes and the `special` tokens of a model. Its verdicts are those of the whole vocabulary,
+    and it is ready at once."""
     return LLGuidanceBackend(_byte_vocabulary(special))
 
 
 class _ByteTokens(NamedTuple):
-    """A tokenizer in the form that the library's wrapper wants."""
+    """A tokenizer as the library's wrapper wants it."""
 
     tokens: list[bytes]
     special_token_ids: list[int]

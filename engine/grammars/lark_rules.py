@@ -1,9 +1,8 @@
-"""Writes any `GuidedDecoding` as a grammar of the library's Lark dialect, which has a form for all of them.
-Structural tags are text in which tags may begin, whose content has a form of its own, in the two customary notations:
-`structures` of begin, schema and end, and `triggers`, of OpenAI's and vLLM's older `response_format`; and a `format`, a
-tree of parts, of XGrammar.
-
+"""Writes any `GuidedDecoding` as a grammar of the library's Lark dialect:
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+
+Structural tags are text in which tags may begin, whose content has a form of its own. There are two notations:
+`structures` and `triggers`, of vLLM's older `response_format`, and `format`, a tree of parts, of XGrammar.
 """
 
 import json
@@ -17,7 +16,7 @@ from ...core.errors import InvalidArgument
 from ...core.request import GuidedDecoding
 
 MAX_WHITESPACE = 8
-"""Characters of white space in a row that JSON may have between its parts: models went on with it for ever."""
+"""Consecutive white space that JSON may have between its parts: models went on with it for ever."""
 
 _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
@@ -25,7 +24,7 @@ _ANY_TEXT = r"/(.|\n)*/"
 
 
 class LarkRules:
-    """A grammar in the making. `special`: tokens by their text, that are tokens wherever they occur in a text.
+    """A grammar in the making. `special`: added tokens by their text, which become tokens wherever a text has it.
     `strict`: see `GuidedDecoding`."""
 
     def __init__(self, special: Mapping[str, int], strict: bool = False) -> None:
@@ -35,7 +34,7 @@ class LarkRules:
         self._others: list[str] = []
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """Add a rule; its name."""
+        """Add a rule, and return its name."""
         name = f"r{len(self._lines)}"
         self._lines.append(f"{name}{attributes}: {body}")
         return name
@@ -44,23 +43,23 @@ class LarkRules:
         """Exactly this text."""
         parts: list[str] = []
         at = 0
-        for found in self._specials.finditer(text):
-            parts += [_quoted(text[at : found.start()]), f"<[{self._special[found[0]]}]>"]
-            at = found.end()
+        for match in self._specials.finditer(text):
+            parts += [_quoted(text[at : match.start()]), f"<[{self._special[match[0]]}]>"]
+            at = match.end()
         return " ".join(part for part in (*parts, _quoted(text[at:])) if part) or '""'
 
     def text_until(self, marker: str) -> str:
         """Any text up to and including the first `marker`."""
-        found = self._specials.search(marker)
-        head = marker if found is None else marker[: found.start()]
+        match = self._specials.search(marker)
+        head = marker if match is None else marker[: match.start()]
         begin = self.rule(f"{_ANY_TEXT} {_quoted(head)}", "[lazy]") if head else self.any_text()
-        return begin if found is None else f"{begin} {self.text(marker[found.start() :])}"
+        return begin if match is None else f"{begin} {self.text(marker[match.start() :])}"
 
     def any_text(self) -> str:
         return self.rule(_ANY_TEXT)
 
     def json(self, schema: Any) -> str:
-        """JSON of a schema, parsed already."""
+        """JSON of a parsed schema."""
         return self.rule(f"%json {json.dumps(bounded_schema(schema, self._strict), ensure_ascii=False)}")
 
     def regex(self, pattern: str) -> str:
@@ -75,7 +74,7 @@ class LarkRules:
         return f"@g{len(self._others)}"
 
     def finish(self, start: str) -> str:
-        """The grammar whose texts are `start`'s, as the library reads it."""
+        """The library's grammar for the texts of rule `start`."""
         main = "\n".join((f"start: {start}", *self._lines))
         if not self._others:
             return main
@@ -84,12 +83,8 @@ class LarkRules:
 
 
 def write_grammar(constraint: GuidedDecoding, special: Mapping[str, int] = {}) -> str:
-    """The library's grammar of a constraint.
-
-    Raises:
-        InvalidArgument: its text is not what its kind asks for; `field` is its `parameter`.
-    """
-
+    """The library's grammar of a constraint. Raises `InvalidArgument` for a text that is not of the constraint's kind;
+    `field` is its `parameter`."""
     kind, text, parameter, after, strict = constraint
     rules = LarkRules(special, strict)
     try:
@@ -118,7 +113,7 @@ def write_grammar(constraint: GuidedDecoding, special: Mapping[str, int] = {}) -
 
 
 def bounded_schema(schema: Any, strict: bool) -> Any:
-    """A JSON schema, parsed, with the options that hold for all JSON here."""
+    """A parsed JSON schema with the options that hold for all JSON here."""
     if schema is True:
         schema = {}
     options = {"whitespace_pattern": _WHITESPACE, "lenient": not strict}
@@ -126,16 +121,18 @@ def bounded_schema(schema: Any, strict: bool) -> Any:
 
 
 def bound_embedded(lark: str, strict: bool) -> str:
-    """A Lark grammar whose embedded JSON schemas have the same options; what is no JSON is left for the library."""
-    decode, parts, at = json.JSONDecoder().raw_decode, list[str](), 0
-    for found in _EMBEDDED.finditer(lark):
-        if found.start() < at:
+    """A Lark grammar whose embedded JSON schemas have the same options. What is no JSON is left to the library."""
+    decode = json.JSONDecoder().raw_decode
+    parts: list[str] = []
+    at = 0
+    for match in _EMBEDDED.finditer(lark):
+        if match.start() < at:
             continue  # within a schema
         try:
-            schema, end = decode(lark, found.end())
+            schema, end = decode(lark, match.end())
         except ValueError:
             continue
-        parts += [lark[at : found.end()], json.dumps(bounded_schema(schema, strict), ensure_ascii=False)]
+        parts += [lark[at : match.end()], json.dumps(bounded_schema(schema, strict), ensure_ascii=False)]
         at = end
     return "".join((*parts, lark[at:]))
 
@@ -149,7 +146,7 @@ def _parsed(text: str) -> Any:
 
 def _texts(text: str) -> list[str]:
     texts = _parsed(text)
-    if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidArgument("it must be a list of at least one string")
     return texts
 
@@ -159,26 +156,22 @@ def _quoted(text: str) -> str:
 
 
 def _slashed(pattern: str) -> str:
-    """A regular expression between slashes: those in it that have no backslash get one."""
-    return re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+    """A regular expression whose slashes have backslashes."""
+    return re.sub(r"\\.|/", lambda match: r"\/" if match[0] == "/" else match[0], pattern, flags=re.DOTALL)
 
 
 _DEPTH = 32
 
 
 def structural_tag(rules: LarkRules, tag: Any) -> str:
-    """What the tag, parsed, allows.
-
-    Raises:
-        InvalidArgument: it has not the form of one.
-    """
+    """The rule of a parsed structural tag. Raises `InvalidArgument` if it is none."""
     if not isinstance(tag, dict):
         raise InvalidArgument("it must be an object")
     if "format" in tag:
         return _part(rules, tag["format"], _DEPTH)
     tags = [
-        {"begin": _get(each, "begin", str), "content": _schema_part(each), "end": _get(each, "end", str)}
-        for each in _get(tag, "structures", list)
+        {"begin": _get(entry, "begin", str), "content": _schema_part(entry), "end": _get(entry, "end", str)}
+        for entry in _get(tag, "structures", list)
     ]
     return _triggered(rules, {"triggers": _get(tag, "triggers", list), "tags": tags}, _DEPTH)
 
@@ -203,11 +196,11 @@ def _part(rules: LarkRules, part: Any, depth: int) -> str:
         case "regex":
             return rules.regex(_get(part, "pattern", str))
         case "grammar":
-            return rules.lark(_to_lark(_get(part, "grammar", str)))
+            return rules.lark(any_to_lark(_get(part, "grammar", str)))
         case "sequence":
-            return rules.rule(" ".join(_part(rules, each, depth - 1) for each in _some(part, "elements")))
+            return rules.rule(" ".join(_part(rules, element, depth - 1) for element in _some(part, "elements")))
         case "or":
-            return rules.rule(" | ".join(_part(rules, each, depth - 1) for each in _some(part, "elements")))
+            return rules.rule(" | ".join(_part(rules, element, depth - 1) for element in _some(part, "elements")))
         case "tag":
             return _tag(rules, part, depth)
         case "triggered_tags":
@@ -219,8 +212,9 @@ def _part(rules: LarkRules, part: Any, depth: int) -> str:
 
 
 def _tag(rules: LarkRules, tag: Any, depth: int, begun: str = "") -> str:
-    """A whole tag, or what follows when its beginning `begun` was written."""
-    begin, end = _get(tag, "begin", str)[len(begun) :], _ending(tag)
+    """The rule of a whole tag, or of its rest after the first part `begun`."""
+    begin = _get(tag, "begin", str)[len(begun) :]
+    end = _ending(tag)
     content = tag.get("content")
     if isinstance(content, dict) and content.get("type") == "any_text" and end:
         body = rules.text_until(end)
@@ -239,43 +233,38 @@ def _ending(tag: Any) -> str:
 
 
 def _triggered(rules: LarkRules, part: Any, depth: int) -> str:
-    """Text and tags, each begun by the trigger that its `begin` starts with."""
-    tags, triggers = _some(part, "tags"), _some(part, "triggers")
+    """The rule of text with tags, each of which begins with a trigger."""
+    tags = _some(part, "tags")
+    triggers = _some(part, "triggers")
     if not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise InvalidArgument("'triggers' must be strings, none of them empty")
     bodies: dict[str, list[str]] = {}
     for tag in tags:
         begin = _get(tag, "begin", str)
-        trigger = next((each for each in triggers if begin.startswith(each)), None)
+        trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
         if trigger is None:
             raise InvalidArgument(f"no trigger begins {begin!r}")
         bodies.setdefault(trigger, []).append(_tag(rules, tag, depth, trigger))
-    found = [rules.rule(f"{rules.text_until(each)} ({' | '.join(after)})") for each, after in bodies.items()]
-    one = rules.rule(" | ".join(found))
+    tagged = [rules.rule(f"{rules.text_until(trigger)} ({' | '.join(after)})") for trigger, after in bodies.items()]
+    any_tag = rules.rule(" | ".join(tagged))
     times = "+" if part.get("at_least_one") else "*"
     if part.get("stop_after_first"):
-        return one if part.get("at_least_one") else f"({one} | {rules.any_text()})"
-    return f"{one}{times} {rules.any_text()}"
+        return any_tag if part.get("at_least_one") else f"({any_tag} | {rules.any_text()})"
+    return f"{any_tag}{times} {rules.any_text()}"
 
 
 def _separated(rules: LarkRules, part: Any, depth: int) -> str:
-    one = rules.rule(" | ".join(_tag(rules, each, depth) for each in _some(part, "tags")))
+    any_tag = rules.rule(" | ".join(_tag(rules, tag, depth) for tag in _some(part, "tags")))
     separator = rules.text(_get(part, "separator", str))
-    several = one if part.get("stop_after_first") else f"{one} ({separator} {one})*"
+    several = any_tag if part.get("stop_after_first") else f"{any_tag} ({separator} {any_tag})*"
     return f"({several})" if part.get("at_least_one") else f"({several})?"
 
 
-def _to_lark(grammar: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    return any_to_lark(grammar)
-
-
 def _some(part: Any, name: str) -> list[Any]:
-    found: list[Any] = _get(part, name, list)
-    if not found:
+    elements: list[Any] = _get(part, name, list)
+    if not elements:
         raise InvalidArgument(f"'{name}' must not be empty")
-    return found
+    return elements
 
 
 def _get(part: Any, name: str, kind: type) -> Any:

@@ -1,4 +1,4 @@
-"""Grammars by llguidance, which computes masks as they are asked for and has limits for whatever it does.
+"""Grammars by llguidance, which computes masks lazily and limits all its work.
 
 https://github.com/guidance-ai/llguidance
 """
@@ -17,7 +17,7 @@ from .vocabulary import Vocabulary
 
 
 def free_text_mask(tokens: Sequence[bytes], ends: Sequence[int]) -> TokenMask:
-    """All tokens that are something, but no end."""
+    """The mask of all tokens that have bytes and end no text."""
     allowed = np.array([bool(token) for token in tokens])
     allowed[list(ends)] = False
     bits = np.packbits(allowed, bitorder="little")
@@ -25,8 +25,8 @@ def free_text_mask(tokens: Sequence[bytes], ends: Sequence[int]) -> TokenMask:
 
 
 class FreeTextMatcher:
-    """A `GrammarMatcher` that gives `inner` the tokens after `marker`. `tokens`: the bytes of each; `mask`: those that
-    may come before."""
+    """A `GrammarMatcher` that gives `inner` the tokens after `marker`. `tokens`: the bytes of each; `mask`: the tokens
+    allowed before."""
 
     def __init__(self, inner: GrammarMatcher, marker: bytes, tokens: Sequence[bytes], mask: TokenMask) -> None:
         self._inner, self._marker, self._tokens, self._mask = inner, marker, tokens, mask
@@ -90,23 +90,21 @@ class FreeTextMatcher:
         return end.endswith(self._marker)
 
 
-_GRAMMAR_BYTES = 1 << 16
-"""What a compiled grammar takes at least; and for each byte of its text, so many more."""
-_BYTES_EACH = 64
+_GRAMMAR_BYTES, _BYTES_PER_TEXT_BYTE = 1 << 16, 64
+"""The memory of a compiled grammar: a constant, and bytes for each byte of its text."""
 _NO_TEXT = "no text can satisfy it"
 _MESSAGE = 500
 """Characters of the library's messages that are passed on."""
 
 
 def check_grammar(constraint: GuidedDecoding, limits: GrammarLimits = LIMITS) -> tuple[str, ...]:
-    """Compile a constraint for no vocabulary: what it will not enforce. Where a grammar names special tokens, only
-    `LLGuidanceBackend.compile` can say whether there are such. Takes as long as compiling does.
+    """Compile a constraint without a vocabulary; descriptions of what is not enforced. Special tokens are not checked.
 
     Raises:
         InvalidArgument: it is wrong or costs too much; `field` is its `parameter`.
     """
-    found = LLMatcher.validate_grammar_with_warnings(_checked(constraint, limits), limits=_limits(limits))
-    failed, messages = found
+    grammar = _checked(constraint, limits)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits(limits))
     if failed:
         raise _refused(constraint, messages[0])
     return tuple(message for message in messages if not message.startswith("no tokenizer"))
@@ -119,7 +117,7 @@ class LLGuidanceBackend:
         self._vocabulary, self._limits, self._jumps = vocabulary, limits, jumps
 
     def compile(self, constraint: GuidedDecoding) -> CompiledGrammar:
-        """See `GrammarBackend.compile`. The first mask is computed, too: what costs too much shows there."""
+        """See `GrammarBackend.compile`. The first mask is computed, too, since it shows what costs too much."""
         marker = constraint.after if self._vocabulary.ends_in_special(constraint.after) else ""
         grammar = _checked(constraint._replace(after="") if marker else constraint, self._limits, self._vocabulary)
         first = LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=_limits(self._limits))
@@ -127,21 +125,20 @@ class LLGuidanceBackend:
             LLGuidanceMatcher(first).fill_mask(np.zeros(-(-self._vocabulary.size // 32), np.int32))
         if first.is_error():
             raise _refused(constraint, first.get_error())
-        return LLGuidanceGrammar(
-            first, _GRAMMAR_BYTES + _BYTES_EACH * len(constraint.text), self._matcher_maker(marker)
-        )
+        size = _GRAMMAR_BYTES + _BYTES_PER_TEXT_BYTE * len(constraint.text)
+        return LLGuidanceGrammar(first, size, self._matcher_maker(marker))
 
     def _matcher_maker(self, marker: str) -> Callable[[LLMatcher], GrammarMatcher]:
         begin = partial(LLGuidanceMatcher, jumps=self._jumps)
         if not marker:
             return begin
-        mask, tokens = free_text_mask(self._vocabulary.tokens, self._vocabulary.ends), self._vocabulary.tokens
+        tokens = self._vocabulary.tokens
+        mask = free_text_mask(tokens, self._vocabulary.ends)
         return lambda matcher: FreeTextMatcher(begin(matcher), marker.encode(), tokens, mask)
 
 
 class LLGuidanceGrammar:
-    """A `CompiledGrammar`: each matcher is made of a copy of the first, with which it shares what was computed so
-    far."""
+    """A `CompiledGrammar`. Each matcher is a copy of the first, and shares what that has computed."""
 
     def __init__(self, first: LLMatcher, size: int, make: Callable[[LLMatcher], GrammarMatcher]) -> None:
         self._first, self.size, self._make = first, size, make
@@ -200,7 +197,7 @@ def _refused(constraint: GuidedDecoding, message: str) -> InvalidArgument:
 
 
 def _first_lines(message: str) -> str:
-    """The library's words without the state of its parser that follows them."""
+    """The library's message, without the parser's state that follows it."""
     for rest in ("\n<state>", "<non-verbose/>", "<backtrace>"):
         message = message.split(rest)[0]
     message = message.removeprefix("panic: ").strip()[:_MESSAGE]

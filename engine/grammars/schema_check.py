@@ -1,8 +1,8 @@
-"""What of a JSON Schema can be enforced: annotations are taken out, what is said otherwise is put so that the library
-enforces it, and what it never will is named.
+"""Reduces a JSON Schema to what the library enforces: keywords are rewritten for it where that is possible, and taken
+out and named where it is not.
 
 Knows the keywords of drafts 4 to 2020-12 and what llguidance makes of them (`tests/engine/grammars` tries each one on
-the library itself). Pure: whether a schema compiles is asked of a callback.
+the library). Whether a schema compiles is a callback's answer.
 """
 
 import json
@@ -17,20 +17,20 @@ _MAX_HOPS = 16
 
 def resolve_pointer(root: Any, reference: str) -> Any:
     """The value at a reference such as `#/$defs/a`; None where there is none."""
-    found = root
+    value = root
     for step in unquote(reference).removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(key)
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
         else:
             return None
-    return found
+    return value
 
 
 def follow_references(root: Any, schema: Any) -> Any:
-    """The schema that one of nothing but a reference stands for."""
+    """The schema behind references; one without a reference itself."""
     for _ in range(_MAX_HOPS):
         if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#")):
             break
@@ -42,75 +42,73 @@ _ALL_TYPES = frozenset(("null", "boolean", "object", "array", "number", "string"
 
 
 class _Branch(NamedTuple):
-    """What the values of a branch have in common: `types`, all of their `values` where these are few, and of each
-    property with few values (`tags`) these."""
+    """The values that match a branch of `oneOf`."""
 
     types: frozenset[str]
     values: frozenset[str] | None
+    """All values, as JSON, of a `const` or an `enum`."""
     tags: dict[str, frozenset[str]]
+    """All values of each property that has a `const` or an `enum`."""
 
 
 def narrow_one_of(root: Any, node: dict[str, Any]) -> None:
-    """Write `oneOf` in `node` as `anyOf` if no value can match two branches, or none can that has the property which
-    tells the branches apart: that is required then."""
+    """Write `oneOf` in `node` as `anyOf` if no value can match two branches, or if no value with a certain property
+    can, which is then required."""
     branches = node.get("oneOf")
     if not isinstance(branches, list) or not branches or "anyOf" in node:
         return
-    described = [_describe(root, each) for each in branches]
+    described = [_describe(root, branch) for branch in branches]
     tag = None
-    if any(not _apart(one, other) for one, other in combinations(described, 2)):
-        tag = next((name for name in described[0].tags if _told_apart(described, name)), None)
+    if any(not _are_disjoint(first, second) for first, second in combinations(described, 2)):
+        tag = next((name for name in described[0].tags if _tells_apart(name, described)), None)
         if tag is None:
             return
     del node["oneOf"]
-    node["anyOf"] = branches if tag is None else [_requiring(tag, each, root) for each in branches]
+    node["anyOf"] = branches if tag is None else [_requiring(tag, branch, root) for branch in branches]
 
 
 def _describe(root: Any, schema: Any) -> _Branch:
-    found = follow_references(root, schema)
-    if not isinstance(found, dict):
+    target = follow_references(root, schema)
+    if not isinstance(target, dict):
         return _Branch(_ALL_TYPES, None, {})
-    given = found.get("type", _ALL_TYPES)
-    several = given if isinstance(given, list | frozenset) else [given]
-    types = [each for each in several if isinstance(each, str)]
-    properties = found.get("properties")
-    tags = {name: _values(root, each) for name, each in properties.items()} if isinstance(properties, dict) else {}
-    return _Branch(
-        frozenset("number" if each == "integer" else each for each in types) or _ALL_TYPES,
-        _values(root, found),
-        {name: values for name, values in tags.items() if values is not None},
-    )
+    declared = target.get("type", _ALL_TYPES)
+    names = declared if isinstance(declared, list | frozenset) else [declared]
+    types = frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
+    properties = target.get("properties")
+    tags = {name: _values(root, value) for name, value in properties.items()} if isinstance(properties, dict) else {}
+    few = {name: values for name, values in tags.items() if values is not None}
+    return _Branch(types or _ALL_TYPES, _values(root, target), few)
 
 
 def _values(root: Any, schema: Any) -> frozenset[str] | None:
-    found = follow_references(root, schema)
-    if not isinstance(found, dict):
+    target = follow_references(root, schema)
+    if not isinstance(target, dict):
         return None
-    values = [found["const"]] if "const" in found else found.get("enum")
+    values = [target["const"]] if "const" in target else target.get("enum")
     if not isinstance(values, list):
         return None
-    whole = [int(each) if isinstance(each, float) and each.is_integer() else each for each in values]
-    return frozenset(json.dumps(each, sort_keys=True) for each in whole)
+    whole = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
+    return frozenset(json.dumps(value, sort_keys=True) for value in whole)
 
 
-def _apart(one: _Branch, other: _Branch) -> bool:
-    if one.values is not None and other.values is not None:
-        return one.values.isdisjoint(other.values)
-    return one.types.isdisjoint(other.types)
+def _are_disjoint(first: _Branch, second: _Branch) -> bool:
+    if first.values is not None and second.values is not None:
+        return first.values.isdisjoint(second.values)
+    return first.types.isdisjoint(second.types)
 
 
-def _told_apart(branches: list[_Branch], tag: str) -> bool:
-    """Whether an object with the property `tag` matches one branch at most; all others match none, or all."""
-    if any("object" not in each.types or tag not in each.tags for each in branches):
+def _tells_apart(tag: str, branches: list[_Branch]) -> bool:
+    """Whether an object with the property `tag` matches at most one branch, and other values match none or all."""
+    if any("object" not in branch.types or tag not in branch.tags for branch in branches):
         return False
-    if any(len(each.types) > 1 and each.types != _ALL_TYPES for each in branches):
+    if any(len(branch.types) > 1 and branch.types != _ALL_TYPES for branch in branches):
         return False
-    return all(one.tags[tag].isdisjoint(other.tags[tag]) for one, other in combinations(branches, 2))
+    return all(first.tags[tag].isdisjoint(second.tags[tag]) for first, second in combinations(branches, 2))
 
 
 def _requiring(tag: str, branch: dict[str, Any], root: Any) -> dict[str, Any]:
-    found = follow_references(root, branch)
-    if tag not in found.get("required", ()) or found.get("type") != "object":
+    target = follow_references(root, branch)
+    if tag not in target.get("required", ()) or target.get("type") != "object":
         own = branch.get("required", [])
         branch |= {"type": "object", "required": own if tag in own else [*own, tag]}
     return branch
@@ -136,16 +134,15 @@ _NARROWER: dict[str, tuple[dict[str, Any], ...]] = {
     "hostname": ({"pattern": rf"^{_LABEL}(?:\.{_LABEL})*$"}, {"maxLength": 253}),
     "email": ({"pattern": "^[^@]{1,64}@"}, {"maxLength": 254}),
 }
-"""What holds beside formats: the library lets each month have 31 days and each minute a leap second, and has a year 0,
-which few who read an answer know; names of hosts and addresses of any length; and in a part of a host's name the two
-dashes behind its second character by which Punycode is known, which not every text is."""
+"""Schemas that are added to formats. By itself the library lets every month have 31 days and every minute a leap
+second, has a year 0, hosts and addresses of any length, and hosts that look like Punycode and are none."""
 _HINTS = frozenset(("double", "float", "password"))
-"""Formats that no value can offend against. All others that are not enforced are named, and never refused: by the
-specification a format only tells what is meant."""
+"""Formats that every value satisfies. Others that are not enforced are named and never refused, since by the
+specification a format is an annotation."""
 _LONGEST_FORMAT = 40
 
 _SILENT = ("x-guidance", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary")
-"""Keywords that are left out: options of the library, and what only others refer to."""
+"""Keywords that are left out silently: options of the library, and targets of references."""
 _NEVER: dict[str, tuple[Any, ...]] = {
     "not": (),
     "if": (),
@@ -160,17 +157,17 @@ _NEVER: dict[str, tuple[Any, ...]] = {
     "$dynamicRef": (),
     "$recursiveRef": (),
 }
-"""Keywords that are never enforced, with the values that ask for nothing."""
+"""Keywords that are never enforced, with their values without effect."""
 _COMPANIONS = ("then", "else", "minContains", "maxContains")
-"""Keywords that say nothing but beside others that are never enforced."""
+"""Keywords that only modify ones that are never enforced."""
 _DOUBTFUL = ("oneOf", "minProperties", "maxProperties", "patternProperties", "pattern")
 """Keywords that are enforced in some schemas only."""
 _UNSUPPORTED = re.compile(
     "not supported|only supported|not disjoint|not fully supported|not present in a registry"
     "|^Unknown format|^Unimplemented keys"
 )
-"""How the library says that it cannot do what is asked, and not that this is wrong. The last two it says of metaschemas
-alone, which it has in it: there nothing is taken out."""
+"""The library's messages about what it cannot do, as opposed to what is wrong. The last two concern its built-in
+metaschemas alone, from which nothing is taken out."""
 
 _ONE = ("additionalProperties", "additionalItems", "items")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -180,11 +177,11 @@ _METASCHEMA = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-0
 
 
 _GAP = 1e-6
-"""How far a bound is moved that must not be reached."""
+"""How far an exclusive bound is moved."""
 
 
 class Unenforced(NamedTuple):
-    """A keyword that is not enforced, and where it stands. `refusable`: a strict schema may not have it."""
+    """A keyword that is not enforced, and its place. `refusable`: a strict schema must not have it."""
 
     keyword: str
     pointer: str
@@ -209,25 +206,22 @@ class _Place(NamedTuple):
 
 
 def enforce_schema(schema: Any, problem: Problem) -> EnforcedSchema:
-    """The part of a parsed schema that is enforced; changes `schema`.
-
-    Raises:
-        ValueError: it is wrong, cannot be satisfied, or is too large or too deep.
-    """
+    """The part of a parsed schema that is enforced; changes `schema`. Raises `ValueError` for a schema that is wrong,
+    too large or too deep, or cannot be satisfied."""
     if not isinstance(schema, dict):
         if schema is True:
             return EnforcedSchema({}, ())
         raise ValueError("it must be an object, or true")
     places = list(_subschemas(schema))
-    left_out = [each for place in places for each in _leave_out(place)]
+    left_out = [keyword for place in places for keyword in _leave_out(place)]
     for place in places:
         narrow_one_of(schema, place.node)
     left_out += _relax(schema, places, problem)
-    return EnforcedSchema(schema, tuple(sorted(left_out, key=lambda each: (each.pointer, each.keyword))))
+    return EnforcedSchema(schema, tuple(sorted(left_out, key=lambda keyword: (keyword.pointer, keyword.keyword))))
 
 
 def _subschemas(root: dict[str, Any]) -> Iterator[_Place]:
-    """All subschemas that take part, those too that only references lead to."""
+    """All subschemas, those included to which only references lead."""
     waiting: list[tuple[Any, str, int]] = [(root, "", 0)]
     seen: set[int] = set()
     while waiting:
@@ -252,10 +246,10 @@ def _children(node: dict[str, Any]) -> Iterator[tuple[Any, str]]:
             yield node[key], f"/{key}"
     for key in _LISTS:
         if isinstance(node.get(key), list):
-            yield from ((each, f"/{key}/{number}") for number, each in enumerate(node[key]))
+            yield from ((child, f"/{key}/{number}") for number, child in enumerate(node[key]))
     for key in _MAPS:
         if isinstance(node.get(key), dict):
-            yield from ((each, f"/{key}/{_escaped(name)}") for name, each in node[key].items())
+            yield from ((child, f"/{key}/{_escaped(name)}") for name, child in node[key].items())
 
 
 def _escaped(name: str) -> str:
@@ -263,7 +257,7 @@ def _escaped(name: str) -> str:
 
 
 def _leave_out(place: _Place) -> Iterator[Unenforced]:
-    """Take out of a subschema what is never enforced; those of it that asked for something."""
+    """Take out the keywords that are never enforced; those of them that had an effect."""
     node, pointer = place
     _rewrite(node)
     for key in _SILENT:
@@ -277,15 +271,15 @@ def _leave_out(place: _Place) -> Iterator[Unenforced]:
         if key in node and node.pop(key) not in neutral and (key != "if" or conditional):
             yield Unenforced(key, f"{pointer}/{key}")
     if "format" in node and not (isinstance(node["format"], str) and node["format"] in FORMATS):
-        told = node.pop("format")
-        if isinstance(told, str) and told not in _HINTS:
-            yield Unenforced(f"format {told[:_LONGEST_FORMAT]}", f"{pointer}/format", refusable=False)
+        name = node.pop("format")
+        if isinstance(name, str) and name not in _HINTS:
+            yield Unenforced(f"format {name[:_LONGEST_FORMAT]}", f"{pointer}/format", refusable=False)
     if (narrower := _NARROWER.get(node.get("format", ""))) and isinstance(node.setdefault("allOf", []), list):
         node["allOf"] += narrower
 
 
 def _rewrite(node: dict[str, Any]) -> None:
-    """Put what has another form with the same meaning in that form."""
+    """Write keywords that the library lacks as others with the same meaning, where there are some."""
     if node.get("unevaluatedProperties") is False and not _APPLICATORS & node.keys():
         node.setdefault("additionalProperties", node.pop("unevaluatedProperties"))
     _move_bounds(node)
@@ -297,16 +291,17 @@ def _rewrite(node: dict[str, Any]) -> None:
         node |= {"patternProperties": {names["pattern"]: value}, "additionalProperties": False}
         del node["propertyNames"]
     elif names.keys() - {"type", "title", "description"} == {"enum"} and isinstance(names["enum"], list):
-        allowed = "|".join(re.escape(each) for each in names["enum"] if isinstance(each, str))
+        allowed = "|".join(re.escape(name) for name in names["enum"] if isinstance(name, str))
         node |= {"patternProperties": {f"^(?:{allowed})$": value}, "additionalProperties": False}
         del node["propertyNames"]
 
 
 def _move_bounds(node: dict[str, Any]) -> None:
-    """Move a whole number that must not be reached, if the other bound is less than one away: the library lets it be
-    reached then."""
-    low, high = _excluded(node, "Minimum"), _excluded(node, "Maximum")
-    below, above = _numbers(node, "maximum", "exclusiveMaximum"), _numbers(node, "minimum", "exclusiveMinimum")
+    """Move a whole exclusive bound if the other bound is less than one away: the library lets it be reached then."""
+    low = _excluded(node, "Minimum")
+    high = _excluded(node, "Maximum")
+    below = _numbers(node, "maximum", "exclusiveMaximum")
+    above = _numbers(node, "minimum", "exclusiveMinimum")
     if low is not None and below and low + _GAP < min(below) < low + 1:
         node["minimum"] = low + _GAP
         del node["exclusiveMinimum"]
@@ -316,7 +311,7 @@ def _move_bounds(node: dict[str, Any]) -> None:
 
 
 def _excluded(node: dict[str, Any], bound: str) -> float | None:
-    """The whole number that values must not reach."""
+    """The exclusive bound, if it is a whole number."""
     key = bound.lower() if node.get(f"exclusive{bound}") is True else f"exclusive{bound}"  # a boolean in draft 4
     return next((value for value in _numbers(node, key) if type(value) is int or value.is_integer()), None)
 
@@ -326,7 +321,7 @@ def _numbers(node: dict[str, Any], *keys: str) -> list[float]:
 
 
 class _Relaxation:
-    """A keyword that may be more than the library can do, to be taken out and put back."""
+    """A keyword that the library may not support in its place; it can be taken out and put back."""
 
     def __init__(self, place: _Place, keyword: str) -> None:
         self._node, self._keyword = place.node, keyword
@@ -344,7 +339,7 @@ class _Relaxation:
     def restore(self) -> None:
         self._node[self._keyword] = self._value
         if self._keyword == "oneOf":
-            self._node["allOf"] = [each for each in self._node["allOf"] if each.get("anyOf") is not self._value]
+            self._node["allOf"] = [part for part in self._node["allOf"] if part.get("anyOf") is not self._value]
             if not self._node["allOf"]:
                 del self._node["allOf"]
         elif self._keyword == "patternProperties":
@@ -359,11 +354,11 @@ def _relax(schema: dict[str, Any], places: Sequence[_Place], problem: Problem) -
     doubtful = [_Relaxation(place, key) for place in places for key in _doubtful_keywords(place.node)]
     if not doubtful or not _UNSUPPORTED.search(reason):
         raise ValueError(reason)
-    for each in doubtful:
-        each.relax()
+    for relaxation in doubtful:
+        relaxation.relax()
     if remaining := problem(schema):
         raise ValueError(remaining)
-    return [each.unenforced for each in _put_back(schema, doubtful, problem)]
+    return [relaxation.unenforced for relaxation in _put_back(schema, doubtful, problem)]
 
 
 def _doubtful_keywords(node: dict[str, Any]) -> list[str]:
@@ -373,13 +368,13 @@ def _doubtful_keywords(node: dict[str, Any]) -> list[str]:
 
 
 def _put_back(schema: Any, relaxed: Sequence[_Relaxation], problem: Problem) -> list[_Relaxation]:
-    """Put back all that the schema compiles with; those that stay out. Halves the list until one is to blame."""
-    for each in relaxed:
-        each.restore()
+    """Put back all keywords with which the schema compiles; those that stay out, found by bisection."""
+    for relaxation in relaxed:
+        relaxation.restore()
     if not problem(schema):
         return []
-    for each in relaxed:
-        each.relax()
+    for relaxation in relaxed:
+        relaxation.relax()
     if len(relaxed) == 1:
         return list(relaxed)
     half = len(relaxed) // 2

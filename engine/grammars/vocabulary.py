@@ -1,4 +1,4 @@
-"""The tokens of a model as the library needs them: the bytes of each, which are special, and which end a text."""
+"""The tokens of a model as the library of grammars needs them: their bytes, and which are special or end a text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,23 +17,26 @@ from ...tokenization.tokenizer_json import read_tokenizer
 
 
 class Vocabulary(NamedTuple):
-    """A vocabulary of `size` tokens, as many as the model has logits. `tokens`: the bytes of each. `special`: the
-    added tokens by their text, which are never part of other text; `ends`: those that end one."""
+    """A model's vocabulary."""
 
     tokenizer: LLTokenizer
     tokens: Sequence[bytes]
+    """The bytes of each token."""
     special: Mapping[str, int]
+    """Added tokens by their text, which are never part of other text."""
     ends: tuple[int, ...]
+    """The tokens that end a text."""
     size: int
+    """The number of the model's logits."""
 
     def ends_in_special(self, text: str) -> bool:
-        """Whether the end of `text` is one token, whatever stands before it."""
-        return any(text.endswith(each) for each in self.special)
+        """Whether a special token ends `text`, whatever stands before it."""
+        return any(text.endswith(token) for token in self.special)
 
 
 def read_vocabulary(model: str, tokenizer_of: str, size: int) -> Vocabulary:
-    """The vocabulary of a checkpoint, with the tokenizer of another if that is named. Raises as `read_tokenizer`
-    and `read_generation_defaults` do."""
+    """The vocabulary of a checkpoint, with another's tokenizer if `tokenizer_of` names one. Raises as `read_tokenizer`
+    and `read_generation_defaults`."""
     directory = locate_checkpoint(model)
     backend, named = read_tokenizer(locate_checkpoint(tokenizer_of) if tokenizer_of else directory)
     ends = read_generation_defaults(directory, Tokenizer(backend, named, {})).eos
@@ -41,8 +44,8 @@ def read_vocabulary(model: str, tokenizer_of: str, size: int) -> Vocabulary:
 
 
 def build_vocabulary(backend: tokenizers.Tokenizer, size: int, ends: tuple[int, ...]) -> Vocabulary:
-    """The vocabulary of a tokenizer, for a model of `size` logits; a token that only one of the two has cannot be
-    chosen. Where no token ends a text the last one stands for that."""
+    """The vocabulary of a tokenizer, for a model of `size` logits. A token that only one of them has cannot be chosen.
+    Without end tokens the last token counts as one."""
     backend.no_truncation()
     backend.no_padding()
     added = backend.get_added_tokens_decoder()
@@ -54,8 +57,8 @@ def build_vocabulary(backend: tokenizers.Tokenizer, size: int, ends: tuple[int, 
 
 
 class _Tokens:
-    """A tokenizer in the form that `TokenizerWrapper` wants. Text is encoded without added tokens: what spells one in a
-    schema is text."""
+    """A tokenizer as `TokenizerWrapper` wants it. It encodes without added tokens: what spells one in a schema is
+    text."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, special: Mapping[str, int], ends: tuple[int, ...], size: int
@@ -72,7 +75,7 @@ class _Tokens:
 
 
 def token_bytes(backend: tokenizers.Tokenizer, size: int) -> list[bytes]:
-    """The bytes that each token adds to a text; none for those beyond the tokenizer's."""
+    """The bytes that each token adds to a text; none for tokens that the tokenizer lacks."""
     known = min(size, backend.get_vocab_size())
     try:
         with NativeCall("the library of grammars failed"):

@@ -30,7 +30,7 @@ class LocalRanks:
             for rank in range(layout.world):
                 ours, theirs = Pipe()
                 self.connections.append(ours)
-                with theirs:  # the rank alone has it then: it closes when the rank ends
+                with theirs:  # only the rank has it then, so it closes when the rank ends
                     place = RankPlace(rank, layout, "127.0.0.1", rank, layout.world)
                     self._processes.append(python_child("charonia-rank", _rank_main, config, place, theirs))
         except BaseException:
@@ -70,4 +70,4 @@ def _rank_main(config: EngineConfig, place: RankPlace, connection: Connection) -
     from .rank import run_rank  # imports torch
 
     run_rank(config, place, connection)
-    os._exit(0)  # it has left the others; what torch would tidy up takes seconds
+    os._exit(0)  # torch's own cleanup takes seconds

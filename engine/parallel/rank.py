@@ -1,7 +1,7 @@
 """One rank: joins the others by torch.distributed (gloo between CPUs, NCCL between GPUs), loads its shard of the model,
-computes step after step until it is told to leave.
+and computes steps until it is to leave.
 
-Knows nothing of requests or scheduling, and of the core nothing but the connection to it.
+Knows nothing of requests or scheduling, and of the core only the connection to it.
 """
 
 import logging
@@ -40,21 +40,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for each other while one loads or computes; the core waits less for a rank to join."""
+"""How long ranks wait for each other while one loads or computes."""
 
 _MAX_UNRECEIVED = 4
-"""Steps that a stage may be ahead of the one after it before it waits."""
+"""Steps that a stage may be ahead of the next one before it waits."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class PeerLost(Unavailable):
-    """Another rank does not answer any more."""
+    """Another rank no longer answers."""
 
 
 def open_store(host: str) -> Any:
-    """Rank 0's store, in which ranks find each other. It listens on `host` alone, at its `port`, while it is referred
-    to."""
+    """Rank 0's store, in which ranks find each other. It listens on `host` alone, at its `port`, until it is
+    collected."""
     listener = listen_on(host)
     return dist.TCPStore(  # type: ignore[attr-defined]
         host,
@@ -72,12 +72,8 @@ def rank_device(config: EngineConfig, place: RankPlace) -> torch.device:
 
 
 def join_ranks(host: str, port: int, rank: int, layout: RankLayout, device: torch.device) -> None:
-    """Connect with the other ranks, by the store there; returns when all have come. A GPU is the `device` with its
-    index.
-
-    Raises:
-        PeerLost: a rank is missing.
-    """
+    """Connect with the other ranks by the store at `host`; return when all have come. Raises `PeerLost` if one is
+    missing. `device`: a GPU with its index."""
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
@@ -107,7 +103,8 @@ def leave_ranks() -> None:
 
 
 def rank_shard(rank: int, layout: RankLayout, split: tuple[int, ...] = ()) -> Shard:
-    """The share of the model that `rank` computes, once it has joined; every rank asks for its own at the same time."""
+    """The share of the model that `rank` computes. All ranks must call this at the same time, after they have
+    joined."""
     groups = [_translate_errors(dist.new_group, list(members)) for members in layout.stages()]
     index = layout.stage_of(rank)
     group: TensorGroup = SingleRank() if layout.tensor == 1 else TensorParallelGroup(groups[index])
@@ -116,7 +113,7 @@ def rank_shard(rank: int, layout: RankLayout, split: tuple[int, ...] = ()) -> Sh
 
 
 def _translate_errors(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Call torch.distributed; its errors about a rank that is gone become `PeerLost`."""
+    """Call torch.distributed; its errors about a lost rank become `PeerLost`."""
     try:
         return call(*arguments, **named)
     except RuntimeError as error:
@@ -138,7 +135,7 @@ class TensorParallelGroup:
 
     def all_gather(self, part: Tensor, total: int) -> Tensor:
         widths = [part.stop - part.start for part in all_rank_slices(total, self.size)]
-        # Equal pieces are what the libraries gather: the narrow ones are padded.
+        # The libraries gather equal pieces: narrow ones are padded.
         mine = part if part.shape[-1] == max(widths) else torch.nn.functional.pad(part, (0, 1))
         pieces = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in widths]
         _translate_errors(dist.all_gather, pieces, mine.contiguous(), group=self._group)
@@ -146,7 +143,7 @@ class TensorParallelGroup:
 
 
 class StageNeighbours:
-    """The ranks with the same place in the stages before and after: a `PipelineLink`."""
+    """The ranks with the same index in the stages before and after: a `PipelineLink`."""
 
     def __init__(self, rank: int, distance: int) -> None:
         self._before = rank - distance
@@ -166,10 +163,10 @@ class StageNeighbours:
 
 
 def run_rank(config: EngineConfig, place: RankPlace, connection: Connection) -> None:
-    """Compute as the rank at `place` until the core, at the other end of `connection`, says to leave.
+    """Compute as the rank at `place` until the core, at the other end of `connection`, lets it leave.
 
     Raises:
-        SystemExit: something failed, which was reported to the core, or the core is gone.
+        SystemExit: an error was reported to the core, or the core is gone.
     """
     report = MessageWriter[messages.RankReport](connection, messages.encode_message).send
     try:
@@ -214,14 +211,14 @@ def _run(
 def _execute_command(
     rank: LoadedRank, place: RankPlace, connection: Connection, report: Callable[[messages.RankReport], None]
 ) -> bool:
-    """Wait for the next command and execute it; False when that is to leave."""
+    """Wait for the next command and execute it; False for `LeaveRanks`."""
     runner = rank.runner
     match messages.decode_command(connection.recv_bytes()):
         case messages.ComputeStep(plan, sampled):
             if sampled is not None:
                 runner.store_remote_tokens(*sampled)
-            # The core sends masks while the step is computed; where it has several stages to feed, it must not wait
-            # until this one reads them.
+            # The core sends masks while the step is computed. With several stages it must not wait until this one
+            # reads them.
             masks: MaskSource = partial(_read_masks, connection)
             if len(plan.masked) and place.layout.pipeline > 1:
                 masks = partial(np.asarray, masks())

@@ -1,7 +1,7 @@
-"""Connections between the ranks of several machines and their core: TCP, authenticated by a shared secret.
+"""TCP connections between the ranks of several machines and their core, without encryption.
 
-Both ends prove that they know the secret by `multiprocessing.connection`'s HMAC challenge, so it never travels on the
-connection. What is sent is not encrypted. Knows nothing of the messages.
+Both ends prove by `multiprocessing.connection`'s HMAC challenge that they know a secret, which never travels on the
+connection. Knows nothing of the messages.
 """
 
 import secrets
@@ -21,7 +21,7 @@ _HANDSHAKE_SECONDS = 2
 """How long a caller may be silent during the challenge; those after it wait."""
 
 _PEER_TIMEOUT_SECONDS = 10
-"""After so long without an answer a machine is lost."""
+"""A machine that does not answer for so long is lost."""
 
 
 class ConnectToken(NamedTuple):
@@ -57,7 +57,7 @@ class RankListener:
         return ConnectToken(self._host, self._port, self._secret, rank)
 
     def accept(self, seconds: float) -> RankConnection | None:
-        """The next rank that connects; None if none does within so many seconds. Strangers are disconnected."""
+        """The next rank that connects, within so many seconds, or None. Callers without the secret are disconnected."""
         deadline = monotonic() + seconds
         while (left := deadline - monotonic()) > 0:
             self.socket.settimeout(left)
@@ -81,11 +81,7 @@ class RankListener:
 
 
 def listen_on(host: str) -> socket.socket:
-    """A socket that listens on `host` alone, at a free port.
-
-    Raises:
-        OSError: this machine does not have that address.
-    """
+    """A socket that listens on `host` alone, at a free port. Raises `OSError` if this machine lacks that address."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 

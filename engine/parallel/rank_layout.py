@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 
 
 class RankLayout(NamedTuple):
-    """`tensor` ranks share every layer of a stage, `pipeline` stages follow each other; a stage's ranks are neighbours:
-    rank = stage * tensor + place in the stage."""
+    """`tensor` ranks share every layer of a stage, and `pipeline` stages follow each other:
+    rank = stage * tensor + index in the stage."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -30,7 +30,7 @@ class RankLayout(NamedTuple):
         return [range(first, first + self.tensor) for first in range(0, self.world, self.tensor)]
 
     def rank_name(self, rank: int) -> str:
-        """The rank's name in logs and errors: its number of how many, and its place in the layout."""
+        """The rank's name in logs and errors: "rank 1 of 4 (stage 0, tensor 1)"."""
         parts = [f"rank {rank} of {self.world}"]
         if self.tensor > 1 and self.pipeline > 1:
             parts.append(f"stage {self.stage_of(rank)}, tensor {rank % self.tensor}")
@@ -41,7 +41,7 @@ class RankLayout(NamedTuple):
 
 
 class RankPlace(NamedTuple):
-    """The place of one rank: in the layout, and as number `local_rank` of the `local_ranks` on its machine."""
+    """The place of one rank in the layout, and among the `local_ranks` on its machine."""
 
     rank: int
     layout: RankLayout
@@ -56,7 +56,7 @@ class LaunchedRanks(Protocol):
 
     @property
     def connections(self) -> Sequence[Connection]:
-        """One to each rank. It closes when the rank ends, however that comes."""
+        """One to each rank, which closes when the rank ends."""
 
     def exit_reason(self, rank: int) -> str:
         """How a rank whose connection closed has ended, for people: "died (exit code -9)"."""
@@ -65,7 +65,7 @@ class LaunchedRanks(Protocol):
         """Kill all ranks, from any thread; does not wait for their end."""
 
     def wait_for_exit(self, timeout: float) -> None:
-        """Return when none of them runs; they are killed after `timeout` seconds."""
+        """Return when no rank runs; they are killed after `timeout` seconds."""
 
     def close(self) -> None:
-        """Close the connections, which nothing reads any more, after the ranks have ended."""
+        """Close the connections, after the ranks have ended and nothing reads them."""

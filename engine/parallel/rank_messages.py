@@ -15,8 +15,8 @@ from ..worker.executor import Capacity
 
 
 class SampledBatch(NamedTuple):
-    """Tokens that were sampled and have reached the host, for the stages that do not sample: `tokens[i]` at position
-    `positions[i]` of `rows[i]`, all [S]."""
+    """Sampled tokens, for the stages that do not sample: `tokens[i]` at position `positions[i]` of `rows[i]`, all
+    [S]."""
 
     rows: IntArray
     positions: IntArray
@@ -48,11 +48,11 @@ class AllocateCache(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class ComputeStep(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Compute `plan`, in which `sampled` may be needed: tokens of the steps before. If it has masked rows, the next
-    command is their `ProvideMasks`."""
+    """Compute `plan`. If it has masked rows, the next command is their `ProvideMasks`."""
 
     plan: StepPlan
     sampled: SampledBatch | None = None
+    """Tokens of the steps before, which the plan may need."""
 
 
 class LoadRankAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -62,7 +62,7 @@ class LoadRankAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class UnloadRankAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Forget an adapter: no plan after this has it."""
+    """Forget an adapter, which no later plan has."""
 
     digest: str
 
@@ -83,7 +83,7 @@ RankCommand: TypeAlias = (
 
 
 class RankStarted(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The rank's process runs. Rank 0 tells where its store listens."""
+    """The rank's process runs. Rank 0 adds the address of its store."""
 
     host: str = ""
     port: int = 0
@@ -100,7 +100,7 @@ class WeightsProgress(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class RankLoaded(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The rank's weights are loaded, and this is left for its part of the cache."""
+    """The rank's weights are loaded; `capacity` is left for its part of the cache."""
 
     capacity: Capacity
 
@@ -116,7 +116,7 @@ class StepComputed(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class RankAdapterLoaded(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The rank has its share of the adapter that was asked for longest ago, whose `name` is empty."""
+    """The rank has its share of the adapter of the oldest unanswered load; its `name` is empty."""
 
     adapter: Adapter
 
@@ -131,7 +131,7 @@ AdapterReport: TypeAlias = RankAdapterLoaded | RankAdapterRefused
 
 
 class RankFailed(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The rank ends. `lost_peer`: it only lost another rank, whose own report tells more."""
+    """The rank ends. `lost_peer`: it has lost another rank, whose own report says more."""
 
     error: SentError
     lost_peer: bool = False

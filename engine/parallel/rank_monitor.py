@@ -1,4 +1,4 @@
-"""Reads the reports of ranks, and notices the first rank that is lost. Knows nothing of what ranks compute."""
+"""Reads the reports of ranks, and notices the first loss of one. Knows nothing of what ranks compute."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from . import rank_messages as messages
 from .rank_layout import LaunchedRanks, RankLayout
 
 _GRACE_SECONDS = 1.0
-"""How long the report of a rank that lost another one waits for that one's own, which says more."""
+"""How long the report about a lost peer waits for the peer's own, which says more."""
 
 
 class ReceivedReport(NamedTuple):
@@ -24,11 +24,8 @@ class ReceivedReport(NamedTuple):
 
 
 class RankMonitor:
-    """One thread for each rank, until all connections are closed.
-
-    `on_result` gets the results as they come, `on_adapter` what ranks say about adapters. `on_loss` is called
-    once, with the reason why no more will come, after the ranks that are left were killed.
-    """
+    """Reads with one thread for each rank, until all connections are closed. When a rank is lost, the others are
+    killed, and then `on_loss` is called, once, with the reason."""
 
     def __init__(
         self,
@@ -54,11 +51,8 @@ class RankMonitor:
             thread.start()
 
     def next_report(self, deadline: float | None = None) -> ReceivedReport | None:
-        """The next report that is no result; None when there is none by `deadline`, of `time.monotonic`.
-
-        Raises:
-            CharoniaError: a rank is lost.
-        """
+        """The next report that no callback gets, or None when there is none by `deadline`, of `time.monotonic`. Raises
+        the `CharoniaError` of a lost rank."""
         try:
             received = self._reports.get(timeout=None if deadline is None else max(0.0, deadline - monotonic()))
         except Empty:
@@ -68,12 +62,12 @@ class RankMonitor:
         return received
 
     def expect_exits(self) -> None:
-        """From now on a rank that ends is not lost."""
+        """Take the end of a rank for no loss from now on."""
         with self._deciding:
             self._over.set()
 
     def join(self) -> None:
-        """Return when no thread reads a connection any more: all of them are closed."""
+        """Return when no thread reads a connection any more."""
         for thread in self._threads:
             thread.join()
 

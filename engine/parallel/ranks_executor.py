@@ -36,10 +36,8 @@ _LEAVE_SECONDS = 3.0
 
 
 class RanksExecutor:
-    """A model on `config.parallel.world` ranks, which `start_ranks` starts.
-
-    When one is lost the others are killed at once, and all pending steps fail with an error that names it.
-    """
+    """An `Executor` over `config.parallel.world` ranks. When one is lost the others are killed at once, and all pending
+    steps fail with an error that names it."""
 
     def __init__(
         self, config: EngineConfig, start_ranks: StartRanks = LocalRanks, join_seconds: float = JOIN_SECONDS
@@ -60,8 +58,8 @@ class RanksExecutor:
         """Start the ranks and let each load its share; `progress` is called on the caller's thread.
 
         Raises:
-            Unavailable: one does not join, or died; the message names it.
-            CharoniaError: what one of them raised.
+            Unavailable: a rank did not join, or died; the message names it.
+            CharoniaError: a rank's own error.
         """
         progress("ranks", 0.0)
         ranks = self._start_ranks(self._config, self._layout)
@@ -88,12 +86,11 @@ class RanksExecutor:
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
         step = self._pending.add()
         if not step.done():
-            # For the stages that do not sample: a sequence's next plan comes after its last result. More may come
-            # meanwhile.
+            # For the stages that do not sample: a sequence's next plan follows its last result. More results may come
+            # while these are taken.
             results = [self._sampled.popleft() for _ in range(len(self._sampled))]
-            sampled = (
-                messages.SampledBatch.from_results(results) if any(len(result.rows) for result in results) else None
-            )
+            has_tokens = any(len(result.rows) for result in results)
+            sampled = messages.SampledBatch.from_results(results) if has_tokens else None
             self._command(messages.ComputeStep(plan, sampled))
             if masks is not None and len(plan.masked):
                 self._command(messages.ProvideMasks(masks()))
@@ -117,7 +114,7 @@ class RanksExecutor:
         """See `Executor.use_idle_time`: there is nothing to prepare."""
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
-        """Call `tell`, from any thread, when a rank is lost; at once if one is already."""
+        """See `Executor.watch`: the loss is that of a rank."""
         self._lost.add_done_callback(lambda lost: tell(lost.result()))
 
     def close(self) -> None:
@@ -141,7 +138,7 @@ class RanksExecutor:
         return self._monitor
 
     def _command(self, command: messages.RankCommand) -> None:
-        """Send `command` to all ranks. Waits for a rank that has not read more than its connection holds."""
+        """Send `command` to all ranks. Waits where a connection is full."""
         message = messages.encode_message(command)
         with suppress(OSError):  # a rank is gone: the monitor fails whatever waits for it
             for connection in self._loaded.ranks.connections:
@@ -150,7 +147,7 @@ class RanksExecutor:
     def _wait_for_all(
         self, kind: type[R], deadline: float | None = None, progress: ProgressCallback = lambda phase, fraction: None
     ) -> dict[int, R]:
-        """Every rank's report of this kind; until all are there, `progress` is called as weights are read."""
+        """Every rank's report of this kind. Meanwhile `progress` is called as weights are read."""
         reported = 0.0
         while len(self._reports[kind]) < self._layout.world:
             received = self._loaded.next_report(deadline)
@@ -180,7 +177,7 @@ class RanksExecutor:
 
 
 class PendingFutures(Generic[F]):
-    """Results to come, in order; for any thread. `loss`: why none will come any more."""
+    """The futures of results, in order; for any thread. `loss`: the error after which none will come."""
 
     def __init__(self) -> None:
         self._futures: deque[Future[F]] = deque()
@@ -188,7 +185,7 @@ class PendingFutures(Generic[F]):
         self.loss: CharoniaError | None = None
 
     def add(self) -> Future[F]:
-        """The future of one more result; it has failed already if there will be none."""
+        """The future of one more result, which has failed already after a loss."""
         added: Future[F] = Future()
         with self._lock:
             if self.loss is None:
@@ -202,7 +199,7 @@ class PendingFutures(Generic[F]):
             return self._futures.popleft()
 
     def fail_all(self, error: CharoniaError) -> None:
-        """Fail these, and all to be added."""
+        """Fail all futures, those that are added later included."""
         with self._lock:
             self.loss = error
         for future in self._take_all():
@@ -220,7 +217,7 @@ class PendingFutures(Generic[F]):
 
 
 class AdapterLoads(PendingFutures[Adapter]):
-    """Adapters that `world` ranks are loading, each its share. A rank reports on them in the order of the loads."""
+    """Adapters that `world` ranks are loading, each its share. A rank reports in the order of the loads."""
 
     def __init__(self, world: int) -> None:
         super().__init__()
@@ -228,7 +225,7 @@ class AdapterLoads(PendingFutures[Adapter]):
         self.held: set[str] = set()
         """Digests of adapters that all ranks have."""
         self.strays: set[str] = set()
-        """Those of adapters that some ranks may have, because others could not load them."""
+        """Digests of adapters that some ranks may have and others could not load."""
 
     def add_report(self, rank: int, report: messages.AdapterReport) -> None:
         """Settle the oldest load when all ranks have reported on it."""
@@ -251,7 +248,7 @@ class AdapterLoads(PendingFutures[Adapter]):
             loading.set_result(msgspec.structs.replace(loaded[0], bytes=sum(adapter.bytes for adapter in loaded)))
 
     def take_strays(self) -> set[str]:
-        """Adapters that ranks are to be told to forget."""
+        """Digests of adapters that the ranks are to forget."""
         with self._lock:
             strays = self.strays - self.held
             self.strays = set()

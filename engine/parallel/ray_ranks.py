@@ -1,6 +1,6 @@
-"""Ranks on the machines of a Ray cluster: Ray starts and ends them; messages go over connections of our own.
+"""Ranks on the machines of a Ray cluster: Ray starts and ends them, and messages go over connections of our own.
 
-They belong to this process: when it ends, Ray ends them and takes the places back. Loaded only where Ray is wanted.
+Ray ends the ranks when this process ends. The module is loaded only where Ray is wanted.
 """
 
 import fcntl
@@ -30,14 +30,14 @@ from .rank_connections import ConnectToken, RankListener, connect_to_listener, s
 from .rank_layout import RankLayout, RankPlace
 
 _FORWARDED_VARIABLES = ("CHARONIA_", "HF_", "LRU_CACHE_", "NCCL_", "ONEDNN_")
-"""Environment variables that go with a rank, where its machine does not say otherwise."""
+"""Prefixes of environment variables that a rank gets, unless its machine sets them."""
 _GET_ADDRESS = 0x8915
 """Linux's SIOCGIFADDR."""
 _INTERFACE = Struct("16s4x4s16x")  # ifreq: name, then a sockaddr_in without port
 
 
 class RankResources(NamedTuple):
-    """The resources of one rank: a GPU for itself, or CPUs. `threads`: the number that it computes with."""
+    """The resources of one rank: a GPU for itself, or CPUs. `threads`: those that it computes with."""
 
     gpus: int
     cpus: int
@@ -52,21 +52,20 @@ class RankResources(NamedTuple):
 
 
 class RankPlacement(NamedTuple):
-    """The place of one rank: a bundle of the placement group, on the machine with this address, where it is number
-    `local_rank` of `local_ranks`."""
+    """The place of one rank in the cluster."""
 
     bundle: int
+    """Its bundle in the placement group."""
     host: str
+    """The address of its machine."""
     local_rank: int
+    """Its number among the `local_ranks` there."""
     local_ranks: int
 
 
 def rank_resources(config: EngineConfig, layout: RankLayout, resources: Mapping[str, float]) -> RankResources:
-    """The resources that each rank asks for; device auto is a GPU where the cluster's `resources` name one.
-
-    Raises:
-        InvalidArgument: the configuration names one GPU for all.
-    """
+    """The resources that each rank needs; device auto is a GPU if the cluster's `resources` have one. Raises
+    `InvalidArgument` for a device with a number."""
     kind, _, number = config.device.partition(":")
     if number:
         message = f"device {config.device!r} names one GPU, and Ray chooses them: cuda is enough"
@@ -78,8 +77,8 @@ def rank_resources(config: EngineConfig, layout: RankLayout, resources: Mapping[
 
 
 def place_ranks(hosts: Sequence[str]) -> list[RankPlacement]:
-    """Each rank's place, where bundle b was put on `hosts[b]`. Ranks that follow each other, as those of a stage do,
-    are put together: machine after machine, the one with the most bundles first."""
+    """Each rank's place, where bundle b is on `hosts[b]`: machine after machine, the one with the most bundles first,
+    so that the ranks of a stage are together."""
     count = Counter(hosts)
     placed: Counter[str] = Counter()
     places = []
@@ -91,7 +90,7 @@ def place_ranks(hosts: Sequence[str]) -> list[RankPlacement]:
 
 
 class RemoteRankArgs(NamedTuple):
-    """The arguments of a rank on another machine: `environment` to set, and `token` to connect with."""
+    """The arguments of a rank on another machine; `environment` is to be set there."""
 
     config: EngineConfig
     place: RankPlace
@@ -102,9 +101,8 @@ class RemoteRankArgs(NamedTuple):
 def remote_rank_args(
     config: EngineConfig, resources: RankResources, layout: RankLayout, placement: RankPlacement, token: ConnectToken
 ) -> RemoteRankArgs:
-    """The arguments of the rank that `token` names, as its machine should understand them: memory and cores are its
-    own. It has a GPU for itself, and Ray lets it see no other; on CPUs it shares the machine with the ranks there, of
-    other replicas as many as of its own."""
+    """The arguments of the rank that `token` names, for its machine: memory and cores are that machine's. Ray shows it
+    its own GPU alone. On CPUs it shares the machine with the ranks there, as many of each replica."""
     sharing = 1 if resources.gpus else placement.local_ranks * config.data_parallel_size
     config = msgspec.structs.replace(
         config,
@@ -123,7 +121,7 @@ class RankActor:
     """The Ray actor that runs one rank."""
 
     def serve(self, args: RemoteRankArgs) -> None:
-        """Run that rank until the core says to leave. The process, and its connection with it, stays until Ray ends it:
+        """Run the rank until the core lets it leave. The process, and so its connection, stays until Ray ends it:
         torch's own cleanup takes seconds."""
         set_process_name("charonia-rank")
         interface = interface_of(args.place.host)
@@ -140,8 +138,8 @@ class RankActor:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address, if one has: gloo would look up the machine's name, which many
-    resolve to loopback."""
+    """The network interface with this IPv4 address, if there is one, for gloo: it would look up the machine's name,
+    which often resolves to loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none
@@ -155,7 +153,7 @@ def interface_of(address: str) -> str | None:
 log = logging.getLogger(__name__)
 
 Actor: TypeAlias = Any
-"""Ray has no type for a handle that a checker without Ray could read."""
+"""Ray has no type for handles that a checker without Ray could read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +165,10 @@ class RayTimeouts:
 
 
 _WARN_SECONDS = 10.0
-"""After which it is logged that ranks wait for room."""
+"""Wait for room after which a warning is logged."""
 _POLL_SECONDS = 0.5
 _DEATH_SECONDS = 5.0
-"""How long Ray may take to end a process: on a machine that is gone it never does."""
+"""How long Ray may take to end a process: on a lost machine it never does."""
 
 
 class RayRanks:
@@ -251,7 +249,7 @@ class RayRanks:
             raise Unavailable("a machine left the Ray cluster while ranks were placed") from lost
 
     def _accept_ranks(self) -> None:
-        """Have a connection to every rank."""
+        """Accept the connection of every rank."""
         deadline = monotonic() + self._timeouts.join
         while len(self._connected) < self._layout.world:
             if accepted := self._listener.accept(min(_POLL_SECONDS, max(0.0, deadline - monotonic()))):
@@ -278,7 +276,7 @@ def _cluster_resources(amounts: dict[str, float]) -> dict[str, float]:
 
 
 def _ray_reason(served: Any) -> str:
-    """Why a process that ended did, in Ray's words."""
+    """Why a process ended, in Ray's words."""
     try:
         ray.get(served)
     except Exception as error:
@@ -287,16 +285,16 @@ def _ray_reason(served: Any) -> str:
 
 
 _ANSWER_SECONDS = 5.0
-"""How long a cluster whose address is given may take to answer: Ray itself would wait for minutes."""
+"""How long a cluster with a configured address may take to answer: Ray itself would wait for minutes."""
 
 
 def connect_to_cluster(address: str) -> None:
-    """Be a part of the cluster there: `host:port` of its head, `auto` for the one that this machine belongs to, `local`
-    for one of our own. "" leaves it to RAY_ADDRESS, and then to `auto`.
+    """Join the cluster at `host:port` of its head, this machine's (`auto`), or a new one (`local`). "" leaves it to
+    RAY_ADDRESS, and then to `auto`.
 
     Raises:
-        InvalidArgument: that is no address, or one of Ray's client.
-        Unavailable: there is no cluster, or this machine is not a part of it.
+        InvalidArgument: the address is none, or one of Ray's client.
+        Unavailable: no cluster answers, or this machine is not a part of it.
     """
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     if "://" in address:
