@@ -9,11 +9,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from ..core.backends import OnProgress
 from ..core.errors import InvalidArgument
@@ -36,27 +34,31 @@ from ..repository.watcher import RepositoryWatcher
 from ..routing.route import Route
 from .options import OnDemandOptions, RepositoryOptions
 
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
 
 class ProgressDisplay:
-    """A `LoadListener` that writes to stdout; a phase leaves one line with the time it took."""
+    """A `LoadListener` that writes to stdout; a phase leaves one line with the time it took. A terminal shows bars."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, markup=False, soft_wrap=True)
-        bar = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        self._bars = Progress(*bar, console=self._console, transient=True)
+        self._bars = _make_bars() if sys.stdout.isatty() else None
         self._phases: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if self._bars is not None:
             self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
+        if self._bars is not None:
             self._bars.stop()
 
     def print_line(self, text: str) -> None:
-        self._console.print(text)
+        if self._bars is None:
+            print(text)
+        else:
+            self._bars.console.print(text)
         sys.stdout.flush()
 
     def on_loading(self, name: str) -> OnProgress:
@@ -87,13 +89,25 @@ class ProgressDisplay:
         self.print_line(f"{name}: {result}")
 
     def _show(self, title: str, fraction: float) -> None:
+        if self._bars is None:
+            return
         if title not in self._phases:
             self._phases[title] = self._bars.add_task(title, total=1.0)
         self._bars.update(self._phases[title], completed=fraction)
 
     def _hide(self, title: str) -> None:
-        if title in self._phases:
+        if self._bars is not None and title in self._phases:
             self._bars.remove_task(self._phases.pop(title))
+
+
+def _make_bars() -> "Progress":
+    """Bars of a terminal: what they are drawn with is imported for one alone, which servers seldom have."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
 
 
 def _seconds(seconds: float) -> str:

@@ -10,9 +10,9 @@
 | `charonia.request_observers` | free | what follows the requests of the server |
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from importlib.util import find_spec
 
 
@@ -23,14 +23,14 @@ def installed_extensions(group: str) -> Mapping[str, EntryPoint]:
     One of ours whose module is not there is left out: the server without a part of it still works. A name of ours stays
     ours, whoever else declares it.
     """
-    declared = sorted(entry_points(group=group), key=lambda entry: (entry.name, is_own_extension(entry)))
+    declared = sorted(_select_declared()(group=group), key=lambda entry: (entry.name, is_own_extension(entry)))
     return {entry.name: entry for entry in declared if not is_own_extension(entry) or _is_there(entry)}
 
 
 @cache
 def absent_extensions(group: str) -> Mapping[str, str]:
     """The packages of ours that this installation lacks, by the names of their entry points in a group."""
-    lacking = (entry for entry in entry_points(group=group) if is_own_extension(entry) and not _is_there(entry))
+    lacking = (entry for entry in _select_declared()(group=group) if is_own_extension(entry) and not _is_there(entry))
     return {entry.name: entry.module.rpartition(".")[0] for entry in lacking}
 
 
@@ -39,6 +39,12 @@ def describe_absent(*groups: str) -> str:
     them; empty where it lacks none."""
     packages = sorted({package for group in groups for package in absent_extensions(group).values()})
     return f"; this installation lacks {', '.join(packages)}" if packages else ""
+
+
+@cache
+def _select_declared() -> Callable[..., EntryPoints]:
+    """Selects among those of all groups: several are asked for, and each reading opens all packages' files."""
+    return entry_points().select
 
 
 def is_own_extension(entry: EntryPoint) -> bool:

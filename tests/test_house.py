@@ -91,7 +91,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 1_800,
+    "core": 1_810,
     "processes": 1_100,
     "telemetry": 2_600,
     "kvcache": 370,
@@ -109,7 +109,7 @@ BUDGETS = {
     "extras/console": 600,
     "extras/rollouts": 1_150,
     "bench": 5_600,
-    "cli": 2_620,
+    "cli": 2_630,
     "extras/optimizer": 3_900,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""

@@ -1,8 +1,7 @@
 """Entry points are found by group and name, and one of ours without its module is left out."""
 
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
-from typing import Any
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
@@ -14,10 +13,10 @@ from charonia.core.extensions import absent_extensions, describe_absent, install
 def declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     entries: list[EntryPoint] = []
 
-    def entry_points(group: str) -> Any:
-        return [entry for entry in entries if entry.group == group]
+    def select(group: str) -> EntryPoints:
+        return EntryPoints(entries).select(group=group)
 
-    monkeypatch.setattr(extensions, "entry_points", entry_points)
+    monkeypatch.setattr(extensions, "_select_declared", lambda: select)
     installed_extensions.cache_clear()
     absent_extensions.cache_clear()
     yield entries
