@@ -16,7 +16,7 @@ from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.gpu.norm import TritonNorm
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
@@ -36,6 +36,9 @@ OTHERS = (
     "phi3",
     "mixtral",
     "mistral",
+    "qwen3.5",
+    "lfm2",
+    "granite-hybrid",
 )
 
 
@@ -77,9 +80,11 @@ def generate(
     executor = InlineExecutor(EngineConfig(model=str(directory), device="cpu", attention=attention, cache=sizes))
     executor.load(lambda phase, fraction: None)
     assert isinstance(executor.rank.runner.computer.attention, backend)
-    cache = KVCacheManager(5, BLOCK, prefix_caching=True)
-    executor.allocate(5)
-    config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=13, max_model_len=64)
+    snapshots = 4 if executor.rank.runner.computer.states is not None else 0
+    cache = KVCacheManager(5, BLOCK, prefix_caching=True, snapshots=snapshots)
+    executor.allocate(5, 0, snapshots)
+    rule = SnapshotRule(least_gain=BLOCK)
+    config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=13, max_model_len=64, snapshots=rule)
     requests = [_request(cache, key, prompt) for key, prompt in enumerate(prompts)]
     found = run_to_end(Scheduler(config, cache), executor, requests)
     executor.close()

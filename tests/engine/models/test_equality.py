@@ -17,7 +17,7 @@ from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
@@ -26,6 +26,8 @@ BLOCK = 16
 GREEDY = ResolvedSampling()
 NEW = 32
 LENGTHS = (1, 2, 7, 8, 9, 16, 23, 31, 40, 50, 64, 65, 77, 90, 100, 120)
+SNAPSHOTS, RULE = 12, SnapshotRule(prompt_stride=32, generated_stride=16, least_gain=16)
+"""Of states, of a model that has some."""
 SHARED = 33
 """Tokens that every second prompt begins with: two whole blocks and a bit."""
 
@@ -93,11 +95,16 @@ class Bench:
         asked, events = asked or prompts(), Events()
         needed = sum(-(-(len(prompt) + NEW) // BLOCK) for prompt in asked)
         blocks = needed // 6 if setting.tight else needed
-        cache = KVCacheManager(blocks, BLOCK, setting.prefix)
+        snapshots = SNAPSHOTS if self.executor.rank.runner.computer.states is not None else 0
+        cache = KVCacheManager(blocks, BLOCK, setting.prefix, snapshots=snapshots)
         config = SchedulerConfig(
-            max_num_seqs=setting.rows, max_num_batched_tokens=setting.chunk, max_model_len=256, ahead=setting.ahead
+            max_num_seqs=setting.rows,
+            max_num_batched_tokens=setting.chunk,
+            max_model_len=256,
+            ahead=setting.ahead,
+            snapshots=RULE,
         )
-        self.executor.allocate(blocks)
+        self.executor.allocate(blocks, 0, snapshots)
         requests = [self.request(cache, key, prompt, sampling) for key, prompt in enumerate(asked)]
         outcome = run_to_end(Scheduler(config, cache), self.executor, requests, observe=events.observe)
         cache.check_integrity()
@@ -192,6 +199,7 @@ def test_greedy_tokens_are_transformers(
 
 
 OTHERS = ("qwen2-yarn", "qwen2-window", "mistral", "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma2", "gemma3")
+RECURRENT = ("qwen3.5", "lfm2", "granite-hybrid")
 FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2", "opt")
 
 
@@ -205,6 +213,22 @@ def test_other_architectures_are_transformers(
 ) -> None:
     """Windows here are shorter than most prompts."""
     test_greedy_tokens_are_transformers(name, "auto", SETTINGS[setting], bench, followed)
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting"),
+    [("auto", "prefix"), ("auto", "everything, ahead 2"), ("torch", "everything, ahead 1")],
+)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_models_with_states_are_transformers(
+    name: str,
+    backend: str,
+    setting: str,
+    bench: Callable[[str, str], Bench],
+    followed: Callable[[str, list[list[int]]], list[list[int]]],
+) -> None:
+    """Sequences that share a prefix, or begin again, go on from snapshots."""
+    test_greedy_tokens_are_transformers(name, backend, SETTINGS[setting], bench, followed)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "cpu"])
