@@ -1,6 +1,5 @@
-"""What an entry point of `charonia.backends` may name beside a `RuntimeLoader`: a backend of language models, or of
-models that only ask others; and what one of `charonia.native_models` names.
-"""
+"""The kinds of model that an entry point of `charonia.backends` or `charonia.native_models` may name, beside a
+`RuntimeLoader`."""
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 
 
 class TextModelBuilder(Protocol):
-    """Builds a model that makes its own config, without loading it. Raises `CharoniaError` for a wrong parameter.
+    """Builds a language model without loading it. Raises `CharoniaError` for a wrong parameter.
 
-    `written`: the config of its directory. If its backend estimates memory, the model is told the bytes that it may
-    take: `memory` of the host's, and `gpu_memory` of each GPU's if it needs any there.
+    `written` is the config in the model's directory. A backend that estimates memory is given its allowance: `memory`
+    bytes of the host, `gpu_memory` of each GPU.
     """
 
     def __call__(
@@ -36,16 +35,16 @@ class TextModelBuilder(Protocol):
 
 
 MemoryEstimator: TypeAlias = Callable[[str, Mapping[str, str], Sequence[int]], Sequence[MemoryNeed]]
-"""The least that the model of a path and parameters takes of each memory; the numbers are those of the GPUs here.
-Raises as the builder does."""
+"""The least that a model takes of each memory, from its path, its parameters and the numbers of the GPUs. Raises as the
+builder does."""
 
 CheckpointExaminer: TypeAlias = Callable[[str, Mapping[str, str]], str]
-"""Reads a model's files as its load does, and returns what only the load will find out. Raises as the load does."""
+"""Checks a model's files as its load would, and returns what only the load will find out. Raises as the load does."""
 
 
 class TextBackend(NamedTuple):
-    """A backend of language models, which make their own configs. A version's path is its directory, or a checkpoint
-    or hub id; parameters are those of its config over those of `--backend-config`."""
+    """A backend of language models, which make their own configs. A version's path is its directory, a checkpoint or a
+    hub id; its config's parameters override those of `--backend-config`."""
 
     build: TextModelBuilder
     estimate_memory: MemoryEstimator | None = None
@@ -53,17 +52,17 @@ class TextBackend(NamedTuple):
     examine: CheckpointExaminer | None = None
     """With it, a model can be checked without loading it."""
     written_tensors: Literal["ignored", "implied", "served"] = "ignored"
-    """What becomes of the tensors that a config writes out: the models have their own, these are among their own, or
-    the models are served by these."""
+    """How the model treats tensors that its config declares: it ignores them, has them among its own, or serves exactly
+    these."""
     serves_checkpoints: bool = False
     """Whether `--backend` may choose it for a checkpoint on its own."""
     check_library: Callable[[str | None], int] | None = None
-    """Holds the installed library against what this backend expects of it, with the checkpoint of this path where there
-    is one; prints what differs, and returns the exit status of `charonia check`."""
+    """Compares the installed library with what this backend expects of it, and with a checkpoint if a path is given.
+    Prints the differences, and returns the exit status of `charonia check`."""
 
 
 class AskedVersion(NamedTuple):
-    """A model that another one asks; an empty `version` stands for the latest."""
+    """A model that another model asks; an empty version is the latest."""
 
     model: str
     version: str = ""
@@ -71,7 +70,7 @@ class AskedVersion(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Nanoseconds that the requests to all models took together: to wait, and for the three parts of their work."""
+    """Nanoseconds that the requests to other models waited and worked, added up."""
 
     queued: int = 0
     input: int = 0
@@ -80,11 +79,13 @@ class RequestTimes:
 
     def add(self, child: RequestContext) -> None:
         """Add the times of a request that has ended."""
-        summary, arrived_at = child.summary, child.arrived_at
+        summary = child.summary
+        arrived_at = child.arrived_at
         if child.execution is not None:
             self.add_execution(child.execution)
         elif summary.last is not None:
-            submitted, begun_at = summary.submitted or arrived_at, summary.begun or arrived_at
+            submitted = summary.submitted or arrived_at
+            begun_at = summary.begun or arrived_at
             self.input += int(1e9 * (submitted - arrived_at))
             self.queued += int(1e9 * (begun_at - submitted))
             self.infer += int(1e9 * (summary.last - begun_at))
@@ -98,32 +99,32 @@ class RequestTimes:
 
 
 class Composition(Protocol):
-    """How a model asks others: an ensemble, a pipeline, or what a package brings."""
+    """A model that asks other models: an ensemble, a pipeline, or one that a package brings."""
 
     @property
     def asked(self) -> Iterable[AskedVersion]:
         """The models that it needs, once it is loaded."""
 
     async def load(self) -> ModelConfig:
-        """The config that it has, now that its models are known. Raises `CharoniaError` if it cannot be loaded: a model
-        that it needs is not, or does not fit."""
+        """Return its config, now that its models are known. Raises `CharoniaError` if one of them is not loaded or does
+        not fit."""
 
     async def unload(self) -> None: ...
 
     def answer(
         self, request: InferRequest, context: RequestContext, times: RequestTimes
     ) -> AsyncGenerator[InferResponse, None]:
-        """The responses to a request. `times`: it adds those of the requests that it makes."""
+        """The responses to a request. It adds the times of the requests that it makes to `times`."""
 
 
 class CompositionBackend(NamedTuple):
     """A backend of models that only ask others."""
 
     compose: Callable[[ModelConfig, ModelLookup, Path], Composition]
-    """Makes a version's, from its config, the models of the server, and its directory. Raises `CharoniaError` if the
-    config is wrong."""
+    """Makes a version's composition from its config, the server's models and its directory. Raises `CharoniaError` for
+    a wrong config."""
 
 
 NativeBackendFinder: TypeAlias = Callable[[RawConfig, Path], str | None]
-"""The backend that serves a model whose config asks for the Python backend, in the place of its code; None to leave it
-to that. Called with its config as it is written, and the directory of one version."""
+"""Names the backend that serves a Python model in place of its code, given its config as written and the directory of
+one version; None leaves it to its code."""

@@ -1,4 +1,4 @@
-"""Speculation as requests ask for it and answers report it."""
+"""Speculation, as requests ask for it and answers report it."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 MAX_DRAFTS = 32
-"""Tokens that a step may draft for a sequence, whoever says how many."""
+"""The most tokens that one step may draft for a sequence."""
 
 
 class DraftLimit(NamedTuple):
@@ -17,12 +17,12 @@ class DraftLimit(NamedTuple):
 
 
 DraftReport: TypeAlias = Literal["none", "summary", "detailed"]
-"""What the last chunk of a text tells of its drafts: nothing, sums, or those of each step too."""
+"""What the last chunk of a text reports of its drafts: nothing, sums, or every step too."""
 
 
 class DraftSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The drafts of one text, as vLLM's `metrics.speculative_decoding` has them. A histogram counts steps by how many
-    of their drafts were accepted; steps without drafts are not counted. `num_spec_tokens`: the most of a step.
+    """The drafts of one text, in the form of vLLM's `metrics.speculative_decoding`. Histograms count steps by accepted
+    drafts; steps without drafts are left out.
 
     Source: https://docs.vllm.ai/en/stable/features/speculative_decoding/acceptance_metrics/
     """
@@ -35,18 +35,20 @@ class DraftSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_tokens: int
+    """The most drafts that a step may have."""
     per_step_accepted: list[int] | None = None
     per_step_drafted: list[int] | None = None
 
 
 def summarize_drafts(steps: Sequence[tuple[int, int]], most: int, detailed: bool = False) -> DraftSummary:
-    """The summary of steps with so many drafts each, and so many of them accepted, where `most` may be drafted."""
+    """Summarize steps, each a pair of its drafted and its accepted tokens; a step may draft `most`."""
     by_length = {drafted: [0] * (drafted + 1) for drafted in sorted({drafted for drafted, _ in steps})}
     histogram = [0] * (most + 1)
     for drafted, right in steps:
         by_length[drafted][right] += 1
         histogram[right] += 1
-    total, accepted = sum(drafted for drafted, _ in steps), sum(right for _, right in steps)
+    total = sum(drafted for drafted, _ in steps)
+    accepted = sum(right for _, right in steps)
     return DraftSummary(
         mean_acceptance_length=1 + accepted / max(len(steps), 1),
         draft_acceptance_rate=accepted / max(total, 1),

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 _MIN_SIMILARITY = 0.8
-"""The share of letters that a name has in common with a known one, in order; with less it is no misspelling."""
+"""The share of letters that a misspelled name has in common with the right one, in order."""
 
 _MAX_NAME_LENGTH = 64
-"""Letters of a name that is compared: comparing takes the product of both lengths."""
+"""The longest name that is compared, since comparing takes the product of both lengths."""
 
 _KINDS = {
     "int": "an integer",
@@ -34,19 +34,19 @@ LONGEST_MESSAGE = 4096
 """Characters of a message for a client."""
 
 LONGEST_REPORT = (1 << 16) + 1024
-"""Characters of what the code of a model says of itself: 64 KiB, and how much was cut off."""
+"""Characters of a report that a model's own code makes: 64 KiB, and a note of what was cut off."""
 
 _LONGEST_FIELD = 256
 
 
 def shorten(text: str, longest: int = _MAX_NAME_LENGTH) -> str:
-    """A text as a message quotes it: of a long one the beginning, and how long it is."""
+    """Shorten a text to be quoted in a message: the beginning, and the length."""
     return text if len(text) <= longest else f"{text[: longest - 32]}... ({len(text)} characters)"
 
 
 class ErrorCode(StrEnum):
-    """Triton's internal status codes, RESOURCE_EXHAUSTED for an LLM's full queue and a full disk, UNAUTHENTICATED for a
-    missing key, ABORTED for a change of what somebody else has changed meanwhile."""
+    """Triton's status codes, and three of ours: RESOURCE_EXHAUSTED for a full queue or disk, UNAUTHENTICATED for a
+    missing key, ABORTED for a change that conflicts with another."""
 
     UNKNOWN = "UNKNOWN"
     INTERNAL = "INTERNAL"
@@ -62,15 +62,15 @@ class ErrorCode(StrEnum):
 
 
 class CharoniaError(Exception):
-    """An error meant for the client: `message` is shown verbatim.
+    """An error whose message is shown to the client.
 
-    `field` names the offending request field (OpenAI's `param`), if there is one. What is longer than `longest`
-    characters is cut: messages quote what clients and checkpoints say. `retry_after`: seconds after which
-    another try may succeed, here or at another server; 0: time changes nothing.
+    Messages quote clients and checkpoints, so they are cut to `longest` characters. `field` names the offending request
+    field (OpenAI's `param`).
     """
 
     code: ErrorCode = ErrorCode.UNKNOWN
     retry_after: float = 0.0
+    """Seconds until another try may succeed; 0 if time changes nothing."""
 
     def __init__(self, message: str, *, field: str | None = None, longest: int = LONGEST_MESSAGE) -> None:
         message = shorten(message, longest)
@@ -96,7 +96,7 @@ class AlreadyExists(CharoniaError):
 
 
 class Conflict(CharoniaError):
-    """What is to be changed is not what the client expected."""
+    """The client expected another state of what it changes."""
 
     code = ErrorCode.ABORTED
 
@@ -112,7 +112,7 @@ class Unavailable(CharoniaError):
 
 
 class ServerExiting(Unavailable):
-    """The server exits. Tasks that still answer requests are cancelled with this as the message."""
+    """The server exits. It cancels the tasks that still answer requests, with this error as the message."""
 
     retry_after = 1.0
 
@@ -121,18 +121,19 @@ class ServerExiting(Unavailable):
 
 
 def shutdown_error(cancelled: BaseException | None) -> ServerExiting | None:
-    """The error of a request that the exit of the server cancelled; None if the client did, by leaving."""
-    return next((each for each in cancelled.args if isinstance(each, ServerExiting)), None) if cancelled else None
+    """The error of a request that the server's exit cancelled; None if the client left."""
+    arguments = () if cancelled is None else cancelled.args
+    return next((argument for argument in arguments if isinstance(argument, ServerExiting)), None)
 
 
 class NotReady(Unavailable):
-    """The model cannot answer now and will again: its process has ended and is being restarted, say."""
+    """The model cannot answer now and will again, for instance while its process restarts."""
 
     retry_after = 1.0
 
 
 class Cancelled(CharoniaError):
-    """The request was cancelled, and not by its client."""
+    """The request was cancelled by somebody other than its client."""
 
     code = ErrorCode.CANCELLED
 
@@ -146,20 +147,20 @@ class Internal(CharoniaError):
 
 
 class RequestTimeout(Unavailable):
-    """The request's own timeout expired before anything was generated for it; Triton's message."""
+    """The request's own timeout expired before it got a token; the message is Triton's."""
 
     def __init__(self, message: str = "Request timeout expired") -> None:
         super().__init__(message)
 
 
 class DiskFull(Internal):
-    """What the request wants kept finds no room on a disk of the server, or in what a user may have of one."""
+    """A disk of the server, or a user's share of it, has no room for what the request stores."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether that is what an error of the system says, or the one that it was raised from."""
+    """Whether an error, or one that it was raised from, says that a disk is full."""
     while error is not None:
         if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
             return True
@@ -168,7 +169,8 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 class QueueFull(CharoniaError):
-    """Refused before any work: too many `limit` wait. Another try may succeed after `retry_after` seconds."""
+    """The request was refused before any work, since too many requests or tokens wait. Another try may succeed after
+    `retry_after` seconds."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
 
@@ -183,57 +185,43 @@ def request_id_prefix(request_id: str) -> str:
     return f"[request id: {request_id or '<id_unknown>'}] "
 
 
-_BY_CODE: dict[ErrorCode, type[CharoniaError]] = {
-    error.code: error
-    for error in (
-        AlreadyExists,
-        Cancelled,
-        CharoniaError,
-        Internal,
-        InvalidArgument,
-        NotFound,
-        Unavailable,
-        Unsupported,
-    )
-}
+_GENERAL = (AlreadyExists, Cancelled, CharoniaError, Internal, InvalidArgument, NotFound, Unavailable, Unsupported)
+"""The general class of each code that a model's code may report."""
+_SPECIAL = (
+    Conflict,
+    ContextLengthExceeded,
+    DiskFull,
+    NotReady,
+    QueueFull,
+    RequestTimeout,
+    ServerExiting,
+    Unauthenticated,
+)
+
+_BY_CODE: dict[ErrorCode, type[CharoniaError]] = {error.code: error for error in _GENERAL}
+_BY_NAME: dict[str, type[CharoniaError]] = {error.__name__: error for error in (*_GENERAL, *_SPECIAL)}
 
 
 def error_from_code(code: str, message: str) -> CharoniaError:
-    """The error that a user's Python model reports, which knows codes and no classes; `Internal` for an unknown code.
-    Errors of our own processes cross as `SentError`."""
+    """The error that a user's Python model reports by its code; an unknown code is `Internal`. Errors of our own
+    processes cross as `SentError`."""
     return _BY_CODE.get(ErrorCode(code), Internal)(message, longest=LONGEST_REPORT)
 
 
-_BY_NAME: dict[str, type[CharoniaError]] = {
-    error.__name__: error
-    for error in (
-        *_BY_CODE.values(),
-        Conflict,
-        ContextLengthExceeded,
-        DiskFull,
-        NotReady,
-        QueueFull,
-        RequestTimeout,
-        ServerExiting,
-        Unauthenticated,
-    )
-}
-
-
 class SentError(msgspec.Struct, array_like=True, frozen=True):
-    """An error for a client in a message between two processes of ours: the only form in which errors cross."""
+    """An error for a client in a message between our processes: the only form in which errors cross."""
 
     kind: str
-    """The name of the error's class, or of the first of its bases that this module defines."""
+    """The name of the error's class, or of its nearest base in this module."""
     message: str
     field: str | None = None
     retry_after: float = 0.0
     limit: Literal["requests", "tokens"] = "requests"
-    """Of a `QueueFull`."""
+    """The limit that a `QueueFull` ran into."""
 
     @classmethod
     def of(cls, error: BaseException) -> "SentError":
-        """The message about `error`. One that is no `CharoniaError` becomes an `Internal` that names its class."""
+        """The message about `error`. Anything but a `CharoniaError` becomes an `Internal` that names its class."""
         if not isinstance(error, CharoniaError):
             error = Internal(f"{type(error).__name__}: {error}", longest=LONGEST_REPORT)
         message = error.message.encode(errors="backslashreplace").decode()  # it may quote lone surrogates
@@ -253,18 +241,20 @@ class SentError(msgspec.Struct, array_like=True, frozen=True):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: "; did you mean 'x'?", or nothing where none is similar."""
+    """The end of a message about an unknown name: "; did you mean 'x'?", or nothing if no name is similar."""
     alike = get_close_matches(name.lower(), known, 1, _MIN_SIMILARITY) if len(name) <= _MAX_NAME_LENGTH else []
     return f"; did you mean '{alike[0]}'?" if alike else ""
 
 
 class ValidationMismatch(NamedTuple):
-    """One violation that msgspec found. `path`: where, as in `messages[0].content`, empty for the whole. `reason`: the
-    requirement ("must be a number <= 1") or the problem. `got`: the value's kind ("a string"), if msgspec tells it."""
+    """One violation that msgspec found."""
 
     path: str
+    """Where it is, as in `messages[0].content`; empty for the whole."""
     reason: str
+    """The requirement ("must be a number <= 1") or the problem."""
     got: str = ""
+    """The kind of the value ("a string"), if msgspec names it."""
 
     def __str__(self) -> str:
         return f"{self.reason}, got {self.got}" if self.got else self.reason
@@ -274,9 +264,9 @@ def describe_validation_error(error: msgspec.ValidationError) -> ValidationMisma
     """A validation error in words for the client."""
     text, _, where = str(error).partition(" - at ")
     path = where.rpartition("`$")[2].rstrip("`").lstrip(".")  # of a key: in which object
-    if named := _NAMED.fullmatch(text):
-        path = f"{path}.{named['name']}".lstrip(".")
-        return ValidationMismatch(path, "is missing" if named["problem"].startswith("missing") else "is unknown")
+    if field := _NAMED.fullmatch(text):
+        path = f"{path}.{field['name']}".lstrip(".")
+        return ValidationMismatch(path, "is missing" if field["problem"].startswith("missing") else "is unknown")
     if expected := _EXPECTED.fullmatch(text):
         kinds = " or ".join(_KINDS.get(kind, kind) for kind in expected["kinds"].split(" | ") if kind != "null")
         got = expected["got"] or ""

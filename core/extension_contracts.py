@@ -1,10 +1,10 @@
-"""What entry points of `charonia.routes` and `charonia.request_observers` name: endpoints of HTTP that another package
-adds to the server, and what follows its requests.
+"""What packages add to the server by the entry points `charonia.routes` and `charonia.request_observers`: HTTP
+endpoints, and observers of requests.
 
     EXTENSION = RoutesExtension(GreetingOptions, "Greetings", plan_greetings)
 
-Its flags are those of its dataclass. The server calls `plan` with them before it opens a port, and `RoutesPlan.serve`
-once in the process that has the models. Knows no library of HTTP: routes are Starlette's or FastAPI's.
+The fields of its options are flags of the server, which calls `plan` with them before it opens a port. It then calls
+`RoutesPlan.serve` once, in the process that has the models. Routes are Starlette's or FastAPI's.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -24,60 +24,59 @@ Item = TypeVar("Item", InferResponse, GenerateChunk)
 Kept = TypeVar("Kept", bound=msgspec.Struct)
 
 EndpointFunction: TypeAlias = Callable[[Any], Awaitable[Any]]
-"""Takes a request, and returns the response, which is an application, or raises `CharoniaError`."""
+"""Takes a request and returns a response, which is an ASGI application. Raises `CharoniaError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What the server's own flags say, as far as extensions plan by it."""
+    """The server's own flags, as far as extensions depend on them."""
 
     serves_http: bool
-    """Whether there is HTTP at all."""
+    """Whether the server answers HTTP."""
     http_address: str
-    """What it listens on."""
+    """The address that it listens on."""
     host_names: Collection[str]
-    """Names that this server is known by, `*` for any: those of `--allowed-hosts`."""
+    """The names of this server by `--allowed-hosts`; `*` is any."""
     tenants: int
-    """How many tenants the API keys name; 0 where every client may ask."""
+    """The number of tenants that have API keys; 0 without keys."""
 
 
 class StateStore(Protocol):
-    """Keeps structs by name, beyond the server's end."""
+    """Stores structs by name; they outlive the server."""
 
     def read(self, name: str, kind: type[Kept]) -> Kept | None:
-        """What was written by that name; None if nothing was. Raises `InvalidArgument` for a file that is damaged."""
+        """The struct stored by that name, or None. Raises `InvalidArgument` for a damaged file."""
 
     def write(self, name: str, kept: msgspec.Struct) -> None:
-        """Keep it in place of what was written by that name; blocks. Raises `Internal` if the disk refuses: then
-        nothing changed."""
+        """Store a struct by that name; blocks. Raises `Internal` if the disk refuses: then nothing changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtensionHost:
-    """The server, as its extensions know it."""
+    """The server, as its extensions see it."""
 
     administration: Administration
-    """The models, for a request and as they are."""
+    """The server's models."""
     endpoints: Mapping[str, EndpointFunction]
-    """The server's own endpoints by path, for what asks them as a client would."""
+    """The server's own endpoints by path, to be called as a client would."""
     state: StateStore | None = None
-    """What `--state-dir` keeps; None without."""
+    """The store of `--state-dir`; None without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedRoutes:
-    """What an extension serves from now on."""
+    """What an extension serves."""
 
     routes: Sequence[Any] = ()
-    """Routes of Starlette or FastAPI, which are tried before the server's own. The endpoint of a plain
-    `starlette.routing.Route` for POST is called without FastAPI's middleware, as the server's are."""
+    """Routes of Starlette or FastAPI, tried before the server's own. A plain `starlette.routing.Route` for POST is
+    called without FastAPI's middleware, as the server's are."""
     running: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
-    """A block around the time in which models are served: it begins when those of the start are loaded, and ends when
-    the server begins to exit, before it waits for requests that run."""
+    """A block around the time in which models are served: from the end of the first loads until the server begins to
+    exit, before it waits for running requests."""
     measure: Callable[[], Iterable[Measurement]] | None = None
     """Called at each scrape."""
     request_ended: Callable[[RequestContext], None] | None = None
-    """Called with the context of every request to a model, at its end."""
+    """Called with the context of every request to a model when it ends."""
 
 
 def serve_nothing(host: ExtensionHost) -> ServedRoutes:
@@ -85,37 +84,36 @@ def serve_nothing(host: ExtensionHost) -> ServedRoutes:
 
 
 class PathAccess(NamedTuple):
-    """Who may ask a path, and those below it."""
+    """Who may use a path and those below it."""
 
     path: str
     needs_key: bool = True
-    """Whether a client has to show an API key, where there are some."""
+    """Whether a client must show an API key, if the server has keys."""
     restricted_api: str = ""
-    """The part of the API that it belongs to, as `--http-restricted-api` names it; empty for none."""
+    """Its part of the API in `--http-restricted-api`; empty for none."""
     is_private: bool = False
-    """Whether web pages from elsewhere are kept away where there are no keys, even from reading: it has clients' data,
-    or changes the server."""
+    """Whether foreign web pages are refused on a server without keys, even for reading: it has clients' data or changes
+    the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutesPlan:
-    """What an extension will serve, as its flags have it. Nothing runs yet."""
+    """What an extension will serve by its flags. Nothing runs yet."""
 
     serve: Callable[[ExtensionHost], ServedRoutes] = serve_nothing
-    """Called once, in the event loop of the process that has the models; of several workers each forwards to there."""
+    """Called once, in the event loop of the process that has the models; HTTP workers forward requests there."""
     static_routes: Callable[[], Sequence[Any]] = tuple
-    """Routes that depend on no model and on no state: each worker answers them by itself. Called in every process that
-    answers HTTP, so it has to be one that `pickle` takes."""
+    """Routes without state, which every worker answers itself. Must be picklable, since each process calls it."""
     access: Sequence[PathAccess] = ()
-    """Of paths that are not open to every client with a key."""
+    """Paths that are not open to every client with a key."""
     host_names: Collection[str] = ()
-    """Names of this server, beside those of `ServerFacts`."""
+    """More names of this server, beside those in `ServerFacts`."""
     listed: Mapping[str, str] = field(default_factory=dict)
-    """A name and the paths for the list of endpoints on `/`."""
+    """Names and paths for the list of endpoints on `/`."""
     pages: Mapping[str, str] = field(default_factory=dict)
-    """A name and the path of each page for people, which are told when the server has started."""
+    """Names and paths of pages for people, printed when the server has started."""
     metrics: Sequence[MetricFamily] = ()
-    """The families of what is measured."""
+    """The families of its measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,31 +126,31 @@ class RoutesExtension(Generic[OptionsT]):
     """An extension of the server's routes."""
 
     options: type[OptionsT]
-    """A frozen dataclass with keyword-only fields that have defaults: each is a flag of `charonia serve`, as cyclopts
-    reads it, and the text under it is its help. `NoOptions` has none."""
+    """A frozen dataclass with keyword-only fields that have defaults: each is a flag of `charonia serve`, read by
+    cyclopts, and the string under it is its help."""
     heading: str
-    """What its flags stand under in the help."""
+    """The heading of its flags in the help."""
     plan: Callable[[OptionsT, ServerFacts], RoutesPlan]
-    """Raises `CharoniaError` for flags that mean nothing. It is the place to import what takes long."""
+    """Raises `CharoniaError` for wrong flags. Slow imports belong here."""
 
 
 class ResidentHandle(ModelHandle, Protocol):
-    """A version that is in memory, held by a request that is no client's."""
+    """A loaded version, held by a request that no client waits for."""
 
     @property
     def generates_text(self) -> bool: ...
 
     @property
     def asks_models(self) -> bool:
-        """Whether it computes nothing itself."""
+        """Whether it only asks other models."""
 
 
 class ResidentModels(Protocol):
-    """The models in memory, for requests that no client waits for."""
+    """The loaded models, for requests that no client waits for."""
 
     def acquire_resident(self, context: RequestContext, name: str, version: str = "") -> ResidentHandle | None:
-        """As `ModelLookup.acquire`, but nothing is loaded, and the server's end does not wait for the request. None for
-        a model that is not in memory, which its next request would load."""
+        """As `ModelLookup.acquire`, but it loads nothing, and the server exits without waiting for the request. None if
+        the model is not in memory."""
 
 
 class RouteObserver(Protocol):
@@ -165,20 +163,20 @@ class RouteObserver(Protocol):
 
 
 class RequestObserver(Protocol):
-    """Follows the requests of the server. Lives in the event loop of the process that has the models."""
+    """Follows the server's requests, in the event loop of the process that has the models."""
 
     def observe_route(self, name: str, route: Mapping[str, Any]) -> RouteObserver | None:
-        """What follows the requests for a route from now on, None for nothing. Called when a route comes and when it
-        changes; `route`: as `routes.yaml` has it."""
+        """The observer of a route's requests, or None. Called when a route is added or changes, with the route as in
+        `routes.yaml`."""
 
     def forget_others(self, routes: Container[str]) -> None:
-        """Drop what was counted of routes that are none of these."""
+        """Drop the counts of all other routes."""
 
     def measure(self) -> Iterable[Measurement]:
         """The readings of a scrape."""
 
     def close(self) -> None:
-        """The server begins to exit."""
+        """Called when the server begins to exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +184,8 @@ class ObserverExtension:
     """An extension that follows requests."""
 
     observe: Callable[[ResidentModels], RequestObserver]
-    """Called once, before there is a route."""
+    """Called once, before there are routes."""
     metrics: Sequence[MetricFamily] = ()
-    """The families of what it measures."""
+    """The families of its measurements."""
     route_fields: frozenset[str] = frozenset()
-    """Those of `charonia.routing.route.OBSERVED_FIELDS` that it serves."""
+    """The fields of `charonia.routing.route.OBSERVED_FIELDS` that it serves."""

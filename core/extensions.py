@@ -1,13 +1,13 @@
-"""The entry points by which packages extend the server: our own, and anybody's.
+"""The entry points by which packages extend the server, ours and anybody's.
 
-| group | an entry's name | what it names |
+| group | an entry's name | its object |
 |---|---|---|
 | `charonia.backends` | of a backend in config.pbtxt | a `RuntimeLoader`, a `TextBackend` or a `CompositionBackend` |
-| `charonia.backend_aliases` | of a backend in config.pbtxt | the name of the backend that it stands for |
-| `charonia.native_models` | free | a `NativeBackendFinder`: what serves a model in the place of its Python code |
-| `charonia.routes` | free | routes of HTTP over a gateway |
-| `charonia.commands` | of a command line `charonia NAME` | a function, its flags by annotations as of cyclopts |
-| `charonia.request_observers` | free | what follows the requests of the server |
+| `charonia.backend_aliases` | of a backend in config.pbtxt | the name of another backend |
+| `charonia.native_models` | free | a `NativeBackendFinder` |
+| `charonia.routes` | free | a `RoutesExtension` |
+| `charonia.commands` | of a command `charonia NAME` | a function with cyclopts annotations |
+| `charonia.request_observers` | free | an `ObserverExtension` |
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +18,10 @@ from importlib.util import find_spec
 
 @cache
 def installed_extensions(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group by name, in the order of their names; nothing but our own packages is imported.
+    """The entry points of a group by name, in order. Imports no other package's code.
 
-    One of ours whose module is not there is left out: the server without a part of it still works. A name of ours stays
-    ours, whoever else declares it.
+    Entry points of ours whose module is missing are left out. A name that one of ours has cannot be taken by another
+    package.
     """
     declared = sorted(_select_declared()(group=group), key=lambda entry: (entry.name, is_own_extension(entry)))
     return {entry.name: entry for entry in declared if not is_own_extension(entry) or _is_there(entry)}
@@ -29,14 +29,13 @@ def installed_extensions(group: str) -> Mapping[str, EntryPoint]:
 
 @cache
 def absent_extensions(group: str) -> Mapping[str, str]:
-    """The packages of ours that this installation lacks, by the names of their entry points in a group."""
+    """Our packages that this installation lacks, by the names of their entry points."""
     lacking = (entry for entry in _select_declared()(group=group) if is_own_extension(entry) and not _is_there(entry))
     return {entry.name: entry.module.rpartition(".")[0] for entry in lacking}
 
 
 def describe_absent(*groups: str) -> str:
-    """The packages of ours that this installation lacks and that would extend one of `groups`, as a message ends with
-    them; empty where it lacks none."""
+    """The end of a message that names our missing packages for these groups; empty if none is missing."""
     packages = sorted({package for group in groups for package in absent_extensions(group).values()})
     return f"; this installation lacks {', '.join(packages)}" if packages else ""
 
@@ -53,7 +52,7 @@ def is_own_extension(entry: EntryPoint) -> bool:
 
 
 def _is_there(entry: EntryPoint) -> bool:
-    """Whether the module of `entry` exists; one that cannot be imported does, and says why when it is loaded."""
+    """Whether the module of `entry` exists, even if its import fails."""
     try:
         return find_spec(entry.module) is not None
     except ModuleNotFoundError as error:  # of a package above it, or of what that imports

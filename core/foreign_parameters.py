@@ -1,5 +1,5 @@
-"""Names of parameters that other servers serve and this one does not, and that choose tokens or ask for something more
-in the answer: a request with one of them asks for another answer than it would get."""
+"""Parameters of other servers that would change the answer and that this server does not have. Requests with one are
+refused."""
 
 FOREIGN_PARAMETERS = frozenset(
     (

@@ -1,5 +1,5 @@
-"""The seam between endpoints and models: an endpoint asks models through a `ModelLookup`, changes them through an
-`Administration`, and knows nothing of how they are served."""
+"""The seam between endpoints and models: endpoints ask models through a `ModelLookup` and change them through an
+`Administration`."""
 
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from enum import StrEnum
@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ResponseStream(Protocol[T_co]):
-    """An async iterator that can be closed (`contextlib.aclosing`), as async generators are."""
+    """An async iterator that can be closed, as async generators can."""
 
     def __aiter__(self) -> AsyncIterator[T_co]: ...
 
@@ -48,42 +48,43 @@ class RepositoryIndexEntry(NamedTuple):
 
 
 class ServedAdapter(NamedTuple):
-    """An adapter that requests may ask for by `name`, as if it were a model: its own name, or `model:adapter` where
-    another model or adapter has that one. `config`: of its model."""
+    """An adapter that requests may name in place of a model."""
 
     name: str
+    """Its own name, or `model:adapter` if another model or adapter has that name."""
     config: ModelConfig
+    """The config of its model."""
     adapter: Adapter
 
     def is_called(self, name: str) -> bool:
-        """Whether it is asked for by that name, too."""
+        """Whether requests may call it by that name."""
         return name in (self.name, f"{self.config.name}:{self.adapter.name}")
 
 
 class ModelHandle(Protocol):
-    """One loaded version of a model, held by one request until that request ends. `name`: its own, or that of the
-    adapter that it was acquired by, with which it answers.
+    """One loaded version of a model, held by one request until it ends.
 
-    A version that is replaced or unloaded meanwhile goes on serving the requests that hold it. A full queue raises
-    `QueueFull` and an ending server `ServerExiting`, before the first item of a stream. Endpoints close every stream.
+    A version that is replaced or unloaded meanwhile goes on serving its holders. A stream raises `QueueFull` or
+    `ServerExiting` before its first item. Endpoints close every stream.
     """
 
     @property
     def config(self) -> ModelConfig: ...
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The model's name, or that of the adapter that it was acquired by and answers with."""
 
     def for_request(self, context: RequestContext) -> "ModelHandle":
-        """The same version, held by another request too: one that a model makes of it for the same client."""
+        """The same version for another request, which a model makes for the same client."""
 
     def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
-        """The answer of a model that computes in the event loop, without a context for the request; None if it does
-        not, or would refuse the request: ask `for_request`."""
+        """The answer of a model that computes in the event loop. None if this one does not, or would refuse the
+        request: then use `for_request`."""
 
     def check_room(self) -> None:
-        """Raises what the request would be refused with now, whatever its body says, which is not read then:
-        `QueueFull`, or `Unavailable`."""
+        """Raise what the request would be refused with now whatever its body says, `QueueFull` or `Unavailable`, so
+        that the body need not be read."""
 
     def stats(self) -> ModelStats: ...
 
@@ -107,80 +108,77 @@ class ModelHandle(Protocol):
 
 
 class ModelLookup(Protocol):
-    """The models of the server, for whoever asks them: endpoints, and models that ask others. Every process that has
-    endpoints has one; one that has no models answers by what it was told last.
+    """The models of the server, for endpoints and for models that ask others. Every process with endpoints has one; in
+    an HTTP worker it answers by its last snapshot.
 
-    An empty `version` means the latest. Every lookup raises `NotFound` for an unknown model or version, `Unavailable`
-    for one that is not served, and `NotReady` for one that is being loaded.
+    An empty `version` is the latest. Lookups raise `NotFound` for an unknown model or version, `Unavailable` for one
+    that is not served, and `NotReady` while it is loading.
     """
 
     def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
-        """The context of a request that came in through `endpoint`: counted and recorded when its block ends."""
+        """The context of a request to `endpoint`, counted and recorded when its block ends."""
 
     async def acquire(self, context: RequestContext, name: str, version: str = "") -> ModelHandle:
-        """Look up the model that a request is for, once for a request: the context has its name and version from then
-        on, also if there is none, and releases the handle when the request ends. `name`: also of an adapter, or
-        `model:adapter`. Waits while a model is loaded that its first request loads; `NotReady` if that takes long."""
+        """Look up the model or adapter that a request names, once for each request. The context gets its name and
+        version, and releases the handle when the request ends. Waits for a model that loads on its first request;
+        raises `NotReady` if that takes long."""
 
     def check_room(self, context: RequestContext) -> None:
-        """As `ModelHandle.check_room`, for a request whose body names the model that is to write text, where there is
-        only one that does."""
+        """As `ModelHandle.check_room`, before the body of a text request is read, on a server with one language
+        model."""
 
     def alive(self) -> bool:
-        """Whether the process that has the models goes on; one that hangs is to be ended from outside."""
+        """Whether the process that has the models works; one that hangs must be ended from outside."""
 
     def ready(self) -> bool:
         """Whether every known model is ready and the server is not exiting."""
 
     def exiting(self) -> bool:
-        """Whether the server exits: requests in flight are finished, new ones are refused."""
+        """Whether the server exits: it finishes requests in flight and refuses new ones."""
 
     def model_configs(self) -> list[ModelConfig]: ...
 
     def model_config(self, name: str, version: str = "") -> ModelConfig: ...
 
     def served_versions(self, name: str) -> tuple[str, ...]:
-        """The versions of a model that are served, lowest first. Raises as `model_config` does."""
+        """The served versions of a model, lowest first. Raises as `model_config` does."""
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
         """Whether that version, or the latest, can be asked now; False for an unknown one."""
 
     async def unready_reason(self, name: str, version: str = "") -> str:
-        """Why `is_model_ready` does not hold, or why the model itself says that it is not ready; empty where it is."""
+        """Why the model is not ready, by the server or by itself; empty if it is."""
 
 
 class Administration(ModelLookup, Protocol):
-    """What changes the models of the server, and what is known of them where they are: in one process of a server."""
+    """Changes and describes the models of the server, in the one process that has them."""
 
     @property
     def route_control(self) -> ChangeableRoutes: ...
 
     def requests_in_flight(self) -> int:
-        """How many requests to models are being answered."""
+        """The number of requests to models that are being answered."""
 
     def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
-        """Statistics of every served version, or of those asked for.
-
-        Raises:
-            InvalidArgument: none that was asked for is served.
-        """
+        """Statistics of every served version, or of those named. Raises `InvalidArgument` if none of those named is
+        served."""
 
     async def tokenizer_info(self, name: str) -> dict[str, Any]:
-        """What the checkpoint of a language model says of its tokenizer. Raises as `model_config`, and
-        `InvalidArgument` for another model."""
+        """What a language model's checkpoint says of its tokenizer. Raises as `model_config`, and `InvalidArgument` for
+        other models."""
 
     @property
     def loads_on_request(self) -> bool:
-        """Whether requests may load and unload models of the repositories."""
+        """Whether requests may load and unload models."""
 
     async def repository_index(self, ready_only: bool = False) -> list[RepositoryIndexEntry]:
         """Every version that the repositories hold, or that was loaded."""
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
-        """Load, or load again, a model of the repositories; return when it is served.
+        """Load or reload a model of the repositories; return when it is served.
 
-        `config`: a whole config as JSON in place of the file's, until the model's directory changes or the model is
-        unloaded. `files`: a whole model directory in place of the repository's, by path within it.
+        `config` is a whole config as JSON in place of the file's, until the model is unloaded or its directory changes.
+        `files` is a whole model directory by relative path, in place of the repository's.
 
         Raises:
             Unavailable: the server was not started with explicit model control.
@@ -189,8 +187,8 @@ class Administration(ModelLookup, Protocol):
         """
 
     async def unload_model(self, name: str, dependents: bool = False) -> None:
-        """Stop serving a model; return when its unloading has begun. Models that were loaded only because an ensemble
-        asks them go with it; with `dependents` all that it asks do.
+        """Stop serving a model; return when its unloading has begun. Models that only an ensemble had loaded go with
+        it; with `dependents`, all that it asks.
 
         Raises:
             Unavailable: the server was not started with explicit model control.
@@ -198,11 +196,11 @@ class Administration(ModelLookup, Protocol):
         """
 
     def adapters(self) -> list[ServedAdapter]:
-        """The adapters of all models that are served."""
+        """The adapters of all served models."""
 
     async def load_adapter(self, name: str, path: str, model: str = "", replace: bool = False) -> Adapter:
-        """Load an adapter from the directory `path`; return when requests may ask for it. `model`: which it is for,
-        where several take adapters. `replace`: see `AdaptableModel`.
+        """Load an adapter from the directory `path`; return when requests may name it. `model` is needed if several
+        take adapters; `replace`: see `AdaptableModel`.
 
         Raises:
             NotFound: there is no such model, or none that takes adapters.
@@ -210,4 +208,4 @@ class Administration(ModelLookup, Protocol):
         """
 
     async def unload_adapter(self, name: str) -> ServedAdapter:
-        """Serve an adapter no longer; requests that are being answered end with it. Raises `NotFound`."""
+        """Stop serving an adapter; running requests end with it. Raises `NotFound`."""

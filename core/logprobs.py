@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_LOGPROBS = 20
-"""The largest number of likeliest tokens that a request may ask for beside each token."""
+"""The most likeliest tokens that a request may ask for beside each token."""
 
 
 class Logprobs(NamedTuple):
-    """Logprobs of one generated token: `chosen` is its own, `values` are those of the likeliest tokens `ids`, in
-    descending order. `rank`: see `RankedLogprobs`; 0 where it is not told."""
+    """Logprobs of one generated token and of the likeliest tokens `ids`, in descending order. `rank` is as in
+    `RankedLogprobs`; 0 if unknown."""
 
     chosen: float
     ids: list[int]
@@ -21,16 +21,17 @@ class Logprobs(NamedTuple):
 
 
 class RankedLogprobs(NamedTuple):
-    """Logprobs of one token of a prompt. `rank`: 1 if no token is likelier there, 2 if one is, and so on."""
+    """Logprobs of one token of a prompt. The likeliest token in its place has rank 1."""
 
     logprobs: Logprobs
     rank: int
 
 
 class PromptLogprobs(NamedTuple):
-    """Logprobs of T consecutive tokens of a prompt, from position `start` on, each with the `top` likeliest ones.
+    """Logprobs of T consecutive tokens of a prompt from position `start` on, and of the `top` likeliest tokens in each
+    place.
 
-    Columns travel as bytes: `chosen` float32 [T], `ranks` int32 [T], `ids` int32 and `values` float32 [T, top].
+    The columns travel as bytes: `chosen` float32 [T], `ranks` int32 [T], `ids` int32 and `values` float32 [T, top].
     """
 
     start: int
@@ -72,7 +73,8 @@ class PromptLogprobs(NamedTuple):
         )
 
     def to_list(self) -> list[RankedLogprobs]:
-        chosen, ranks = np.frombuffer(self.chosen, np.float32).tolist(), np.frombuffer(self.ranks, np.int32).tolist()
+        chosen = np.frombuffer(self.chosen, np.float32).tolist()
+        ranks = np.frombuffer(self.ranks, np.int32).tolist()
         ids = np.frombuffer(self.ids, np.int32).reshape(len(chosen), self.top).tolist()
         values = np.frombuffer(self.values, np.float32).reshape(len(chosen), self.top).tolist()
         columns = zip(chosen, ids, values, ranks, strict=True)
@@ -80,25 +82,28 @@ class PromptLogprobs(NamedTuple):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token with its logprob. In `text` half a character shows as U+FFFD; `data` are its bytes. `top`: the likeliest
-    tokens in its place, which have no `top`. `rank`: see `Logprobs`. `width`: the characters that it adds to the text,
-    none for half a character; None where that is as long as its own."""
+    """A token with its logprob."""
 
     id: int
     text: str
+    """An incomplete character shows as U+FFFD."""
     data: bytes
+    """The token's bytes."""
     logprob: float
     top: tuple["TokenLogprob", ...] = ()
+    """The likeliest tokens in its place, which have no `top`."""
     rank: int = 0
+    """As in `Logprobs`."""
     width: int | None = None
+    """The characters that it adds to the text, 0 for an incomplete one; None if as many as `text` has."""
 
 
 class PromptToken(msgspec.Struct, frozen=True):
-    """A token of the prompt. `given`: its logprob, None for the first; `rank`: see `RankedLogprobs`; `width`: as of a
-    `TokenLogprob`."""
+    """A token of the prompt. `rank` is as in `RankedLogprobs`, `width` as in `TokenLogprob`."""
 
     id: int
     text: str
     given: TokenLogprob | None = None
+    """Its logprob; None for the first token."""
     rank: int = 0
     width: int | None = None

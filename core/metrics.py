@@ -1,8 +1,7 @@
-"""What a model counts: the measurements of a scrape, values of instruments and their labels, and the statistics of a
-version since it was loaded, with the names of v2's statistics extension.
+"""What models count: readings for a scrape, and statistics with the names of v2's statistics extension.
 
-Instruments are plain numbers of one event loop: recording takes no lock and about a tenth of a microsecond. Names,
-types and help of the metrics are in telemetry/metric_families.py.
+Instruments are plain numbers of one event loop: recording takes no lock and about 0.1 us. Names and help of the metrics
+are in telemetry/metric_families.py.
 """
 
 import math
@@ -28,18 +27,19 @@ _LEAST = 1e-3
 
 
 def log_bucket(value: float) -> int:
-    """The bucket of a value by its logarithm, in which values differ by a fiftieth at most (Masson, Rim and Lee,
+    """The bucket of a value by its logarithm. Values of one bucket differ by 2 % at most (Masson, Rim and Lee,
     DDSketch, VLDB 2019)."""
     return math.ceil(math.log(max(value, _LEAST)) / _BUCKET)
 
 
 def log_bucket_value(bucket: int) -> float:
-    """The middle of all values of a bucket, which is right to a hundredth for each."""
+    """The middle of a bucket, within 1 % of all its values."""
     return 2 * math.exp(bucket * _BUCKET) / (math.exp(_BUCKET) + 1)
 
 
 class Histogram:
-    """Observations by upper bound: `counts[i]` of them were at most `bounds[i]`, the last ones above all bounds."""
+    """Counts of observations by upper bound: `counts[i]` were at most `bounds[i]`; the last count is above all
+    bounds."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -54,8 +54,8 @@ class Histogram:
 
 
 class TimeInState:
-    """Seconds that things were in a state, of all of them together and until now; `add` says that so many more are in
-    it, or fewer."""
+    """Seconds that things have spent in a state, added up over all of them. `add` changes the number of things in
+    it."""
 
     __slots__ = ("_at", "_clock", "_count", "_seconds")
 
@@ -72,7 +72,7 @@ class TimeInState:
         self._count += change
 
     def add_seconds(self, seconds: float) -> None:
-        """Those that another process has measured."""
+        """Add seconds that another process measured."""
         self._seconds += seconds
 
     @property
@@ -82,9 +82,8 @@ class TimeInState:
 
 
 class SequenceState(StrEnum):
-    """What a sequence of a language model has from the engine, or waits for: it runs; it waits for a row; for cache
-    blocks; for blocks because it was preempted; for tokens of a step; or until a prefix that it shares is computed, or
-    fewer adapters run."""
+    """Whether a sequence of a language model runs, or what it waits for: a row, cache blocks, blocks after a
+    preemption, tokens of a step, or a prefix that is being computed or an adapter's place (`PARKED`)."""
 
     RUNNING = "running"
     NO_ROW = "no_row"
@@ -95,17 +94,17 @@ class SequenceState(StrEnum):
 
 
 class _TimeSlice(NamedTuple):
-    """`counts` of values by their logarithm; `number`: of the slice since the clock's beginning."""
+    """Counts of values by log bucket in one slice of time, which is numbered from the clock's beginning."""
 
     number: int
     counts: Counter[int]
 
 
 class QuantileSummary:
-    """Quantiles of the last minute's values: Prometheus's summary, in memory that does not grow with the traffic.
+    """Quantiles (0 to 1) of the last minute's values: Prometheus's summary, in bounded memory.
 
-    Values are counted by `log_bucket`, so a quantile is right to a hundredth of its value. `count` and `sum` are of
-    everything since the start; `quantiles` are from 0 to 1.
+    Values are counted by `log_bucket`, so a quantile is within 1 %. `count` and `sum` are of all values since the
+    start.
     """
 
     __slots__ = ("_clock", "_slices", "count", "quantiles", "sum")
@@ -126,16 +125,16 @@ class QuantileSummary:
     def values(self) -> list[float]:
         """Each quantile; NaN if nothing was observed in the last minute."""
         self._turn()
-        counts = sum((each.counts for each in self._slices), Counter[int]())
+        counts = sum((time_slice.counts for time_slice in self._slices), Counter[int]())
         if not counts:
             return [math.nan] * len(self.quantiles)
         keys = sorted(counts)
         ranks = list(accumulate(counts[key] for key in keys))
-        found = [keys[bisect_right(ranks, quantile * (ranks[-1] - 1))] for quantile in self.quantiles]
-        return [log_bucket_value(key) for key in found]
+        buckets = [keys[bisect_right(ranks, quantile * (ranks[-1] - 1))] for quantile in self.quantiles]
+        return [log_bucket_value(key) for key in buckets]
 
     def _turn(self) -> None:
-        """Begin the current slice, and drop those that are too old."""
+        """Begin the current slice, and drop outdated ones."""
         now = int(self._clock() * _SLICES / _WINDOW)
         while self._slices and self._slices[0].number <= now - _SLICES:
             self._slices.popleft()
@@ -148,7 +147,7 @@ MetricType: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
 
 
 class Reading(NamedTuple):
-    """One series at a scrape; `labels` are in addition to those of its measurement."""
+    """One series at a scrape; its labels are added to its measurement's."""
 
     family: str
     value: float | Histogram | QuantileSummary
@@ -156,7 +155,7 @@ class Reading(NamedTuple):
 
 
 class MetricFamily(NamedTuple):
-    """A metric by its name on the wire, counters with or without `_total`."""
+    """A metric by its name on the wire; counters may lack `_total`."""
 
     name: str
     kind: MetricType
@@ -164,7 +163,7 @@ class MetricFamily(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """Readings of one model, or of the server; `labels` are common to all of them."""
+    """Readings of one model or of the server, which share `labels`."""
 
     labels: Labels
     readings: Sequence[Reading]
@@ -172,7 +171,7 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StatisticDuration:
-    """A count of events and the nanoseconds that they took together."""
+    """A count of events and the nanoseconds that they took in all."""
 
     count: int = 0
     ns: int = 0
@@ -182,7 +181,8 @@ NO_DURATION = StatisticDuration()
 
 
 class InferenceStatistics(NamedTuple):
-    """Statistics of requests: a successful one counts in `success`, `queue` and, unless a cache had it, `compute_*`."""
+    """Statistics of requests. A successful one counts in `success`, `queue` and, unless a cache answered it,
+    `compute_*`."""
 
     success: StatisticDuration = NO_DURATION
     fail: StatisticDuration = NO_DURATION
@@ -195,7 +195,7 @@ class InferenceStatistics(NamedTuple):
 
 
 class BatchStatistics(NamedTuple):
-    """Statistics of the executions with `batch_size` requests' items together."""
+    """Statistics of the executions that had `batch_size` items."""
 
     batch_size: int
     compute_input: StatisticDuration = NO_DURATION
@@ -204,7 +204,7 @@ class BatchStatistics(NamedTuple):
 
 
 class ResponseStatistics(NamedTuple):
-    """Statistics of the responses at one place of a decoupled model's streams: the first ones, the second ones..."""
+    """Statistics of the responses at one index of a decoupled model's streams."""
 
     compute_infer: StatisticDuration = NO_DURATION
     compute_output: StatisticDuration = NO_DURATION
@@ -215,7 +215,7 @@ class ResponseStatistics(NamedTuple):
 
 
 class MemoryUsage(NamedTuple):
-    """Bytes that a model holds. `type`: GPU, CPU or CPU_PINNED; `id`: of the device."""
+    """Bytes that a model holds on device `id` of a type: GPU, CPU or CPU_PINNED."""
 
     type: str
     id: int
@@ -224,23 +224,26 @@ class MemoryUsage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VersionStatistics:
-    """Statistics of a version. `last_inference`: milliseconds since the epoch, 0 if there was none. `inference_count`
-    counts the items of batches, `execution_count` the batches. `responses` by their place, as a string. `explain`: how
-    often requests that might have shared an execution did not, by the reason."""
+    """Statistics of a version since it was loaded."""
 
     last_inference: int = 0
+    """Milliseconds since the epoch; 0 before the first."""
     inference_count: int = 0
+    """The items of all batches."""
     execution_count: int = 0
+    """The number of batches."""
     inference: InferenceStatistics = field(default_factory=InferenceStatistics)
     batches: tuple[BatchStatistics, ...] = ()
     responses: Mapping[str, ResponseStatistics] = field(default_factory=dict)
+    """By their index in the stream, as a string."""
     memory: tuple[MemoryUsage, ...] = ()
     explain: Mapping[str, int] = field(default_factory=dict)
+    """How often requests that might have shared an execution did not, by reason."""
 
 
 class ModelStatistics(NamedTuple):
-    """The statistics of one version of a model; or those of a route's requests that it served, by the route's name.
-    `arm`: then model and version, as in `llama:2`."""
+    """Statistics of a model's version; or, under a route's name, of the route's requests that one version (`arm`, as in
+    `llama:2`) served."""
 
     name: str
     version: str
@@ -249,23 +252,27 @@ class ModelStatistics(NamedTuple):
 
 
 class DrafterTotals(msgspec.Struct, array_like=True):
-    """What one drafter did for a language model: drafts of a sequence that began with its tokens and were verified,
-    tokens of it that were verified, and those that were accepted, in all and by their place in the draft; the seconds
-    that it took."""
+    """What one drafter did for a language model."""
 
     drafts: int = 0
+    """Verified drafts that began with its tokens."""
     draft_tokens: int = 0
+    """Its tokens that were verified."""
     accepted_tokens: int = 0
+    """Its tokens that were accepted."""
     seconds: float = 0.0
+    """The time that it took."""
     accepted_by_place: list[int] = []
+    """Its accepted tokens by their place in the draft."""
 
     def copied(self) -> "DrafterTotals":
-        """The same numbers, which no longer change."""
+        """A copy, which no longer changes."""
         tokens = self.drafts, self.draft_tokens, self.accepted_tokens
         return DrafterTotals(*tokens, self.seconds, self.accepted_by_place[:])
 
     def count(self, first: int, end: int, accepted: int) -> None:
-        """The places `first` to `end` of a draft were its own; the first `accepted` of the draft were right."""
+        """Count the places `first` to `end` of a draft as its own; the first `accepted` tokens of the draft were
+        right."""
         self.drafts += first == 0
         self.draft_tokens += end - first
         self.accepted_by_place += [0] * (end - len(self.accepted_by_place))
@@ -275,7 +282,7 @@ class DrafterTotals(msgspec.Struct, array_like=True):
 
 
 def sum_by_drafter(counted: Iterable[Mapping[str, DrafterTotals]]) -> dict[str, DrafterTotals]:
-    """The sums, by the drafters' names; values of their own."""
+    """Sums by the drafters' names."""
     found: dict[str, DrafterTotals] = {}
     for name, one in (pair for each in counted for pair in each.items()):
         other = found.get(name, DrafterTotals())

@@ -18,7 +18,8 @@ _MAY_BE_MISSING = "?"
 
 @dataclass(frozen=True, slots=True)
 class DeclaredModels:
-    """Names between commas. One with `?` behind it may be missing; `*` stands for whatever models there are."""
+    """The models that another model may ask, from its parameter `models`: names between commas. A name that ends in `?`
+    is optional; `*` stands for any model."""
 
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
@@ -40,16 +41,13 @@ class DeclaredModels:
 
 
 RawConfig: TypeAlias = Mapping[str, Any]
-"""A model's config, or a message in one, as /config shows it: protobuf's JSON mapping with the names and order of the
-.proto, plain JSON values throughout."""
+"""A model's config, or a message in it, as /config shows it: protobuf's JSON mapping with the names and order of the
+.proto."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The completed config of one version. `created`: seconds since the epoch. `fingerprint`: of the files that a
-    language model was read from. `raw`: the whole config. `labels`: the names of the classes of outputs that have a
-    label file, by output. `implied_stream`: where it is absent, generate_stream makes an input `stream` true.
-    `aliases`: other names that requests may call the model by."""
+    """The completed config of one version."""
 
     name: str
     version: str
@@ -61,31 +59,39 @@ class ModelConfig:
     outputs: tuple[TensorSpec, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
     created: int = 0
+    """Seconds since the epoch."""
     fingerprint: str = ""
+    """Identifies the files that a language model was read from."""
     raw: RawConfig = field(default_factory=dict)
+    """The whole config."""
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The classes of outputs that have a label file, by output."""
     implied_stream: bool = True
+    """The value of an input `stream` that a request to generate_stream lacks."""
     aliases: tuple[str, ...] = ()
+    """Other names that requests may call the model by."""
 
     @property
     def openai_api(self) -> str:
-        """The endpoint of OpenAI's that a model of tensors serves, by its parameter `openai`: `chat` or `completions`;
-        empty for none."""
+        """The OpenAI endpoint that a model of tensors serves by its parameter `openai`: `chat`, `completions` or
+        none."""
         return self.parameters.get("openai", "")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStats:
-    """Counters since load; for a language model, tokens that its cache holds for running requests, and can hold.
-    `sequences`: those that a stateful model has open."""
+    """Counters since the load."""
 
     ready: bool
     success: int = 0
     failure: int = 0
     cancelled: int = 0
     kv_tokens: int = 0
+    """Tokens that a language model's cache holds for running requests."""
     kv_token_capacity: int = 0
+    """Tokens that its cache can hold."""
     sequences: int = 0
+    """Open sequences of a stateful model."""
 
 
 class WarmupRequest(NamedTuple):
@@ -96,22 +102,22 @@ class WarmupRequest(NamedTuple):
 
 
 class ModelSamples(NamedTuple):
-    """Data that a config names, from files beside it. `initial_states`: of a sequence's first request, by the state's
-    input."""
+    """Data from files that a config names. `initial_states` are by the state's input, for the first request of a
+    sequence."""
 
     warmup_requests: Sequence[WarmupRequest] = ()
     initial_states: Mapping[str, Tensor] = {}
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes that a model needs of one memory: of GPU `gpu`, as this process numbers them, or of the host's (None)."""
+    """Bytes that a model needs of the host's memory, or of the GPU that this process numbers so."""
 
     size: int
     gpu: int | None = None
 
 
 class ReservedMemory(NamedTuple):
-    """Bytes. `promised`: all that a model will ever hold; `resident`: the part that is in memory now."""
+    """Bytes that a model will ever hold, and those that are in memory now."""
 
     promised: int = 0
     resident: int = 0
@@ -122,17 +128,16 @@ class ReservedMemory(NamedTuple):
 
 
 class MemoryHolder(Protocol):
-    """A model that takes the host's memory bit by bit, and knows how much that will be."""
+    """A model that takes the host's memory bit by bit, up to a known amount."""
 
     def reserved_memory(self) -> ReservedMemory: ...
 
 
 class Model(Protocol):
-    """Anything that answers requests: a request goes in, a stream of responses comes out.
+    """Anything that answers a request with a stream of responses.
 
-    `context` is that of the client's request: the tenant, the time of arrival, and the record of its end. Cancelling is
-    cancelling the task that consumes `infer`'s stream: the iterator's `finally` frees everything. Consumers wrap it in
-    `contextlib.aclosing`.
+    The context is that of the client's request. To cancel, cancel the task that consumes the stream: the iterator's
+    `finally` frees everything. Consumers wrap the stream in `contextlib.aclosing`.
     """
 
     @property
@@ -152,7 +157,7 @@ class Model(Protocol):
 
     @property
     def capabilities(self) -> "Capabilities":
-        """What it can do beside that, once it is loaded."""
+        """Its other abilities, once it is loaded."""
 
 
 class TextModel(Model, Protocol):
@@ -170,62 +175,61 @@ class TextModel(Model, Protocol):
 
 
 class QueueingModel(Protocol):
-    """A model whose queue may be full, whatever a request says."""
+    """A model whose queue may be full."""
 
     def check_room(self, tenant: str) -> None:
-        """Raises what each request of that tenant would be refused with now: `QueueFull`, or `Unavailable`."""
+        """Raise what every request of the tenant would be refused with now: `QueueFull` or `Unavailable`."""
 
 
 class AdaptableModel(Protocol):
-    """A model that may answer with a LoRA adapter, which requests name: `GenerateRequest.adapter`."""
+    """A model that may answer with a LoRA adapter, which requests name in `GenerateRequest.adapter`."""
 
     @property
     def adapters(self) -> Mapping[str, Adapter] | None:
-        """Those that requests may name, by their names; None for a model that takes none."""
+        """The loaded adapters by name; None for a model that takes none."""
 
     async def load_adapter(self, name: str, path: str, replace: bool = False) -> Adapter:
-        """Load the adapter in the directory `path`; return when requests may name it. With `replace`, it takes the
-        place of one of that name: requests that are being answered end with the one they began with.
+        """Load an adapter from the directory `path`; return when requests may name it. With `replace` it supersedes one
+        of that name, which running requests keep.
 
         Raises:
             InvalidArgument: the model takes none, it has one of that name, or its files are wrong.
         """
 
     async def unload_adapter(self, name: str) -> None:
-        """Take no more requests for it; those that are being answered end with it. Raises `NotFound`."""
+        """Refuse new requests for it; running ones end with it. Raises `NotFound`."""
 
 
 class SelfCheckingModel(Protocol):
-    """A model that can be asked whether it works, beyond what `stats` knows."""
+    """A model that can be asked whether it works."""
 
     async def unready_reason(self) -> str:
-        """Empty where it works. Never raises."""
+        """Why it does not work; empty if it does. Never raises."""
 
 
 class InlineModel(Protocol):
-    """A model that computes in the event loop itself, in less time than a context for the request would cost."""
+    """A model that computes in the event loop, in less time than a request's context would cost."""
 
     def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
-        """The one response to a valid request; None if the model does not compute so. Raises as `infer` does. Whoever
-        asks calls `count_end` when the request has ended."""
+        """The one response to a valid request; None if the model does not compute inline. Raises as `infer` does. The
+        caller reports the request's end to `count_end`."""
 
     def count_end(self, end: RequestEnd) -> None:
-        """Count a request for this model that had no context."""
+        """Count a request that had no context."""
 
 
 class MeasuredModel(Model, Protocol):
-    """A model that counts its requests, and has readings for a scrape."""
+    """A model that counts its requests and has readings for a scrape."""
 
     def count(self, context: RequestContext) -> None:
-        """Count a request for this model that has ended."""
+        """Count a request that has ended."""
 
     def readings(self) -> Iterator[Reading]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a loaded model can do beside answering with tensors: for each ability the object that has it, most often the
-    model itself, or None."""
+    """The abilities of a loaded model: for each the object that has it, usually the model itself, or None."""
 
     text: TextModel | None = None
     adapters: AdaptableModel | None = None

@@ -1,4 +1,4 @@
-"""Calls into native libraries: a panic of one written in Rust is no `Exception`, and ends what does not expect it."""
+"""Calls into native libraries. A panic in Rust raises a `BaseException` that is no `Exception`."""
 
 import asyncio
 from types import TracebackType
@@ -6,14 +6,14 @@ from types import TracebackType
 from .errors import Internal
 
 CONTROL_FLOW = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
-"""What is no `Exception` and means that the code which it passes through is to end. Anything else is a fault."""
+"""Exceptions that end the code which they pass through. Any other is a fault."""
 
 _LONGEST_REASON = 512
 
 
 class NativeCall:
-    """A block in which a library is called. `subject` begins the message of the `Internal` that a panic becomes, as in
-    "the tokenizer failed", and an error of no class of its own; errors of other kinds pass."""
+    """A block that calls a library. A panic, or a plain `Exception`, becomes an `Internal` that begins with `subject`,
+    as in "the tokenizer failed"; other errors pass."""
 
     __slots__ = ("_subject",)
 
@@ -31,6 +31,6 @@ class NativeCall:
 
 
 def describe_panic(error: BaseException) -> str:
-    """What an error says, and its kind where that tells something, cut to a length that a message may have."""
-    told = str(error) if type(error) is Exception else f"{type(error).__name__}: {error}"
-    return told[:_LONGEST_REASON]
+    """The error's text, with its class unless that is `Exception`, shortened."""
+    description = str(error) if type(error) is Exception else f"{type(error).__name__}: {error}"
+    return description[:_LONGEST_REASON]

@@ -1,4 +1,4 @@
-"""The packages of extras: what is said where a model needs one that is not installed."""
+"""Messages for models that need a package which is not installed."""
 
 from .errors import Unsupported
 
@@ -6,8 +6,8 @@ _LLM_PACKAGES = frozenset({"jinja2", "llguidance", "safetensors", "tokenizers", 
 
 
 def missing_llm_package(error: ModuleNotFoundError) -> Unsupported | None:
-    """The refusal of a model for which `error` was raised where the extra `llm` would have brought the module: language
-    models, encoders and PyTorch's. None for another module."""
+    """The refusal of a model that needs a missing package of the extra `llm`; None if the missing package is
+    another."""
     package = (error.name or "").partition(".")[0]
     if package not in _LLM_PACKAGES:
         return None

@@ -1,7 +1,7 @@
-"""Files that came with a model are opened only if they are files.
+"""Opens files of models only if they are regular.
 
-Opening a pipe waits for whoever writes into it, reading a device may never end, and a library that does either may hold
-Python's lock meanwhile: then nothing in the process goes on.
+Opening a pipe waits for its writer, and a device may never end; a library that does so may hold the GIL and stop the
+whole process.
 """
 
 import os
@@ -20,7 +20,7 @@ _KINDS = {
 
 
 def refuse_special_file(path: Path) -> None:
-    """Raises `InvalidArgument` for a pipe, a socket or a device, or a link to one. What is not there passes."""
+    """Raises `InvalidArgument` for a pipe, a socket, a device, or a link to one. A missing file passes."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):  # a name that no file can have
@@ -29,7 +29,7 @@ def refuse_special_file(path: Path) -> None:
 
 
 def refuse_special_files(directory: Path) -> None:
-    """As `refuse_special_file`, of everything in a directory and below; links to directories are not followed."""
+    """As `refuse_special_file`, for all files below a directory; links to directories are not followed."""
     for parent, _, names in os.walk(directory):
         for name in names:
             refuse_special_file(Path(parent, name))
@@ -42,7 +42,8 @@ def _refuse_kind(path: Path, mode: int) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A file to read. Raises `InvalidArgument` as `refuse_special_file`, without waiting, and `OSError`."""
+    """Open a file for reading, without waiting. Raises `InvalidArgument` as `refuse_special_file` does, and
+    `OSError`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _refuse_kind(path, os.fstat(descriptor).st_mode)
@@ -53,7 +54,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The content of a file. Raises as `open_regular`, and `InvalidArgument` for more than `most` bytes, unread."""
+    """The content of a file. Raises as `open_regular`, and `InvalidArgument` for more than `most` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -62,12 +63,12 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 MAX_TEXT_BYTES = 1 << 23
-"""Of a file of text that describes a model."""
+"""The largest text file that describes a model."""
 
 
 def file_within(directory: Path, name: object) -> Path:
-    """The path of a file that one in `directory` names; links are as they are. Raises `InvalidArgument` for a name that
-    leads out of it, or is none."""
+    """The path of a file that another file in `directory` names. Raises `InvalidArgument` for a name that is no text or
+    leads out of the directory."""
     if not isinstance(name, str) or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise InvalidArgument(f"{directory}: {str(name)[:256]!r} is not the name of a file in it")
     return directory / name
@@ -79,9 +80,9 @@ def read_text(path: Path) -> str:
 
 
 _PIECE = 1 << 20
-"""Bytes that are looked through at a time: no other thread runs meanwhile."""
+"""Bytes that are searched at a time, since no other thread runs meanwhile."""
 
 
 def count_bytes(content: bytes, wanted: bytes) -> int:
-    """How often something short is in a long text, but for what lies over two pieces; other threads run meanwhile."""
+    """How often a short pattern occurs, except across two pieces. Other threads run meanwhile."""
     return sum(content.count(wanted, at, at + _PIECE) for at in range(0, len(content), _PIECE))

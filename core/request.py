@@ -15,13 +15,13 @@ from .tensor import Tensor
 
 ParameterValue: TypeAlias = str | int | float | bool
 GuidedDecodingKind: TypeAlias = Literal["json", "json_schema", "regex", "ebnf_grammar"]
-"""What `guided_decoding_guide_type` may be."""
+"""Values of `guided_decoding_guide_type`."""
 GrammarKind: TypeAlias = GuidedDecodingKind | Literal["choice", "structural_tag", "lark"]
 ToolChoice: TypeAlias = Literal["none", "auto", "required"]
 
 
 class InferRequest(msgspec.Struct, frozen=True):
-    """One v2 inference request. `outputs` names the wanted outputs; None means all of them."""
+    """One v2 inference request. `outputs` names the wanted outputs; None means all."""
 
     id: str = ""
     inputs: Mapping[str, Tensor] = {}
@@ -30,10 +30,7 @@ class InferRequest(msgspec.Struct, frozen=True):
 
 
 class InferResponse(msgspec.Struct, frozen=True):
-    """One response of the stream that answers an `InferRequest`.
-
-    `final` marks the last one; a stream may also end without it.
-    """
+    """One response of the stream that answers an `InferRequest`. The last one may be marked `final`."""
 
     outputs: tuple[Tensor, ...]
     parameters: Mapping[str, ParameterValue] = {}
@@ -41,7 +38,8 @@ class InferResponse(msgspec.Struct, frozen=True):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended: an end or stop token; a length limit; its time; the client; a fault of ours."""
+    """Why a generation ended: an end or stop token, a length limit, its timeout, its client, or a fault of the
+    server."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -55,34 +53,38 @@ _LONGEST_TARGET = 3_600_000
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function that the model may ask the client to call. `parameters`: a JSON Schema of its arguments, as JSON text.
-    `strict`: what the model writes for it is held to them. `custom`: to the client its one argument is a free text."""
+    """A function that the model may ask the client to call."""
 
     name: str
     description: str = ""
     parameters: str = "{}"
+    """A JSON Schema of the arguments, as JSON text."""
     strict: bool = False
+    """Whether the model's arguments are constrained to the schema."""
     custom: bool = False
+    """Whether the client sees the one argument as free text."""
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """The tools of a request. With `named`, exactly that tool is called; without `parallel`, one call at most."""
+    """The tools of a request."""
 
     tools: tuple[Tool, ...]
     choice: ToolChoice = "auto"
     named: str = ""
+    """The tool that must be called; empty for any."""
     parallel: bool = True
+    """Whether several may be called at once."""
 
     @property
     def constrained(self) -> bool:
-        """Whether what is written of calls is held to the tools' parameters."""
+        """Whether calls are constrained to the tools' parameters."""
         return bool(self.named or self.choice == "required") or (
             self.choice == "auto" and any(tool.strict for tool in self.tools)
         )
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool; `arguments` is JSON text."""
+    """A call of a tool, with its arguments as JSON text."""
 
     id: str
     name: str
@@ -90,8 +92,8 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """What came of call `index` since the last chunk: `id` and `name` whole in the first delta of a call and empty in
-    others, `arguments` the next piece of their JSON text."""
+    """What the last chunk added to call `index`. Only its first delta has `id` and `name`; `arguments` is the next
+    piece of JSON text."""
 
     index: int
     id: str = ""
@@ -100,34 +102,36 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One turn of a conversation; `name` tells participants of the same role apart.
-
-    The assistant's may have `reasoning` and `tool_calls`; one of role "tool" is the result of call `tool_call_id`.
-    """
+    """One turn of a conversation."""
 
     role: str
     content: str
     name: str = ""
+    """Tells participants of one role apart."""
     reasoning: str = ""
+    """The assistant's reasoning."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """The assistant's calls."""
     tool_call_id: str = ""
+    """The call whose result this is, if the role is "tool"."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A prompt for a chat template to render: the model's, or `chat_template`, with `tools` and further `variables`.
-
-    `add_generation_prompt`: the prompt ends with the assistant's turn opened. `continue_final_message`: it ends in the
-    middle of the last message, which the answer continues.
+    """A prompt for a chat template to render.
 
     Raises:
-        InvalidArgument: both are set, or there is nothing to continue.
+        InvalidArgument: both of the last two flags are set, or the last message is empty.
     """
 
     messages: tuple[ChatMessage, ...]
     variables: Mapping[str, Any] = {}
+    """Further variables of the template."""
     chat_template: str = ""
+    """The template, in place of the model's."""
     add_generation_prompt: bool = True
+    """The prompt ends with an opened turn of the assistant."""
     continue_final_message: bool = False
+    """The prompt ends within the last message, which the answer continues."""
     tools: tuple[Tool, ...] = ()
 
     def __post_init__(self) -> None:
@@ -139,23 +143,23 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 Prompt: TypeAlias = str | tuple[int, ...] | Conversation
-"""Text to tokenize, token ids as they are, or a conversation to render."""
+"""Text to tokenize, token ids, or a conversation to render."""
 
 
 class GuidedDecoding(NamedTuple):
-    """A constraint on generated text: any JSON, JSON of a schema, a regular expression, an EBNF or Lark grammar, one of
-    several texts (`choice`), or tags with a schema each (`structural_tag`).
-
-    `text` is the schema, expression or grammar, a JSON list for `choice`, empty for `json`. `parameter`: the request's
-    parameter, for errors. `after`: what the model writes up to and including this text is free. `strict`: a part of
-    the schema that cannot be enforced is refused, and not left out.
-    """
+    """A constraint on generated text."""
 
     kind: GrammarKind
+    """Any JSON, JSON of a schema, a regular expression, an EBNF or Lark grammar, one of several texts (`choice`), or
+    tags with a schema each (`structural_tag`)."""
     text: str = ""
+    """The schema, expression or grammar, or a JSON list of choices; empty for `json`."""
     parameter: str = "guided_decoding_guide_type"
+    """The request's parameter, for errors."""
     after: str = ""
+    """Text up to and including this is not constrained."""
     strict: bool = False
+    """A schema is refused if a part of it cannot be enforced."""
 
     @classmethod
     def from_parameters(cls, kind: GuidedDecodingKind | None, text: str) -> "GuidedDecoding | None":
@@ -175,29 +179,29 @@ class GuidedDecoding(NamedTuple):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One text generation. Not every engine can satisfy all of it, see `EngineSpec.capabilities`.
+    """One text generation. Engines may lack parts of it, see `EngineSpec.capabilities`.
 
     Raises:
-        InvalidArgument: `priority` or a target is negative, or the request asks for nothing at all.
+        InvalidArgument: `priority` or a target is negative, or the request asks for nothing.
     """
 
     id: str
     prompt: Prompt
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
-    """The class; 0 is the most urgent one."""
+    """The priority class; 0 is the most urgent."""
     cache_salt: str = ""
-    """Parts the prefix cache, as the tenant does."""
+    """Separates the prefix cache from that of other salts."""
     timeout: float = 0.0
-    """Seconds from the arrival to the last token; 0 leaves it to the model."""
+    """Seconds from arrival to the last token; 0 is the model's default."""
     target_ttft_ms: float = 0.0
-    """Milliseconds to the first token that are wanted; 0 leaves them to the model."""
+    """The wanted milliseconds to the first token; 0 is the model's default."""
     target_itl_ms: float = 0.0
-    """Milliseconds between tokens that are wanted, in the same way."""
+    """The wanted milliseconds between tokens; 0 is the model's default."""
     choice: int = 0
-    """The number of this answer to its prompt: with the same seed, each has random numbers of its own."""
+    """The number of this answer to its prompt; each has random numbers of its own."""
     choice_count: int = 1
-    """Answers to each prompt of the API request that was split into requests like this one."""
+    """Answers to each prompt of the API request, which was split into requests like this one."""
     prompt_count: int = 1
     """Prompts of that API request."""
     adapter: str = ""
@@ -205,28 +209,28 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     lora_task: LoraTask | None = None
     """A LoRA adapter that the client sent itself."""
     guided_decoding: GuidedDecoding | None = None
-    """What the text is held to."""
+    """The constraint on the text."""
     echo: bool = False
     """The answer begins with the prompt's text."""
     return_prompt_ids: bool = False
     """The first chunk has the prompt's token ids."""
     reads_answer: bool = False
-    """Reasoning and tool calls are told apart from the text, which has neither."""
+    """Reasoning and tool calls are separated from the text."""
     lenient_limits: bool = False
-    """Limits that the model can't have are no errors: `max_tokens` that don't fit beside the prompt are as many as do,
-    and a budget for reasoning that there is none of is no budget."""
+    """Limits beyond the model's are no errors: `max_tokens` is lowered to what fits beside the prompt, and a budget for
+    reasoning is ignored if the model has none."""
     tools: ToolUse | None = None
     """The tools that may be called."""
     thinking_budget: int | None = None
-    """Tokens of reasoning after which the model is made to end it; None is no limit."""
+    """Tokens of reasoning after which the model must end it; None is no limit."""
     thinking_budget_optional: bool = False
-    """A model that does not reason has nothing to limit, and takes the request."""
+    """The budget is ignored by a model that does not reason."""
     drafts: DraftLimit | None = None
-    """None leaves speculation to the model."""
+    """The limit of drafts; None is the model's default."""
     prediction: str = ""
-    """What the answer will likely be."""
+    """The expected answer, for speculation."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """Words that are never written, as token ids."""
+    """Words that are never generated, as token ids."""
     stop_word_ids: tuple[tuple[int, ...], ...] = ()
     """Words that end the text and stay in it, as token ids."""
 
@@ -248,7 +252,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_thinking_limit(self) -> bool:
-        """Whether it is refused where reasoning can't be limited."""
+        """Whether a model that cannot limit reasoning refuses it."""
         return self.thinking_budget is not None and not (self.lenient_limits or self.thinking_budget_optional)
 
     @property
@@ -258,50 +262,52 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to turn into token ids, by default exactly as `generate` would."""
+    """A prompt to tokenize, by default exactly as `generate` would."""
 
     prompt: Prompt
     add_special_tokens: bool = True
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens counted so far; `cached_tokens` of the prompt came out of the prefix cache, `reasoning_tokens` of the
-    completion were reasoning. When the text has ended: tokens of the request's prediction, if it had one, that the
-    completion has, `accepted_prediction_tokens`, and those that it has not."""
+    """Token counts so far."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
     reasoning_tokens: int = 0
+    """Completion tokens that were reasoning."""
     accepted_prediction_tokens: int | None = None
+    """Tokens of the request's prediction that the completion has; set at the end of the text."""
     rejected_prediction_tokens: int | None = None
+    """Tokens of the prediction that it has not."""
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """The output since the last chunk; tokens that were not read in time arrive merged."""
+    """The output since the last chunk; tokens that the client did not read in time arrive merged."""
 
     text: str
-    """May be empty while a character is incomplete, or a stop string may have begun."""
+    """Empty while a character is incomplete or a stop string may have begun."""
     token_ids: tuple[int, ...]
     usage: Usage
     finish_reason: FinishReason | None = None
-    """The last chunk has one, and only the last."""
+    """Set in the last chunk only."""
     stop_reason: str | int | None = None
-    """The stop string or stop token id of the request that ended the text, if one did."""
+    """The stop string or stop token id that ended the text."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids`, if asked for."""
     prompt_logprobs: tuple[PromptToken, ...] = ()
-    """In the first chunk, if asked for: all tokens of the prompt."""
+    """All tokens of the prompt, in the first chunk."""
     prompt_ids: tuple[int, ...] = ()
-    """In the first chunk, if asked for."""
+    """The prompt's token ids, in the first chunk."""
     reasoning: str = ""
-    """Of a request whose answer is read."""
+    """Separated from the text if the request has `reads_answer`."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
-    """Of a request whose answer is read."""
+    """Separated from the text if the request has `reads_answer`."""
     end_token: bool = False
     """The last token ended the text and is no part of it."""
     drafts: DraftSummary | None = None
-    """In the last chunk, where the model reports them."""
+    """In the last chunk, if the model reports drafts."""
 
 
 def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:

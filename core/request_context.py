@@ -1,7 +1,5 @@
-"""The context of one request: opened by an endpoint, carried as an argument to the model, recorded when it ends.
-
-Knows nothing of protocols and models. A request that is refused before any model was found has a context too.
-"""
+"""The context of one request: an endpoint opens it, models get it as an argument, and it is recorded when the request
+ends. A request that is refused before its model is found has one too."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +18,12 @@ Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
 
 
 ENSEMBLE_ENDPOINT = "ensemble"
-"""The endpoint of an ensemble's requests to its steps: without their answers it has none itself."""
+"""The endpoint of requests that an ensemble makes to its steps."""
 
 
 class Outcome(StrEnum):
-    """How a request ended. `DONE`: answered, with something other than generated text; `REJECTED`: before any work;
-    `ERROR`: after some, by a fault of the server."""
+    """How a request ended: `DONE` is answered without generated text, `REJECTED` is before any work, `ERROR` is by a
+    fault of the server after some work."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -49,19 +47,19 @@ class RequestEnd(NamedTuple):
 
 
 QUEUE_FULL_ENDS = {limit: RequestEnd(Outcome.REJECTED, f"queue_full_{limit}") for limit in ("requests", "tokens")}
-"""The refusals that shed load, by the limit reached; all others are about the request or the server's state."""
+"""The refusals that shed load, by the limit that was reached."""
 
 CANCELLED = RequestEnd(Outcome.CANCELLED)
 DONE = RequestEnd(Outcome.DONE)
 
 _MAX_WARNINGS = 64
-"""Warnings that are kept: a request may have thousands of reasons for one."""
+"""The most warnings of one request."""
 
 _MAX_CHILDREN = 128
-"""Requests of a request's model that are in its trace: a stream through an ensemble has no end."""
+"""The most child requests in one trace, since streams through ensembles may not end."""
 
 _REFUSALS = (ErrorCode.INVALID_ARGUMENT, ErrorCode.NOT_FOUND, ErrorCode.UNSUPPORTED, ErrorCode.UNAUTHENTICATED)
-"""Error codes that blame the request, at whatever point they are raised."""
+"""Error codes that blame the request, whenever they are raised."""
 
 _WORST_FIRST = (
     Outcome.ERROR,
@@ -72,23 +70,25 @@ _WORST_FIRST = (
     Outcome.STOP,
     Outcome.DONE,
 )
-"""Precedence of outcomes: a request whose sequences ended differently has the first of theirs."""
+"""Precedence of outcomes among the sequences of one request."""
 
 
 class SequenceRecord(Protocol):
-    """The record of one sequence that was made for a request. Times are of `time.monotonic`, None until they come.
-
-    `opened`: the model received it; `submitted`: the engine did, tokenized; `begun`: its first step began; `first` and
-    `last`: its first and latest tokens arrived. `choice` numbers the answers to one prompt.
-    """
+    """The record of one sequence of a request. Times are of `time.monotonic`, None until they come."""
 
     choice: int
+    """The number of this answer to its prompt."""
     sampling: SamplingParams
     opened: float
+    """When the model received it."""
     submitted: float | None
+    """When the engine got it, tokenized."""
     begun: float | None
+    """When its first step began."""
     first: float | None
+    """When its first token arrived."""
     last: float | None
+    """When its latest token arrived."""
     prompt: int | None
     cached: int | None
     generated: int
@@ -97,8 +97,8 @@ class SequenceRecord(Protocol):
 
 
 class RequestSummary(NamedTuple):
-    """All sequences of a request as one: tokens added up, each prompt counted once, the earliest and latest times; None
-    for values that no sequence has."""
+    """The sequences of a request as one: added tokens, with each prompt counted once, and the earliest and latest
+    times. None if no sequence has the value."""
 
     choices: int = 0
     prompt: int | None = None
@@ -111,8 +111,8 @@ class RequestSummary(NamedTuple):
 
 
 class ExecutionTimes(NamedTuple):
-    """Times of a classic model's request, by `time.monotonic_ns`: it was `queued`, its execution `begun`. `spent`:
-    nanoseconds that preparing inputs, computing, and splitting outputs took."""
+    """Times of a classic model's request, by `time.monotonic_ns`: when it was queued, and when its execution began.
+    `spent` is the nanoseconds of preparing inputs, computing and splitting outputs."""
 
     queued: int
     begun: int
@@ -121,65 +121,75 @@ class ExecutionTimes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """One request from its arrival at an endpoint to its end; a context manager that closes itself.
+    """One request from its arrival at an endpoint to its end; a context manager that closes itself. Lives in one event
+    loop.
 
-    Lives in one event loop. An exception that leaves its block, or `fail`, makes the request's `end` an error; the ends
-    of its `sequences` or `finish` make it an answer; without any of them the client left. `ended_at` and `end` are set
-    from `close` on.
-
-    `tenant`, `tenant_weight`: the client's, and its fair share beside other tenants. `model`, `version`: as asked for,
-    and as resolved once they are found (`model_found`). `answered_at`: when a model without sequences had answered, 0
-    if none did; `execution`: the times of its work. `all_sequences`: those of this request and of the requests that its
-    model made of other models, as they began. `id` is the protocol's request id, `client_id` the header X-Request-Id,
-    `client` the address that the connection came from, without the port.
-    `adapter`: the LoRA adapter that answers, by the name that the model was asked for by or by a parameter; empty for
-    the model itself. `route`: the route that the request was for, empty for a model.
-    `counted`: the model has counted its end. `trace`: telemetry's data for a trace file, once the request is `sampled`;
-    `trace_id`, `span_id`: of its span, once somebody was told, or it was made. `depth`: requests of models that this
-    one was made for, one for another. `parent`: of a request that a model made; `children`: where traces are made, the
-    first of those that ended before this one. `background`: no client waits for the answer, so all others come first.
-    `warnings`: what the client is told beside the answer, of this request and of those that its model made.
-    `body`: the members of a body that was parsed before the model is looked up, until it was; routes may go by them.
-    `prompt_count`, `choice_count`: as `GenerateRequest` has them, where they are known before the model is looked up.
-    `logged`: another process logs its end. `ask_to_end`: asks the model to end by itself, which its reader then waits
-    for, and returns whether it was asked; None where a reader can only leave.
+    An exception in its block, or `fail`, makes its `end` an error; the ends of its `sequences`, or `finish`, make it an
+    answer; otherwise the client left.
     """
 
     endpoint: str
     headers: Headers = ()
     id: str = ""
+    """The protocol's request id."""
     client_id: str = ""
+    """The header X-Request-Id."""
     client: str = ""
+    """The client's address, without the port."""
     tenant: str = ""
     tenant_weight: float = 1.0
+    """The tenant's fair share beside other tenants."""
     model: str = ""
+    """The name that was asked for."""
     version: str = ""
+    """The version that was asked for; once the model is found, the one that answers."""
     model_found: bool = False
     adapter: str = ""
+    """The LoRA adapter that answers, if any."""
     arrived_at: float = field(default_factory=time.monotonic)
     answered_at: float = 0.0
+    """When a model without sequences had answered; 0 before."""
     ended_at: float = field(init=False)
+    """Final once the context is closed, as `end` is."""
     execution: ExecutionTimes | None = None
+    """The times of a classic model's work."""
     sequences: list[SequenceRecord] = field(default_factory=list)
     all_sequences: list[SequenceRecord] = field(default_factory=list)
+    """The sequences of this request and of its children."""
     end: RequestEnd | None = None
     counted: bool = False
+    """Whether the model has counted its end."""
     sampled: bool = False
+    """Whether it is in a trace file."""
     trace_id: str = ""
+    """The trace id of its span, once that is needed."""
     span_id: str = ""
     trace: object | None = None
+    """Telemetry's data for a trace file."""
     depth: int = 0
+    """How many requests of models it was made for, each for the next."""
     parent: "RequestContext | None" = None
+    """The request whose model made this one."""
     children: "list[RequestContext] | None" = None
+    """The first requests that its model made and that have ended; None without traces."""
     warnings: list[str] = field(default_factory=list)
+    """Texts for the client beside the answer, shared with all its children."""
     closed: bool = False
     background: bool = False
+    """No client waits for the answer, so all other requests come first."""
     route: str = ""
+    """The route that was asked for; empty for a model."""
     body: Mapping[str, Any] | None = None
+    """The parsed body, which routes may go by, until the model is looked up."""
     prompt_count: int = 1
+    """As in `GenerateRequest`."""
     choice_count: int = 1
+    """As in `GenerateRequest`."""
     logged: bool = False
+    """Another process logs its end."""
     ask_to_end: Callable[[], bool] | None = None
+    """Asks the model to end early and returns whether it will; its reader then waits for that. None if a reader can
+    only leave."""
     _summary: RequestSummary | None = None
     _end_listeners: list[Callable[["RequestContext"], None]] = field(default_factory=list)
 
@@ -187,7 +197,7 @@ class RequestContext:
         self.ended_at = self.arrived_at
 
     def child(self, endpoint: str) -> "RequestContext":
-        """The context of a request that this one's model makes of another model, for the same client."""
+        """The context of a request that this one's model makes to another model, for the same client."""
         # What a stream's passes cost: naming all at once is half of setting them one by one.
         return RequestContext(
             endpoint,
@@ -207,46 +217,50 @@ class RequestContext:
         )
 
     def adopt(self, child: "RequestContext") -> None:
-        """Make a context that was just opened that of a request which this one's model makes of another model."""
-        child.parent, child.client = self, self.client
-        child.tenant, child.tenant_weight, child.trace_id = self.tenant, self.tenant_weight, self.trace_id
-        child.all_sequences, child.depth = self.all_sequences, self.depth + 1
+        """Make `child`, which was just opened, a child of this request."""
+        child.parent = self
+        child.client = self.client
+        child.tenant = self.tenant
+        child.tenant_weight = self.tenant_weight
+        child.trace_id = self.trace_id
+        child.all_sequences = self.all_sequences
+        child.depth = self.depth + 1
         child.background = self.background
         child.warnings = self.warnings
         child.children = None if self.children is None else []
 
     @property
     def arm(self) -> str:
-        """The model and the version that serve a request for a route; empty for a request for a model."""
+        """The model and version that serve a route's request; empty if no route was asked for."""
         return f"{self.model}:{self.version}" if self.route else ""
 
     @property
     def traced_in_parent(self) -> bool:
-        """Whether an ended request is told of in the trace of its parent."""
+        """Whether an ended request is in its parent's trace."""
         siblings = None if self.parent is None else self.parent.children
-        return siblings is not None and any(each is self for each in siblings)
+        return siblings is not None and any(sibling is self for sibling in siblings)
 
     def add_sequence(self, record: SequenceRecord) -> None:
         self.sequences.append(record)
         self.all_sequences.append(record)
 
     def warn(self, message: str) -> None:
-        """Tell the client, once, unless the answer has begun."""
+        """Tell the client once, unless the answer has begun."""
         if len(self.warnings) < _MAX_WARNINGS and message not in self.warnings:
             self.warnings.append(message)
 
     @property
     def usage(self) -> Usage:
-        """The tokens of all its sequences so far, and those of the requests made of it; each prompt counts once."""
-        firsts = [each for each in self.all_sequences if each.choice == 0]
+        """The tokens so far of all sequences, its children's too; each prompt counts once."""
+        first_choices = [sequence for sequence in self.all_sequences if sequence.choice == 0]
         return Usage(
-            sum(each.prompt or 0 for each in firsts),
-            sum(each.generated for each in self.all_sequences),
-            sum(each.cached or 0 for each in firsts),
+            sum(sequence.prompt or 0 for sequence in first_choices),
+            sum(sequence.generated for sequence in self.all_sequences),
+            sum(sequence.cached or 0 for sequence in first_choices),
         )
 
     def on_end(self, listener: Callable[["RequestContext"], None]) -> None:
-        """Call `listener` with this context when the request has ended; the last one added is called first."""
+        """Call `listener` when the request has ended; the last one added is called first."""
         self._end_listeners.append(listener)
 
     def __enter__(self) -> Self:
@@ -268,10 +282,10 @@ class RequestContext:
 
     def fail(self, error: BaseException) -> None:
         """Record that the request could not be answered, or not completely."""
-        self._set_worse_end(end_for_error(error, any(each.submitted is not None for each in self.sequences)))
+        self._set_worse_end(end_for_error(error, any(sequence.submitted is not None for sequence in self.sequences)))
 
     def close(self) -> RequestEnd:
-        """End the request: nothing more is sent. Without an outcome by now, the client left."""
+        """End the request. Without an outcome, the client left."""
         for sequence in self.sequences:
             self._set_worse_end(sequence.end or CANCELLED)
         self.ended_at = time.monotonic()
@@ -291,7 +305,7 @@ class RequestContext:
 
     @property
     def summary(self) -> RequestSummary:
-        """The sequences' records as one, of a closed context."""
+        """The sequences of a closed context as one."""
         if self._summary is None:
             self._summary = _summarise(self.sequences)
         return self._summary
@@ -301,8 +315,10 @@ def _summarise(records: list[SequenceRecord]) -> RequestSummary:
     if not records:
         return RequestSummary()
     if len(records) == 1:
-        [one] = records
-        return RequestSummary(1, one.prompt, one.cached, one.generated, one.submitted, one.begun, one.first, one.last)
+        [record] = records
+        return RequestSummary(
+            1, record.prompt, record.cached, record.generated, record.submitted, record.begun, record.first, record.last
+        )
     first_choices = [record for record in records if record.choice == 0]
     return RequestSummary(
         choices=len(records),
@@ -325,7 +341,7 @@ def _fold_known(fold: Callable[[list[_Number]], _Number], values: list[_Number |
 
 
 def end_for_error(error: BaseException, submitted: bool) -> RequestEnd:
-    """The end of a request that raised `error`; `submitted`: an engine has the request."""
+    """The end of a request that raised `error`; `submitted`: an engine had it."""
     if isinstance(error, QueueFull):
         return QUEUE_FULL_ENDS[error.limit]
     if isinstance(error, RequestTimeout):

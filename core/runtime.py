@@ -1,7 +1,4 @@
-"""The interface of a classic backend: one loaded copy of a model, and the loader that makes it.
-
-Knows nothing of requests, batching and threads.
-"""
+"""The interface of a classic backend: one instance of a model, and the loader that makes it."""
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,13 +15,13 @@ from .request_context import RequestContext
 from .wait_graph import AwaitedCall, WaitGraph
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
-"""Tensors by name, with the model's batch dimension first, if it has one. BYTES are object arrays of `bytes`; BF16, for
-which numpy has no type, are uint16 arrays of its bits."""
+"""Tensors by name, with the batch dimension first if the model has one. BYTES are object arrays of `bytes`; BF16 are
+uint16 arrays of its bits."""
 
 
 class Resource(NamedTuple):
-    """A resource that instances take turns at, by its name in lower case: on one device, or the server's own with
-    None."""
+    """A resource that instances take turns at, by its name in lower case, on one device or, with None, on the whole
+    server."""
 
     name: str
     device: int | None
@@ -35,8 +32,8 @@ class Resource(NamedTuple):
 
 
 class InstanceRate(NamedTuple):
-    """What one instance asks for each execution: `resources` and how many of each. With priority 2 it runs half as
-    often as with 1 while both wait."""
+    """The resources that each execution of an instance takes, and how many of each. While two wait, one of priority 2
+    runs half as often as one of priority 1."""
 
     resources: tuple[tuple[Resource, int], ...] = ()
     priority: int = 1
@@ -44,16 +41,20 @@ class InstanceRate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InstancePlacement:
-    """The device of one instance. `kind`: KIND_CPU, KIND_GPU or KIND_MODEL; `device`: the GPU, 0 without one; `number`:
-    in its group; `name`: the instance's, as Triton makes it: `<model>_<group>_<number>`; a `passive` one gets no
-    requests; `rate`: what it takes turns at, if it does."""
+    """The placement of one instance."""
 
     kind: str = "KIND_CPU"
+    """KIND_CPU, KIND_GPU or KIND_MODEL."""
     device: int = 0
+    """The GPU; 0 without one."""
     number: int = 0
+    """The index in its group."""
     name: str = ""
+    """Triton's name for it: `<model>_<group>_<number>`."""
     passive: bool = False
+    """Whether it gets no requests."""
     rate: InstanceRate | None = None
+    """The resources that it takes turns at, if any."""
 
     @property
     def gpu(self) -> int | None:
@@ -62,34 +63,34 @@ class InstancePlacement:
 
 
 class RuntimeProcess(Protocol):
-    """The process of a runtime that has one of its own. `lost`: an execution found that it has ended; `sentinel`: a
-    file descriptor that is readable once it has."""
+    """The process of a runtime that has one of its own."""
 
     lost: bool
+    """An execution has found that the process ended."""
 
     @property
-    def sentinel(self) -> int: ...
+    def sentinel(self) -> int:
+        """A file descriptor that is readable once the process has ended."""
 
 
 class RuntimeTraits(NamedTuple):
-    """The abilities of a runtime that its scheduler must know.
-
-    `inline`: an execution takes microseconds, so it may run in the event loop's thread. `ragged`: it takes ragged
-    inputs, as one flat tensor unless it takes requests. `process`: its own; an instance that loses it is replaced.
-    `interrupt`: makes the current execution fail for the reason given, from any thread, though the runtime may be lost
-    with it; None where that is impossible. `unready_reason`: asks the model itself, in the event loop, why it is not
-    ready; empty where it is, None where it has no such check.
-    """
+    """The abilities of a runtime that its scheduler must know."""
 
     inline: bool = False
+    """An execution takes microseconds, so it may run in the event loop's thread."""
     ragged: bool = False
+    """It takes ragged inputs: as one flat tensor, unless it takes requests."""
     process: RuntimeProcess | None = None
+    """Its own process; an instance that loses it is replaced."""
     interrupt: Callable[[str], None] | None = None
+    """Makes the current execution fail for the given reason, from any thread; the runtime may be lost. None if
+    impossible."""
     unready_reason: Callable[[], Awaitable[str]] | None = None
+    """Asks the model, in the event loop, why it is not ready; empty if it is. None if it has no such check."""
 
 
 def only_response(responses: Iterable[Arrays]) -> Arrays:
-    """The outputs of a model that is not decoupled. Raises `Internal` unless there is one response."""
+    """The outputs of a model that is not decoupled. Raises `Internal` unless there is exactly one response."""
     outputs = list(responses)
     if len(outputs) != 1:
         raise Internal(f"expected a single response, got {len(outputs)}")
@@ -97,15 +98,14 @@ def only_response(responses: Iterable[Arrays]) -> Arrays:
 
 
 class RuntimeResponse(NamedTuple):
-    """One response to a request: its outputs, and parameters for the client."""
+    """One response to a request, with parameters for the client."""
 
     outputs: Arrays
     parameters: Mapping[str, ParameterValue] = {}
 
 
 class Rescheduled(NamedTuple):
-    """The answer to a request that the model wants to see again, in a later batch. `outputs`: of its sequence's
-    states."""
+    """The answer to a request that the model wants again in a later batch. `outputs` are its sequence's states."""
 
     outputs: Arrays = {}
 
@@ -115,65 +115,64 @@ RuntimeAnswer: TypeAlias = RuntimeResponse | Exception | Rescheduled | None
 
 @dataclass(slots=True, eq=False)
 class RuntimeRequest:
-    """One request as the client made it. One that is rescheduled comes again as the same object, with `inputs` and
-    `flags` of its next execution.
-
-    `inputs` as in `Runtime.execute`; `output_names`: those that the client wants, all of the model's if it named none,
-    and those of its sequence's states. `correlation_id` and `flags` place it in its sequence, as in Triton's API;
-    `timeout` is in microseconds. `respond`, called in the event loop, takes a response or an error, or None where only
-    the end of the responses is told; then the last argument is true, as it may be with a response and is with an error.
-    It takes a `Rescheduled` that did not come with the other answers, too. `cancelled`: nobody waits for it any more;
-    `Runtime.cancel_request` tells it, unless that was before the runtime had the request.
-    """
+    """One request as the client made it. A rescheduled one comes again as the same object, with the next execution's
+    `inputs` and `flags`."""
 
     inputs: Arrays
+    """As in `Runtime.execute`."""
     output_names: Sequence[str]
+    """The wanted outputs, and the states of its sequence."""
     respond: Callable[[RuntimeAnswer, bool], None]
+    """Takes a response or an error, called in the event loop; the flag marks the last one. None only marks the end.
+    Also takes a `Rescheduled` that did not come with the other answers."""
     context: RequestContext
     id: str = ""
     correlation_id: int | str = 0
+    """The sequence that it belongs to, as in Triton's API."""
     flags: int = 0
+    """Its place in the sequence, as in Triton's API."""
     timeout: int = 0
+    """Microseconds."""
     priority: int = 0
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     cancelled: bool = False
+    """Nobody waits for it any more. `Runtime.cancel_request` reports that, unless the runtime had not got the request
+    yet."""
 
 
 Parameters: TypeAlias = Mapping[str, str]
-"""A backend's, from `--backend-config`, overridden by the model's own."""
+"""A backend's parameters from `--backend-config`, overridden by the model's own."""
 
 
 class Runtime:
     """One instance of a model. Blocking; called by the thread that loaded it or, if `inline`, by the event loop's. An
-    exception that is no `CharoniaError` is the model's own failure; the instance is used again. One whose loader is
-    `by_request` takes the requests of a batch as they are, and may answer them later; when its process ends, it tells
-    that to all that have no last answer, rescheduled ones too."""
+    exception that is no `CharoniaError` is the model's own failure; the instance is used again.
+
+    If its loader is `by_request`, it takes requests as they are and may answer them later. When its process ends, it
+    reports that to all requests without a last answer.
+    """
 
     traits = RuntimeTraits()
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        """The outputs for a batch of inputs: exactly once or, of a decoupled model, any number of times. `inputs` are
-        read-only, valid until the next execution, and lack optional inputs that were not given. Outputs beyond
-        `output_names` are ignored. Closing the iterator early abandons the rest of the computation."""
+        """The outputs for a batch of inputs: exactly once or, if decoupled, any number of times. `inputs` are
+        read-only, valid until the next execution, and lack absent optional inputs. Outputs beyond `output_names` are
+        ignored. Closing the iterator abandons the computation."""
         raise NotImplementedError
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
-        """An answer for each request; None for one that `respond` tells all answers of, before or after this returns.
-
-        Raises what fails all requests that have no answer yet.
-        """
+        """An answer for each request; None if `respond` gets all its answers, before or after this returns. Raises what
+        fails all unanswered requests."""
         raise NotImplementedError
 
     def cancel_request(self, request: RuntimeRequest) -> None:
-        """Nobody waits for the request any more; if it was rescheduled, it does not come again. Called in the event
-        loop."""
+        """Drop a request that nobody waits for; it does not come again. Called in the event loop."""
 
     def hold_request(self, request: RuntimeRequest, held: bool) -> None:
-        """Its responses wait for their reader: make no more of them until told otherwise. Called in the event loop."""
+        """Pause the responses to a request, whose reader is slow, or resume them. Called in the event loop."""
 
     def awaited_calls(self) -> Sequence[AwaitedCall]:
-        """The requests to other models without whose answers the current execution does not go on. Called in the event
-        loop."""
+        """The requests to other models that the current execution waits for. Called in the event loop."""
         return ()
 
     def close(self) -> None:
@@ -181,10 +180,10 @@ class Runtime:
 
 
 class RuntimeLoader(Protocol):
-    """One backend: makes the instances of its models. Imports its libraries when it is called. `by_request`: they take
-    requests as they are."""
+    """One backend: makes the instances of its models. Imports its libraries only when called."""
 
     by_request: bool = False
+    """Its runtimes take requests as they are."""
 
     @property
     def waits(self) -> WaitGraph | None:
@@ -195,8 +194,8 @@ class RuntimeLoader(Protocol):
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
-        """One instance, ready to execute. `directory`: of the model's version. Raises `CharoniaError` if the model
-        cannot be loaded; `field` names a wrong parameter."""
+        """Make one instance from a version's directory, ready to execute. Raises `CharoniaError` if the model cannot be
+        loaded; `field` names a wrong parameter."""
 
     def uses_gpus(self) -> bool:
         """Whether its libraries were built for GPUs."""
@@ -204,14 +203,14 @@ class RuntimeLoader(Protocol):
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
         """The least memory of all instances, by the sizes of the model's files; one memory may occur several times.
-        `raw`: the config with a normalised `instance_group`."""
+        `raw` has a normalised `instance_group`."""
         return ()
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
-        """`raw` with the `input`, `output` and `max_batch_size` that it lacks, from the model's file. Raises
-        `CharoniaError` if it contradicts the model."""
+        """Add the `input`, `output` and `max_batch_size` that `raw` lacks, from the model's file. Raises
+        `CharoniaError` if they contradict it."""
         return raw
 
     def forget(self) -> None:
-        """Drop what `complete` has kept for a load: there will be none."""
+        """Drop what `complete` kept for a load that will not come."""
         return

@@ -9,14 +9,14 @@ from .errors import InvalidArgument
 from .logprobs import MAX_LOGPROBS
 
 MAX_LISTED_TOKENS = 1024
-"""Tokens that a request may name to stop at, or to bias."""
+"""The most tokens that a request may name to stop at, or to bias."""
 
 _MAX_STOP_STRINGS = 64
 _MAX_STOP_STRING_LENGTH = 256
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to choose tokens. None leaves a field to the model's generation_config, unless it says otherwise.
+    """How to choose tokens. None is the default of the model's generation_config, unless the field says otherwise.
 
     Raises:
         InvalidArgument: a value is out of range; `field` names it.
@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: float | None = None
     """1 is off."""
     seed: int | None = None
-    """Where it is None or -1 the engine draws one."""
+    """None and -1 let the engine draw one."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_p: float | None = None
@@ -45,24 +45,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] = {}
     """Numbers added to the logits of token ids."""
     bad_words: tuple[str, ...] = ()
-    """Words that are never written."""
+    """Words that are never generated."""
     min_tokens: int = 0
-    """Neither stop tokens nor `stop` strings end a shorter text, nor do those that begin in it."""
+    """No stop token or `stop` string ends a shorter text."""
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
-    """A stop string is not cut off."""
+    """Whether a stop string stays in the text."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """No others are chosen."""
+    """The only tokens that may be chosen."""
     truncate_prompt_tokens: int | None = None
     """How many of the prompt's last tokens to keep, -1 for as many as fit; None keeps all."""
     skip_special_tokens: bool = True
-    """Special tokens are not in the text."""
+    """Whether special tokens are left out of the text."""
     spaces_between_special_tokens: bool = True
-    """Those that are come with the spaces that a tokenizer puts between them."""
+    """Whether special tokens in the text have the tokenizer's spaces between them."""
     logprobs: int | None = None
-    """How many of the likeliest tokens to name beside each chosen one; None asks for no logprob at all."""
+    """How many of the likeliest tokens to report beside each chosen one; None reports no logprobs."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, beside each token of the prompt."""
+    """As `logprobs`, for each token of the prompt."""
 
     def __post_init__(self) -> None:
         check_range("max_tokens", self.max_tokens, "at least 0", lambda v: v >= 0)
@@ -103,7 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def check_range(name: str, value: Any, must_be: str, holds: Callable[[Any], object]) -> None:
-    """Raises `InvalidArgument` where the value is not None and does not hold; `field` is the name."""
+    """Raises `InvalidArgument` for a value, other than None, that does not hold; `field` is the name."""
     if value is not None and not holds(value):
         got = len(value) if isinstance(value, tuple | dict) else repr(value)
         raise InvalidArgument(f"{name} must be {must_be}, got {got}", field=name)

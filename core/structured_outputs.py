@@ -1,5 +1,5 @@
-"""The fields by which clients constrain an answer, shared by all protocols: vLLM's `structured_outputs`, in both of its
-spellings, and the rule that a request has one constraint."""
+"""The fields by which clients constrain an answer, shared by all protocols: vLLM's `structured_outputs`, and the rule
+that a request has one constraint."""
 
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -20,16 +20,12 @@ _KINDS: dict[str, GrammarKind] = {
     "grammar": "ebnf_grammar",
     "structural_tag": "structural_tag",
 }
-_NOT_HONOURED = (
-    "whitespace_pattern",
-    "disable_any_whitespace",
-    "disable_additional_properties",
-)
+_UNSUPPORTED_FIELDS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """vLLM's `structured_outputs`, which older clients call `guided_decoding`. `backend` and `disable_fallback` choose
-    between libraries of which there is one here, and change nothing."""
+    between libraries and change nothing here."""
 
     json: JsonText | None = None
     regex: str | None = None
@@ -44,12 +40,12 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     backend: str | None = None
 
     def constraints(self, where: str) -> list[GuidedDecoding]:
-        """Its constraints. `where`: the field that it is, or what stands before the names of its own.
+        """The constraints. `where` stands before the fields' names in errors.
 
         Raises:
-            InvalidArgument: it asks for what is not honoured; `field` names it.
+            InvalidArgument: an unsupported field is set; `field` names it.
         """
-        for name in _NOT_HONOURED:
+        for name in _UNSUPPORTED_FIELDS:
             if getattr(self, name):
                 message = (
                     f"{where}{name} is not supported: white space between the parts of JSON is bounded, not chosen"
@@ -57,11 +53,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 if name == "disable_additional_properties":
                     message = f"{where}{name} is not supported: write additionalProperties into the schema"
                 raise InvalidArgument(message, field=f"{where}{name}")
-        given = {name: getattr(self, name) for name in _KINDS}
-        found = [
-            make_constraint(_KINDS[name], value, where + name) for name, value in given.items() if value is not None
+        fields = {name: getattr(self, name) for name in _KINDS}
+        constraints = [
+            make_constraint(_KINDS[name], value, where + name) for name, value in fields.items() if value is not None
         ]
-        return [*found, GuidedDecoding("json", parameter=f"{where}json_object")] if self.json_object else found
+        if self.json_object:
+            constraints.append(GuidedDecoding("json", parameter=f"{where}json_object"))
+        return constraints
 
 
 def parse_structured_outputs(value: JsonText, parameter: str) -> list[GuidedDecoding]:
@@ -76,16 +74,16 @@ def parse_structured_outputs(value: JsonText, parameter: str) -> list[GuidedDeco
     except orjson.JSONDecodeError as error:
         raise InvalidArgument(f"parameter '{parameter}' is not JSON: {error}", field=parameter) from None
     except msgspec.ValidationError as error:
-        found = describe_validation_error(error)
-        field = ".".join(name for name in (parameter, found.path) if name)
-        raise InvalidArgument(f"parameter '{field}' {found}", field=field) from None
+        mismatch = describe_validation_error(error)
+        field = ".".join(name for name in (parameter, mismatch.path) if name)
+        raise InvalidArgument(f"parameter '{field}' {mismatch}", field=field) from None
 
 
 def make_constraint(kind: GrammarKind, value: Any, parameter: str, strict: bool = False) -> GuidedDecoding:
-    """The constraint of a field's value: text as it is, anything else as JSON text.
+    """The constraint of a field's value, which becomes JSON text unless it is text.
 
     Raises:
-        InvalidArgument: there is no text, no choice, or too deep a nesting.
+        InvalidArgument: the value is empty, or nested too deeply.
     """
     if not value and kind != "json_schema":
         raise InvalidArgument(f"{parameter} is empty", field=parameter)
@@ -93,7 +91,7 @@ def make_constraint(kind: GrammarKind, value: Any, parameter: str, strict: bool 
 
 
 def json_text(value: Any, parameter: str) -> str:
-    """JSON text of a value that was JSON.
+    """JSON text of a JSON value.
 
     Raises:
         InvalidArgument: it is nested too deeply.
@@ -105,13 +103,13 @@ def json_text(value: Any, parameter: str) -> str:
 
 
 def only_constraint(constraints: Iterable[GuidedDecoding]) -> GuidedDecoding | None:
-    """The constraint of a request.
+    """The one constraint of a request, if any.
 
     Raises:
         InvalidArgument: there are several; the message names two.
     """
-    given = list(constraints)
-    if len(given) > 1:
-        message = f"{given[0].parameter} and {given[1].parameter} both constrain the answer: give one"
-        raise InvalidArgument(message, field=given[0].parameter)
-    return given[0] if given else None
+    listed = list(constraints)
+    if len(listed) > 1:
+        message = f"{listed[0].parameter} and {listed[1].parameter} both constrain the answer: give one"
+        raise InvalidArgument(message, field=listed[0].parameter)
+    return listed[0] if listed else None

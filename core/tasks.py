@@ -1,4 +1,4 @@
-"""Tasks of one request: waiting for the first of several, groups without reference cycles, streams read as one."""
+"""Tasks of one request: waiting for the first of several, groups without reference cycles, merged streams."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
@@ -11,11 +11,9 @@ from .native_calls import CONTROL_FLOW
 
 
 async def wait_for_first(*waits: Awaitable[Any], timeout: float | None = None) -> None:
-    """Return when one of `waits` is done or after `timeout` seconds; the others are then cancelled and awaited.
-
-    Raises what the first one raised.
-    """
-    tasks = [asyncio.ensure_future(each) for each in waits]
+    """Return when one of `waits` is done or after `timeout` seconds; cancel and await the others. Raises what the first
+    one raised."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -27,9 +25,8 @@ async def wait_for_first(*waits: Awaitable[Any], timeout: float | None = None) -
 
 
 async def end_within(seconds: float | None, *endings: Awaitable[Any]) -> int:
-    """Wait for all of `endings` at once, and cancel those that take longer than `seconds`; how many did. For what must
-    come to an end, whatever a library below waits for; None: however long that is. Raises what one of them raised.
-    """
+    """Wait for all of `endings` together, cancel those that take longer than `seconds`, and return how many did. Raises
+    what one of them raised."""
     tasks = [asyncio.ensure_future(ending) for ending in endings]
     try:
         if not tasks:
@@ -46,9 +43,8 @@ async def end_within(seconds: float | None, *endings: Awaitable[Any]) -> int:
 class RequestTaskGroup(asyncio.TaskGroup):
     """The tasks of one request.
 
-    What a plain group raises leads by its traceback to the group's own frame, which has it in a variable, and the group
-    keeps the task, which has it too: all that a request held, its tensors too, would stay until the cycle collector
-    comes by, and it rarely does.
+    A plain group and the error that it raises refer to each other, by its frame and its parent task. They would keep
+    the request's tensors until a garbage collection, which is rare.
     """
 
     _parent_task: asyncio.Task[Any] | None
@@ -70,10 +66,9 @@ T = TypeVar("T")
 
 
 async def merge_streams(streams: Sequence[ResponseStream[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of all streams in the order of their arrival, each with its stream's index.
+    """The items of all streams as they arrive, each with its stream's index.
 
-    The first error of a stream is raised here and ends all of them. Closing the generator cancels the tasks that read
-    the streams, which closes these.
+    The first error is raised here and ends all streams. Closing the generator closes them too.
     """
     queue: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue(len(streams))
 

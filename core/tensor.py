@@ -24,20 +24,20 @@ NUMPY_TYPES: dict[str, DTypeLike] = {
     "FP64": np.float64,
     "BYTES": np.object_,
 }
-"""v2 datatype -> numpy dtype. BF16, for which numpy has no type, is its bits; BYTES elements are `bytes`."""
+"""v2 datatype to numpy dtype. BF16, which numpy lacks, is its bits; BYTES elements are `bytes`."""
 
 
 MAX_CONFIG_TENSOR_BYTES = 2**31 - 1
-"""The limit for a tensor that a config asks for by its shape alone: no gRPC message carries more."""
+"""The largest tensor that a config may declare by its shape alone: no gRPC message carries more."""
 
 
 def is_config_tensor_size_allowed(datatype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a config may ask for this tensor by its shape: a few digits can make it arbitrarily large."""
+    """Whether a config may declare this tensor, which a few digits can make arbitrarily large."""
     return len(shape) <= 64 and math.prod(shape) * np.dtype(NUMPY_TYPES[datatype]).itemsize <= MAX_CONFIG_TENSOR_BYTES
 
 
 def zero_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Zeros, or empty strings."""
+    """An array of zeros, or of empty strings."""
     return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
 
 
@@ -57,7 +57,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def scalar(self) -> Any:
-        """The element of a one-element tensor, as a Python value. Raises `ValueError` for a tensor of another size."""
+        """The only element, as a Python value. Raises `ValueError` for another size."""
         return self.data.item()
 
 

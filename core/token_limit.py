@@ -6,18 +6,18 @@ from .errors import ContextLengthExceeded
 
 
 class TokenLimit(NamedTuple):
-    """The number of tokens that a text may have, and the beginning of the error message, up to the number."""
+    """The most tokens of a text. `subject` begins the error message, up to the number."""
 
     tokens: int
     subject: str = "this model's maximum context length is"
 
     def error(self, what: str, field: str) -> ContextLengthExceeded:
-        """The error for a text beyond it; `what` says how long that is."""
+        """The error for a longer text, whose length `what` describes."""
         return ContextLengthExceeded(f"{self.subject} {self.tokens} tokens: {what}", field=field)
 
     def check_sequence(self, prompt: int, new: int, prompt_field: str = "prompt") -> None:
-        """Raises `ContextLengthExceeded` where a prompt of so many tokens and so many new ones are beyond it together;
-        `field` is the parameter to change. `prompt_field`: the one that the prompt came in."""
+        """Raises `ContextLengthExceeded` if the prompt's and the new tokens together exceed the limit; its `field` is
+        the parameter to change, `prompt_field` that of the prompt."""
         if prompt + new <= self.tokens:
             return
         if prompt < self.tokens:

@@ -1,12 +1,11 @@
-"""The routes of a server, names that stand for several models: what is shown of them, and how they are changed while
-they serve."""
+"""The routes of a server, which are names that stand for several models: how they are shown and changed."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 
 class RouteEntry(NamedTuple):
-    """A route that is served. `route`: as `routes.yaml` has it; `version`: grows with each change."""
+    """A served route as in `routes.yaml`. Its version grows with each change."""
 
     name: str
     version: int
@@ -24,14 +23,14 @@ class ChangeableRoutes(Protocol):
         """Raises `NotFound`."""
 
     async def put_document(self, name: str, document: Any, who: str, expect: int | None = None) -> RouteEntry:
-        """Serve a route, as `routes.yaml` has it, by that name from now on; `who` is told in the log.
+        """Serve a route, as in `routes.yaml`, from now on; `who` is logged.
 
         Raises:
             Unsupported: requests may not change routes.
-            InvalidArgument: it is no route, or one that its file would be refused for.
-            Conflict: the route is at another version than `expect`, 0 for none.
-            Internal: it cannot be kept.
+            InvalidArgument: the route is wrong.
+            Conflict: the route's version is not `expect`; 0 expects none.
+            Internal: it cannot be stored.
         """
 
     async def delete(self, name: str, who: str, expect: int | None = None) -> None:
-        """Serve no route by that name. Raises `NotFound` if there is none, and as `put_document` does."""
+        """Remove a route. Raises `NotFound`, and as `put_document` does."""

@@ -1,8 +1,5 @@
-"""Which instances of models wait for each other, by the requests that models make of other models: a wait that can
-never end is found, and one of its requests refused.
-
-Knows nothing of queues, processes and protocols. Belongs to the event loop.
-"""
+"""Finds instances of models that wait for each other by the requests that they make, and refuses a request of each
+cycle. Belongs to the event loop."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,16 +10,15 @@ from .errors import CharoniaError, Unavailable
 from .request_context import ENSEMBLE_ENDPOINT, RequestContext
 
 _CHECK_SECONDS = 0.5
-"""Between two looks at the waits: a request may be queued long after it was made, by a later step of an ensemble."""
+"""Seconds between two checks, since a request may be queued long after it was made, by a later step of an ensemble."""
 
 
 _MAX_NAMES = 4
-"""Instances of a model that an error names."""
+"""The most instances of a model that an error names."""
 
 
 class AwaitedCall(NamedTuple):
-    """A request to another model, without whose answer the execution that made it does not go on. `refuse` answers it
-    with an error."""
+    """A request to another model that an execution waits for. `refuse` answers it with an error."""
 
     context: RequestContext
     refuse: Callable[[CharoniaError], None]
@@ -30,7 +26,7 @@ class AwaitedCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InstanceWaits:
-    """An instance of a model. `executing`: the requests that it executes; `awaits`: what their execution waits for."""
+    """An instance of a model, the requests that it executes, and the calls that their execution waits for."""
 
     name: str
     executing: Sequence[RequestContext]
@@ -38,7 +34,7 @@ class InstanceWaits:
 
 
 class QueueWaits(NamedTuple):
-    """One queue, and all instances that may take its requests. `waiting`: those that wait however long it takes."""
+    """A queue, the instances that may take its requests, and those requests that wait without a time limit."""
 
     instances: Sequence[InstanceWaits]
     waiting: Sequence[RequestContext]
@@ -48,12 +44,11 @@ class WaitingModel(Protocol):
     """A model whose instances may ask other models."""
 
     def queue_waits(self) -> Iterable[QueueWaits]:
-        """Its queues as they are now; none while an instance is to come."""
+        """Its queues now; none while an instance is starting."""
 
 
 class Wait(NamedTuple):
-    """An instance waits for another one, which has its request, or for any of those that may take it, itself perhaps
-    among them. `queued`: none has it yet."""
+    """An instance's wait for another that executes its request or, if `queued`, for any of those that may take it."""
 
     instance: InstanceWaits
     call: AwaitedCall
@@ -81,24 +76,27 @@ def find_cycle(queues: Sequence[QueueWaits]) -> list[Wait]:
 
 
 def _find_wait(instance: InstanceWaits, queues: Sequence[QueueWaits], stuck: set[InstanceWaits]) -> Wait | None:
-    """What keeps an instance waiting, if the instances in `stuck` never go on: of several the nearest."""
+    """The nearest reason why an instance waits, if the instances in `stuck` never go on."""
     waits: list[tuple[int, Wait]] = []
     for call in instance.awaits:
         for queue in queues:
             for other in stuck.intersection(queue.instances):
-                waits += [(n, Wait(instance, call, [other], False)) for n in _distances(other.executing, call.context)]
+                wait = Wait(instance, call, [other], False)
+                waits += [(distance, wait) for distance in _distances(other.executing, call.context)]
             if queue.instances and stuck.issuperset(queue.instances):
                 wait = Wait(instance, call, queue.instances, True)
                 waits += [(distance, wait) for distance in _distances(queue.waiting, call.context)]
-    return min(waits, key=lambda each: each[0])[1] if waits else None
+    return min(waits, key=lambda candidate: candidate[0])[1] if waits else None
 
 
 def _distances(requests: Iterable[RequestContext], whole: RequestContext) -> Iterator[int]:
-    """Of the requests that are `whole` or steps of its ensemble: how deep they are in it."""
+    """The depths of those requests that are `whole` or steps of its ensemble."""
     for request in requests:
-        distance, ancestor = 0, request
+        distance = 0
+        ancestor = request
         while ancestor is not whole and ancestor.parent is not None and ancestor.endpoint == ENSEMBLE_ENDPOINT:
-            distance, ancestor = distance + 1, ancestor.parent
+            distance += 1
+            ancestor = ancestor.parent
         if ancestor is whole:
             yield distance
 
@@ -118,7 +116,7 @@ class WaitGraph:
             self._models.remove(model)
 
     def check(self) -> None:
-        """Refuse a request of every cycle; again and again, while an execution waits. Called when one begins to."""
+        """Refuse one request of a cycle, and check again while executions wait. Called when one begins to."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -138,5 +136,5 @@ def _describe(cycle: Sequence[Wait]) -> str:
 
 def _name_any(instances: Sequence[InstanceWaits]) -> str:
     more = len(instances) - _MAX_NAMES
-    names = [f"'{each.name}'" for each in instances[:_MAX_NAMES]] + [f"one of {more} more"] * (more > 0)
+    names = [f"'{instance.name}'" for instance in instances[:_MAX_NAMES]] + [f"one of {more} more"] * (more > 0)
     return " or ".join(names)

@@ -1,7 +1,7 @@
-"""Child processes: started from an argument vector, waited for, killed and closed; and what a child of ours does first.
+"""Child processes: engine cores, ranks and isolated instances.
 
-Engine cores, ranks and isolated instances are started here. `ChildProcess` runs any program; `python_child` runs a
-function of ours in this interpreter. A child of ours leaves SIGINT and SIGTERM to its parent and ends when that ends.
+`ChildProcess` runs any program; `python_child` runs a function of ours in this interpreter. Such a child leaves SIGINT
+and SIGTERM to its parent and ends when that ends.
 """
 
 import atexit
@@ -27,16 +27,16 @@ from .gc_tuning import collect_less_often
 from .log_forwarding import write_stderr
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-"""Ctrl-C and service managers signal the whole process group: the server decides what that means to its children."""
+"""Signals that service managers and Ctrl-C send to the whole process group: the server decides what its children do."""
 
 _KILL_RETRY_SECONDS = 1.0
-"""How long a process that was killed may take before it is killed again."""
+"""Seconds until a killed process is killed again."""
 _UNKNOWN_EXIT_CODE = 255
-"""The exit code of a process that something else has reaped; asyncio reports the same."""
+"""The exit code of a process that something else has reaped, as in asyncio."""
 _STDERR_SECONDS = 1.0
-"""How long `print_traceback` waits for a pipe that takes nothing."""
+"""How long `print_traceback` waits for a pipe without a reader."""
 _PARENT_CHECK_SECONDS = 1.0
-"""How often a child looks for its parent where the system has no descriptors of processes."""
+"""How often a child checks its parent on a system without process descriptors."""
 
 _PROGRAM = (
     "import pickle, sys; file = open(int(sys.argv[3]), 'rb'); sys.path[:] = pickle.load(file); "
@@ -47,13 +47,10 @@ _PROGRAM = (
 class ChildProcess:
     """A process started from an argument vector: waited for, killed and closed by this object alone, from any thread.
 
-    It inherits `descriptors` and no others, and this process's environment unless another is given. SIGINT and SIGTERM
-    are blocked when it starts, for they may reach it before it ignores them. It is in no list of `multiprocessing` or
-    `subprocess`: those reap, from any thread and for any library, every child that they know of. It is killed when this
-    interpreter exits. `grouped`: it has a process group of its own, and what it has started ends with it.
-
-    `sentinel`: a descriptor that becomes readable when the process has ended. Raises `OSError` if the process cannot be
-    started.
+    It inherits `descriptors` and no others, and starts with SIGINT and SIGTERM blocked. It is killed when this
+    interpreter exits and, if `grouped`, together with its process group. `multiprocessing` and `subprocess`, which reap
+    their children from any thread, do not know it. `sentinel` is a descriptor that is readable once it has ended.
+    Raises `OSError` if it cannot be started.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class ChildProcess:
         atexit.register(self.kill)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """The exit code, or minus the signal that ended the process; None if it still runs after so many seconds."""
+        """The exit code, or minus the signal that ended the process; None if it still runs after `seconds`."""
         if self._reap() is None:
             connection.wait([self.sentinel], seconds)
         return self._reap()
@@ -104,12 +101,12 @@ class ChildProcess:
                 self._kill()
 
     def _kill(self) -> None:
-        """The process is not reaped: nothing else can have its number, or its group's."""
+        """Kill the process, which is not reaped: nothing else can have its number, or its group's."""
         with suppress(OSError):
             (os.killpg if self._grouped else os.kill)(self.pid, signal.SIGKILL)
 
     def close(self, timeout: float = 0.0) -> int:
-        """Wait for the end, kill the process after `timeout` seconds, free its descriptors; returns the exit code."""
+        """Wait for the end, with SIGKILL after `timeout` seconds, free the descriptors, and return the exit code."""
         exit_code = self.wait(timeout)
         while exit_code is None:
             self.kill()
@@ -134,23 +131,24 @@ class ChildProcess:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """How a process ended, as `ChildProcess.wait` says it."""
+    """How a process ended, from the result of `ChildProcess.wait`."""
     if exit_code is None:
         return "it hung up"
     if exit_code >= 0:
         return f"it exited with {exit_code}"
-    known = -exit_code in set(signal.Signals)
-    return f"it was ended by {signal.Signals(-exit_code).name if known else f'signal {-exit_code}'}"
+    is_named = -exit_code in set(signal.Signals)
+    return f"it was ended by {signal.Signals(-exit_code).name if is_named else f'signal {-exit_code}'}"
 
 
 def python_child(
     name: str, target: Callable[..., None], *arguments: Any, inherited: Sequence[int] = ()
 ) -> ChildProcess:
-    """Run `target(*arguments)` in a new interpreter, whose process `ps` shows as `name` (15 characters at most). Target
-    and arguments are pickled. The child inherits the descriptors of `Connection`s among the arguments and, under their
-    numbers here, those in `inherited`. It ignores SIGINT and SIGTERM and ends as soon as this process does. A child
-    that was prepared under this name runs it, if it need inherit nothing. Raises `OSError` if the process cannot be
-    started."""
+    """Run `target(*arguments)`, both pickled, in a new interpreter, or in a child prepared under this name. `ps` shows
+    the first 15 characters of `name`. Raises `OSError` if the process cannot be started.
+
+    The child inherits the descriptors of `Connection`s among the arguments and, with their numbers, those in
+    `inherited`.
+    """
     call = io.BytesIO()
     pickler = _ArgumentPickler(call)
     pickler.dump((target, arguments))
@@ -172,18 +170,17 @@ def python_child(
 
 
 _prepared: defaultdict[str, list[tuple[ChildProcess, IO[bytes]]]] = defaultdict(list)
-"""Children that wait for a call, by name, and where it is written."""
+"""Children that wait for a call, by name, each with the pipe for it."""
 
 
 def prepared_children(name: str) -> int:
-    """How many wait for a call."""
+    """The number of children that wait for a call."""
     return len(_prepared[name])
 
 
 def prepare_child(name: str, module: str, function: str) -> None:
-    """Start the interpreter of the next `python_child` called `name`, before it is known what that is to run. It calls
-    `function` of `module`, which imports what takes long, and waits. Its environment is that of now. Raises `OSError`
-    if the process cannot be started."""
+    """Start the interpreter of the next `python_child` called `name`, with the environment of now. It calls `function`
+    of `module`, which does slow imports, and waits. Raises `OSError` if it cannot be started."""
     reader, writer = os.pipe()
     pipe = open(writer, "wb")  # noqa: SIM115
     try:
@@ -198,7 +195,7 @@ def prepare_child(name: str, module: str, function: str) -> None:
 
 
 def drop_prepared_children() -> None:
-    """End those that no `python_child` has taken."""
+    """End the prepared children."""
     while _prepared:
         for child, pipe in _prepared.popitem()[1]:
             child.kill()
@@ -208,7 +205,7 @@ def drop_prepared_children() -> None:
 
 
 def _write_start(file: IO[bytes], prelude: tuple[str, str] | None = None) -> None:
-    """What a child reads before its call."""
+    """Write what a child reads before its call."""
     pickle.dump(sys.path, file)
     pickle.dump(prelude, file)
 
@@ -220,7 +217,7 @@ def _start_interpreter(name: str, file: int, inherited: Sequence[int] = ()) -> C
 
 
 def anonymous_file(name: str) -> int:
-    """The descriptor of a new file without a path; in memory, where the system can. `name` is shown in /proc alone."""
+    """The descriptor of a new file without a path, in memory if the system allows. `name` only shows in /proc."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -228,7 +225,7 @@ def anonymous_file(name: str) -> int:
 
 
 class _ArgumentPickler(pickle.Pickler):
-    """Pickles what a child inherits by the number of its descriptor; `descriptors`: those that were met."""
+    """Pickles connections by the numbers of their descriptors, which it collects."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -284,26 +281,28 @@ def _end_with_parent(parent: int) -> None:
 
 
 def set_process_name(name: str) -> None:
-    """Set the name, of at most 15 characters, by which ps, top and pkill know this process."""
+    """Set the name, of at most 15 characters, that ps, top and pkill show."""
     with suppress(OSError):  # Linux alone has it
         Path("/proc/self/comm").write_text(name)
 
 
 def print_traceback(error: BaseException) -> None:
-    """Write the error's traceback to stderr, without waiting for ever where that is a pipe that nothing reads."""
+    """Write the error's traceback to stderr; give up on a pipe without a reader."""
     write_stderr("".join(traceback.format_exception(error))).join(_STDERR_SECONDS)
 
 
 class RestartBackoff:
-    """The delay before a process that was lost is started again: `first` seconds, doubled with each loss up to
-    `longest`, and `first` again after a process that worked for at least `stable` seconds."""
+    """The delay before a lost process is restarted: `first` seconds, doubled with each loss up to `longest`, and reset
+    after a process that worked for `stable` seconds."""
 
     def __init__(self, first: float, longest: float, stable: float) -> None:
-        self._first, self._longest, self._stable = first, longest, stable
+        self._first = first
+        self._longest = longest
+        self._stable = stable
         self._delay = 0.0
 
     def next_delay(self, worked: float = 0.0) -> float:
-        """Seconds to wait now; the lost process `worked` for so many seconds, 0 if it did not even start."""
+        """The seconds to wait now. The lost process had worked for `worked` seconds; 0 if it did not start."""
         if worked >= self._stable or not self._delay:
             self._delay = self._first
         else:

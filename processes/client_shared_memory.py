@@ -1,9 +1,7 @@
-"""Shared memory that clients made and lend, the host's and GPUs': tensors come from it and go into it without crossing
-a socket.
+"""Shared memory that clients own and lend, on the host and on GPUs, so that tensors cross no socket. Regions are opened
+here, never created or removed.
 
-Knows nothing of tensors and protocols: names in, bytes out. The regions are the clients' own; nothing is created or
-removed here. Source:
-https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md.
+Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md.
 """
 
 import asyncio
@@ -25,11 +23,11 @@ log = logging.getLogger(__name__)
 _RESERVED = "triton_python_backend_shm_region_"
 _MAX_OFFSET = 2**64 - 1
 _MOST_DEVICES = 2**31
-"""Their numbers are an int of C."""
+"""Device numbers are C ints."""
 
 
 class SharedMemoryRegion(NamedTuple):
-    """`byte_size` bytes of the shared memory object `key`, from `offset` on, that requests call `name`."""
+    """A client's region: `byte_size` bytes of the shared memory object `key`, from `offset` on."""
 
     name: str
     key: str
@@ -38,8 +36,7 @@ class SharedMemoryRegion(NamedTuple):
 
 
 class CudaMemoryRegion(NamedTuple):
-    """`byte_size` bytes of memory on the GPU `device_id` that requests call `name`. `handle`: CUDA's, by which another
-    process opens it."""
+    """A client's region on a GPU. `handle` is CUDA's, by which another process opens it."""
 
     name: str
     handle: bytes
@@ -48,7 +45,7 @@ class CudaMemoryRegion(NamedTuple):
 
 
 class SharedMemorySlice(NamedTuple):
-    """The bytes of a region in which a tensor lies."""
+    """The bytes of a region that hold a tensor."""
 
     region: str
     offset: int
@@ -57,8 +54,8 @@ class SharedMemorySlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CudaSlice:
-    """`size` bytes of a region on a GPU, to be held no longer than the request. They are copied: not in an event loop,
-    for a copy waits for what else the GPU does. Reading and writing raise `Internal` if the driver refuses."""
+    """Bytes of a region on a GPU, held no longer than the request. Copying blocks while the GPU is busy, so not in an
+    event loop; it raises `Internal` if the driver refuses."""
 
     region: str
     memory: CudaMemory
@@ -76,7 +73,7 @@ class CudaSlice:
             raise Internal(f"shared memory region '{self.region}' cannot be read: {error}", field=self.region) from None
 
     def write(self, data: memoryview) -> None:
-        """Copy `data`, no more than there is room for, to the beginning."""
+        """Copy `data`, which must fit, to the beginning."""
         try:
             self.memory.write(self.offset, data)
         except CudaError as error:
@@ -85,7 +82,7 @@ class CudaSlice:
 
 
 LentMemory: TypeAlias = memoryview | CudaSlice
-"""The bytes of a slice: the host's, as they are, or a GPU's, to copy."""
+"""The bytes of a slice: a view of the host's memory, or a GPU's to copy."""
 
 _Region = TypeVar("_Region", SharedMemoryRegion, CudaMemoryRegion)
 _Opened: TypeAlias = mmap.mmap | CudaMemory
@@ -97,10 +94,8 @@ class _LentRegion(NamedTuple):
 
 
 class SharedMemoryRegistry:
-    """Every registered region. Without `allowed` none can be registered; the status always works. A region that is
-    taken back stays open, in the status and for further views while a view of it is held, and no longer: what opened it
-    is the view's base, and goes with the last of them. `driver`: of this machine's GPUs; raises `CudaError` where there
-    are none."""
+    """The registered regions. Unless `allowed`, none can be registered. A region that was unregistered stays open, and
+    in the status, while a view of it is held. `driver` raises `CudaError` on a machine without GPUs."""
 
     def __init__(self, allowed: bool = False, driver: Callable[[], CudaDriver] = cuda_driver) -> None:
         self._allowed = allowed
@@ -110,9 +105,14 @@ class SharedMemoryRegistry:
         self._leaving: list[tuple[SharedMemoryRegion | CudaMemoryRegion, weakref.ref[_Opened]]] = []
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Map a client's region. Raises `Unsupported` if the server was not started for that, `AlreadyExists` if the
-        name is taken, `InvalidArgument` if the object has no such bytes, or the key is reserved, and `Internal` if
-        there is no such object, or it may not be opened."""
+        """Map a client's region.
+
+        Raises:
+            Unsupported: the server does not allow it.
+            AlreadyExists: the name is taken.
+            InvalidArgument: the object has no such bytes, or the key is reserved.
+            Internal: there is no such object, or it may not be opened.
+        """
         self._check_free(name)
         if key.lstrip("/").startswith(_RESERVED):
             message = f"cannot register shared memory region '{name}' with key '{key}' as the key contains the reserved"
@@ -122,7 +122,7 @@ class SharedMemoryRegistry:
 
     async def register_cuda(self, region: CudaMemoryRegion) -> None:
         """Open a client's region on a GPU, in another thread. Raises `Unsupported` and `AlreadyExists` as `register`,
-        and `InvalidArgument` where there are no GPUs, or the handle, the GPU or the size is none."""
+        and `InvalidArgument` without GPUs or for a wrong handle, GPU or size."""
         self._check_free(region.name)
         self._opening.add(region.name)
         try:
@@ -132,32 +132,32 @@ class SharedMemoryRegistry:
         self._open[region.name] = _LentRegion(region, memory)
 
     def unregister(self, name: str = "") -> None:
-        """Take back one region of the host's memory, or all; a name that is not registered is no error."""
+        """Unregister one region of the host's memory, or all; an unknown name is no error."""
         self._take_back(SharedMemoryRegion, name)
 
     def unregister_cuda(self, name: str = "") -> None:
-        """The same for GPUs."""
+        """Unregister one region on a GPU, or all."""
         self._take_back(CudaMemoryRegion, name)
 
     def status(self, name: str = "") -> list[SharedMemoryRegion]:
-        """All regions of the host's memory, or one. Raises `NotFound` if there is none of this name."""
+        """One region of the host's memory, or all. Raises `NotFound`."""
         return self._status(SharedMemoryRegion, name)
 
     def status_cuda(self, name: str = "") -> list[CudaMemoryRegion]:
-        """The same for GPUs."""
+        """One region on a GPU, or all. Raises `NotFound`."""
         return self._status(CudaMemoryRegion, name)
 
     def registered(self) -> list[SharedMemoryRegion]:
-        """Those of the host's memory that were not taken back."""
+        """The regions of the host's memory that were not unregistered."""
         return [region for region, _ in self._open.values() if isinstance(region, SharedMemoryRegion)]
 
     def registered_cuda(self) -> list[CudaMemoryRegion]:
-        """The same for GPUs."""
+        """The regions on GPUs that were not unregistered."""
         return [region for region, _ in self._open.values() if isinstance(region, CudaMemoryRegion)]
 
     def view(self, span: SharedMemorySlice) -> LentMemory:
-        """The slice's bytes, to read and to write; to be held no longer than the request. Raises `NotFound` if there is
-        no such region, and `InvalidArgument` if it has no such bytes, or its object was made shorter since."""
+        """The slice's bytes, held no longer than the request. Raises `NotFound` for an unknown region, and
+        `InvalidArgument` if it has no such bytes or its object has shrunk."""
         lent = self._open.get(span.region) or self._leaving_region(span.region)
         if lent is None:
             raise NotFound(f"Unable to find shared memory region: '{span.region}'", field=span.region)
@@ -166,12 +166,14 @@ class SharedMemoryRegistry:
             raise InvalidArgument(f"Invalid offset for shared memory region: '{region.name}'", field=region.name)
         end = span.offset + span.byte_size
         if end > _MAX_OFFSET:
-            said = f"byte_size ({span.byte_size}) + offset ({span.offset}) exceeds maximum value ({_MAX_OFFSET})"
-            raise InvalidArgument(f"Integer overflow detected: {said} for region '{region.name}'", field=region.name)
+            overflow = f"byte_size ({span.byte_size}) + offset ({span.offset}) exceeds maximum value ({_MAX_OFFSET})"
+            raise InvalidArgument(
+                f"Integer overflow detected: {overflow} for region '{region.name}'", field=region.name
+            )
         begin = region.offset if isinstance(region, SharedMemoryRegion) else 0
         # Beyond the end of an object that shrank there is no memory: to touch it would kill the process.
-        there = memory.size if isinstance(memory, CudaMemory) else memory.size()
-        if span.byte_size < 0 or end > region.byte_size or begin + end > there:
+        mapped_size = memory.size if isinstance(memory, CudaMemory) else memory.size()
+        if span.byte_size < 0 or end > region.byte_size or begin + end > mapped_size:
             message = f"Invalid offset + byte size for shared memory region: '{region.name}'"
             raise InvalidArgument(message, field=region.name)
         if isinstance(memory, CudaMemory):
@@ -181,28 +183,30 @@ class SharedMemoryRegistry:
     def _take_back(self, kind: type[_Region], name: str) -> None:
         self._check_allowed()
         self._leaving = self._in_use()
-        for each, (region, memory) in list(self._open.items()):
-            if isinstance(region, kind) and name in ("", each):
-                del self._open[each]
+        for open_name, (region, memory) in list(self._open.items()):
+            if isinstance(region, kind) and name in ("", open_name):
+                del self._open[open_name]
                 self._leaving.append((region, weakref.ref(memory)))
 
     def _status(self, kind: type[_Region], name: str) -> list[_Region]:
         regions = [region for region, _ in (*self._in_use(), *self._open.values())]
-        known = {region.name: region for region in regions if isinstance(region, kind)}
-        if not name or name in known:
-            return [known[name]] if name else list(known.values())
-        asked, other = ("system", "CUDA") if kind is SharedMemoryRegion else ("CUDA", "system")
-        message = f"Unable to find {asked.lower()} shared memory region: '{name}'"
+        regions_by_name = {region.name: region for region in regions if isinstance(region, kind)}
+        if not name or name in regions_by_name:
+            return [regions_by_name[name]] if name else list(regions_by_name.values())
+        kind_name, other_kind = ("system", "CUDA") if kind is SharedMemoryRegion else ("CUDA", "system")
+        message = f"Unable to find {kind_name.lower()} shared memory region: '{name}'"
         if any(region.name == name for region in regions):
-            message = f"The region named '{name}' is registered as {other} shared memory, not {asked} shared memory"
+            message = (
+                f"The region named '{name}' is registered as {other_kind} shared memory, not {kind_name} shared memory"
+            )
         raise NotFound(message, field="name")
 
     def _in_use(self) -> list[tuple[SharedMemoryRegion | CudaMemoryRegion, weakref.ref[_Opened]]]:
-        """The regions that were taken back and of which a view is still held."""
+        """The unregistered regions of which a view is still held."""
         return [(region, memory) for region, memory in self._leaving if memory() is not None]
 
     def _leaving_region(self, name: str) -> _LentRegion | None:
-        """A region that was taken back and is in use."""
+        """An unregistered region that is in use."""
         for region, reference in reversed(self._leaving):
             memory = reference()
             if region.name == name and memory is not None:
@@ -221,7 +225,7 @@ class SharedMemoryRegistry:
 
 
 def is_lent(array: object) -> bool:
-    """Whether an array, or a view of one, has its memory from a client's region."""
+    """Whether an array has its memory from a client's region."""
     while (base := getattr(array, "base", None)) is not None:
         array = base
     return isinstance(array, memoryview) and isinstance(array.obj, mmap.mmap)
@@ -246,7 +250,7 @@ def _map_region(region: SharedMemoryRegion) -> mmap.mmap:
 
 def _open_cuda(region: CudaMemoryRegion, driver: Callable[[], CudaDriver]) -> CudaMemory:
     try:
-        found = driver()
+        cuda = driver()
     except CudaError as error:
         log.warning("memory of GPUs cannot be lent: %s", error)
         message = f"failed to register CUDA shared memory region: '{region.name}', GPUs not supported"
@@ -258,7 +262,7 @@ def _open_cuda(region: CudaMemoryRegion, driver: Callable[[], CudaDriver]) -> Cu
     if not 0 <= region.device_id < _MOST_DEVICES:
         raise InvalidArgument(f"{refused}: there is no GPU {region.device_id}", field="device_id")
     try:
-        memory = CudaMemory(region.handle, region.device_id, found)
+        memory = CudaMemory(region.handle, region.device_id, cuda)
     except CudaError as error:
         raise InvalidArgument(f"{refused}: GPU {region.device_id}: {error}", field="raw_handle") from None
     if not 0 < region.byte_size <= memory.size:

@@ -1,8 +1,7 @@
-"""Memory of a GPU that another process lends by CUDA's interprocess handle: opened, and copied to the host and back.
+"""Memory of a GPU that another process lends by CUDA's interprocess handle.
 
-Calls the driver's library alone: CUDA's runtime would need a package beside it. Open memory holds its GPU's primary
-context; the first of a process makes that, which takes time and memory of the GPU. Knows nothing of regions' names and
-of tensors. Source: https://docs.nvidia.com/cuda/cuda-driver-api/.
+Only the driver's library is called, since CUDA's runtime would need a package. Open memory holds its GPU's primary
+context, which the first one creates. Source: https://docs.nvidia.com/cuda/cuda-driver-api/.
 """
 
 import ctypes
@@ -19,11 +18,11 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
-"""Of a CUipcMemHandle, which CUDA's runtime calls cudaIpcMemHandle_t."""
+"""The size of a CUipcMemHandle, which CUDA's runtime calls cudaIpcMemHandle_t."""
 
 _LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1
-"""From cuda.h: the one flag with which a handle may be opened."""
+"""The one flag of cuda.h for opening a handle."""
 
 
 class _Handle(ctypes.Structure):
@@ -49,11 +48,11 @@ _ARGUMENTS = {
 
 
 class CudaError(Exception):
-    """A call of the driver failed, or there is none; the text is the driver's."""
+    """A call of the driver failed, or there is no driver; the text is the driver's."""
 
 
 class CudaDriver:
-    """The driver's library, for all threads. Raises `CudaError` where there is none, or it finds no GPU."""
+    """The driver's library, for all threads. Raises `CudaError` if there is none or no GPU."""
 
     def __init__(self, library: str = _LIBRARY) -> None:
         try:
@@ -65,7 +64,7 @@ class CudaDriver:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function of the library without the interpreter's lock. Raises `CudaError`."""
+        """Call a function of the library without the GIL. Raises `CudaError`."""
         code = getattr(self._library, name)(*arguments)
         if code:
             text = ctypes.c_char_p()
@@ -74,7 +73,7 @@ class CudaDriver:
 
     @contextmanager
     def current(self, context: ctypes.c_void_p) -> Iterator[None]:
-        """Calls within, of this thread, are for this context."""
+        """Make this the context of the thread's calls within the block."""
         self.call("cuCtxPushCurrent_v2", context)
         try:
             yield
@@ -84,14 +83,14 @@ class CudaDriver:
 
 @cache
 def cuda_driver() -> CudaDriver:
-    """This machine's. Blocks when it is called first. Raises as `CudaDriver`."""
+    """This machine's driver. The first call blocks. Raises as `CudaDriver`."""
     return CudaDriver()
 
 
 class CudaMemory:
-    """An allocation of another process on a GPU, open until nothing holds this object; `size` in bytes. `device`: its
-    number for CUDA in this process. Blocks; for any thread but an event loop's, for the GPU may be busy. Raises
-    `CudaError` if there is no such GPU, or the handle is none of this machine's, or of this very process."""
+    """An allocation of another process on a GPU, open while this object lives; `size` in bytes, `device` is CUDA's
+    number. Blocks, so not for an event loop. Raises `CudaError` if there is no such GPU, or the handle is wrong or this
+    process's own."""
 
     def __init__(self, handle: bytes, device: int, driver: CudaDriver) -> None:
         number, self._context, self._pointer = ctypes.c_int(), ctypes.c_void_p(), _Pointer()
@@ -102,8 +101,8 @@ class CudaMemory:
             driver.call("cuDevicePrimaryCtxRetain", byref(self._context), number)
             opened.callback(driver.call, "cuDevicePrimaryCtxRelease_v2", number)
             with driver.current(self._context):
-                given = _Handle.from_buffer_copy(handle)
-                driver.call("cuIpcOpenMemHandle_v2", byref(self._pointer), given, _LAZY_PEER_ACCESS)
+                ipc_handle = _Handle.from_buffer_copy(handle)
+                driver.call("cuIpcOpenMemHandle_v2", byref(self._pointer), ipc_handle, _LAZY_PEER_ACCESS)
                 opened.callback(_close_handle, driver, self._context, self._pointer)
                 driver.call("cuMemGetAddressRange_v2", byref(base), byref(whole), self._pointer)
             self.size = base.value + whole.value - self._pointer.value
@@ -118,10 +117,10 @@ class CudaMemory:
         return copy.data
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy bytes there; they are there when this returns. Raises `CudaError`."""
-        given = np.frombuffer(data, np.uint8)
+        """Copy bytes to the GPU; returns when they are there. Raises `CudaError`."""
+        source = np.frombuffer(data, np.uint8)
         with self._driver.current(self._context):
-            self._driver.call("cuMemcpyHtoD_v2", self._pointer.value + offset, given.ctypes.data, len(given))
+            self._driver.call("cuMemcpyHtoD_v2", self._pointer.value + offset, source.ctypes.data, len(source))
             self._driver.call("cuStreamSynchronize", None)  # a copy of pageable memory may still be on its way
 
 

@@ -1,7 +1,5 @@
-"""Facts about this machine and this process's cgroup: cores, memory, open files, CUDA. Knows no models.
-
-Read from the kernel's files below `root`; what a system does not tell limits nothing.
-"""
+"""Facts about this machine and this process's cgroup: cores, memory, open files, CUDA. They are read from the kernel's
+files below `root`; an absent file limits nothing."""
 
 import ctypes
 import logging
@@ -24,10 +22,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
 
 _NICENESS = 10
-"""Of threads that give way."""
+"""The niceness of threads that give way."""
 
 _LARGE = 4 << 20
-"""Bytes, to fill which takes far longer than to map them."""
+"""Bytes that take far longer to fill than to map."""
 
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60
@@ -39,18 +37,19 @@ _CUDA = re.compile(r"^cuda\b[^=\n]*= *'", re.MULTILINE)
 
 
 class Cores(NamedTuple):
-    """`logical`: cores that the process may run on. `physical`: hyperthreads of one core counted once. `nodes`: NUMA
-    nodes they lie on. `quota`: cores' worth of time that its cgroup grants, maybe infinite."""
+    """The cores that a process may use."""
 
     logical: int
+    """Including hyperthreads."""
     physical: int
     nodes: int
+    """The number of NUMA nodes that they lie on."""
     quota: float
+    """The cores' worth of time that its cgroup grants, maybe infinite."""
 
     @property
     def threads(self) -> int:
-        """The number of threads to compute with. Hyperthreads share what computes, and a step waits for its slowest
-        thread."""
+        """The number of threads to compute with, one for each physical core: a step waits for its slowest thread."""
         return max(1, math.ceil(min(self.physical, self.quota)))
 
     def __str__(self) -> str:
@@ -75,52 +74,51 @@ def usable_cores(root: Path = _ROOT) -> Cores:
 
 
 def processor_name(root: Path = _ROOT) -> str:
-    """What the kernel calls the processor, or else its architecture."""
+    """The kernel's name for the processor, or its architecture."""
     lines = _read(root / "proc/cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def resident_memory_of(pids: Iterable[int], root: Path = _ROOT) -> int:
-    """Bytes of anonymous and shared memory of these processes and all that they started; 0 for one that has ended."""
+    """Bytes of anonymous and shared memory of these processes and all their descendants; 0 for one that has ended."""
     total = 0
     for process in [root / "proc" / str(pid) for pid in pids]:
         with suppress(OSError):
             lines = (process / "status").read_text().splitlines()
             total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
             # The kernel lists children by the thread that started them.
-            children = [int(pid) for each in process.glob("task/*/children") for pid in each.read_text().split()]
+            children = [int(pid) for file in process.glob("task/*/children") for pid in file.read_text().split()]
             total += resident_memory_of(children, root)
     return total
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Bytes this process may still take: what the kernel calls available, and what its cgroups leave."""
+    """Bytes that this process may still take, by the kernel and by its cgroups."""
     return max(0, min([_bytes_in(root / "proc/meminfo", "MemAvailable:", _UNLIMITED), *_memory_left(root)]))
 
 
 def own_anonymous_memory(root: Path = _ROOT) -> int:
-    """Bytes of this process in memory that belong to no file."""
+    """Bytes of this process's memory that belong to no file."""
     return _bytes_in(root / "proc/self/status", "RssAnon:", 0)
 
 
 def map_large_blocks_separately() -> None:
-    """Let weights, and tensors of large requests, come and go as mappings of their own. glibc begins so, and at the
-    first large block that is freed starts to put the next ones among the small, which then hold their pages; and to
-    keep up to 64 MiB at the end of each thread's memory, which `release_free_memory` cannot return."""
+    """Give each large block a mapping of its own, so that its pages return when it is freed. By default glibc puts
+    large blocks among small ones once a large one was freed, and keeps up to 64 MiB for each thread."""
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
         _libc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
 
 
 def release_free_memory() -> None:
-    """Return to the system what this process has freed: glibc keeps it, in an arena for each thread that ever was."""
+    """Return freed memory to the system, which glibc keeps in an arena for each thread."""
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
 
 
 def raise_open_file_limit(enough: int = _WANTED_FILES) -> int:
-    """Raise the process's own limit to `enough`, or as near as it may; returns the new limit. Logs a warning where that
-    is little: beyond it, connections are cut without a word."""
+    """Raise the limit of open files to `enough`, or as near as allowed; return the new limit. Warns of a low one:
+    beyond it connections are cut silently."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -133,11 +131,11 @@ def raise_open_file_limit(enough: int = _WANTED_FILES) -> int:
 
 
 def torch_has_cuda() -> bool:
-    """Whether `torch.version.cuda` is set, without importing torch; False where there is no torch."""
-    found = find_spec("torch")
-    if found is None or found.origin is None:
+    """Whether torch is a CUDA build, without importing it; False without torch."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
         return False
-    version = Path(found.origin).with_name("version.py")
+    version = Path(spec.origin).with_name("version.py")
     return version.is_file() and _CUDA.search(version.read_text(encoding="utf-8")) is not None
 
 
@@ -148,19 +146,20 @@ def _cpu_list(text: str) -> set[int]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The quotas of the process's cgroups and of all above them, in cores."""
+    """The quotas, in cores, of the process's cgroups and of all above them."""
     for group in _cgroups(root, "cpu"):
         fields = _read(group / "cpu.max").split()
         if len(fields) == 2 and fields[0] != "max":
             yield int(fields[0]) / int(fields[1])
-        quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        quota = _read(group / "cpu.cfs_quota_us")
+        period = _read(group / "cpu.cfs_period_us")
         if quota and period and int(quota) > 0:
             yield int(quota) / int(period)
 
 
 def _memory_left(root: Path) -> Iterator[int]:
-    """Limit less use, of the process's cgroups and all above them; file pages that the kernel can drop at once do not
-    count as used."""
+    """What is left of the memory limits of the process's cgroups and all above them. File pages that the kernel can
+    drop do not count as used."""
     for group in _cgroups(root, "memory"):
         for limit, used, dropped in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -173,8 +172,8 @@ def _memory_left(root: Path) -> Iterator[int]:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Directories of the process's cgroup with this controller, of either version, and of all above it. In a container
-    the innermost may be what is mounted, whatever the path says."""
+    """The directories of the process's cgroup with this controller, of v1 and v2, and of all above it. In a container
+    only the innermost may be mounted."""
     for line in _read(root / "proc/self/cgroup").splitlines() or ["0::/"]:
         _, names, path = line.split(":", 2)
         if names and controller not in names.split(","):
@@ -201,7 +200,7 @@ def _read(path: Path) -> str:
 
 
 def lower_thread_priority(niceness: int = _NICENESS) -> None:
-    """Let the calling thread, and no other of its process, give way to those that compute steps (on Linux)."""
+    """Let the calling thread give way to the threads that compute steps (on Linux)."""
     if hasattr(os, "setpriority"):
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

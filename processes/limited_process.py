@@ -1,8 +1,5 @@
-"""A process that answers calls into a library, each within a time and a memory: what takes more costs it its life, and
-nothing else anything.
-
-Knows nothing of what it is asked.
-"""
+"""A process that answers calls into a library within limits of time and memory. A call that exceeds them ends the
+process, and nothing else."""
 
 import os
 import resource
@@ -18,33 +15,32 @@ from .child_process import describe_exit, python_child
 
 _START_SECONDS = 60.0
 _NICE = 15
-"""How far the process stands back behind what computes tokens."""
+"""The niceness of the process."""
 _LAST_WORDS = 1.0
-"""Seconds that a process has to end by itself once it has hung up."""
+"""Seconds that a process has to end after it closed its connection."""
 
 Answer: TypeAlias = Callable[[bytes], bytes]
-"""The answer to one call, computed in the process."""
+"""Computes the answer to one call, in the process."""
 
 
 class CallLimits(NamedTuple):
-    """What one call may cost: `seconds`, and `memory` in bytes beside what the process had when it started."""
+    """The limits of one call: seconds, and bytes of memory beyond those of the started process."""
 
     seconds: float = 5.0
     memory: int = 512 << 20
 
 
 class TimeLimitExceeded(Exception):
-    """A call took longer than it may; the process is no more."""
+    """A call took longer than allowed; the process has ended."""
 
 
 class CallLost(Exception):
-    """The process did not start, or ended during a call: it had no memory left, or the library broke. The message says
-    how it ended."""
+    """The process did not start, or ended during a call. The message says how."""
 
 
 class LimitedProcess:
-    """A process that answers calls, one at a time, by what `make(*arguments)` returns there; `ps` shows it as `name`.
-    For one thread at a time, but for `kill`. It is there at once, and ready when it has started.
+    """A process, `name` in `ps`, that answers calls one at a time by the function that `make(*arguments)` returns
+    there. For one thread at a time, except `kill`. The constructor does not wait for its start.
 
     Raises:
         CallLost: it cannot be started.
@@ -65,8 +61,8 @@ class LimitedProcess:
         self._deadline = time.monotonic() + _START_SECONDS
 
     def wait_until_ready(self, seconds: float) -> bool:
-        """Whether it has started within so many seconds; it goes on starting, for a minute at most. Raises `CallLost`
-        if it has not started then, or ended instead."""
+        """Whether it started within `seconds`. Raises `CallLost` if it ended instead, or did not start within a
+        minute."""
         if self._ready:
             return True
         ready = self._receive(min(seconds, self._deadline - time.monotonic()))
@@ -78,11 +74,11 @@ class LimitedProcess:
         return True
 
     def call(self, message: bytes, limits: CallLimits) -> bytes:
-        """The answer to a message, once the process has started. It is not `alive` after an error.
+        """The answer to a message, once the process has started. An error ends the process.
 
         Raises:
-            TimeLimitExceeded: there was none in time.
-            CallLost: it ended instead.
+            TimeLimitExceeded: there was no answer in time.
+            CallLost: the process ended instead.
         """
         self.wait_until_ready(_START_SECONDS)
         try:
@@ -98,14 +94,14 @@ class LimitedProcess:
         raise CallLost(ended)
 
     def _receive(self, seconds: float) -> bytes | None:
-        """The next message; None if there was none in time, empty if the process has ended."""
+        """The next message; None if none came in time, empty if the process has ended."""
         try:
             return self._connection.recv_bytes() if self._connection.poll(max(seconds, 0.0)) else None
         except EOFError:
             return b""
 
     def close(self, timeout: float = 0.0) -> int:
-        """End the process, after `timeout` seconds by force; its exit code."""
+        """Wait `timeout` seconds for the end, then kill the process; return its exit code."""
         self.alive = False
         self._connection.close()
         return self._process.close(timeout)
@@ -128,6 +124,6 @@ def _serve(make: Callable[..., Answer], arguments: tuple[Any, ...], connection: 
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped; 0 where the system does not tell."""
+    """Bytes that this process has mapped; 0 if the system does not tell."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0

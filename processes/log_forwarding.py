@@ -1,6 +1,4 @@
-"""What a process says beside its answers: a child's messages and its log, which the parent keeps, and stderr, which
-may be a pipe that nothing reads.
-"""
+"""A process's log and messages: a child's go to its parent, stderr may be a pipe without a reader."""
 
 import logging
 import os
@@ -16,8 +14,8 @@ _STDERR = 2
 
 
 def write_stderr(text: str, after: Thread | None = None) -> Thread:
-    """Write text to stderr in a thread, which a pipe without a reader may hold for ever, and past Python's own buffer,
-    whose lock that thread would take along. It waits for the end of `after`."""
+    """Write text to stderr in a thread, after the end of `after`. A pipe without a reader may hold the thread forever,
+    so it bypasses Python's buffer and its lock."""
 
     def write() -> None:
         if after is not None:
@@ -30,8 +28,8 @@ def write_stderr(text: str, after: Thread | None = None) -> Thread:
 
 
 class FileOutage:
-    """The outage of a file to which `things` are written, such as traces: told once, with the number lost at its
-    end."""
+    """Reports the outage of a file to which `things`, such as traces, are written: once at the beginning, and with the
+    number lost at the end."""
 
     def __init__(self, things: str) -> None:
         self._things = things
@@ -39,7 +37,7 @@ class FileOutage:
         self._telling: Thread | None = None
 
     def report_failure(self, file: str, error: OSError | ValueError) -> None:
-        """The file cannot be written; said the first time."""
+        """Report the first failure to write the file."""
         if not self._file:
             reason = getattr(error, "strerror", None) or error
             text = f"charonia: cannot write {self._things} to {file}: {reason}\n"
@@ -47,8 +45,8 @@ class FileOutage:
         self._file = file
 
     def report_recovery(self, lost: int, timeout: float = 0) -> None:
-        """The file can be written again, or nothing more is to come; silent where there was no outage.
-        `timeout`: seconds to wait until all that was said is read from a pipe."""
+        """Report the end of an outage, if there was one. Waits at most `timeout` seconds until a pipe's reader has
+        taken all reports."""
         if self._file:
             text = f"charonia: {lost} {self._things} are lost: {self._file} could not be written\n"
             self._telling = write_stderr(text, self._telling)
@@ -61,7 +59,7 @@ T = TypeVar("T")
 
 
 class LogRecordMessage(msgspec.Struct, array_like=True, tag="log", frozen=True):
-    """One record of a child's log: the name of its logger, its level, its text."""
+    """One record of a child's log."""
 
     logger: str
     level: int
@@ -74,8 +72,8 @@ class LogRecordMessage(msgspec.Struct, array_like=True, tag="log", frozen=True):
 
 
 class LogForwarder(logging.Handler):
-    """Hands every record of this process to `send`, which may be called from any thread and may raise `closed` when the
-    parent does not read any more."""
+    """Passes every record of this process to `send`, which must accept calls from any thread and may raise `closed`
+    once the parent reads no more."""
 
     def __init__(self, send: Callable[[LogRecordMessage], None], closed: type[Exception] = OSError) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ class LogForwarder(logging.Handler):
         self._closed = closed
 
     def install(self, level: int) -> None:
-        """Forward this process's log from `level` on, and the warnings of Python."""
+        """Forward this process's log from `level` on, and Python's warnings."""
         logging.basicConfig(level=level, handlers=[self], format="%(message)s")
         logging.captureWarnings(True)
 
@@ -95,7 +93,7 @@ class LogForwarder(logging.Handler):
 
 
 class MessageWriter(Generic[T]):
-    """Sends messages over a connection, by default as msgpack; for any thread."""
+    """Sends messages over a connection, by default as msgpack, from any thread."""
 
     def __init__(self, connection: Connection, encode: Callable[[T], bytes] = msgspec.msgpack.encode) -> None:
         self._connection = connection

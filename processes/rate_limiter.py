@@ -1,8 +1,8 @@
 """Resources that instances of models take turns at, after Triton's rate limiter.
 
-See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/rate_limiter.md. An instance that
-executes holds what its group's `rate_limiter` names. Of those that wait, the one that ran least often for its priority
-comes first, and nobody that needs what it lacks passes it: so nobody waits forever.
+An executing instance holds what its group's `rate_limiter` names. The waiting instance with the fewest executions for
+its priority comes first, and none that needs the same resources passes it. Source:
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/rate_limiter.md.
 """
 
 import threading
@@ -15,10 +15,8 @@ from ..core.runtime import InstanceRate, Resource
 
 
 def parse_resource_limits(flags: Iterable[str]) -> dict[Resource, int]:
-    """Limits from `<name>:<count>[:<device>]`; without a device it is that of each device, and of the whole server. The
-    host is device 0, as in tritonserver.
-
-    Raises `InvalidArgument` for another form."""
+    """Limits from `<name>:<count>[:<device>]`; without a device, of each device and of the whole server. The host is
+    device 0, as in tritonserver. Raises `InvalidArgument` for another form."""
     limits = {}
     for flag in flags:
         name, *numbers = flag.split(":")
@@ -30,8 +28,8 @@ def parse_resource_limits(flags: Iterable[str]) -> dict[Resource, int]:
 
 
 class RateLimiter:
-    """The resources of one server. `limits`: as `parse_resource_limits` reads them; of others there is as much as one
-    instance asks at most. Any thread may call it."""
+    """The resources of one server, for any thread. A resource without a limit has as much as one instance asks at
+    most."""
 
     def __init__(self, limits: Mapping[Resource, int]) -> None:
         self._limits = limits
@@ -42,11 +40,10 @@ class RateLimiter:
         self._now = 0.0
 
     def claim(self, rate: InstanceRate) -> "InstanceClaim":
-        """The turns of one instance.
+        """Register one instance.
 
         Raises:
-            InvalidArgument: it asks for more than there may ever be, or for a resource of the server that others have
-                on devices.
+            InvalidArgument: it asks for more than there may be, or globally for a resource that others use by device.
         """
         with self._lock:
             for resource, count in rate.resources:
@@ -56,8 +53,13 @@ class RateLimiter:
             return claim
 
     def _check(self, resource: Resource, count: int) -> None:
-        known = {other for claim in self._claims for other, _ in claim.rate.resources if other.name == resource.name}
-        if any((other.device is None) != (resource.device is None) for other in known):
+        resources = {
+            resource_in_use
+            for claim in self._claims
+            for resource_in_use, _ in claim.rate.resources
+            if resource_in_use.name == resource.name
+        }
+        if any((resource_in_use.device is None) != (resource.device is None) for resource_in_use in resources):
             raise InvalidArgument(
                 f'Resource "{resource.name}" is present as both global and device-specific resource in the model '
                 "configuration.",
@@ -72,8 +74,8 @@ class RateLimiter:
             )
 
     def _given_limit(self, resource: Resource) -> int | None:
-        """As in tritonserver: of a resource of the server the device that a flag names is ignored; of one that flags
-        limit on other devices alone there is nothing on this one."""
+        """The configured limit, as in tritonserver: the device is ignored for a global resource; a resource that is
+        limited on other devices only is absent on this one."""
         limits = {limited.device: count for limited, count in self._limits.items() if limited.name == resource.name}
         if not limits:
             return None
@@ -82,28 +84,28 @@ class RateLimiter:
         return limits.get(resource.device, limits.get(None, 0))
 
     def _limit(self, resource: Resource) -> int:
-        given = self._given_limit(resource)
-        asked = (count for claim in self._claims for each, count in claim.rate.resources if each == resource)
+        configured = self._given_limit(resource)
+        counts = (count for claim in self._claims for requested, count in claim.rate.resources if requested == resource)
         # Who asked for most may be gone while others hold as much together.
-        return max(*asked, self._used.get(resource, 0), 0) if given is None else given
+        return max(*counts, self._used.get(resource, 0), 0) if configured is None else configured
 
     def _grant(self) -> None:
-        """Give turns to those that wait and have room. Needs the lock."""
-        kept = set[Resource]()  # for those that come first and still lack something
+        """Give turns to waiting claims that fit. Needs the lock."""
+        reserved = set[Resource]()  # for those that come first and still lack something
         for claim in sorted(self._waiting, key=lambda claim: claim.turn):
             resources = claim.rate.resources
-            fits = all(self._used.get(each, 0) + count <= self._limit(each) for each, count in resources)
-            if fits and kept.isdisjoint(each for each, _ in resources):
+            fits = all(self._used.get(resource, 0) + count <= self._limit(resource) for resource, count in resources)
+            if fits and reserved.isdisjoint(resource for resource, _ in resources):
                 self._waiting.remove(claim)
-                for each, count in resources:
-                    self._used[each] = self._used.get(each, 0) + count
+                for resource, count in resources:
+                    self._used[resource] = self._used.get(resource, 0) + count
                 self._now = max(self._now, claim.turn)
                 claim.hold()
             else:
-                kept |= {each for each, _ in resources}
+                reserved |= {resource for resource, _ in resources}
 
     def ask(self, claim: "InstanceClaim") -> None:
-        """Let a claim give back what it holds, and wait for its next turn, which may be now: `granted` is set then."""
+        """Return what a claim holds, and queue it for its next turn, which may be now: `granted` is set then."""
         with self._lock:
             self._give_back(claim)
             if not claim.closed:
@@ -134,17 +136,20 @@ class RateLimiter:
     def _give_back(self, claim: "InstanceClaim") -> None:
         if claim.held:
             claim.held = False
-            for each, count in claim.rate.resources:
-                self._used[each] -= count
+            for resource, count in claim.rate.resources:
+                self._used[resource] -= count
             if claim.closed:
                 self._claims.remove(claim)
 
     def measure(self) -> Iterator[Measurement]:
-        """The resources, at a scrape."""
+        """The resources' limits, uses and waits, for a scrape."""
         with self._lock:
-            known = sorted({each for claim in self._claims for each, _ in claim.rate.resources}, key=str)
-            waiting = Counter(each for claim in self._waiting for each, _ in claim.rate.resources)
-            states = [(each, self._limit(each), self._used.get(each, 0), waiting[each]) for each in known]
+            resources = sorted({resource for claim in self._claims for resource, _ in claim.rate.resources}, key=str)
+            waiting = Counter(resource for claim in self._waiting for resource, _ in claim.rate.resources)
+            states = [
+                (resource, self._limit(resource), self._used.get(resource, 0), waiting[resource])
+                for resource in resources
+            ]
         for resource, limit, used, asking in states:
             readings = (
                 Reading("charonia_resource_limit", limit),
@@ -158,16 +163,15 @@ class RateLimiter:
         with self._lock:
             used = dict.fromkeys(self._used, 0)
             for claim in self._claims:
-                for each, count in claim.rate.resources if claim.held else ():
-                    used[each] += count
+                for resource, count in claim.rate.resources if claim.held else ():
+                    used[resource] += count
             assert used == self._used
-            assert all(count <= self._limit(each) for each, count in used.items() if count)
+            assert all(count <= self._limit(resource) for resource, count in used.items() if count)
             assert all(not claim.held and not claim.closed for claim in self._waiting)
 
 
 class InstanceClaim:
-    """The turns of one instance, whose thread takes one for each execution. `turn`: its place among those that wait;
-    `granted`: it holds its resources, or was closed."""
+    """The turns of one instance, whose thread takes one for each execution."""
 
     def __init__(self, limiter: RateLimiter, rate: InstanceRate) -> None:
         self.rate = rate
@@ -177,18 +181,18 @@ class InstanceClaim:
         self._limiter = limiter
 
     def acquire(self) -> bool:
-        """Give back what it holds, and wait for its turn. False: it was closed meanwhile."""
+        """Return what it holds, and wait for its turn. False if it was closed meanwhile."""
         self._limiter.ask(self)
         self.granted.wait()
         return not self.closed
 
     def release(self) -> None:
-        """Give back what it holds, if anything."""
+        """Return what it holds."""
         self._limiter.release(self)
 
     def close(self) -> None:
-        """Wait no more, and ask for nothing any more; what it holds stays until it is given back, for an execution
-        goes on with it. From any thread."""
+        """Stop waiting, and take no more turns; a running execution keeps what it holds until it is released. From any
+        thread."""
         self._limiter.close(self)
 
     def hold(self) -> None:
@@ -199,13 +203,13 @@ class InstanceClaim:
 
 
 def read_rate(group: Mapping[str, object], device: int) -> InstanceRate | None:
-    """What an instance on that device asks, as its `instance_group` says; None if that is nothing."""
-    given = group.get("rate_limiter")
-    if not isinstance(given, Mapping):
+    """The rate of an instance on that device, by its `instance_group`; None if it has no limiter."""
+    rate_limiter = group.get("rate_limiter")
+    if not isinstance(rate_limiter, Mapping):
         return None
     resources: dict[Resource, int] = {}
-    entries: Sequence[Mapping[str, object]] = given.get("resources") or ()
-    for each in entries:
-        resource = Resource(str(each.get("name", "")).lower(), None if each.get("global") else device)
-        resources[resource] = resources.get(resource, 0) + int(str(each.get("count") or 1))
-    return InstanceRate(tuple(resources.items()), int(given.get("priority") or 1))
+    entries: Sequence[Mapping[str, object]] = rate_limiter.get("resources") or ()
+    for entry in entries:
+        resource = Resource(str(entry.get("name", "")).lower(), None if entry.get("global") else device)
+        resources[resource] = resources.get(resource, 0) + int(str(entry.get("count") or 1))
+    return InstanceRate(tuple(resources.items()), int(rate_limiter.get("priority") or 1))

@@ -1,7 +1,7 @@
-"""Directories of passing use in TMPDIR: sockets of an engine core, the files that came with a load request.
+"""Temporary directories in TMPDIR: sockets of an engine core, files of a load request.
 
-Each is locked by the process that made it for as long as that lives, so the next server finds those that a killed one
-left behind, and they alone: a process number would be another process by then, or be counted in another container.
+The process that made one holds a lock on it, so the next server recognises those that a killed one left behind. A
+process number would be ambiguous later, or in another container.
 """
 
 import fcntl
@@ -17,14 +17,14 @@ _SCRATCH_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")
 
 
 class ScratchDirectory:
-    """A new directory at `path`, for this user alone; `close`, or the end of the block, removes it and all in it."""
+    """A new directory for this user alone; `close`, or the end of the block, removes it and its content."""
 
     def __init__(self) -> None:
         # Until it is locked it has a name that is not swept up.
-        made = tempfile.mkdtemp(prefix=f".{_PREFIX}")
-        self._lock = _lock_directory(made)
-        self.path = Path(made).with_name(os.path.basename(made).removeprefix("."))
-        os.rename(made, self.path)
+        unlocked = tempfile.mkdtemp(prefix=f".{_PREFIX}")
+        self._lock = _lock_directory(unlocked)
+        self.path = Path(unlocked).with_name(os.path.basename(unlocked).removeprefix("."))
+        os.rename(unlocked, self.path)
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -40,7 +40,7 @@ class ScratchDirectory:
 
 
 def remove_abandoned_scratch() -> int:
-    """Remove the scratch directories of this user whose processes are gone; returns their number."""
+    """Remove this user's scratch directories whose processes are gone; return their number."""
     swept = 0
     with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
@@ -56,8 +56,8 @@ def remove_abandoned_scratch() -> int:
 
 
 def _lock_directory(directory: str) -> int | None:
-    """A descriptor that holds the directory's lock; None if another process has it, or the file system has no locks.
-    Processes that are started do not inherit it."""
+    """A descriptor, not inherited by children, that holds the directory's lock; None if another process has it, or the
+    file system has no locks."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
