@@ -16,6 +16,7 @@ from .library import struct_fields
 from .memory import CACHE_LINE_BYTES
 
 NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN = range(12)
+CONVOLVE, RECUR, GATE_HEADS = range(12, 15)
 """Kinds of operations, as in program.h."""
 
 

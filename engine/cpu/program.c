@@ -132,6 +132,29 @@ static void adapt(Team *team, const Operation *o, const StepLayout *l)
     shrinks ? lora_shrink_in_team(team, &call) : lora_expand_in_team(team, &call);
 }
 
+static void convolve(Team *team, const Operation *o, const StepLayout *l)
+{
+    const StepArguments *a = l->arguments;
+    const ConvolutionCall call = {o->what, &l->step, &a->moves, tensor(l, o->x, 0), o->stride, a->windows[o->layer],
+                                  tensor(l, o->out, 0)};
+    convolve_in_team(team, &call);
+}
+
+static void recur(Team *team, const Operation *o, const StepLayout *l)
+{
+    const StepArguments *a = l->arguments;
+    const RecurrenceCall call = {o->what, &l->step, &a->moves, tensor(l, o->x, 0), tensor(l, o->delta, 0), o->stride,
+                                 o->size, a->matrices[o->layer], tensor(l, o->out, 0)};
+    recur_in_team(team, &call);
+}
+
+static void gate_heads(Team *team, const Operation *o, const StepLayout *l)
+{
+    const HeadGateCall call = {o->what, tensor(l, o->x, 0), tensor(l, o->delta, 0), l->tokens, o->size,
+                               tensor(l, o->out, 0)};
+    gate_heads_in_team(team, &call);
+}
+
 static int adapts(const Operation *o) { return o->kind == LORA_SHRINK || o->kind == LORA_EXPAND; }
 
 static void compute(Team *team, const Operation *o, const StepLayout *l)
@@ -148,6 +171,12 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
         multiply_in_team(team, &product, l->product_memory);
     } else if (o->kind == SAMPLE) {
         sample(team, o, l);
+    } else if (o->kind == CONVOLVE) {
+        convolve(team, o, l);
+    } else if (o->kind == RECUR) {
+        recur(team, o, l);
+    } else if (o->kind == GATE_HEADS) {
+        gate_heads(team, o, l);
     } else if (adapts(o)) {
         adapt(team, o, l);
     } else if (team->me == 0) {

@@ -5,20 +5,26 @@
 #include "attention.h"
 #include "lora.h"
 #include "matmul.h"
+#include "recurrent.h"
 #include "sample.h"
 #include "thread_pool.h"
 
-enum { NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN };
+enum {
+    NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN, CONVOLVE, RECUR,
+    GATE_HEADS
+};
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
    a token from the beginning, or s bytes a selected place. */
 typedef struct {
     int64_t kind, x, delta, out; /* delta: -1 is none */
     const void *what;            /* a norm's weights, a product's Matrix, an embedding table; SAMPLE: int32 ids to store in
-                                    place of tokens, or null */
+                                    place of tokens, or null; CONVOLVE, RECUR, GATE_HEADS: their Convolution, Recurrence,
+                                    HeadGate, with lines of x `stride` long, and of delta, the gates, `size` */
     int64_t heads, stride, weights, size;
     int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head; of
-                                    LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines */
+                                    LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines; CONVOLVE,
+                                    RECUR: the layer's number among those with states */
     const Matrix *next;          /* product: the matrix of the next product */
     float number;                /* a norm's eps, the factor of embeddings */
     int32_t dtype, activation;
@@ -58,6 +64,9 @@ typedef struct {
     const int64_t *mask_of;                       /* the mask of each sampled token, -1 for none; or null: none has one */
     const uint32_t *masks;                        /* null until charonia_provide_masks() */
     LoraRows lora;                                /* the rows with adapters */
+    StateMoves moves;
+    char *const *windows;                         /* by layer with a state */
+    float *const *matrices;
 } StepArguments;
 
 /* A step with its places in memory. */

@@ -26,6 +26,7 @@ from .attention import LayerCaches, StepStruct
 from .library import struct_fields
 from .memory import aligned_empty
 from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TraceIO, buffer_bytes, plan_buffers
+from .recurrent import MovesStruct, StepSlots
 
 _NO_TENSOR = -1
 
@@ -47,6 +48,8 @@ class _StepArguments(ctypes.Structure):
         *struct_fields("p params params_of_layer caches seconds"),
         *struct_fields("p memory", "l memory_bytes", "p workspace", "l workspace_bytes", "p mask_of masks"),
         *struct_fields("l lora_count", "p lora_adapters lora_begins lora_places"),
+        ("moves", MovesStruct),
+        *struct_fields("p windows matrices"),
     ]
 
 
@@ -67,7 +70,7 @@ class ProgramInputs(NamedTuple):
     packed places `logits_indices`, int64 [S], ascending; none: hidden states are the result. Tokens are sampled from
     logits as `samples` says, each behind the token at whose place it is, where it is stored in the batch's token ids;
     the row must have room for it. `listener` is called with the step's times when it is finished. `adapters`: of rows
-    that have one.
+    that have one; `states`: of layers that keep some.
     """
 
     batch: StepBatch
@@ -77,6 +80,7 @@ class ProgramInputs(NamedTuple):
     samples: SampledTokens | None = None
     listener: Callable[[ProgramTimings], None] | None = None
     adapters: StepAdapters | None = None
+    states: StepSlots | None = None
 
 
 Head: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]
@@ -231,6 +235,10 @@ class DecoderProgram:
         if (adapters := inputs.adapters) is not None:
             arguments.lora_count, *lora = adapters.c_fields
             arguments.lora_adapters, arguments.lora_begins, arguments.lora_places = lora
+        if (states := inputs.states) is not None:
+            arguments.moves = states.moves
+            arguments.windows = states.layers.windows.ctypes.data
+            arguments.matrices = states.layers.matrices.ctypes.data
         arguments.hidden_states = None if inputs.hidden_states is None else inputs.hidden_states.data_ptr()
         # Computed are the layers alone, or all but sampling, or all.
         places, samples = inputs.logits_indices, inputs.samples

@@ -6,6 +6,9 @@
 /* Vectors of the columns that go through tokens together, and tokens of which all is known beforehand. */
 enum { STATE_VECTORS = 4, STATE_TOKENS = 32 };
 
+/* Of a matrix that one token goes through: rows that are read together, and the most columns. */
+enum { STREAMED_ROWS = 16, MOST_STATE_VALUE = 512 };
+
 #define SUBJECT "recurrence.inc"
 #include "each_level.h"
 

@@ -49,7 +49,7 @@ typedef struct {
     int64_t heads, key_heads, key_size, value_size, queries, keys, values, decay_gates, betas;
     const float *rates, *bias, *skip; /* [heads]; skip: of SELECTIVE_SCAN, or none */
     float scale, least, most;         /* bounds of dt */
-    int32_t rule, kind;               /* kind: of x, gates and results */
+    int32_t rule, kind, gates_kind;   /* kind: of x and results */
 } Recurrence;
 
 /* One layer of a step; states [slots][heads][key_size][value_size]. */

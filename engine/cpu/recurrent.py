@@ -17,8 +17,10 @@ bits depend on nothing but the sequence. Shapes are not checked. tests/engine/cp
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from ..step_states import StepStates
 from . import library
 from .attention import StepStruct
 from .library import struct_fields
+from .op_trace import CONVOLVE, GATE_HEADS, RECUR, OpStruct, SymbolicTensor, TensorOrSymbol
 
 MAX_KERNEL, MAX_KEY_SIZE = 8, 256
 """Limits of the kernels, as in recurrent.h."""
@@ -35,7 +38,7 @@ _NONE = -1
 _DELTA_RULE, _SELECTIVE_SCAN = range(2)
 
 
-class _MovesStruct(ctypes.Structure):
+class MovesStruct(ctypes.Structure):
     """`StateMoves` of recurrent.h."""
 
     _fields_ = struct_fields("p sources save_begins save_counts save_slots")
@@ -54,7 +57,7 @@ class _RecurrenceStruct(ctypes.Structure):
         "l heads key_heads key_size value_size queries keys values decay_gates betas",
         "p rates bias skip",
         "f scale least most",
-        "i rule kind",
+        "i rule kind gates_kind",
     )
 
 
@@ -64,13 +67,26 @@ class _HeadGateStruct(ctypes.Structure):
     _fields_ = struct_fields("l heads n weights column", "p weight", "f eps", "i gates_first sigmoid kind")
 
 
-class StepSlots:
-    """A step's rows and the slots of their states, as C reads them: made once for all layers."""
+class LayerStates:
+    """The states of each layer that keeps some, as C reads them: `windows` and `matrices` by the layer's number among
+    these, contiguous tensors; None: it has none. Valid as long as this object lives."""
 
-    def __init__(self, batch: StepBatch, states: StepStates) -> None:
+    def __init__(self, windows: Sequence[Tensor | None], matrices: Sequence[Tensor | None]) -> None:
+        self._kept = windows, matrices
+        columns = ([0 if state is None else state.data_ptr() for state in states] for states in (windows, matrices))
+        self.windows, self.matrices = (np.array(column, np.int64) for column in columns)
+        """The tensors' addresses, int64 [layers] each."""
+
+
+class StepSlots:
+    """A step's rows and the slots of their states in all `layers`, as C reads them."""
+
+    def __init__(self, batch: StepBatch, states: StepStates, layers: LayerStates) -> None:
+        self.layers = layers
         self._kept = batch, states
-        self._structs = StepStruct(*batch.c_fields), _MovesStruct(*states.c_fields)
-        self.addresses = tuple(map(ctypes.addressof, self._structs))
+        self._step = StepStruct(*batch.c_fields)
+        self.moves = MovesStruct(*states.c_fields)
+        self.addresses = ctypes.addressof(self._step), ctypes.addressof(self.moves)
 
 
 class ConvolutionColumns(NamedTuple):
@@ -97,10 +113,14 @@ class CausalConvolution:
         self._struct = _ConvolutionStruct(*sizes, *addresses, activated, library.DTYPE_CODES[dtype])
         self._convolve = library.bind_function("charonia_convolve")
 
-    def __call__(self, x: Tensor, windows: Tensor, slots: StepSlots) -> Tensor:
-        """x [N, width] -> [N, channels]; changes `windows`."""
+    def __call__(self, x: TensorOrSymbol, layer: int, slots: StepSlots | None) -> TensorOrSymbol:
+        """x [N, width] -> [N, channels]; changes the windows of `layer`. A symbolic x needs no slots."""
+        if isinstance(x, SymbolicTensor):
+            operation = OpStruct(kind=CONVOLVE, what=ctypes.addressof(self._struct), layer=layer, stride=x.width)
+            return x.trace.add_op(operation, x, self.channels)
+        assert slots is not None, "a step has states"
         out = torch.empty((len(x), self.channels), dtype=x.dtype)
-        addresses = x.data_ptr(), x.stride(0), windows.data_ptr(), out.data_ptr()
+        addresses = x.data_ptr(), x.stride(0), int(slots.layers.windows[layer]), out.data_ptr()
         self._convolve(ctypes.addressof(self._struct), *slots.addresses, *addresses)
         return out
 
@@ -125,12 +145,19 @@ class Recurrence:
         self._shape, self._struct, self._kept = shape, struct, kept
         self._recur = library.bind_function("charonia_recur")
 
-    def __call__(self, x: Tensor, gates: Tensor, matrices: Tensor, slots: StepSlots) -> Tensor:
+    def __call__(self, x: TensorOrSymbol, gates: TensorOrSymbol, layer: int, slots: StepSlots | None) -> TensorOrSymbol:
         """x [N, width] with queries, keys and values, and gates [N, other width] -> [N, heads * value size]; changes
-        `matrices`."""
-        out = torch.empty((len(x), self._shape.heads * self._shape.value_size), dtype=x.dtype)
-        inputs = x.data_ptr(), x.stride(0), gates.data_ptr(), gates.stride(0)
-        self._recur(ctypes.addressof(self._struct), *slots.addresses, *inputs, matrices.data_ptr(), out.data_ptr())
+        the matrices of `layer`. Symbolic ones need no slots."""
+        width = self._shape.heads * self._shape.value_size
+        self._struct.gates_kind = library.DTYPE_CODES[gates.dtype]
+        if isinstance(x, SymbolicTensor):
+            sizes = {"layer": layer, "stride": x.width, "size": gates.width}
+            operation = OpStruct(kind=RECUR, what=ctypes.addressof(self._struct), **sizes)
+            return x.trace.add_op(operation, x, width, delta=gates)
+        assert slots is not None, "a step has states"
+        out = torch.empty((len(x), width), dtype=x.dtype)
+        inputs = x.data_ptr(), x.stride(0), gates.data_ptr(), gates.stride(0), int(slots.layers.matrices[layer])
+        self._recur(ctypes.addressof(self._struct), *slots.addresses, *inputs, out.data_ptr())
         return out
 
 
@@ -143,7 +170,7 @@ def gated_delta_rule(
     columns = *shape, decay_column, beta_column
     addresses = rates.data_ptr(), bias.data_ptr(), None
     kind = library.DTYPE_CODES[dtype]
-    struct = _RecurrenceStruct(*columns, *addresses, shape.key_size**-0.5, 0.0, 0.0, _DELTA_RULE, kind)
+    struct = _RecurrenceStruct(*columns, *addresses, shape.key_size**-0.5, 0.0, 0.0, _DELTA_RULE, kind, kind)
     return Recurrence(shape, struct, (rates, bias))
 
 
@@ -164,7 +191,7 @@ def selective_scan(shape: RecurrenceShape, step_column: int, steps: ScanSteps, d
     rates, bias, skip, least, most = steps
     addresses = rates.data_ptr(), bias.data_ptr(), None if skip is None else skip.data_ptr()
     kind = library.DTYPE_CODES[dtype]
-    struct = _RecurrenceStruct(*shape, step_column, _NONE, *addresses, 1.0, least, most, _SELECTIVE_SCAN, kind)
+    struct = _RecurrenceStruct(*shape, step_column, _NONE, *addresses, 1.0, least, most, _SELECTIVE_SCAN, kind, kind)
     return Recurrence(shape, struct, (rates, bias, skip))
 
 
@@ -192,8 +219,11 @@ class HeadGate:
         self._struct = _HeadGateStruct(heads, size, weights, column, address, eps, gates_first, sigmoid, kind)
         self._gate = library.bind_function("charonia_gate_heads")
 
-    def __call__(self, x: Tensor, gates: Tensor) -> Tensor:
+    def __call__(self, x: TensorOrSymbol, gates: TensorOrSymbol) -> TensorOrSymbol:
         """x [N, heads * n], contiguous, and gates [N, width] -> [N, heads * n]."""
+        if isinstance(x, SymbolicTensor):
+            operation = OpStruct(kind=GATE_HEADS, what=ctypes.addressof(self._struct), size=gates.width)
+            return x.trace.add_op(operation, x, x.width, delta=gates)
         out = torch.empty_like(x)
         addresses = x.data_ptr(), gates.data_ptr(), gates.stride(0), out.data_ptr()
         self._gate(ctypes.addressof(self._struct), *addresses, len(x))

@@ -5,17 +5,20 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from charonia.engine.cpu.attention import LayerCaches
+from charonia.engine.cpu.op_trace import INPUT, OpStruct, OpTrace, TensorOrSymbol, TraceIO
+from charonia.engine.cpu.program import DecoderProgram, ProgramInputs, ThreadPool
 from charonia.engine.cpu.recurrent import (
     CausalConvolution,
     ConvolutionColumns,
     HeadGate,
     HeadNorm,
+    LayerStates,
     RecurrenceShape,
     ScanSteps,
     StepSlots,
@@ -31,6 +34,7 @@ SLOTS, ROWS = 12, 4
 """Slots of every layer here; the first are rows, the others snapshots."""
 
 KERNELS = (3, 4, 7)
+NO_BLOCKS = torch.zeros(ROWS, 1, dtype=torch.int64)
 SHAPES = {
     "one head": RecurrenceShape(1, 1, 8, 8, 0, 8, 16),
     "odd": RecurrenceShape(6, 2, 20, 37, 0, 40, 80),
@@ -75,7 +79,8 @@ def step(layer: Layer, parts: Sequence[Part], sequences: Sequence[Tensor]) -> li
         [part.row for part in parts], starts, counts, token_ids, torch.zeros(ROWS, 1, dtype=torch.int64), 16
     )
     saves = [(i, at - part.start, slot) for i, part in enumerate(parts) for at, slot in part.saves.items()]
-    slots = StepSlots(batch, StepStates([part.source for part in parts], saves))
+    states = StepStates([part.source for part in parts], saves)
+    slots = StepSlots(batch, states, LayerStates([layer.state], [layer.state]))
     x = torch.cat([sequence[part.start : part.end] for part, sequence in zip(parts, sequences, strict=True)])
     return list(layer.compute(x, slots).split(counts))
 
@@ -92,7 +97,7 @@ class Convolved:
         self.inputs = random(150, 3 * channels + 7, dtype=dtype)
 
     def compute(self, x: Tensor, slots: StepSlots) -> Tensor:
-        return self._layer(x, self.state, slots)
+        return self._layer(x, 0, slots)
 
     def exact(self, x: Tensor) -> tuple[Tensor, Tensor]:
         n = self.channels
@@ -126,7 +131,11 @@ class Recurrent:
         return 2 * self.shape.key_heads * self.shape.key_size + self.shape.heads * self.shape.value_size
 
     def compute(self, x: Tensor, slots: StepSlots) -> Tensor:
-        return self._layer(x, x, self.state, slots)
+        return self._layer(x, self.gates(x), 0, slots)
+
+    def gates(self, x: Tensor) -> Tensor:
+        """In float32, as some products return theirs, or between the other inputs."""
+        return x.float() if self.scans else x
 
     def exact(self, x: Tensor) -> tuple[Tensor, Tensor]:
         shape, wide, group = self.shape, x.double(), self.shape.heads // self.shape.key_heads
@@ -234,6 +243,12 @@ def test_the_same_bits_on_any_number_of_threads(layer: str, by_threads: ByThread
     assert all(torch.equal(first, other) for other in others)
 
 
+def test_saves_are_sorted() -> None:
+    states = StepStates([0, -1, 2], [(2, 5, 9), (0, 3, 7), (2, 1, 8)])
+    assert states.saves.tolist() == [[0, 3, 7], [2, 1, 8], [2, 5, 9]]
+    assert StepStates([0]).saves.shape == (0, 3)
+
+
 @pytest.mark.parametrize("size", [1, 17, 64, 128])
 @every_dtype
 def test_gated_norms(level: str, size: int, dtype: torch.dtype) -> None:
@@ -254,14 +269,41 @@ def test_gated_norms(level: str, size: int, dtype: torch.dtype) -> None:
     assert close(HeadGate(3, size, 3, dtype)(x, gates), (wide * gate.sigmoid()).flatten(1), dtype)
 
 
-def test_saves_are_sorted() -> None:
-    states = StepStates([0, -1, 2], [(2, 5, 9), (0, 3, 7), (2, 1, 8)])
-    assert states.saves.tolist() == [[0, 3, 7], [2, 1, 8], [2, 5, 9]]
-    assert StepStates([0]).saves.shape == (0, 3)
-    assert states.sources.dtype == np.int32
-
-
 def test_no_rows(level: str) -> None:
     built = LAYERS["delta rule, odd"](torch.float32)
-    batch = StepBatch([], [], [], torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int64), 16)
-    assert built.compute(built.inputs[:0], StepSlots(batch, StepStates([]))).shape == (0, 222)
+    batch = StepBatch([], [], [], torch.zeros(1, 1, dtype=torch.int32), NO_BLOCKS, 16)
+    slots = StepSlots(batch, StepStates([]), LayerStates([None], [built.state]))
+    assert built.compute(built.inputs[:0], slots).shape == (0, 222)
+
+
+@every_dtype
+def test_a_program_computes_what_its_layers_do(level: str, dtype: torch.dtype) -> None:
+    """A convolution, a delta rule and gated heads, recorded: a prompt in two steps and a token, beside another row."""
+    shape, (channels, values) = SHAPES["wide"], (1024, 512)
+    convolution = CausalConvolution(random(channels, 4), None, True, ConvolutionColumns(values), dtype)
+    rule = gated_delta_rule(shape, values + channels, values + channels + 4, -random(4).exp(), random(4), dtype)
+    gate = HeadGate(4, 128, 0, dtype, HeadNorm(random(128), 1e-6))
+
+    def compute(x: TensorOrSymbol, slots: StepSlots | None) -> TensorOrSymbol:
+        return gate(rule(convolution(x, 1, slots), x, 0, slots), x)
+
+    def states() -> LayerStates:
+        windows, matrices = torch.full((SLOTS, 3, channels), nan, dtype=dtype), torch.full((SLOTS, 4, 128, 128), nan)
+        return LayerStates([None, windows], [matrices, None])
+
+    nan = float("nan")
+    trace = OpTrace(dtype)
+    source = trace.add_op(OpStruct(kind=INPUT, size=values + channels + 8), None, values + channels + 8)
+    result = compute(source, None)
+    io = TraceIO(source, result, len(trace.ops), embeds_tokens=False, kept=(result,))
+    program, recorded, called = DecoderProgram(trace, io, [], ThreadPool()), states(), states()
+    x = random(100, values + channels + 8, dtype=dtype)
+    for start, end, source_of in ((0, 40, -1), (40, 99, 3), (99, 100, 3)):
+        batch = StepBatch([3, 1], [start, 0], [end - start, 5], torch.zeros(4, 100, dtype=torch.int32), NO_BLOCKS, 16)
+        inputs = torch.cat((x[start:end], x[:5]))
+        moves = StepStates([source_of, -1], [(1, 2, 9)])
+        slots = StepSlots(batch, moves, recorded)
+        run = program.begin(ProgramInputs(batch, LayerCaches([], [], []), inputs, states=slots))
+        run.finish()
+        assert torch.equal(run.kept[0], compute(inputs, StepSlots(batch, moves, called)))
+    program.threads.close()
