@@ -52,6 +52,15 @@ void gate_heads_in_team(Team *team, const HeadGateCall *o)
     });
 }
 
+void scale_in_team(Team *team, const Scaling *o)
+{
+    scale_row *scale = scales[charonia_level()];
+    FOR_ROWS(team, o->rows, o->rows * o->n, {
+        char *x = place(o->x, row * o->n, o->kind);
+        scale(x, x, o->n, o->factor, o->kind);
+    });
+}
+
 void embed_rows(const Embedding *o)
 {
     scale_row *scale = scales[charonia_level()];

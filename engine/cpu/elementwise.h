@@ -50,9 +50,18 @@ typedef struct {
     int kind;
 } Embedding;
 
+/* x [rows, n] times `factor`, in place. */
+typedef struct {
+    void *x;
+    int64_t rows, n;
+    float factor;
+    int kind;
+} Scaling;
+
 void norm_in_team(Team *, const Norm *);
 void gate_in_team(Team *, const Gate *);
 void gate_heads_in_team(Team *, const HeadGateCall *);
+void scale_in_team(Team *, const Scaling *);
 void embed_rows(const Embedding *);
 
 #endif

@@ -16,7 +16,7 @@ from .library import struct_fields
 from .memory import CACHE_LINE_BYTES
 
 NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN = range(12)
-CONVOLVE, RECUR, GATE_HEADS = range(12, 15)
+CONVOLVE, RECUR, GATE_HEADS, SCALE = range(12, 16)
 """Kinds of operations, as in program.h."""
 
 
@@ -50,6 +50,10 @@ class SymbolicTensor:
 
     def view(self, *_: int) -> "SymbolicTensor":
         """The tensor itself: its numbers stay where they are."""
+        return self
+
+    def mul_(self, factor: float) -> "SymbolicTensor":
+        self.trace.add_in_place(OpStruct(kind=SCALE, size=self.width, number=factor), self)
         return self
 
     def select(self) -> "SymbolicTensor":

@@ -177,6 +177,9 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
         recur(team, o, l);
     } else if (o->kind == GATE_HEADS) {
         gate_heads(team, o, l);
+    } else if (o->kind == SCALE) {
+        const Scaling scaling = {tensor(l, o->x, o->selected), rows_of(l, o), o->size, o->number, o->dtype};
+        scale_in_team(team, &scaling);
     } else if (adapts(o)) {
         adapt(team, o, l);
     } else if (team->me == 0) {

@@ -11,7 +11,7 @@
 
 enum {
     NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN, CONVOLVE, RECUR,
-    GATE_HEADS
+    GATE_HEADS, SCALE
 };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
@@ -26,7 +26,7 @@ typedef struct {
                                     LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines; CONVOLVE,
                                     RECUR: the layer's number among those with states */
     const Matrix *next;          /* product: the matrix of the next product */
-    float number;                /* a norm's eps, the factor of embeddings */
+    float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x */
     int32_t dtype, activation;
     int32_t selected;            /* whether its tensors are of selected places alone; SELECT: the one that comes out */
 } Operation;

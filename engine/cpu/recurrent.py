@@ -102,6 +102,8 @@ class CausalConvolution:
     """A depthwise convolution over a sequence's tokens: `weight` [channels, kernel], the last for the token itself, and
     `bias` [channels] or none, both float32; then SiLU if `activated`."""
 
+    untraceable: str | None = None
+
     def __init__(
         self, weight: Tensor, bias: Tensor | None, activated: bool, columns: ConvolutionColumns, dtype: torch.dtype
     ) -> None:
@@ -140,6 +142,8 @@ class RecurrenceShape(NamedTuple):
 
 class Recurrence:
     """A recurrence over the matrices of its heads: `gated_delta_rule` or `selective_scan`."""
+
+    untraceable: str | None = None
 
     def __init__(self, shape: RecurrenceShape, struct: _RecurrenceStruct, kept: tuple[Tensor | None, ...]) -> None:
         self._shape, self._struct, self._kept = shape, struct, kept
@@ -207,6 +211,8 @@ class HeadNorm(NamedTuple):
 
 class HeadGate:
     """Heads [heads, n] with a gate for each number: a `norm` and its gate, or the sigmoid of the gate alone."""
+
+    untraceable: str | None = None
 
     def __init__(self, heads: int, size: int, column: int, dtype: torch.dtype, norm: HeadNorm | None = None) -> None:
         """Gates, [heads, n], begin at `column` of their lines."""

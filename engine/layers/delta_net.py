@@ -18,8 +18,6 @@ from .step_context import StepContext
 class GatedDeltaNet:
     """x [N, hidden] -> [N, hidden], layer `index` of the model."""
 
-    untraceable: str | None = "its layers keep states"
-
     def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, name: str) -> None:
         net = spec.recurrence
         assert isinstance(net, DeltaNetSpec), "config.json was read for such layers"
@@ -48,6 +46,8 @@ class GatedDeltaNet:
         norm = HeadNorm(loader.floats(f"{name}.norm.weight", net.value_dim), spec.norm_eps)
         self._output_gate = build_head_gate(loader, net.value_heads, net.value_dim, mixed, norm)
         self._out = RowLinear(loader, f"{name}.out_proj", net.value_width, values, hidden, bias=False)
+        parts = self._convolution, self._recurrence, self._output_gate, self._out
+        self.untraceable = next((part.untraceable for part in parts if part.untraceable), None)
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         wide = self._input(x, context)

@@ -23,6 +23,8 @@ def build_head_gate(
 class TorchHeadGate:
     """The same as `HeadGate` by torch."""
 
+    untraceable: str | None = "its heads are gated by torch"
+
     def __init__(self, heads: int, size: int, column: int, norm: HeadNorm | None) -> None:
         self._shape = heads, size
         self._columns = slice(column, column + heads * size)

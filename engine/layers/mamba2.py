@@ -18,8 +18,6 @@ class Mamba2:
     """x [N, hidden] -> [N, hidden], layer `index` of the model. The input projection makes the output's gates, x, B and
     C together, and the steps, side by side."""
 
-    untraceable: str | None = "its layers keep states"
-
     def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, name: str) -> None:
         mamba = spec.recurrence
         assert isinstance(mamba, Mamba2Spec), "config.json was read for such layers"
@@ -50,6 +48,8 @@ class Mamba2:
         norm = HeadNorm(weight, spec.norm_eps, gates_first=True)
         self._output_gate = build_head_gate(loader, mamba.groups, inner // mamba.groups, 0, norm)
         self._out = RowLinear(loader, f"{name}.out_proj", inner, slice(0, inner), spec.hidden_size, bias=mamba.bias)
+        parts = self._convolution, self._recurrence, self._output_gate, self._out
+        self.untraceable = next((part.untraceable for part in parts if part.untraceable), None)
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         wide = self._input(x, context)

@@ -25,13 +25,13 @@ class StateRecurrence:
     def __init__(self, number: int, recur: "Recurrence | TorchRecurrence") -> None:
         self._number = number
         self._recur = recur
+        self.untraceable = recur.untraceable
 
     def __call__(self, x: Tensor, gates: Tensor, context: StepContext) -> Tensor:
         states = context.states
-        matrices = states.layers[self._number].matrices
         if isinstance(self._recur, Recurrence):
-            return self._recur(x, gates, matrices, states.kernel)
-        return self._recur(x, gates, matrices, states)
+            return self._recur(x, gates, self._number, states.kernel)
+        return self._recur(x, gates, states.layers[self._number].matrices, states)
 
 
 class DeltaRuleGates(NamedTuple):
@@ -76,6 +76,8 @@ class TorchScanSteps(NamedTuple):
 
 class TorchRecurrence:
     """The same as `Recurrence` by torch."""
+
+    untraceable: str | None = "its recurrence is torch's"
 
     def __init__(self, shape: RecurrenceShape, rule: DeltaRuleGates | TorchScanSteps) -> None:
         self._shape = shape

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...scheduler.plan import NO_STATE_SAVES, IntArray, NewSequence
 from ..checkpoint.recurrence import LayerState
-from ..cpu.recurrent import StepSlots
+from ..cpu.recurrent import LayerStates, StepSlots
 from ..step_batch import StepBatch, to_device
 from ..step_states import StepStates
 
@@ -44,6 +44,7 @@ class StateSlots:
         self._device = device
         self.layers: list[LayerSlots] = []
         """Of the layers that keep a state."""
+        self._addresses = LayerStates([], [])
 
     @property
     def slot_bytes(self) -> int:
@@ -55,6 +56,7 @@ class StateSlots:
         self.layers = []  # freed first
         slots = self._rows + snapshots
         self.layers = [self._allocate_layer(slots, state) for state in self._states]
+        self._addresses = LayerStates(*([getattr(layer, name) for layer in self.layers] for name in LayerSlots._fields))
 
     def _allocate_layer(self, slots: int, state: LayerState) -> LayerSlots:
         windows = torch.zeros((slots, state.window, state.channels), dtype=self._dtype, device=self._device)
@@ -81,7 +83,7 @@ class StateSlots:
             sources[index_of[sequence.row]] = self._rows + sequence.state
         indices = np.array([index_of[row] for row in saves[:, 0].tolist()], np.int64)
         kept = np.stack((indices, saves[:, 1] - batch.starts[indices], saves[:, 2] + self._rows), 1)
-        return StepSlotStates(self.layers, batch, StepStates(sources, kept), self._device)
+        return StepSlotStates(self.layers, batch, StepStates(sources, kept), self._addresses)
 
 
 class ConvolutionPlaces(NamedTuple):
@@ -102,17 +104,18 @@ class StepSlotStates:
     torch all else."""
 
     def __init__(
-        self, layers: Sequence[LayerSlots], batch: StepBatch, states: StepStates, device: torch.device
+        self, layers: Sequence[LayerSlots], batch: StepBatch, states: StepStates, addresses: LayerStates
     ) -> None:
         self.layers = layers
         self._batch = batch
         self._states = states
-        self._device = device
+        self._addresses = addresses
+        self._device = batch.token_ids.device
         self._places: dict[int, ConvolutionPlaces] = {}
 
     @cached_property
     def kernel(self) -> StepSlots:
-        return StepSlots(self._batch, self._states)
+        return StepSlots(self._batch, self._states, self._addresses)
 
     def places(self, window: int) -> ConvolutionPlaces:
         """The places for a convolution that keeps `window` inputs."""

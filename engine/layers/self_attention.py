@@ -56,6 +56,7 @@ class SelfAttention:
         self._kv_heads = kv_heads.stop - kv_heads.start
         shards = _qkv_shards(name, spec, queries, keys, projections.fused)
         self._gate: LayerMatmul | None = None
+        ungated = None
         if projections.gated:
             matrix = shards[0]._replace(size=2 * shards[0].size)
             own = range(heads.start, heads.stop)
@@ -63,6 +64,7 @@ class SelfAttention:
             gates = [_gated_head(matrix, head, size, 1) for head in own]
             self._gate = column_linear(loader, gates, inputs or spec.hidden_size, bias=projections.qkv_bias)
             self._output_gate = build_head_gate(loader, len(own), size)
+            ungated = self._output_gate.untraceable
         self._qkv = column_linear(loader, shards, inputs or spec.hidden_size, bias=projections.qkv_bias)
         self._norm = None
         if projections.norm is not None:  # one for the heads of queries and keys together, each with its own weight
@@ -75,8 +77,7 @@ class SelfAttention:
         outputs = spec.hidden_size
         out = f"{name}.{projections.out}"
         self._out = RowLinear(loader, out, heads_size, queries, outputs, bias=projections.out_bias)
-        gated = "its attention is gated" if projections.gated else None
-        self.untraceable = rotary.untraceable or self._out.untraceable or gated
+        self.untraceable = rotary.untraceable or self._out.untraceable or ungated
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         packed = self._qkv(x, context).view(-1, self._heads + 2 * self._kv_heads, self._head_dim)

@@ -16,8 +16,6 @@ class ShortConvolution:
     """x [N, hidden] -> out(C * convolution(B * u)) [N, hidden], where B, C and u, [N, channels] each, are what the
     input projection makes of x, side by side; layer `index` of the model."""
 
-    untraceable: str | None = "its layers keep states"
-
     def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, name: str) -> None:
         short = spec.recurrence
         assert isinstance(short, ShortConvolutionSpec), "config.json was read for such layers"
@@ -32,6 +30,7 @@ class ShortConvolution:
         )
         every = slice(0, channels)
         self._out = RowLinear(loader, f"{name}.out_proj", channels, every, spec.hidden_size, bias=short.bias)
+        self.untraceable = self._convolution.untraceable or self._out.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         return self._out(self._convolution(self._input(x, context), context), context)

@@ -37,17 +37,19 @@ class StateConvolution:
             self._convolve = CausalConvolution(weight, shift, activated, columns, loader.dtype)
         else:
             self._convolve = TorchConvolution(weight, shift, activated, columns)
+        self.untraceable = self._convolve.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         states = context.states
-        windows = states.layers[self._number].windows
         if isinstance(self._convolve, CausalConvolution):
-            return self._convolve(x, windows, states.kernel)
-        return self._convolve(x, windows, states)
+            return self._convolve(x, self._number, states.kernel)
+        return self._convolve(x, states.layers[self._number].windows, states)
 
 
 class TorchConvolution:
     """The same as `CausalConvolution` by torch."""
+
+    untraceable: str | None = "its convolution is torch's"
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activated: bool, columns: ConvolutionColumns) -> None:
         self._taps = weight.t().contiguous()  # [kernel, channels]

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..cpu.recurrent import StepSlots
 from ..step_adapters import StepAdapters
 from ..step_batch import StepBatch
 from .recurrent_state import StepSlotStates
@@ -51,6 +52,11 @@ class StepContext:
         """Of a model whose layers keep some."""
         assert self._states is not None, "who computes a model with states has a store of them"
         return self._states
+
+    @property
+    def state_slots(self) -> StepSlots | None:
+        """Where C finds the states, if layers keep some."""
+        return None if self._states is None else self._states.kernel
 
     def angles(self, rotary: Rotary) -> RotaryAngles:
         """The rotation of the step's tokens by `rotary`, computed once for all layers that share it."""

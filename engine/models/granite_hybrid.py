@@ -52,7 +52,7 @@ class GraniteHybridLayer:
             ),
         )
         self._scale = spec.multipliers.residual
-        self.untraceable = self._mixer.untraceable or self._mlp.untraceable or "its branches are scaled"
+        self.untraceable = self._mixer.untraceable or self._mlp.untraceable
         self.host_bound = self._mlp.host_bound
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:

@@ -135,7 +135,8 @@ class NativeDecoder:
         listener = self.timing_listener
         caches = attention.caches
         adapters = context.adapters
-        return ProgramInputs(context.batch, caches, states, logits_indices, samples, listener, adapters)
+        slots = context.state_slots
+        return ProgramInputs(context.batch, caches, states, logits_indices, samples, listener, adapters, slots)
 
     def _program_for(self, context: StepContext) -> DecoderProgram | None:
         """The layers as a program; None where they are called one by one."""
@@ -193,10 +194,13 @@ class _SymbolicAngles(NamedTuple):
 
 
 class SymbolicContext:
-    """Stands for a `StepContext` and its attention, whose result has `width` features."""
+    """Stands for a `StepContext`, its states, and its attention, whose result has `width` features."""
+
+    kernel = None
 
     def __init__(self, width: int) -> None:
         self.attention = self
+        self.states = self
         self._width = width
         self.adapters = None
         self.rotaries: list[FusedRotary] = []

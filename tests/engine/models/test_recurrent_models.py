@@ -133,6 +133,18 @@ def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: 
         assert (found[row] - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_decoder_with_states_is_one_program(engine: Callable[..., Engine], name: str, dtype: torch.dtype) -> None:
+    """It computes what its layers do one by one, to the bit."""
+    recorded = engine(name, dtype)
+    found = recorded.whole(prompts()[0])
+    decoder: Any = recorded.decoder
+    assert decoder.program is not None
+    with patch.object(decoder, "program", None):
+        assert torch.equal(recorded.whole(prompts()[0]), found)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_is_as_near_as_transformers(
     engine: Callable[..., Engine], checkpoint: Callable[..., Path], name: str
