@@ -1,7 +1,8 @@
-"""The HTTP application: the routes of all protocols, and the responses to what goes wrong.
+"""The HTTP application: FastAPI with the routes of all protocols and extensions, and a fast path for POST beside it.
 
-POST requests never reach FastAPI: its middleware costs a third of a short request, and something for every event of a
-stream.
+FastAPI carries what people extend: they add routes as to any of its applications, and its page shows them (`openapi`).
+`PostRouter` stands in front of it, and calls the endpoint of a POST request to a plain route by itself. FastAPI's
+middleware would cost a third of a short request, and something for every event of a stream.
 """
 
 import asyncio
@@ -53,6 +54,7 @@ from .openai.invocations import InvocationRoutes
 from .openai.responses_routes import ResponsesRoutes
 from .openai.routes import ModelListRoutes, OpenAIRoutes
 from .openai.scoring import ScoringRoutes
+from .openapi import DocsRoutes
 from .prometheus import NO_METRICS, MetricRegistries, metrics_response
 from .triton.control import ControlEndpoints
 from .triton.endpoints import V2Endpoints
@@ -190,6 +192,7 @@ def control_routes(
         *AdapterRoutes(administration, rules.lora_root, info.max_input_size).routes(),
         *ExplainEndpoint(administration, metrics.whole).routes(),
         *_measured_routes(administration, metrics.shown),
+        *(DocsRoutes(info).routes() if rules.api_docs else ()),
     ]
 
 

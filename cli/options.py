@@ -240,6 +240,8 @@ class HttpOptions:
     allowed_hosts: _Texts = ()
     """Name under which requests without keys may change this server, or * for any, beside localhost, addresses and
     names within a network; may be given several times."""
+    api_docs: Annotated[bool, Parameter(negative=())] = False
+    """Serve a page about all endpoints at /docs, and their description (OpenAPI) at /openapi.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

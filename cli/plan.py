@@ -143,8 +143,10 @@ def parse_http_rules(options: HttpOptions) -> HttpRules:
     """Raises `InvalidArgument` for a flag that means nothing."""
     required = read_restrictions(options.http_restricted_api, "--http-restricted-api")
     forwarding = HeaderForwarding(options.http_header_forward_pattern)
-    origins, hosts = parse_allowed_origins(options.allowed_origins), parse_allowed_hosts(options.allowed_hosts)
-    return HttpRules(forwarding, required, origins, options.http_body_timeout_secs, allowed_hosts=hosts)
+    origins = parse_allowed_origins(options.allowed_origins)
+    hosts = parse_allowed_hosts(options.allowed_hosts)
+    timeout = options.http_body_timeout_secs
+    return HttpRules(forwarding, required, origins, timeout, allowed_hosts=hosts, api_docs=options.api_docs)
 
 
 def parse_lora_root(options: AdapterOptions) -> Path | None:

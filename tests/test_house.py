@@ -74,7 +74,7 @@ INNER_FLOORS = {
         ".build",
         "vllm",
     ),
-    "api": ("http", "triton openai grpc", "anthropic", ".app"),
+    "api": ("http", "triton openai grpc", "anthropic", ".openapi", ".app"),
     "classic_backends": (
         "python_stub",
         "batching",

@@ -18,23 +18,30 @@ from .request_context import record_error, record_tenant
 from .web_pages import WebPageRules
 
 _OPEN = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready", re.DOTALL)
+_DOCS = r"|/docs|/openapi\.json"
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRules:
-    """`forwarding`: headers that models get; `required_headers`: of restricted APIs, by API; `allowed_origins`: of web
-    pages that may ask; `body_timeout`: seconds to wait for the next piece of a body; `lora_root`: the directory that
-    requests may load adapters from, None where they may not; `allowed_hosts`: names of this server, `*` for any;
-    `extensions`: who may ask what they serve."""
+    """What flags say of HTTP, and who may ask what."""
 
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
+    """The headers that models get."""
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
+    """By the name of a restricted part of the API, the header that its requests must have."""
     allowed_origins: tuple[str, ...] = ()
+    """The origins of web pages that may ask."""
     body_timeout: float = BODY_TIMEOUT
+    """Seconds to wait for the next piece of a body."""
     lora_root: Path | None = None
+    """The directory that requests may load adapters from; None where they may not."""
     allowed_hosts: Collection[str] = ()
+    """Names of this server, `*` for any."""
     extensions: tuple[PathAccess, ...] = ()
+    """Who may ask what extensions serve."""
+    api_docs: bool = False
+    """Whether there is a page about the endpoints, at `/docs`."""
 
     @property
     def web_pages(self) -> WebPageRules:
@@ -43,9 +50,9 @@ class HttpRules:
 
     @property
     def open_paths(self) -> re.Pattern[str]:
-        """Those that need no key."""
+        """Paths that need no key: a browser shows none when it opens a page."""
         more = [f"|{re.escape(access.path)}(/.*)?" for access in self.extensions if not access.needs_key]
-        return re.compile(_OPEN.pattern + "".join(more), re.DOTALL)
+        return re.compile(_OPEN.pattern + (_DOCS if self.api_docs else "") + "".join(more), re.DOTALL)
 
     def restricted_api_of(self, path: str) -> str:
         """The part of v2 that an HTTP path belongs to; empty for a path that cannot be restricted."""

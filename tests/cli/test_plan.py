@@ -46,6 +46,11 @@ def test_rules_that_mean_nothing_are_refused_before_anything_is_loaded(options: 
         endpoint_settings(options)
 
 
+def test_a_flag_asks_for_the_page_about_endpoints() -> None:
+    assert not endpoint_settings(ServeOptions()).http.api_docs
+    assert endpoint_settings(ServeOptions(http=HttpOptions(api_docs=True))).http.api_docs
+
+
 @pytest.mark.parametrize(
     ("options", "open_to_all"),
     [

@@ -1,0 +1,130 @@
+"""The page at `/docs` and what it shows, the description of all endpoints at `/openapi.json` (OpenAPI 3.1).
+
+FastAPI describes the routes that it made of functions with parameters, as extensions add them. It knows nothing of
+plain routes, whose endpoints read their requests themselves. This module describes those: path, names in it, methods,
+and for the JSON of OpenAI's, vLLM's and Anthropic's clients the fields of the body; any other body is an object.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from .anthropic.messages_request import MessagesBody
+from .http.error_responses import json_response
+from .metadata import ServerInfo
+from .openai.adapter_routes import LoadAdapterBody, UnloadAdapterBody
+from .openai.embeddings import EmbeddingsBody, RerankBody
+from .openai.responses_request import ResponsesBody
+from .openai.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
+from .openai.scoring import ClassifyBody, PoolingBody, ScoreBody
+
+PAGE, DESCRIPTION = "/docs", "/openapi.json"
+
+_BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
+    "/v1/completions": (CompletionBody, SamplingFields),
+    "/v1/chat/completions": (ChatBody, SamplingFields),
+    "/v1/responses": (ResponsesBody,),
+    "/v1/responses/input_tokens": (ResponsesBody,),
+    "/v1/messages": (MessagesBody,),
+    "/v1/messages/count_tokens": (MessagesBody,),
+    "/v1/embeddings": (EmbeddingsBody,),
+    "/v1/rerank": (RerankBody,),
+    "/v2/rerank": (RerankBody,),
+    "/rerank": (RerankBody,),
+    "/score": (ScoreBody,),
+    "/v1/score": (ScoreBody,),
+    "/classify": (ClassifyBody,),
+    "/pooling": (PoolingBody,),
+    "/tokenize": (TokenizeBody,),
+    "/detokenize": (DetokenizeBody,),
+    "/v1/load_lora_adapter": (LoadAdapterBody,),
+    "/v1/unload_lora_adapter": (UnloadAdapterBody,),
+}
+"""By the path of an endpoint: the structs that together have the fields of its body."""
+
+_SCHEMAS = "#/components/schemas/{name}"
+_NAME = re.compile(r"\{(?P<name>\w+)(:(?P<kind>\w+))?\}")
+_KEY = {"key": {"type": "http", "scheme": "bearer", "description": "A key of --api-key, where there are some."}}
+
+
+class DocsRoutes:
+    """The page and the description, which are of the application that answers the request for them."""
+
+    def __init__(self, info: ServerInfo) -> None:
+        self._info = info
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(PAGE, self.page, methods=["GET"]),
+            Route(DESCRIPTION, self.description, methods=["GET"]),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        """Swagger UI, which the browser loads from where FastAPI says; the address is relative, for proxies' paths."""
+        return get_swagger_ui_html(openapi_url=DESCRIPTION.removeprefix("/"), title=f"{self._info.name}: endpoints")
+
+    async def description(self, request: Request) -> Response:
+        app = request.app
+        assert isinstance(app, FastAPI)
+        return json_response(describe_routes(app.routes, self._info))
+
+
+def describe_routes(routes: Iterable[BaseRoute], info: ServerInfo) -> dict[str, Any]:
+    """The OpenAPI document of `routes`; mounted applications are left out."""
+    routes = list(routes)
+    document = get_openapi(
+        title=info.name, version=info.version, routes=[route for route in routes if isinstance(route, APIRoute)]
+    )
+    components = document.setdefault("components", {})
+    # A client with a key may show it, and one without need not, where none are set.
+    components["securitySchemes"] = _KEY
+    document["security"] = [{"key": []}, {}]
+    structs = sorted({struct for body in _BODIES.values() for struct in body}, key=lambda struct: struct.__name__)
+    _, schemas = msgspec.json.schema_components(structs, ref_template=_SCHEMAS)
+    components["schemas"] = schemas | components.get("schemas", {})
+    for route in routes:
+        if isinstance(route, Route) and not isinstance(route, APIRoute):
+            path = _NAME.sub(r"{\g<name>}", route.path)
+            # What stands first answers.
+            document["paths"][path] = _operations(route, path) | document["paths"].get(path, {})
+    return document
+
+
+def _operations(route: Route, path: str) -> dict[str, Any]:
+    """The operations of a plain route, by their methods in lower case; they are grouped by the endpoint's folder."""
+    *_, folder, _ = ("", *route.endpoint.__module__.split("."))
+    parameters = [
+        {"name": match["name"], "in": "path", "required": True, "schema": {"type": _type_of(match["kind"])}}
+        for match in _NAME.finditer(route.path)
+    ]
+    operations: dict[str, Any] = {}
+    for method in sorted((route.methods or set()) - {"HEAD"}):
+        operation: dict[str, Any] = {
+            "summary": route.name.replace("_", " "),
+            "tags": [folder],
+            "parameters": parameters,
+        }
+        if method in ("POST", "PUT"):
+            operation["requestBody"] = {"content": {"application/json": {"schema": _body_schema(path)}}}
+        operations[method.lower()] = operation | {"responses": {"200": {"description": "OK"}}}
+    return operations
+
+
+def _type_of(converter: str | None) -> str:
+    return "integer" if converter == "int" else "string"
+
+
+def _body_schema(path: str) -> dict[str, Any]:
+    references = [{"$ref": _SCHEMAS.format(name=struct.__name__)} for struct in _BODIES.get(path, ())]
+    if not references:
+        return {"type": "object"}
+    return references[0] if len(references) == 1 else {"allOf": references}
