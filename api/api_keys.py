@@ -45,13 +45,13 @@ class Keyring:
             return ANONYMOUS
         if authorization is None or not authorization.lower().startswith(_SCHEME):
             raise Unauthenticated("no API key: send it as 'Authorization: Bearer <key>'")
-        shown, found = _digest(_key_of(authorization)), None
+        shown, owner = _digest(_key_of(authorization)), None
         for digest, tenant in self._tenants:
             if hmac.compare_digest(digest, shown):
-                found = tenant
-        if found is None:
+                owner = tenant
+        if owner is None:
             raise Unauthenticated("incorrect API key")
-        return found
+        return owner
 
 
 def bearer(key: str) -> str:
@@ -68,10 +68,10 @@ def _key_of(authorization: str) -> str:
     return authorization[len(_SCHEME) :].strip() if authorization.lower().startswith(_SCHEME) else authorization
 
 
-def load_keyring(given: Sequence[str] = (), file: Path | None = None) -> Keyring:
+def load_keyring(flags: Sequence[str] = (), file: Path | None = None) -> Keyring:
     """The keys of the flags --api-key and --api-key-file and of the environment. Raises `InvalidArgument` if one is
     malformed (its place is named, never itself), given twice, or two disagree on a tenant."""
-    placed = [(f"--api-key {number}", text) for number, text in enumerate(given, 1)]
+    placed = [(f"--api-key {number}", text) for number, text in enumerate(flags, 1)]
     if file is not None:
         try:
             lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]

@@ -1,8 +1,8 @@
 """The HTTP application: FastAPI with the routes of all protocols and extensions, and a fast path for POST beside it.
 
-FastAPI carries what people extend: they add routes as to any of its applications, and its page shows them (`openapi`).
-`PostRouter` stands in front of it, and calls the endpoint of a POST request to a plain route by itself. FastAPI's
-middleware would cost a third of a short request, and something for every event of a stream.
+Extensions add routes as to any FastAPI application, and its page shows them (`openapi`). `PostRouter` stands in front,
+and calls the endpoint of a POST to a plain route by itself: FastAPI's middleware would cost a third of a short request,
+and something for every event of a stream.
 """
 
 import asyncio
@@ -265,9 +265,9 @@ class PostRouter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             path = scope["path"]
-            found = self._find(path) if len(path) < _LONGEST_CACHED else self._search(path)
-            if found is not None:
-                endpoint, scope["path_params"] = found
+            match = self._find(path) if len(path) < _LONGEST_CACHED else self._search(path)
+            if match is not None:
+                endpoint, scope["path_params"] = match
                 return await _answer(endpoint, scope, receive, send)
         # FastAPI's libraries compare tasks by identity: from here on it is the real one, not an eager start's.
         await asyncio.sleep(0)
@@ -276,9 +276,9 @@ class PostRouter:
     def _search(self, path: str) -> tuple[EndpointFunction, dict[str, Any]] | None:
         """The endpoint of a path, and the path's parameters, which are cached: they must not be changed."""
         for route in self._ending.get(_last(path), ()):
-            if found := route.path_regex.match(path):
+            if match := route.path_regex.match(path):
                 convert = route.param_convertors
-                return route.endpoint, {key: convert[key].convert(text) for key, text in found.groupdict().items()}
+                return route.endpoint, {key: convert[key].convert(text) for key, text in match.groupdict().items()}
         return None
 
 
@@ -297,8 +297,8 @@ async def _answer(endpoint: EndpointFunction, scope: Scope, receive: Receive, se
     try:
         response = await endpoint(Request(scope, receive))
         # A stream begins later, with warnings that there are then.
-        told = send if isinstance(response, EventStreamResponse) else _with_answer_headers(scope, send)
-        await response(scope, receive, told)
+        sender = send if isinstance(response, EventStreamResponse) else _with_answer_headers(scope, send)
+        await response(scope, receive, sender)
     except CharoniaError as error:
         record_error(scope, error.with_traceback(None))  # its frames may hold large tensors
         await send_response(error_response(error, scope["path"]), scope, receive, _with_answer_headers(scope, send))

@@ -1,8 +1,7 @@
-"""Long JSON, parsed in pieces: names and shapes are read before large values, and other tasks get turns.
+"""Long JSON, parsed in pieces between which other tasks get turns: names and shapes are read before large values.
 
-The structure of a body is found by its brackets, commas and quotes, a block at a time; containers that are longer than
-a piece stay text (`UnparsedContainer`) until their values are asked for. The result is the one of the parser for the
-whole body. Knows nothing of what the values mean.
+Brackets, commas and quotes show the structure of a body, a block at a time. Containers longer than a piece stay text
+(`UnparsedContainer`) until their values are asked for. The result is that of the parser for the whole body.
 """
 
 import asyncio
@@ -284,8 +283,8 @@ class UnparsedContainer:
 
 
 def _after_space(view: memoryview, begin: int, end: int) -> int:
-    found = _SPACES.match(view, begin, min(end, begin + _LONGEST))
-    behind = found.end() if found else begin
+    spaces = _SPACES.match(view, begin, min(end, begin + _LONGEST))
+    behind = spaces.end() if spaces else begin
     if behind - begin == _LONGEST:
         raise malformed_json("there is too much space", begin)
     return behind
@@ -306,17 +305,19 @@ async def read_json_object(body: Buffer, longest: int = MAX_STRING_BYTES) -> Jso
     """The object that a body is; its long values may still be text."""
     if len(body) <= PIECE_BYTES:
         return parse_json_object(body)
-    found = await read_long_json(body, longest=longest)
-    if not isinstance(found, UnparsedContainer) or not found.is_object:
+    container = await read_long_json(body, longest=longest)
+    if not isinstance(container, UnparsedContainer) or not container.is_object:
         raise malformed_json("the body must be a JSON object")
-    return await found.members(ValueBudget())
+    return await container.members(ValueBudget())
 
 
 async def read_whole_json_object(body: Buffer) -> JsonObject:
     """The object that a body is, fully parsed; a string in it may be as long as the body."""
-    found = await read_json_object(body, len(body))
+    members = await read_json_object(body, len(body))
+    if len(body) <= PIECE_BYTES:
+        return members
     values = ValueBudget()
-    return {key: await parse_fully(value, values) for key, value in found.items()} if len(body) > PIECE_BYTES else found
+    return {key: await parse_fully(value, values) for key, value in members.items()}
 
 
 async def parse_fully(value: Any, values: ValueBudget) -> Any:
@@ -325,8 +326,10 @@ async def parse_fully(value: Any, values: ValueBudget) -> Any:
 
 
 async def check_config_size(config: str) -> None:
-    """Raises `InvalidArgument` for the `config` of a load, JSON in a string, that has more values than other JSON of a
-    request may have, or is none: a long one is scanned in pieces before protobuf's parser takes it at once."""
+    """Raises `InvalidArgument` for a load's `config`, JSON in a string, that has too many values or is no JSON.
+
+    A long one is scanned in pieces before protobuf's parser takes it at once.
+    """
     if len(config) <= PIECE_BYTES:
         return
     try:

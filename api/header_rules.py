@@ -1,8 +1,7 @@
 """Rules for the headers of HTTP and the metadata of gRPC: those that parts of v2 require, those that models get.
 
-The flags are tritonserver's, described in its docs/customization_guide/inference_protocols.md and
-docs/protocol/extension_parameters.md (https://github.com/triton-inference-server/server). Endpoints of OpenAI and vLLM
-go with those of v2 that do the same.
+The flags are tritonserver's (docs/customization_guide/inference_protocols.md, docs/protocol/extension_parameters.md in
+https://github.com/triton-inference-server/server). Endpoints of OpenAI and vLLM go with v2's that do the same.
 """
 
 import hmac
@@ -69,8 +68,8 @@ def read_restrictions(groups: Sequence[str], flag: str) -> Mapping[str, Required
 
 def restricted_api_of(path: str) -> str | None:
     """The part of v2 that an HTTP path belongs to; None for a path that cannot be restricted."""
-    found = _API.fullmatch(path)
-    return None if found is None else next(name for name in APIS if found[name.replace("-", "_")] is not None)
+    match = _API.fullmatch(path)
+    return None if match is None else next(name for name in APIS if match[name.replace("-", "_")] is not None)
 
 
 class HeaderForwarding:
@@ -80,10 +79,10 @@ class HeaderForwarding:
     def __init__(self, pattern: str = "", flag: str = "--http-header-forward-pattern") -> None:
         exact = pattern.startswith(_EXACT)
         try:
-            found = re.compile(pattern.removeprefix(_EXACT), 0 if exact else re.IGNORECASE)
+            expression = re.compile(pattern.removeprefix(_EXACT), 0 if exact else re.IGNORECASE)
         except re.error as error:
             raise InvalidArgument(f"{flag}: '{pattern}' is no regular expression: {error}") from None
-        self._matches = found.search if pattern else None
+        self._matches = expression.search if pattern else None
 
     def __bool__(self) -> bool:
         """Whether any header is wanted."""
@@ -99,8 +98,8 @@ class HeaderForwarding:
         """Raises `InvalidArgument` for a header that matches and whose name means something else as a parameter."""
         if self._matches is None:
             return _NOTHING
-        found = {name: value for name, value in headers if self._matches(name)}
-        for name in found:
+        parameters = {name: value for name, value in headers if self._matches(name)}
+        for name in parameters:
             if name in _RESERVED or name.startswith("triton_"):
                 raise InvalidArgument(f"Header '{name}' is reserved for Triton usage and cannot be forwarded.")
-        return found
+        return parameters

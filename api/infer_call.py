@@ -1,7 +1,6 @@
 """An inference request as an endpoint reads it, the same over HTTP and gRPC, and the rules for a single response.
 
 Inputs that take long to decode are validated against the model first, then decoded in pieces or in another thread.
-Knows how tensors look as JSON and as raw bytes; not which protocol brings them.
 """
 
 import asyncio
@@ -125,31 +124,31 @@ class InferCall(NamedTuple):
         return self._replace(request=request, deferred={})
 
 
-def defer(given: DeclaredInput, decode: DecodeTensor, deferred: DeferredInputs) -> Tensor:
+def defer(declared: DeclaredInput, decode: DecodeTensor, deferred: DeferredInputs) -> Tensor:
     """Leave an input to `deferred`; the empty tensor that stands for it until then. Raises as
     `raw_tensors.element_count`."""
-    raw_tensors.element_count(given)
-    deferred[given.name] = decode
-    return given.tensor(_NO_ELEMENTS)
+    raw_tensors.element_count(declared)
+    deferred[declared.name] = decode
+    return declared.tensor(_NO_ELEMENTS)
 
 
-def raw_input(given: DeclaredInput, data: RawBytes | CudaSlice, deferred: DeferredInputs) -> Tensor:
+def raw_input(declared: DeclaredInput, data: RawBytes | CudaSlice, deferred: DeferredInputs) -> Tensor:
     """The tensor that raw bytes hold; many strings, and what lies on a GPU, are left to `deferred`."""
     if isinstance(data, CudaSlice):
-        raw_tensors.check_raw_length(given, len(data))
-        return defer(given, partial(asyncio.to_thread, _copy_input, given, data), deferred)
-    if given.datatype != "BYTES" or len(data) <= LONG_STRING_BYTES:
-        return raw_tensors.decode(given, data)
-    return defer(given, partial(asyncio.to_thread, raw_tensors.decode, given, data), deferred)
+        raw_tensors.check_raw_length(declared, len(data))
+        return defer(declared, partial(asyncio.to_thread, _copy_input, declared, data), deferred)
+    if declared.datatype != "BYTES" or len(data) <= LONG_STRING_BYTES:
+        return raw_tensors.decode(declared, data)
+    return defer(declared, partial(asyncio.to_thread, raw_tensors.decode, declared, data), deferred)
 
 
-def _copy_input(given: DeclaredInput, data: CudaSlice) -> Tensor:
-    return raw_tensors.decode(given, data.read())
+def _copy_input(declared: DeclaredInput, data: CudaSlice) -> Tensor:
+    return raw_tensors.decode(declared, data.read())
 
 
-async def decode_long_json(given: DeclaredInput, array: UnparsedContainer) -> Tensor:
+async def decode_long_json(declared: DeclaredInput, array: UnparsedContainer) -> Tensor:
     """The tensor whose elements are a long array of JSON, which is parsed in pieces."""
-    count, datatype, done = raw_tensors.element_count(given), given.datatype, 0
+    count, datatype, done = raw_tensors.element_count(declared), declared.datatype, 0
     data = np.empty(count, NUMPY_TYPES[datatype])
     async for piece in array.flat_elements():
         values = json_tensors.flatten(piece)
@@ -158,7 +157,7 @@ async def decode_long_json(given: DeclaredInput, array: UnparsedContainer) -> Te
         data[done : done + len(values)] = json_tensors.to_array(datatype, values, "data")
         done += len(values)
     json_tensors.check_element_count(datatype, count, done)
-    return given.tensor(data.reshape(given.shape))
+    return declared.tensor(data.reshape(declared.shape))
 
 
 _JSON_SHARE = 4
@@ -209,8 +208,8 @@ def supports_single_response(config: ModelConfig) -> bool:
     return not config.decoupled or any(spec.name == _STREAM and spec.datatype == "BOOL" for spec in config.inputs)
 
 
-def wants_stream(asked: InferRequest) -> bool:
+def wants_stream(request: InferRequest) -> bool:
     """Whether a request to a decoupled model asks for a stream, by the input or the parameter `stream`."""
-    if _STREAM in asked.inputs:
-        return bool(asked.inputs[_STREAM].data.any())
-    return asked.parameters.get(_STREAM, asked.parameters.get("streaming", False)) in _TRUE
+    if _STREAM in request.inputs:
+        return bool(request.inputs[_STREAM].data.any())
+    return request.parameters.get(_STREAM, request.parameters.get("streaming", False)) in _TRUE

@@ -65,17 +65,17 @@ def model_metadata(lookup: ModelLookup, name: str, version: str) -> dict[str, An
 
 def model_stats_json(model: ModelStatistics) -> dict[str, Any]:
     """A member of a response's `model_stats`, but for `explain`, which the extension has no field for."""
-    found = model.statistics
+    statistics = model.statistics
     return {
         "name": model.name,
         "version": model.version,
-        "last_inference": found.last_inference,
-        "inference_count": found.inference_count,
-        "execution_count": found.execution_count,
-        "inference_stats": _times(found.inference),
-        "response_stats": {index: _times(response) for index, response in found.responses.items()},
-        "batch_stats": [_times(batch) for batch in found.batches],
-        "memory_usage": [usage._asdict() for usage in found.memory],
+        "last_inference": statistics.last_inference,
+        "inference_count": statistics.inference_count,
+        "execution_count": statistics.execution_count,
+        "inference_stats": _times(statistics.inference),
+        "response_stats": {index: _times(response) for index, response in statistics.responses.items()},
+        "batch_stats": [_times(batch) for batch in statistics.batches],
+        "memory_usage": [usage._asdict() for usage in statistics.memory],
     }
 
 

@@ -1,8 +1,8 @@
-"""The page at `/docs` and what it shows, the description of all endpoints at `/openapi.json` (OpenAPI 3.1).
+"""The page at `/docs`, and the description of all endpoints at `/openapi.json` (OpenAPI 3.1), which it shows.
 
-FastAPI describes the routes that it made of functions with parameters, as extensions add them. It knows nothing of
-plain routes, whose endpoints read their requests themselves. This module describes those: path, names in it, methods,
-and for the JSON of OpenAI's, vLLM's and Anthropic's clients the fields of the body; any other body is an object.
+FastAPI describes the routes that it made of functions with parameters, as extensions add them. This module describes
+plain routes, whose endpoints read their requests themselves: path, methods, and the fields of bodies that are structs.
+Any other body is an object.
 """
 
 import re
@@ -29,28 +29,24 @@ from .openai.scoring import ClassifyBody, PoolingBody, ScoreBody
 
 PAGE, DESCRIPTION = "/docs", "/openapi.json"
 
-_BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
-    "/v1/completions": (CompletionBody, SamplingFields),
-    "/v1/chat/completions": (ChatBody, SamplingFields),
-    "/v1/responses": (ResponsesBody,),
-    "/v1/responses/input_tokens": (ResponsesBody,),
-    "/v1/messages": (MessagesBody,),
-    "/v1/messages/count_tokens": (MessagesBody,),
-    "/v1/embeddings": (EmbeddingsBody,),
-    "/v1/rerank": (RerankBody,),
-    "/v2/rerank": (RerankBody,),
-    "/rerank": (RerankBody,),
-    "/score": (ScoreBody,),
-    "/v1/score": (ScoreBody,),
-    "/classify": (ClassifyBody,),
-    "/pooling": (PoolingBody,),
-    "/tokenize": (TokenizeBody,),
-    "/detokenize": (DetokenizeBody,),
-    "/v1/load_lora_adapter": (LoadAdapterBody,),
-    "/v1/unload_lora_adapter": (UnloadAdapterBody,),
+_PATHS: dict[tuple[type[msgspec.Struct], ...], tuple[str, ...]] = {
+    (CompletionBody, SamplingFields): ("/v1/completions",),
+    (ChatBody, SamplingFields): ("/v1/chat/completions",),
+    (ResponsesBody,): ("/v1/responses", "/v1/responses/input_tokens"),
+    (MessagesBody,): ("/v1/messages", "/v1/messages/count_tokens"),
+    (EmbeddingsBody,): ("/v1/embeddings",),
+    (RerankBody,): ("/v1/rerank", "/v2/rerank", "/rerank"),
+    (ScoreBody,): ("/score", "/v1/score"),
+    (ClassifyBody,): ("/classify",),
+    (PoolingBody,): ("/pooling",),
+    (TokenizeBody,): ("/tokenize",),
+    (DetokenizeBody,): ("/detokenize",),
+    (LoadAdapterBody,): ("/v1/load_lora_adapter",),
+    (UnloadAdapterBody,): ("/v1/unload_lora_adapter",),
 }
-"""By the path of an endpoint: the structs that together have the fields of its body."""
+"""By the structs that together have the fields of a body: the paths whose endpoints read it."""
 
+_BODIES = {path: structs for structs, paths in _PATHS.items() for path in paths}
 _SCHEMAS = "#/components/schemas/{name}"
 _NAME = re.compile(r"\{(?P<name>\w+)(:(?P<kind>\w+))?\}")
 _KEY = {"key": {"type": "http", "scheme": "bearer", "description": "A key of --api-key, where there are some."}}

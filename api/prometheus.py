@@ -102,8 +102,8 @@ def _add(metric: Metric, labels: dict[str, str], value: float | Histogram | Quan
             metric.add_sample(f"{metric.name}_bucket", {**labels, "le": text}, count)
     else:
         count = value.count
-        for quantile, each in zip(value.quantiles, value.values(), strict=True):
-            metric.add_sample(metric.name, {**labels, "quantile": repr(quantile)}, each)
+        for quantile, number in zip(value.quantiles, value.values(), strict=True):
+            metric.add_sample(metric.name, {**labels, "quantile": repr(quantile)}, number)
     metric.add_sample(f"{metric.name}_sum", labels, value.sum)
     metric.add_sample(f"{metric.name}_count", labels, count)
 

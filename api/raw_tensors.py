@@ -54,9 +54,9 @@ class DeclaredInput(NamedTuple):
         return Tensor(self.name, self.datatype, self.shape, data)
 
 
-def element_count(given: DeclaredInput) -> int:
+def element_count(declared: DeclaredInput) -> int:
     """The number of elements of an input; raises `InvalidArgument` if no tensor can have its shape."""
-    _, _, name, datatype, shape = given
+    _, _, name, datatype, shape = declared
     if len(shape) > _MOST_DIMENSIONS:
         text = f"{len(shape)} dimensions are more than the {_MOST_DIMENSIONS} that a tensor may have"
         raise InvalidArgument(f"invalid shape for input '{name}': {text}", field=name)
@@ -78,71 +78,72 @@ def element_count(given: DeclaredInput) -> int:
     raise InvalidArgument(text, field=name)
 
 
-def decode(given: DeclaredInput, raw: RawBytes) -> Tensor:
+def decode(declared: DeclaredInput, raw: RawBytes) -> Tensor:
     """The tensor that the bytes hold: a read-only view of them, or new objects for BYTES.
 
-    The data of an unknown datatype are left as bytes: no model has such an input. Raises `InvalidArgument` for more or
+    The data of an unknown datatype stay bytes, as no model has such an input. Raises `InvalidArgument` for more or
     fewer bytes than the shape needs.
     """
-    count, datatype = element_count(given), given.datatype
+    count, datatype = element_count(declared), declared.datatype
     if datatype == "BYTES":
-        return given.tensor(string_array(given, _split_strings(given, bytes(raw), count), count))
+        return declared.tensor(string_array(declared, _split_strings(declared, bytes(raw), count), count))
     if datatype not in NUMPY_TYPES:
-        return given.tensor(np.frombuffer(raw, np.uint8))
+        return declared.tensor(np.frombuffer(raw, np.uint8))
     dtype = _DTYPES[datatype]
-    check_byte_size(given, count * dtype.itemsize, len(raw))
+    check_byte_size(declared, count * dtype.itemsize, len(raw))
     if datatype == "BOOL":  # a byte may say true in 255 ways
-        return given.tensor(np.not_equal(np.frombuffer(raw, np.uint8), 0))
+        return declared.tensor(np.not_equal(np.frombuffer(raw, np.uint8), 0))
     data = np.frombuffer(raw, dtype)
     if type(raw) is not bytes:
         data.flags.writeable = False
-    return given.tensor(data)
+    return declared.tensor(data)
 
 
-def _split_strings(given: DeclaredInput, raw: bytes, count: int) -> list[bytes]:
+def _split_strings(declared: DeclaredInput, raw: bytes, count: int) -> list[bytes]:
     """The elements of a BYTES tensor, at most one more than `count`."""
     elements: list[bytes] = []
     offset, unpack = 0, _LENGTH.unpack_from
     while offset < len(raw) and len(elements) <= count:
         begin = offset + 4
         if begin > len(raw):
-            raise given.error(
-                f"incomplete string length indicator for inference {given.description}, expecting {_LENGTH.size} bytes "
-                f"but only {len(raw) - offset} bytes available. Please make sure the string length indicator is in one "
-                "buffer."
+            raise declared.error(
+                f"incomplete string length indicator for inference {declared.description}, "
+                f"expecting {_LENGTH.size} bytes but only {len(raw) - offset} bytes available. "
+                "Please make sure the string length indicator is in one buffer."
             )
         offset = begin + unpack(raw, offset)[0]
         if offset > len(raw):
-            raise given.error(f"incomplete string data for inference {given.description}, the last element is cut off")
+            whose = f"inference {declared.description}"
+            raise declared.error(f"incomplete string data for {whose}, the last element is cut off")
         elements.append(raw[begin:offset])
     return elements
 
 
-def check_raw_length(given: DeclaredInput, size: int) -> None:
+def check_raw_length(declared: DeclaredInput, size: int) -> None:
     """Raise `InvalidArgument` if no tensor of this type and shape has so many raw bytes; strings may have any."""
-    dtype = _DTYPES.get(given.datatype)
+    dtype = _DTYPES.get(declared.datatype)
     if dtype is not None and not dtype.hasobject:
-        check_byte_size(given, element_count(given) * dtype.itemsize, size)
+        check_byte_size(declared, element_count(declared) * dtype.itemsize, size)
 
 
-def check_byte_size(given: DeclaredInput, expected: int, got: int) -> None:
+def check_byte_size(declared: DeclaredInput, expected: int, got: int) -> None:
     """Raise `InvalidArgument` if an input has another size in bytes than its shape needs."""
     if expected != got:
-        raise given.error(f"input byte size mismatch for {given.description}. Expected {expected}, got {got}")
+        raise declared.error(f"input byte size mismatch for {declared.description}. Expected {expected}, got {got}")
 
 
-def check_string_count(given: DeclaredInput, expected: int, got: int) -> None:
+def check_string_count(declared: DeclaredInput, expected: int, got: int) -> None:
     """Raise `InvalidArgument` if an input has another number of strings than its shape needs."""
-    whose = f"inference {given.description}"
+    whose = f"inference {declared.description}"
     if got > expected:
-        raise given.error(f"unexpected number of string elements {got} for {whose}, expecting {expected}")
+        raise declared.error(f"unexpected number of string elements {got} for {whose}, expecting {expected}")
     if got < expected:
-        raise given.error(f"expected {expected} string elements for {whose}, got {got}")
+        raise declared.error(f"expected {expected} string elements for {whose}, got {got}")
 
 
-def string_array(given: DeclaredInput, elements: list[bytes], count: int) -> NDArray[Any]:
+def string_array(declared: DeclaredInput, elements: list[bytes], count: int) -> NDArray[Any]:
     """The data of a BYTES tensor; raises `InvalidArgument` unless it has `count` elements."""
-    check_string_count(given, count, len(elements))
+    check_string_count(declared, count, len(elements))
     data = np.empty(len(elements), np.object_)
     for begin in range(0, len(elements), _PIECE):
         data[begin : begin + _PIECE] = elements[begin : begin + _PIECE]
@@ -172,7 +173,7 @@ def encode(tensor: Tensor) -> bytes:
     flat = tensor.data.ravel()
     pieces = (flat[begin : begin + _PIECE] for begin in range(0, flat.size, _PIECE))
     return b"".join(
-        [b"".join([part for each in piece for part in (_LENGTH.pack(len(each)), each)]) for piece in pieces]
+        [b"".join([part for text in piece for part in (_LENGTH.pack(len(text)), text)]) for piece in pieces]
     )
 
 

@@ -122,7 +122,7 @@ class FrontendServers:
     async def settle(self) -> None:
         """Return when requests for all that is loaded can be answered."""
         if self._pool is not None:
-            await self._pool.settle()
+            await self._pool.hub.settle()
 
     def extensions(self) -> AbstractAsyncContextManager[None]:
         """Run what extensions do beside their endpoints during the block, now that models are loaded."""

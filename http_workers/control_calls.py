@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from starlette.types import ASGIApp
 
 from ..api.api_keys import Tenant
-from ..api.http.control_call import ControlRequest, ask_app
+from ..api.http.internal_request import ControlRequest, ask_app
 from .hub_link import AnsweredCall, HubLink
 from .messages import GrpcAnswer, GrpcCall, HttpAnswer, HttpCall, HttpPiece, PieceWanted
 from .pieces import AnsweredInPieces
@@ -63,18 +63,16 @@ class ControlCalls:
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def _answer_http(self, call: HttpCall) -> None:
-        request = ControlRequest(call.method, call.path, call.query, call.headers, call.body)
-        answer = await ask_app(self._app, request, call.tenant, call.tenant_weight)
+        answer = await ask_app(self._app, _request(call), Tenant(call.tenant, call.tenant_weight))
         if _changes_something(call):
             await self._settle()
         self._link.send(HttpAnswer(call.key, answer.status, answer.headers, answer.body))
 
     async def _answer_in_pieces(self, call: HttpCall) -> None:
-        request = ControlRequest(call.method, call.path, call.query, call.headers, call.body)
         before = self._settle if _changes_something(call) else None
         answered = self._in_pieces[call.key] = AnsweredInPieces(call.key, self._link, before)
         try:
-            await answered.answer(self._app, request, Tenant(call.tenant, call.tenant_weight))
+            await answered.answer(self._app, _request(call), Tenant(call.tenant, call.tenant_weight))
         finally:
             del self._in_pieces[call.key]
 
@@ -88,3 +86,7 @@ class ControlCalls:
 
 def _changes_something(call: HttpCall) -> bool:
     return not _READING.fullmatch(f"{call.method} {call.path}")
+
+
+def _request(call: HttpCall) -> ControlRequest:
+    return ControlRequest(call.method, call.path, call.query, call.headers, call.body)

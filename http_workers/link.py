@@ -1,7 +1,7 @@
 """The link between a worker and the hub: lists of messages over a socket that the child inherits.
 
 All that is sent in one turn of the event loop leaves as one frame: a list in msgpack behind its length. Either side
-learns at once when the other ends. Knows nothing of what the messages mean.
+learns at once when the other ends.
 """
 
 import asyncio
@@ -32,11 +32,10 @@ T_in = TypeVar("T_in")
 
 
 class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
-    """One end. `decode` turns a frame into messages, each of which `receive` gets; `on_lost` is called when the other
-    end is gone. A message that cannot be encoded is handed to `on_unsendable`, and the others of its frame leave.
+    """One end of a link; `send` and `gather` never wait.
 
-    `send` and `gather` never wait. `congested`: the other end does not read, so what need not leave now should not;
-    `on_drained` is called when it reads again.
+    `decode` turns a frame into messages, each of which `receive` gets. `on_lost` is called when the other end is gone.
+    `on_unsendable` gets a message that cannot be encoded; the others of its frame leave.
     """
 
     def __init__(
@@ -49,8 +48,11 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
         self._decode, self._receive = decode, receive
         self._on_lost, self._on_unsendable = on_lost, on_unsendable
         self.on_drained: Callable[[], None] = lambda: None
+        """Called when the other end reads again."""
         self.before_flush: Callable[[], None] = lambda: None
+        """Called before messages leave; it may send more."""
         self.congested = False
+        """Whether the other end does not read: what need not leave now should not."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_tokens)
         self._transport: asyncio.Transport | None = None

@@ -1,8 +1,8 @@
-"""The messages between a worker and the hub: msgpack arrays, many in a frame (`link.py`). Those
-about sequences of language models are in `sequence_messages.py`, those that are of no request in `state_messages.py`.
+"""The messages between a worker and the hub: msgpack arrays, many in a frame (`link.py`).
 
-A call that the hub answers has a `key`, and so has each request that it knows, which its worker chose. Times are of
-the monotonic clock, which all processes of a machine share.
+A call that the hub answers, and a request that it knows, has a `key` that its worker chose. Times are of the monotonic
+clock, which all processes of a machine share. `sequence_messages.py` has those about sequences of language models,
+`state_messages.py` those of no request.
 """
 
 from collections.abc import Mapping

@@ -15,7 +15,7 @@ class OpenRequest:
     """A request of a worker that has not ended, with its calls. `tickets`: places in the queue of sequences that are
     not submitted yet."""
 
-    __slots__ = ("calls", "context", "finding", "handle", "tickets", "told_warnings")
+    __slots__ = ("calls", "context", "finding", "handle", "reported_warnings", "tickets")
 
     def __init__(self, context: RequestContext) -> None:
         self.context = context
@@ -23,7 +23,7 @@ class OpenRequest:
         self.tickets: list[QueueTicket] = []
         self.finding: asyncio.Task[None] | None = None
         self.calls: dict[int, OpenCall] = {}
-        self.told_warnings = 0
+        self.reported_warnings = 0
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -40,7 +40,7 @@ class OpenRequest:
         context = self.context
         if not (context.warnings or context.all_sequences or context.route):
             return None
-        warnings, self.told_warnings = context.warnings[self.told_warnings :], len(context.warnings)
+        warnings, self.reported_warnings = context.warnings[self.reported_warnings :], len(context.warnings)
         text = None
         if context.all_sequences:
             usage = context.usage

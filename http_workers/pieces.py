@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..api.api_keys import Tenant
 from ..api.http.connection import CancelOnDisconnect, ClientDisconnected
-from ..api.http.control_call import ControlRequest, stays_connected
 from ..api.http.error_responses import INTERNAL_SERVER_ERROR, error_response, unexpected_error
+from ..api.http.internal_request import ControlRequest, stays_connected
 from ..api.http.request_context import control_scope
 from ..core.errors import SentError
 from .hub_connection import HubConnection

@@ -1,8 +1,7 @@
 """The gateway of a worker: endpoints ask it as they ask the hub's own, and it asks the hub.
 
-Models of tensors that the last snapshot has are found here; for any other request, a language model's too, the hub is
-asked who serves it, and refuses with its own errors. Text is read and written here, by the same `LlmModel` over another
-engine.
+Models of tensors in the last snapshot are found here. For any other name the hub is asked who serves it, and refuses
+with its own errors. Text is read and written here, by the same `LlmModel` over another engine.
 """
 
 import asyncio
@@ -54,15 +53,18 @@ class AcquiredHere(NamedTuple):
 class RemoteGateway:
     """A `ModelLookup` of one worker, by what the hub tells over `connection`.
 
-    `shared_state` mirrors the hub's, which logs requests where it sends spans. `stop_requested`: the hub wants this
-    process to end; `stop_by_force`: at once. `informed`: there was a first snapshot. `max_silence`: seconds that a word
-    of the hub may be overdue before nothing is ready; `lag`: of this process's loop.
+    `max_silence`: seconds that a word of the hub may be overdue before nothing is ready. `lag`: of this process's loop.
     """
 
     def __init__(self, shared_state: SharedState, files: tuple[int, int], max_silence: float, lag: LoopLag) -> None:
         self.shared_state = shared_state
-        self.stop_requested, self.informed = asyncio.Event(), asyncio.Event()
+        """Mirrors the hub's, which logs requests where it sends spans."""
+        self.stop_requested = asyncio.Event()
+        """The hub wants this process to end."""
         self.stop_by_force = False
+        """Whether it is to end at once."""
+        self.informed = asyncio.Event()
+        """There was a first snapshot."""
         self._hub_logs = shared_state.traces.sends_spans
         self.connection = HubConnection(
             files,

@@ -287,7 +287,7 @@ class TextModelHere:
         assert served.parts is not None
         self.engine, self.users, self.dropped = engine, 0, False
         self._served = served
-        self._told = 0, 0.0
+        self._reported = 0, 0.0
         spec = replace(served.parts.spec, connect=lambda on_progress, metrics: engine)
         self.model = LlmModel(served.config.name, served.config.version, spec, layout=served.parts.layout)
         self.building = asyncio.create_task(self._build())
@@ -302,9 +302,9 @@ class TextModelHere:
 
     def reader_delays(self) -> ReaderDelays:
         """What its clients left unread since the last call."""
-        (tokens, seconds), metrics = self._told, self.model.metrics
-        self._told = metrics.merged_tokens, metrics.unread.seconds
-        return ReaderDelays(self._served.number, self._told[0] - tokens, self._told[1] - seconds)
+        (tokens, seconds), metrics = self._reported, self.model.metrics
+        self._reported = metrics.merged_tokens, metrics.unread.seconds
+        return ReaderDelays(self._served.number, self._reported[0] - tokens, self._reported[1] - seconds)
 
     def release(self, _: object = None) -> None:
         """A request that had it has ended."""

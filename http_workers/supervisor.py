@@ -42,14 +42,15 @@ WorkerMain: TypeAlias = Callable[[Any, str, Connection, int, int], None]
 
 
 class WorkerPool:
-    """`count` workers over one hub. `main` is what their processes run, with `setup`, their name, the link's socket,
-    and the files of their shared memory and of the hub's.
+    """`count` workers over one hub; to the server it is an endpoint, which starts, may end, and is stopped.
 
-    It is to the server what an endpoint of its own process is: it starts, may end, and is stopped.
+    Their processes run `main` with `setup`, their name, the link's socket, and the files of their shared memory and of
+    the hub's.
     """
 
     def __init__(self, hub: ControlHub, count: int, main: WorkerMain, setup: object) -> None:
-        self._hub, self._count, self._main, self._setup = hub, count, main, setup
+        self.hub = hub
+        self._count, self._main, self._setup = count, main, setup
         self._keepers: list[asyncio.Task[None]] = []
         self._sessions: dict[int, WorkerSession] = {}
         self._started = [asyncio.Event() for _ in range(count)]
@@ -63,7 +64,7 @@ class WorkerPool:
         Raises:
             Unavailable: one ends again and again before it does.
         """
-        self._hub.start()
+        self.hub.start()
         self._keepers = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
         await wait_for_first(self._all_started(), self.ended())
 
@@ -81,14 +82,10 @@ class WorkerPool:
         """Return after `stop`, or raise when workers cannot be started."""
         await asyncio.gather(*(asyncio.shield(keeper) for keeper in self._keepers))
 
-    async def settle(self) -> None:
-        """Return when all workers can answer for all that is loaded."""
-        await self._hub.settle()
-
     async def stop(self, force: bool) -> None:
         """Close all sockets; with `force`, what still runs is told so and ended."""
         self._stopping.set()
-        await self._hub.close()
+        await self.hub.close()
         for session in self._sessions.values():
             session.stop(force)
         if self._keepers:
@@ -128,7 +125,7 @@ class WorkerPool:
             child = python_child(
                 WORKER_NAME, self._main, self._setup, name, theirs, *reversed(memory), inherited=memory
             )
-            session = self._sessions[number] = WorkerSession(self._hub, name, *memory)
+            session = self._sessions[number] = WorkerSession(self.hub, name, *memory)
             sock = socket.socket(fileno=os.dup(ours.fileno()))
         try:
             loop = asyncio.get_running_loop()

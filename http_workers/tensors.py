@@ -64,7 +64,7 @@ class SentTensor(msgspec.Struct, array_like=True, frozen=True):
 class TensorExchange:
     """The shared memory of one end of a link: tensors are placed in `mine` and read from `theirs`, which are files.
 
-    A block that came is let go of when the last array over it is gone, in whatever thread; `on_unread` is called then,
+    A block that came is let go of when the last array over it is gone, in whatever thread. `on_unread` is called then,
     to have `released` sent before long.
     """
 

@@ -1,5 +1,4 @@
-"""The sequences that a worker's requests have in the engines of the hub: submitted, read, told of once a turn of the
-event loop.
+"""The sequences of a worker's requests in the hub's engines: submitted, read, reported once a turn of the event loop.
 
 Nothing waits for a worker that does not read: its tokens stay in their streams, and merge.
 """
@@ -38,8 +37,8 @@ class RelayedSequence:
         self.resources = ExitStack()
         self.stream: TokenStream | None = None
         self.starting: asyncio.Task[None] | None = None
-        self.told_start = False
-        self.told_drafts = 0
+        self.reported_start = False
+        self.reported_drafts = 0
 
     def close(self) -> None:
         if self.starting is not None:
@@ -140,8 +139,8 @@ class TokenRelay:
 
     def _read(self, key: int, sequence: RelayedSequence, stream: TokenStream, steps: SequenceSteps) -> None:
         stats = sequence.stats
-        if not sequence.told_start and stream.started:
-            sequence.told_start = True
+        if not sequence.reported_start and stream.started:
+            sequence.reported_start = True
             steps.started.append((key, stats.cached or 0, stats.begun or 0.0))
         try:
             delta = stream.take()
@@ -156,9 +155,9 @@ class TokenRelay:
             steps.logprobs.append((key, list(delta.logprobs)))
         if delta.scores:
             steps.prompt_logprobs.append((key, list(delta.scores)))
-        if len(stats.drafts) > sequence.told_drafts:
-            steps.drafts.append((key, stats.drafts[sequence.told_drafts :]))
-            sequence.told_drafts = len(stats.drafts)
+        if len(stats.drafts) > sequence.reported_drafts:
+            steps.drafts.append((key, stats.drafts[sequence.reported_drafts :]))
+            sequence.reported_drafts = len(stats.drafts)
         if delta.finish_reason is not None:
             steps.finished.append((key, delta.finish_reason.value))
             self.abort(key)

@@ -1,7 +1,7 @@
 """The hub's end of one worker's link: its requests, in contexts and calls of the hub.
 
-A request of a worker has a context here too, by which it is counted, traced, and kept from an unload; its worker
-says when and how it ended. What is not inference is answered by the same endpoints as with one worker.
+A worker's request has a context here too, by which it is counted, traced, and kept from an unload; the worker says when
+and how it ended. The same endpoints as with one worker answer what is not inference.
 """
 
 import asyncio

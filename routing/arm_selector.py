@@ -19,10 +19,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class WeightedTurns:
-    """Chooses among weights so that after every choice the count of each is less than 1 from its share of all so far.
+    """Chooses among weights so that the count of each is less than 1 from its share of all choices so far.
 
-    R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): of those that are far enough behind
-    their share, the one that would first be too far behind.
+    Of those that are far enough behind their share, the one is chosen that would first be too far behind (R. Tijdeman,
+    "The chairman assignment problem", Discrete Mathematics 32, 1980).
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -48,11 +48,10 @@ class WeightedTurns:
 
 
 class StickyHash:
-    """Gives each key an arm, by weights: weighted rendezvous hashing (Schindelhauer and Schomaker, SPAA 2005). If a
-    weight changes, keys move to that arm or away from it, and between others none does.
+    """Gives each key an arm, by weights: weighted rendezvous hashing (Schindelhauer and Schomaker, SPAA 2005).
 
-    A key is hashed once, evenly over 64 bits; each arm mixes that with its own hash by a product (Knuth, The Art of
-    Computer Programming 3, section 6.4).
+    If a weight changes, keys move to that arm or away from it, and none between others. A key is hashed once, over 64
+    bits; each arm mixes that with its own hash by a product (Knuth, The Art of Computer Programming 3, section 6.4).
     """
 
     def __init__(self, arms: Sequence[RouteArm]) -> None:
@@ -74,8 +73,8 @@ class StickyHash:
 
 def header_value(headers: Headers, names: tuple[bytes, str]) -> bytes | None:
     """The first header of a name, which is given as `header_names` has it."""
-    for given, value in headers:
-        if given in names:
+    for name, value in headers:
+        if name in names:
             return value.encode() if isinstance(value, str) else value
     return None
 

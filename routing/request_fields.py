@@ -1,6 +1,6 @@
 """The fields of a request that routes may go by, as text.
 
-A field is a path into the JSON of a request's body, as in `user` or `metadata.tenant`. In v2 it is a parameter, with
+A field is a path into the JSON of a body, as in `user` or `metadata.tenant`. In v2 it is a parameter, with
 `parameters.` in front or without, or an input of one element.
 """
 

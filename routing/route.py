@@ -123,9 +123,9 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     shadow: RouteShadow | None = None
 
     def __post_init__(self) -> None:
-        for what, given, most in (("arms", self.arms, _MAX_ARMS), ("rules", self.rules, _MAX_RULES)):
-            if len(given) > most:
-                raise ValueError(f"a route has at most {most} {what}, got {len(given)}")
+        for what, items, most in (("arms", self.arms, _MAX_ARMS), ("rules", self.rules, _MAX_RULES)):
+            if len(items) > most:
+                raise ValueError(f"a route has at most {most} {what}, got {len(items)}")
         targets = [(arm.model, arm.version) for arm in self.arms]
         twice = next((arm for at, arm in enumerate(self.arms) if targets.index(targets[at]) < at), None)
         if twice is not None:

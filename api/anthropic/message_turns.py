@@ -160,16 +160,14 @@ class _Turn:
 
 
 class ChatTurns:
-    """The messages that turns become, in order. Turns of one role that follow each other are one message, results of
-    calls are one each.
-
-    `origins`: by the path of a message, or of a part of it: the path of what it was made of. `warnings`: what was left
-    out.
-    """
+    """The messages that turns become, in order: one for the turns of a role that follow each other, one for each result
+    of a call."""
 
     def __init__(self) -> None:
         self.origins: dict[str, str] = {}
+        """By the path of a message, or of a part of it: the path of what it was made of."""
         self.warnings: list[str] = []
+        """What was left out."""
         self._turns: list[_Turn] = []
         self._called: set[str] = set()
         self._noted: set[str] = set()
@@ -182,9 +180,9 @@ class ChatTurns:
         """Whether anybody but the system has said something."""
         return any(turn.role != "system" for turn in self._turns)
 
-    def add_system(self, given: str | list[Any]) -> None:
+    def add_system(self, system: str | list[Any]) -> None:
         """Add what the body's `system` says. Raises `InvalidArgument` for a block that is no text."""
-        texts = [given] if isinstance(given, str) else [block.text for block in _text_blocks(given, "system")]
+        texts = [system] if isinstance(system, str) else [block.text for block in _text_blocks(system, "system")]
         said = [text for text in texts if text and not text.startswith(_BILLING)]
         if said:
             self._turn("system", "system").texts += said
@@ -313,8 +311,8 @@ class ChatTurns:
         self._turns.append(turn)
 
 
-def _text_blocks(given: list[Any], where: str) -> list[TextBlock]:
-    blocks = [_block(part, _TEXTS, f"{where}[{index}]") for index, part in enumerate(given)]
+def _text_blocks(parts: list[Any], where: str) -> list[TextBlock]:
+    blocks = [_block(part, _TEXTS, f"{where}[{index}]") for index, part in enumerate(parts)]
     return [block for block in blocks if isinstance(block, TextBlock)]
 
 

@@ -65,8 +65,8 @@ class AnthropicMessageWriter:
     """Writes the answer to one request. Either `message` is called once, or, as an encoder of events, `encode_item` for
     each chunk and then one of the others."""
 
-    def __init__(self, asked: ParsedMessages, model: str) -> None:
-        self._asked = asked
+    def __init__(self, parsed: ParsedMessages, model: str) -> None:
+        self._parsed = parsed
         self._model = model
         self._splitter = BlockSplitter()
         self._last: GenerateChunk | None = None
@@ -109,7 +109,7 @@ class AnthropicMessageWriter:
         return sse_event(orjson.dumps(anthropic_error_body(error)), "error")
 
     def _head(self, content: list[JsonObject]) -> JsonObject:
-        name = self._asked.chat.requests[0].id
+        name = self._parsed.chat.requests[0].id
         return {"id": name, "type": "message", "role": "assistant", "model": self._model, "content": content}
 
     def _block(self, piece: BlockPiece, text: str) -> JsonObject:
@@ -119,7 +119,7 @@ class AnthropicMessageWriter:
         if piece.kind == "text":
             return {"type": "text", "text": text, "citations": None}
         signature = sha256(text.encode(errors="replace")).hexdigest()
-        return {"type": "thinking", "thinking": text if self._asked.shows_thinking else "", "signature": signature}
+        return {"type": "thinking", "thinking": text if self._parsed.shows_thinking else "", "signature": signature}
 
     def _begin(self, piece: BlockPiece) -> bytes:
         self._index, self._open = self._index + 1, piece.kind
@@ -137,7 +137,7 @@ class AnthropicMessageWriter:
     def _delta(self, piece: BlockPiece) -> bytes:
         if piece.kind == "thinking":
             self._signature.update(piece.text.encode(errors="replace"))
-            if not self._asked.shows_thinking:
+            if not self._parsed.shows_thinking:
                 return b""
         return self._before + orjson.dumps(piece.text) + b"}}\n\n"
 
@@ -161,23 +161,23 @@ class AnthropicMessageWriter:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if last.finish_reason is FinishReason.STOP and isinstance(last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
-        full = last.finish_reason is FinishReason.LENGTH and last.usage.completion_tokens < self._asked.max_tokens
+        full = last.finish_reason is FinishReason.LENGTH and last.usage.completion_tokens < self._parsed.max_tokens
         reason = "model_context_window_exceeded" if full else _STOP_REASONS.get(last.finish_reason, "end_turn")
         return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _tool_use(call: ToolCallDelta, given: Any) -> JsonObject:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+def _tool_use(call: ToolCallDelta, arguments: Any) -> JsonObject:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 def _input_of(arguments: str) -> JsonObject:
     """The arguments of a call. What is no JSON object, such as one that a limit cut, is told as Anthropic's docs want a
     model to be told of it."""
     try:
-        given = orjson.loads(arguments)
+        members = orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        given = None
-    return given if isinstance(given, dict) else {"INVALID_JSON": arguments}
+        members = None
+    return members if isinstance(members, dict) else {"INVALID_JSON": arguments}
 
 
 def _usage(usage: Usage) -> JsonObject:

@@ -1,7 +1,7 @@
 """The RPCs of GRPCInferenceService besides inference: health, metadata, repository, shared memory, settings.
 
-Translates between the messages and the administration. Each handler takes that and the request, returns the fields of
-the response as JSON has them, if there are any, and raises `CharoniaError`.
+A handler takes the administration and the request. It returns the fields of the response as JSON has them, or raises
+`CharoniaError`.
 """
 
 from collections.abc import Awaitable, Callable
@@ -54,8 +54,8 @@ async def model_config(administration: ServerAdministration, request: ProtoMessa
 
 
 async def model_statistics(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
-    found = administration.model_statistics(request.name, parse_version(request.version))
-    return {"model_stats": [model_stats_json(each) for each in found]}
+    statistics = administration.model_statistics(request.name, parse_version(request.version))
+    return {"model_stats": [model_stats_json(model) for model in statistics]}
 
 
 # The repository
@@ -63,8 +63,8 @@ async def model_statistics(administration: ServerAdministration, request: ProtoM
 
 async def repository_index(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
     _refuse_repository(request)
-    found = await administration.repository_index(request.ready)
-    return {"models": [{**entry._asdict(), "state": entry.state or ""} for entry in found]}
+    entries = await administration.repository_index(request.ready)
+    return {"models": [{**entry._asdict(), "state": entry.state or ""} for entry in entries]}
 
 
 async def load_model(administration: ServerAdministration, request: ProtoMessage) -> None:
@@ -100,8 +100,8 @@ def _refuse_repository(request: ProtoMessage) -> None:
 
 
 async def system_status(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
-    found = administration.shared_state.shared_memory.status(request.name)
-    return {"regions": {region.name: region._asdict() for region in found}}
+    regions = administration.shared_state.shared_memory.status(request.name)
+    return {"regions": {region.name: region._asdict() for region in regions}}
 
 
 async def system_register(administration: ServerAdministration, request: ProtoMessage) -> None:
@@ -113,8 +113,8 @@ async def system_unregister(administration: ServerAdministration, request: Proto
 
 
 async def cuda_status(administration: ServerAdministration, request: ProtoMessage) -> JsonMessage:
-    found = administration.shared_state.shared_memory.status_cuda(request.name)
-    return {"regions": {region.name: cuda_region_json(region) for region in found}}
+    regions = administration.shared_state.shared_memory.status_cuda(request.name)
+    return {"regions": {region.name: cuda_region_json(region) for region in regions}}
 
 
 async def cuda_register(administration: ServerAdministration, request: ProtoMessage) -> None:

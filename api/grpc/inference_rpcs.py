@@ -1,7 +1,7 @@
 """ModelInfer, and ModelStreamInfer: many requests over one stream, answered side by side.
 
-Nothing is queued here. A client that does not read holds up the writers of its own stream, whose unread tokens the
-engine merges, and at last the reading of its requests.
+Nothing is queued. A client that does not read holds up what is written to its own stream, whose unread tokens merge in
+the engine, and at last the reading of its requests.
 """
 
 import asyncio
@@ -93,10 +93,10 @@ async def _read_call(lookup: ServerLookup, model: ModelHandle, message: ProtoMes
 
 
 class StreamInferCall:
-    """Reads requests until the client has no more or `closing` is set, and answers all that were read.
+    """Answers the requests of one stream until the client has no more, or `closing` is set.
 
-    Responses of models that are not decoupled come in the order of their requests. With the metadata
-    `triton_grpc_error: true` the first error of a request ends the whole stream.
+    Models that are not decoupled answer in the order of their requests. With the metadata `triton_grpc_error: true` the
+    first error ends the whole stream.
     """
 
     def __init__(self, lookup: ServerLookup, context: RpcContext, closing: asyncio.Event, caller: Caller) -> None:
@@ -180,9 +180,9 @@ class StreamInferCall:
         async with aclosing(model.infer(call.request)) as responses:
             async for response in responses:
                 final = response.final or not config.decoupled
-                told = response if begun else _with_notes(response, context)
+                noted = response if begun else _with_notes(response, context)
                 begun = True
-                yield await write_response_off_loop(model.config, call, told, final, limit)
+                yield await write_response_off_loop(model.config, call, noted, final, limit)
         if not final and wants_empty_final(message):
             yield await write_response_off_loop(model.config, call, InferResponse(()), True)
 

@@ -162,65 +162,65 @@ def _inputs(message: ProtoMessage, regions: SharedMemoryRegistry, deferred: Defe
     inputs: dict[str, Tensor] = {}
     model, blobs = message.model_name, iter(message.raw_input_contents)
     contents = message.contents if isinstance(message, LazyInferRequest) else {}
-    for index, each in enumerate(message.inputs):
-        name, refusal = each.name, ""
+    for index, tensor in enumerate(message.inputs):
+        name, refusal = tensor.name, ""
         if name in inputs:
             raise InvalidArgument(f"input '{name}' already exists in request", field=name)
-        data: RawBytes | LentMemory | None = _lent_memory(each, regions) if _REGION in each.parameters else None
-        typed = index in contents or each.HasField("contents")
+        data: RawBytes | LentMemory | None = _lent_memory(tensor, regions) if _REGION in tensor.parameters else None
+        typed = index in contents or tensor.HasField("contents")
         if typed and data is not None:
             refusal = f"unexpected 'content' provided when using shared memory for input tensor '{name}' for model"
         elif typed and message.raw_input_contents:
             refusal = f"contents field must not be specified when using raw_input_contents for '{name}' for model"
         if refusal:
             raise InvalidArgument(f"{refusal} '{model}'", field=name)
-        given = DeclaredInput(message.id, model, name, each.datatype, tuple(each.shape))
+        declared = DeclaredInput(message.id, model, name, tensor.datatype, tuple(tensor.shape))
         if index in contents:
-            decode = partial(asyncio.to_thread, _decode_contents, given, iter_contents(contents[index]))
-            inputs[name] = infer_call.defer(given, decode, deferred)
+            decode = partial(asyncio.to_thread, _decode_contents, declared, iter_contents(contents[index]))
+            inputs[name] = infer_call.defer(declared, decode, deferred)
         elif typed:
-            inputs[name] = _decode_contents(given, (each.contents,))
+            inputs[name] = _decode_contents(declared, (tensor.contents,))
         else:
             data = next(blobs, None) if data is None else data
             if data is None:
                 text = f"unable to find data for input tensor '{name}' for model '{model}' in request."
                 raise InvalidArgument(text, field=name)
-            inputs[name] = infer_call.raw_input(given, data, deferred)
+            inputs[name] = infer_call.raw_input(declared, data, deferred)
     return inputs
 
 
-def _decode_contents(given: DeclaredInput, pieces: Iterable[ProtoMessage]) -> Tensor:
+def _decode_contents(declared: DeclaredInput, pieces: Iterable[ProtoMessage]) -> Tensor:
     """The tensor of an input whose typed contents come in these pieces, of which there is at least one."""
-    datatype, count, done = given.datatype, raw_tensors.element_count(given), 0
+    datatype, count, done = declared.datatype, raw_tensors.element_count(declared), 0
     dtype = np.dtype(NUMPY_TYPES.get(datatype, np.uint8))
     wide = NUMPY_TYPES[_NARROW[datatype]] if datatype in _NARROW else dtype
     strings, numbers = [], []
     try:
         for piece in pieces:
-            values = _values(given, piece)
+            values = _values(declared, piece)
             done += len(values)
             if datatype == "BYTES":
-                raw_tensors.check_string_count(given, count, max(count, done))
+                raw_tensors.check_string_count(declared, count, max(count, done))
                 strings += values
             else:
                 numbers.append(np.array(values, wide).astype(dtype))
     except DecodeError as error:
-        raise InvalidArgument(str(error), field=given.name) from None
+        raise InvalidArgument(str(error), field=declared.name) from None
     if datatype == "BYTES":
-        return given.tensor(raw_tensors.string_array(given, strings, count))
-    raw_tensors.check_byte_size(given, count * dtype.itemsize, done * dtype.itemsize)
-    return given.tensor(numbers[0] if len(numbers) == 1 else np.concatenate(numbers))
+        return declared.tensor(raw_tensors.string_array(declared, strings, count))
+    raw_tensors.check_byte_size(declared, count * dtype.itemsize, done * dtype.itemsize)
+    return declared.tensor(numbers[0] if len(numbers) == 1 else np.concatenate(numbers))
 
 
-def _values(given: DeclaredInput, contents: ProtoMessage) -> Any:
+def _values(declared: DeclaredInput, contents: ProtoMessage) -> Any:
     """The values of the one typed field that is filled; raises `InvalidArgument` if it is another datatype's."""
     values: Any = ()
     for descriptor, held in contents.ListFields():
         datatype = _CONTENT_DATATYPES[descriptor.name]
-        if datatype != _NARROW.get(given.datatype, given.datatype):
-            text = f"unexpected explicit tensor data for input tensor '{given.name}' for model '{given.model}'"
-            text += f" of type '{datatype}', expected datatype '{given.datatype}'"
-            raise InvalidArgument(text, field=given.name)
+        if datatype != _NARROW.get(declared.datatype, declared.datatype):
+            text = f"unexpected explicit tensor data for input tensor '{declared.name}' for model '{declared.model}'"
+            text += f" of type '{datatype}', expected datatype '{declared.datatype}'"
+            raise InvalidArgument(text, field=declared.name)
         values = held
     return values
 
@@ -259,9 +259,11 @@ def write_response(
     final: bool | None = None,
     limit: int = MAX_RESPONSE_BYTES,
 ) -> ProtoMessage:
-    """The message of one response; tensors are raw contents. `final`: whether it is the last of a stream; `limit`: see
-    `ResponseSize`. Raises `CharoniaError` if an output cannot be returned as `call` asks for it, or the message would
-    be too large."""
+    """The message of one response, its tensors as raw contents; `final`: whether it is the last of a stream.
+
+    Raises `CharoniaError` for an output that cannot be returned as `call` asks, or too large a message
+    (`ResponseSize`).
+    """
     message = pb.ModelInferResponse(model_name=config.name, model_version=config.version, id=call.request.id)
     outputs, contents = message.outputs, message.raw_output_contents
     response_size = ResponseSize(limit)
@@ -291,10 +293,10 @@ def _parameter_field(value: ParameterValue) -> str:
     return "double_param" if isinstance(value, float) else "string_param"
 
 
-def write_stream_error(asked: ProtoMessage, error: CharoniaError) -> ProtoMessage:
+def write_stream_error(request: ProtoMessage, error: CharoniaError) -> ProtoMessage:
     """The message that ends one request of a stream with an error."""
-    name, version = asked.model_name, asked.model_version
-    response = pb.ModelInferResponse(model_name=name, model_version=version, id=asked.id)
+    name, version = request.model_name, request.model_version
+    response = pb.ModelInferResponse(model_name=name, model_version=version, id=request.id)
     response.parameters[_FINAL].bool_param = True
     return pb.ModelStreamInferResponse(error_message=_status_details(error), infer_response=response)
 

@@ -170,10 +170,10 @@ class GrpcServer:
 
 
 def _deserialize(method: Any, data: bytes) -> ProtoMessage | DecodeError:
-    """The request of a call of `method`; memory is given back soon if it is large.
+    """The request of a call of `method`, or the `DecodeError` of bytes that are none, which a unary handler answers.
 
-    The handler of a unary call gets the `DecodeError` in place of a message that is none: grpc would log a traceback
-    and say that the fault is the server's. Streams are read by their handlers, to which it is raised.
+    grpc would log a traceback of that error, and say that the server is at fault. To a stream's handler, which reads by
+    itself, it is raised. Memory is given back soon after a large message.
     """
     if len(data) > gc_tuning.LARGE_REQUEST_BYTES:
         gc_tuning.release_memory_soon()

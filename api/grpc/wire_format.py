@@ -132,18 +132,18 @@ def _packed_pieces(values: memoryview, width: int | None) -> Iterator[memoryview
         begin = end
 
 
-def _without_contents(given: memoryview) -> tuple[bytes, memoryview | None]:
+def _without_contents(encoded_input: memoryview) -> tuple[bytes, memoryview | None]:
     """An encoded input without its typed contents, and these, if it has any."""
-    rest, found = bytearray(), []
-    for number, wire, value, encoded in _some_fields(given):
+    rest, contents = bytearray(), []
+    for number, wire, value, encoded in _some_fields(encoded_input):
         if (number, wire) == (_CONTENTS, _DELIMITED):
-            found.append(value)
+            contents.append(value)
         else:
             rest += encoded
             _check_rest(rest)
-    if len(found) > 1:  # of several, protobuf makes one
-        found = [memoryview(b"".join(found))]
-    return bytes(rest), found[0] if found else None
+    if len(contents) > 1:  # of several, protobuf makes one
+        contents = [memoryview(b"".join(contents))]
+    return bytes(rest), contents[0] if contents else None
 
 
 def _check_rest(rest: bytearray) -> None:

@@ -62,11 +62,11 @@ class HttpRules:
         return restricted_api_of(path) or ""
 
 
-def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
+def parse_allowed_origins(flags: Sequence[str]) -> tuple[str, ...]:
     """The origins of `--allowed-origins`: each as it is, or several as a JSON list, as vLLM takes them. Raises
     `InvalidArgument` for a text that is no origin, and would never be equal to one that a browser sends."""
     origins: list[str] = []
-    for text in given:
+    for text in flags:
         try:
             listed = json.loads(text) if text.startswith("[") else [text]
         except ValueError:
@@ -80,11 +80,10 @@ def parse_allowed_origins(given: Sequence[str]) -> tuple[str, ...]:
 
 
 class AccessMiddleware:
-    """Refuses requests before anything of a body is read: 401 without a key, 403 without the header that a restricted
-    API requires.
+    """Refuses requests before a body is read: 401 without a key, 403 without the header that a restricted API requires.
 
-    The key's tenant is noted in the request's context. Health needs no key. Where no key has to be shown, nor a header
-    that no web page knows, the rules say what pages may do.
+    Health needs no key. The tenant of a key is noted in the request's context. A request that needs neither key nor
+    header is held to the rules for web pages.
     """
 
     def __init__(self, app: ASGIApp, keys: Keyring, rules: HttpRules) -> None:
@@ -130,4 +129,4 @@ def _shown_key(scope: Scope) -> str | None:
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for each, value in scope["headers"] if each == name]
+    return [value.decode("latin-1") for header, value in scope["headers"] if header == name]

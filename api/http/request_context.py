@@ -1,7 +1,7 @@
 """The context and the id of each request over HTTP, kept in the ASGI scope.
 
-The id is the client's `X-Request-Id`, or a made-up one on the paths of OpenAI, whose package shows it. The response
-carries it, and so does the request's record. Knows which paths are endpoints of models; not what these do.
+The id is the client's `X-Request-Id`, or a made-up one on the paths of OpenAI, whose package shows it. The response and
+the request's record carry it.
 """
 
 import logging
@@ -58,9 +58,8 @@ _MODEL_ENDPOINTS = ("infer", "generate", "generate_stream")
 class RequestContextMiddleware:
     """Gives a request its id, and opens the context of a request to a model; health and lookups have none.
 
-    Stands around everything that may refuse a request. Answers an unexpected exception with status 500 and keeps the
-    connection; the traceback goes to the log. Takes a slash from the end of the path, where a redirect would lose the
-    body; paths of v2 keep it, as in Triton.
+    It stands around everything that may refuse. An unexpected exception becomes status 500, its traceback a log record.
+    A slash at the end of a path is dropped, except on paths of v2, as in Triton.
     """
 
     def __init__(self, app: ASGIApp, lookup: ModelLookup) -> None:
@@ -184,18 +183,18 @@ def tenant_of(scope: Scope) -> Tenant:
 
 def _with_request_id(scope: Scope, send: Send) -> Send:
     """Note the request's id in the scope, if it has one; the `send` that adds it to the response."""
-    given: bytes = dict(scope["headers"]).get(_ID_HEADER, b"")[:_LONGEST_ID]
-    if not given:
+    request_id: bytes = dict(scope["headers"]).get(_ID_HEADER, b"")[:_LONGEST_ID]
+    if not request_id:
         if not is_openai_path(scope["path"]):
             return send
-        given = uuid4().hex.encode()
-    scope[_REQUEST_ID] = given
+        request_id = uuid4().hex.encode()
+    scope[_REQUEST_ID] = request_id
     if is_anthropic_path(scope["path"]):
-        send = add_response_header(scope, send, _ANTHROPIC_ID_HEADER, given)
-    return add_response_header(scope, send, _ID_HEADER, given)
+        send = add_response_header(scope, send, _ANTHROPIC_ID_HEADER, request_id)
+    return add_response_header(scope, send, _ID_HEADER, request_id)
 
 
 def request_id_of(scope: Scope) -> str:
     """The request's id; empty if it has none."""
-    given: bytes = scope.get(_REQUEST_ID, b"")
-    return given.decode(errors="replace")
+    request_id: bytes = scope.get(_REQUEST_ID, b"")
+    return request_id.decode(errors="replace")

@@ -1,8 +1,8 @@
 """One HTTP request and its response, by uvicorn's cycle of both, and the way past ASGI's messages for what is complete.
 
-A body that has come whole and a response that is made whole need no messages: the cycle is the extension
-`charonia.direct` of the scope, which other servers do not have. Middleware needs not know of it: where `send` or
-`receive` was replaced, the way is closed; `add_response_header` keeps it open.
+A body that has come whole, and a response that is made whole, need no messages. The cycle is the extension
+`charonia.direct` of the scope. The way is closed where middleware replaced `send` or `receive`; `add_response_header`
+keeps it open.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ _MOST_WAITING = 16
 class WriteCoalescer:
     """The last response of each connection of an event loop, until the turn of the loop ends.
 
-    A write that wakes the process of its reader costs several times as much as one that finds it awake, and between
-    responses that are written as they are made it falls asleep again.
+    A write that wakes its reader's process costs several times as much as one that finds it awake; between responses
+    that are written one by one it falls asleep.
     """
 
     def __init__(self) -> None:

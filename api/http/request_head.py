@@ -53,9 +53,11 @@ def too_many_chunks() -> HttpProtocolError:
 
 
 def check_framing(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raises `HttpProtocolError` for a head that a proxy in front may read in another way than we do: where the request
-    ends, or whom it is for (RFC 9112, 2.3, 3.2 and 6.1). A body in another encoding than in chunks would be read to the
-    connection's end: the parser takes a length beside chunks."""
+    """Raises `HttpProtocolError` for a head that a proxy in front may read in another way than we do.
+
+    They may differ on where the request ends, or whom it is for (RFC 9112, 2.3, 3.2 and 6.1). Without this check, a
+    body in another encoding than chunks would be read to the connection's end.
+    """
     if version not in _VERSIONS:
         raise _bad_request(f"its version is HTTP/{version}, and has to be HTTP/1.1 or HTTP/1.0")
     hosts = codings = 0

@@ -72,11 +72,10 @@ class UvicornServer(uvicorn.Server):
 
 
 class HttpServer:
-    """One application on one bound socket, until `stop`.
+    """One application on one bound socket, until `stop`. Raises `Unsupported` as `check_uvicorn`.
 
-    `access_log`: uvicorn writes a line for each request while its logger wants it. `tls`: encrypt with this pair.
-    `body_timeout`: seconds to wait for the next piece of a request's body, after which reading it raises `BodyTimeout`.
-    Raises `Unsupported` as `check_uvicorn`.
+    `access_log`: uvicorn writes a line for each request, while its logger wants it. `body_timeout`: seconds to wait for
+    the next piece of a body, after which reading it raises `BodyTimeout`.
     """
 
     def __init__(

@@ -1,17 +1,17 @@
-"""One HTTP/1.1 connection by uvicorn and httptools.
+"""One HTTP/1.1 connection by uvicorn and httptools; knows nothing of applications.
 
-Every override of uvicorn's internals is here, in `request_cycle` and in `server`. What they change, each for the time
-it takes of every request or for what a client may do to the server:
+Every override of uvicorn's internals is here, in `request_cycle` and in `server`. For speed:
 
-- targets that repeat are parsed once, and there is one timer for an idle connection, not one for each request;
+- targets that repeat are parsed once, and an idle connection has one timer, not one for each request;
 - a request starts in the turn of the event loop that completes its head, and gets a task only when it waits;
-- complete bodies and responses may pass ASGI's messages by, responses of one turn leave together;
-- heads, trailers and numbers of chunks are limited, silence within a body and its pace too; what is no request, or may
-  be taken for two, is told in JSON;
-- a body in chunks may have a length in its head, which does not count;
-- offers to speak another protocol are declined, and HTTP/1.0 gets no chunks.
+- complete bodies and responses bypass ASGI's messages, and responses of one turn leave together.
 
-Knows nothing of applications. The range of versions in pyproject.toml is the one that the tests were run with.
+For safety:
+
+- heads, trailers and numbers of chunks are limited, and so are silence within a body and its pace;
+- what is no request, or may be taken for two, is refused in JSON;
+- a length in the head of a body in chunks does not count;
+- offers to speak another protocol are declined, and HTTP/1.0 gets no chunks.
 """
 
 from http import HTTPStatus
@@ -88,8 +88,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         """Give the parser `data`, and a request that offers another protocol a second time, without the offer.
 
-        JDK's HTTP client offers h2c with the first request of every connection. The parser takes such an offer for
-        accepted, and what follows, the body first, for the other protocol.
+        JDK's HTTP client offers h2c with the first request of a connection. The parser takes the offer for accepted,
+        and what follows for the other protocol.
         """
         rest = memoryview(data)
         while True:

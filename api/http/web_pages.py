@@ -1,9 +1,8 @@
 """Requests that web pages make: under which names this server is known, and what pages may do where no keys protect it.
 
-A browser sends what a page asks for to any server that it can reach, one on the user's own machine too, and asks that
-server beforehand only where the request is not one that a form could make: https://fetch.spec.whatwg.org/#http-cors-protocol.
-A page may also let its own name lead here, and is then of one origin with this server (DNS rebinding). Other clients
-send no `Origin`, and are not meant.
+A browser asks any server that it can reach, beforehand only where no form could make the request
+(https://fetch.spec.whatwg.org/#http-cors-protocol). A page may also let its own name lead here (DNS rebinding). Other
+clients send no `Origin`, and are not meant.
 """
 
 import re
@@ -53,18 +52,18 @@ def is_loopback(name: str) -> bool:
     return address.is_loopback if address is not None else name == "localhost" or name.endswith(".localhost")
 
 
-def parse_host_names(given: Iterable[str], flag: str) -> frozenset[str]:
-    """The plain names of a flag. Raises `InvalidArgument` for a text that no browser sends as a host's name."""
-    for text in given:
-        if not (_HOST_NAME.fullmatch(text) or parse_address(text)):
-            raise InvalidArgument(f"{flag}: '{text}' is no host's name; one is as in console.example, no port")
-    return frozenset(map(plain_name, given))
+def parse_host_names(names: Iterable[str], flag: str) -> frozenset[str]:
+    """The plain names of a flag. Raises `InvalidArgument` for a name that no browser sends as a host's name."""
+    for name in names:
+        if not (_HOST_NAME.fullmatch(name) or parse_address(name)):
+            raise InvalidArgument(f"{flag}: '{name}' is no host's name; one is as in console.example, no port")
+    return frozenset(map(plain_name, names))
 
 
-def parse_allowed_hosts(given: Iterable[str]) -> frozenset[str]:
+def parse_allowed_hosts(flags: Iterable[str]) -> frozenset[str]:
     """The names of `--allowed-hosts`, each a text of its own or with commas between; `*` stands for any. Raises as
     `parse_host_names`."""
-    names = [name for text in given for name in text.split(",")]
+    names = [name for text in flags for name in text.split(",")]
     if ANY in names:
         return frozenset((ANY,))
     return parse_host_names(names, "--allowed-hosts")
@@ -78,16 +77,18 @@ class HostPort(NamedTuple):
 
     @classmethod
     def of_header(cls, value: bytes) -> "HostPort":
-        found = _HOST.fullmatch(value.decode("latin-1").strip())
-        if found is None:
+        match = _HOST.fullmatch(value.decode("latin-1").strip())
+        if match is None:
             return cls(value.decode("latin-1"))  # a name that is nobody's
-        return cls(plain_name(found["name"]), int(found["port"]) if found["port"] else None)
+        return cls(plain_name(match["name"]), int(match["port"]) if match["port"] else None)
 
 
 class WebPageRules:
-    """What pages may do. `hosts`: names of this server, beside those that can be nobody else's; `origins`: of pages
-    that may ask, `*` for all pages, which may not change anything for that; `private`: beginnings of paths that have to
-    do with clients' data."""
+    """What pages may do.
+
+    `hosts`: names of this server, beside those that can be nobody else's. `origins`: of pages that may ask; `*` lets
+    all ask, and none change anything. `private`: beginnings of paths with clients' data.
+    """
 
     def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = (), private: Iterable[str] = ()) -> None:
         self._hosts = frozenset((*hosts, plain_name(socket.gethostname())))
@@ -95,9 +96,11 @@ class WebPageRules:
         self._private = tuple(private)
 
     def check(self, scope: Scope) -> None:
-        """Raises `ApiError`: 403 for a request that changes this server, or is for what is private, under a name that
-        is not known, or of a page from elsewhere; and for a page's under a name that leads here by a trick. 415 for
-        what a page from elsewhere sends as a form."""
+        """Raises `ApiError` with status 403 or 415 for what a page must not ask.
+
+        403: a change of this server, or private data, under an unknown host name or of a page from elsewhere; and a
+        page's request under a name that leads here by a trick. 415: a form of a page from elsewhere.
+        """
         headers, method, path = dict(scope["headers"]), scope["method"], scope["path"]
         origin, protected = headers.get(b"origin"), is_protected(method, path) or path.startswith(self._private)
         if origin is None and not protected and headers.get(b"sec-fetch-site") not in _FOREIGN_SITES:

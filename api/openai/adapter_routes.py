@@ -16,7 +16,7 @@ from ...core.errors import InvalidArgument
 from ...core.gateway import Administration
 from ..http.error_responses import ApiError
 from ..http.request_context import tenant_of
-from .json_body import NoOpValues, body_shape, decode_body, field_error, read_members
+from .json_body import BodyFormat, field_error
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,8 @@ class UnloadAdapterBody(msgspec.Struct, frozen=True):
     lora_name: str = ""
 
 
-_LOAD_NO_OPS: NoOpValues = {"is_3d_lora_weight": (False,)}
-_UNLOAD_NO_OPS: NoOpValues = {"lora_int_id": (0,)}
-_LOAD_SHAPE = body_shape(LoadAdapterBody.__struct_fields__, _LOAD_NO_OPS)
-_UNLOAD_SHAPE = body_shape(UnloadAdapterBody.__struct_fields__, _UNLOAD_NO_OPS)
+_LOAD = BodyFormat(LoadAdapterBody, {"is_3d_lora_weight": (False,)})
+_UNLOAD = BodyFormat(UnloadAdapterBody, {"lora_int_id": (0,)})
 
 
 class AdapterRoutes:
@@ -62,8 +60,7 @@ class AdapterRoutes:
 
     async def load(self, request: Request) -> Response:
         root = self._allowed_root()
-        members = await read_members(request, self._max_input_size, _LOAD_SHAPE)
-        body = decode_body(members, LoadAdapterBody, _LOAD_NO_OPS)
+        body = await _LOAD.read(request, self._max_input_size)
         if not (body.lora_name and body.lora_path):
             field = "lora_path" if body.lora_name else "lora_name"
             raise InvalidArgument("Both 'lora_name' and 'lora_path' must be provided.", field=field)
@@ -78,8 +75,7 @@ class AdapterRoutes:
 
     async def unload(self, request: Request) -> Response:
         self._allowed_root()
-        members = await read_members(request, self._max_input_size, _UNLOAD_SHAPE)
-        body = decode_body(members, UnloadAdapterBody, _UNLOAD_NO_OPS)
+        body = await _UNLOAD.read(request, self._max_input_size)
         if not body.lora_name:
             raise InvalidArgument("'lora_name' needs to be provided to unload a LoRA adapter.", field="lora_name")
         gone = await self._administration.unload_adapter(body.lora_name)
@@ -93,16 +89,16 @@ class AdapterRoutes:
         return self._root
 
 
-def path_inside(root: Path, given: str) -> Path:
+def path_inside(root: Path, name: str) -> Path:
     """The directory that a client names, by its path in `root` or the whole one; links are followed.
 
     Raises:
         InvalidArgument: it is no directory, or not inside `root`. One message for both: what is elsewhere is not told.
     """
     try:
-        path = (root / given).resolve()
+        path = (root / name).resolve()
         if path.is_dir() and path.is_relative_to(root.resolve()):
             return path
     except (OSError, ValueError, RuntimeError):  # too long, with a NUL in it, a circle of links
         pass
-    raise field_error("lora_path", f"'{given}' is no directory inside --lora-root")
+    raise field_error("lora_path", f"'{name}' is no directory inside --lora-root")

@@ -89,8 +89,8 @@ def parse_messages(
 ) -> Conversation:
     """Check the messages of a body, and how its `fields` want them rendered.
 
-    The prompt ends with the opening of the assistant's turn, unless they say otherwise or let the last message go on.
-    Raises `InvalidArgument` for a message that is none, or has what is not supported; `field` is its path.
+    The prompt ends with the opening of the assistant's turn, unless `fields` say otherwise or let the last message go
+    on. Raises `InvalidArgument` for a message that is none, or is not supported.
     """
     if not messages:
         raise field_error("messages", "must not be empty")

@@ -16,8 +16,8 @@ _PIECE = re.compile(r'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....
 
 def custom_description(description: str, syntax: str, definition: str) -> str:
     """What the model is told of a tool whose input has a grammar."""
-    told = f"The input has to match this grammar ({syntax}):\n{definition}" if definition else ""
-    return "\n".join(text for text in (description, told) if text)
+    grammar = f"The input has to match this grammar ({syntax}):\n{definition}" if definition else ""
+    return "\n".join(text for text in (description, grammar) if text)
 
 
 def custom_parameters(syntax: str, definition: str) -> dict[str, Any]:

@@ -22,19 +22,14 @@ from ..http.error_responses import json_response
 from ..http.request_context import request_id_of
 from .encoder_calls import (
     EMBEDDING,
-    PAIR,
-    SCORE,
-    TEXT,
     acquire_encoder,
     check_count,
-    check_encoder,
-    encode,
-    input_tensors,
-    pair_tensors,
+    encode_inputs,
+    score_pairs,
     several_inputs,
     usage_of,
 )
-from .json_body import JsonBody, NoOpValues, body_shape, decode_body, field_error, read_members
+from .json_body import BodyFormat, NoOpValues, field_error
 
 ENCODER_NO_OP_VALUES: NoOpValues = {
     "truncate_prompt_tokens": (-1,),
@@ -92,35 +87,8 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
     return_documents: bool | None = None
 
 
-def parse_embeddings(members: JsonBody) -> EmbeddingsBody:
-    """Parse a body of /v1/embeddings; its `input` becomes a list of texts, or a list of lists of token ids.
-
-    Raises `InvalidArgument`, whose `field` names what is wrong.
-    """
-    body = decode_body(members, EmbeddingsBody, _EMBEDDINGS_NO_OP_VALUES)
-    if body.encoding_format not in (None, "float", "base64"):
-        raise field_error("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
-    if body.dimensions is not None and body.dimensions < 1:
-        raise field_error("dimensions", f"must be at least 1, got {body.dimensions}")
-    return msgspec.structs.replace(body, input=several_inputs(body.input))
-
-
-def parse_rerank(members: JsonBody) -> RerankBody:
-    """Parse a body of /v1/rerank, whose `documents` all become texts. Raises `InvalidArgument`, naming the field."""
-    body = decode_body(members, RerankBody, _RERANK_NO_OP_VALUES)
-    if body.top_n is not None and body.top_n < 1:
-        raise field_error("top_n", f"must be at least 1, got {body.top_n}")
-    check_count("documents", len(body.documents))
-    documents: list[str | dict[str, str]] = []
-    for index, document in enumerate(body.documents):
-        if isinstance(document, dict) and set(document) != {"text"}:
-            raise field_error(f"documents[{index}]", "must be a string, or an object with text alone")
-        documents.append(document if isinstance(document, str) else document["text"])
-    return msgspec.structs.replace(body, documents=documents)
-
-
-_EMBEDDINGS_SHAPE = body_shape(EmbeddingsBody.__struct_fields__, _EMBEDDINGS_NO_OP_VALUES)
-_RERANK_SHAPE = body_shape(RerankBody.__struct_fields__, _RERANK_NO_OP_VALUES)
+_EMBEDDINGS = BodyFormat(EmbeddingsBody, _EMBEDDINGS_NO_OP_VALUES)
+_RERANK = BodyFormat(RerankBody, _RERANK_NO_OP_VALUES)
 
 
 class EncoderRoutes:
@@ -137,36 +105,52 @@ class EncoderRoutes:
         ]
 
     async def embeddings(self, request: Request) -> Response:
-        body = parse_embeddings(await read_members(request, self._max_input_size, _EMBEDDINGS_SHAPE))
+        body = await _EMBEDDINGS.read(request, self._max_input_size)
+        check_encoding(body.encoding_format)
+        if body.dimensions is not None and body.dimensions < 1:
+            raise field_error("dimensions", f"must be at least 1, got {body.dimensions}")
+        inputs = several_inputs(body.input)
         model = await acquire_encoder(self._lookup, request, body.model)
-        name, inputs = input_tensors(model, body.input)
-        check_encoder(model, EMBEDDING, "embeddings", (name,))
         head = {"id": f"embd-{request_id_of(request.scope)}", "created": int(time.time()), "model": model.config.name}
         async with CancelOnDisconnect(request.receive):
-            vectors, tokens = await encode(model, inputs, EMBEDDING)
+            vectors, tokens = await encode_inputs(model, inputs, EMBEDDING, "embeddings")
         content = await offload_if_large(vectors.nbytes, _embeddings_json, body, head, vectors, tokens)
         return Response(content, media_type="application/json")
 
     async def rerank(self, request: Request) -> Response:
-        body = parse_rerank(await read_members(request, self._max_input_size, _RERANK_SHAPE))
+        body = await _RERANK.read(request, self._max_input_size)
+        if body.top_n is not None and body.top_n < 1:
+            raise field_error("top_n", f"must be at least 1, got {body.top_n}")
+        check_count("documents", len(body.documents))
+        documents = [_document_text(document, index) for index, document in enumerate(body.documents)]
         model = await acquire_encoder(self._lookup, request, body.model)
-        check_encoder(model, SCORE, "scores of documents", (TEXT, PAIR))
-        inputs = pair_tensors(model, [(body.query, str(document)) for document in body.documents])
+        pairs = [(body.query, document) for document in documents]
         async with CancelOnDisconnect(request.receive):
-            values, tokens = await encode(model, inputs, SCORE)
-        if (labels := values.shape[1]) != 1:
-            name = model.config.name
-            raise field_error("model", f"'{name}' gives {labels} scores to a document, not one")
-        scores = values[:, 0].astype(float).tolist()
+            values, tokens = await score_pairs(model, pairs, "scores of documents", "a document")
+        scores = values.astype(float).tolist()
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
         if body.return_documents:
-            for each in results:
-                each["document"] = {"text": body.documents[each["index"]]}
+            for result in results:
+                result["document"] = {"text": documents[result["index"]]}
         response_id = f"rerank-{request_id_of(request.scope)}"
         return json_response(
             {"id": response_id, "model": model.config.name, "results": results, "usage": usage_of(tokens)}
         )
+
+
+def _document_text(document: str | dict[str, str], index: int) -> str:
+    if isinstance(document, str):
+        return document
+    if set(document) != {"text"}:
+        raise field_error(f"documents[{index}]", "must be a string, or an object with text alone")
+    return document["text"]
+
+
+def check_encoding(encoding: str | None) -> None:
+    """Raises `InvalidArgument` for an `encoding_format` that vectors have not."""
+    if encoding not in (None, "float", "base64"):
+        raise field_error("encoding_format", f"must be float or base64, got {encoding!r}")
 
 
 def _embeddings_json(body: EmbeddingsBody, head: dict[str, Any], vectors: NDArray[np.float32], tokens: int) -> bytes:

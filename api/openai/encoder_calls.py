@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument
 from ...core.gateway import ModelHandle, ModelLookup
+from ...core.model import ModelConfig
 from ...core.request import InferRequest
 from ...core.tasks import RequestTaskGroup
 from ...core.tensor import Tensor
@@ -31,7 +32,7 @@ _PADDING = -1
 async def acquire_encoder(lookup: ModelLookup, request: Request, name: str | None) -> ModelHandle:
     """The model of a request, which need not name the only one that makes vectors or scores."""
     if not name:
-        encoders = [each.name for each in lookup.model_configs() if {EMBEDDING, SCORE} & {o.name for o in each.outputs}]
+        encoders = [config.name for config in lookup.model_configs() if _has_output(config, EMBEDDING, SCORE)]
         if len(encoders) != 1:
             raise field_error("model", "must be given: this server has several encoders, or none")
         name = encoders[0]
@@ -41,16 +42,11 @@ async def acquire_encoder(lookup: ModelLookup, request: Request, name: str | Non
 
 def makes(model: ModelHandle, output: str) -> bool:
     """Whether the model has this output."""
-    return any(spec.name == output for spec in model.config.outputs)
+    return _has_output(model.config, output)
 
 
-def check_encoder(model: ModelHandle, output: str, what: str, inputs: Sequence[str]) -> None:
-    """Raises `InvalidArgument` unless the model takes the `inputs` and makes the output, which is `what`."""
-    taken = {spec.name for spec in model.config.inputs}
-    if not makes(model, output) or not taken.issuperset(inputs):
-        raise field_error(
-            "model", f"'{model.config.name}' makes no {what}: it lacks {', '.join(inputs)} or the output {output}"
-        )
+def _has_output(config: ModelConfig, *names: str) -> bool:
+    return any(spec.name in names for spec in config.outputs)
 
 
 def check_count(name: str, count: int) -> None:
@@ -58,53 +54,75 @@ def check_count(name: str, count: int) -> None:
         raise field_error(name, f"must be 1 to {MAX_INPUTS}, got {count}")
 
 
-def several_inputs(given: Any) -> list[Any]:
+def several_inputs(value: Any) -> list[Any]:
     """The texts of a body's `input`, or its lists of token ids. Raises `InvalidArgument`."""
-    several = [given] if isinstance(given, str) or is_ids(given) else given
-    if isinstance(several, list) and several:
-        check_count("input", len(several))
-        if all(isinstance(each, str) and each for each in several) or all(map(is_ids, several)):
-            return several
-    message = "input must be a string, a list of strings, a list of token ids or a list of such lists"
-    raise InvalidArgument(f"{message}, none of them empty", field="input")
+    inputs = [value] if isinstance(value, str) or is_ids(value) else value
+    if isinstance(inputs, list) and inputs:
+        check_count("input", len(inputs))
+        if all(isinstance(text, str) and text for text in inputs) or all(map(is_ids, inputs)):
+            return inputs
+    problem = "must be a string, a list of strings, a list of token ids or a list of such lists, none of them empty"
+    raise field_error("input", problem)
 
 
-def is_ids(given: Any) -> bool:
-    ids = isinstance(given, list) and set(map(type, given)) == {int}
-    return ids and min(given) >= 0 and max(given) < 2**31
+def is_ids(value: Any) -> bool:
+    """Whether a value is a list of token ids that is not empty."""
+    ids = isinstance(value, list) and set(map(type, value)) == {int}
+    return ids and min(value) >= 0 and max(value) < 2**31
 
 
-def input_tensors(model: ModelHandle, items: Sequence[Any]) -> tuple[str, list[dict[str, Tensor]]]:
-    """The name of the input that `items`, texts or lists of token ids, are for, and the tensors of their batches."""
-    name, tensor = (IDS, ids_tensor) if isinstance(items[0], list) else (TEXT, text_tensor)
-    return name, [{name: tensor(name, part)} for part in batches(items, model)]
-
-
-def pair_tensors(model: ModelHandle, pairs: Sequence[tuple[str, str]]) -> list[dict[str, Tensor]]:
-    """The tensors of the batches of pairs of texts."""
-    return [
-        {TEXT: text_tensor(TEXT, [one for one, _ in part]), PAIR: text_tensor(PAIR, [other for _, other in part])}
-        for part in batches(pairs, model)
-    ]
-
-
-async def encode(
-    model: ModelHandle, inputs: Sequence[dict[str, Tensor]], output: str
+async def encode_inputs(
+    model: ModelHandle, inputs: Sequence[Any], output: str, what: str
 ) -> tuple[NDArray[np.float32], int]:
-    """A row of values for each text of all batches, and how many tokens the texts were in all.
+    """The model's `output`, a row for each of `inputs` (texts, or lists of token ids), and how many tokens they were.
 
-    The batches run at the same time; the first error ends the others.
+    Raises `InvalidArgument` for a model that makes none: `what` it makes none of.
     """
-    wanted = (output, COUNT) if any(spec.name == COUNT for spec in model.config.outputs) else (output,)
-    requests = [InferRequest(inputs=each, outputs=wanted) for each in inputs]
+    name, tensor = (IDS, ids_tensor) if isinstance(inputs[0], list) else (TEXT, text_tensor)
+    batches = [{name: tensor(name, part)} for part in _batches(inputs, model)]
+    _check_encoder(model, output, what, (name,))
+    return await _encode(model, batches, output)
+
+
+async def score_pairs(
+    model: ModelHandle, pairs: Sequence[tuple[str, str]], what: str, item: str
+) -> tuple[NDArray[np.float32], int]:
+    """A cross-encoder's score of each pair of texts, and how many tokens they were.
+
+    Raises `InvalidArgument` for a model that makes none, or several to `item`; `what` it makes none of.
+    """
+    _check_encoder(model, SCORE, what, (TEXT, PAIR))
+    batches = [
+        {TEXT: text_tensor(TEXT, [text for text, _ in part]), PAIR: text_tensor(PAIR, [pair for _, pair in part])}
+        for part in _batches(pairs, model)
+    ]
+    values, tokens = await _encode(model, batches, SCORE)
+    if (labels := values.shape[1]) != 1:
+        raise field_error("model", f"'{model.config.name}' gives {labels} scores to {item}, not one")
+    return values[:, 0], tokens
+
+
+def _check_encoder(model: ModelHandle, output: str, what: str, inputs: Sequence[str]) -> None:
+    inputs_there = {spec.name for spec in model.config.inputs}
+    if not makes(model, output) or not inputs_there.issuperset(inputs):
+        lacks = f"it lacks {', '.join(inputs)} or the output {output}"
+        raise field_error("model", f"'{model.config.name}' makes no {what}: {lacks}")
+
+
+async def _encode(
+    model: ModelHandle, batches: Sequence[dict[str, Tensor]], output: str
+) -> tuple[NDArray[np.float32], int]:
+    """Run the batches at the same time; the first error ends the others."""
+    outputs = (output, COUNT) if makes(model, COUNT) else (output,)
+    requests = [InferRequest(inputs=inputs, outputs=outputs) for inputs in batches]
     try:
         async with RequestTaskGroup() as group:
             tasks = [group.create_task(_encode_batch(model, request)) for request in requests]
     except* CharoniaError as errors:
         raise _first(errors) from None
-    outputs = [task.result() for task in tasks]
-    values = np.concatenate([np.atleast_2d(each[output].data.reshape(each[output].shape)) for each in outputs])
-    return values, sum(int(each[COUNT].data.sum()) for each in outputs if COUNT in each)
+    results = [task.result() for task in tasks]
+    values = np.concatenate([np.atleast_2d(tensors[output].data.reshape(tensors[output].shape)) for tensors in results])
+    return values, sum(int(tensors[COUNT].data.sum()) for tensors in results if COUNT in tensors)
 
 
 async def _encode_batch(model: ModelHandle, request: InferRequest) -> dict[str, Tensor]:
@@ -120,20 +138,22 @@ def _first(errors: BaseExceptionGroup[CharoniaError]) -> CharoniaError:
     return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
-def batches(items: Sequence[Any], model: ModelHandle) -> list[Sequence[Any]]:
+def _batches(items: Sequence[Any], model: ModelHandle) -> list[Sequence[Any]]:
     size = max(model.config.max_batch_size, 1)
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def text_tensor(name: str, texts: Sequence[str]) -> Tensor:
+    """Texts as BYTES of shape [texts, 1]. Raises `InvalidArgument` for lone surrogates."""
     try:
         data = np.array([[text.encode()] for text in texts], object)
-    except UnicodeEncodeError:  # lone surrogates
+    except UnicodeEncodeError:
         raise InvalidArgument("a text is not valid Unicode", field="input") from None
     return Tensor(name, "BYTES", data.shape, data)
 
 
 def ids_tensor(name: str, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Token ids as INT64 of shape [texts, longest], shorter rows padded at their end."""
     data = np.full((len(rows), max(map(len, rows))), _PADDING, np.int64)
     for row, ids in zip(data, rows, strict=True):
         row[: len(ids)] = ids

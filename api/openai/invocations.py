@@ -54,5 +54,5 @@ class InvocationRoutes:
 
     def _makes_embeddings(self, name: object) -> bool:
         """Whether the model called so makes vectors; what becomes of an unknown one is for its endpoint to say."""
-        found = [each for each in self._lookup.model_configs() if not name or name in (each.name, *each.aliases)]
-        return not found or any(spec.name == EMBEDDING for each in found for spec in each.outputs)
+        models = [model for model in self._lookup.model_configs() if not name or name in (model.name, *model.aliases)]
+        return not models or any(spec.name == EMBEDDING for model in models for spec in model.outputs)

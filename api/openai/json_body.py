@@ -1,14 +1,13 @@
 """JSON bodies of OpenAI's and vLLM's endpoints: parsed, checked for unknown fields and decoded into structs.
 
-Each field is supported, ignored, accepted at a value that asks for nothing, or refused by its name; one that nobody
-knows is left out, and the answer names it (`known_fields`). Knows no endpoint and none of its fields but which may be
-long.
+A field is supported, ignored, accepted at a value that asks for nothing, or refused by its name. One that nobody knows
+is left out, and the answer names it (`known_fields`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import orjson
@@ -71,12 +70,7 @@ async def read_members(request: Request, limit: int, shape: Shape) -> JsonBody:
 
     Raises as `read_all_members`, and `InvalidArgument` for a body with very many unknown names.
     """
-    return take_known(request, await read_all_members(request, limit), shape)
-
-
-def take_known(request: Request, members: JsonBody, shape: Shape) -> JsonBody:
-    """What `shape` knows of the members of a request's body. Raises as `known_members`."""
-    known, warning = known_members(members, shape)
+    known, warning = known_members(await read_all_members(request, limit), shape)
     if warning:
         record_warning(request.scope, warning)
     return known
@@ -93,26 +87,32 @@ async def read_ahead(request: Request, limit: int) -> JsonBody:
 
 
 async def read_all_members(request: Request, limit: int) -> JsonBody:
-    """Read a request's body of at most `limit` bytes; a long one is parsed in pieces between which the event loop runs.
+    """All members of a request's body of at most `limit` bytes, which its context notes.
 
-    A long body may have `MAX_VALUES` values in a member, or `MAX_IDS` where the member may be a list of token ids, and
-    long strings only where texts belong. Raises as `read_json_body`, and `InvalidArgument` if the body is no JSON
-    object, or has more in a member.
+    A long body is parsed in pieces, between which the event loop runs. Raises as `read_json_body`, and
+    `InvalidArgument` for a body that is no JSON object, or a member that is too long.
     """
     if _MEMBERS in request.scope:
-        known: JsonBody = request.scope[_MEMBERS]
-        return known
+        read_before: JsonBody = request.scope[_MEMBERS]
+        return read_before
     body = await read_json_body(request, limit)
-    if len(body) <= PIECE_BYTES:
-        parsed = _parse(body, 0)
-        if not isinstance(parsed, dict):
-            raise InvalidArgument("the body must be a JSON object")
-        record_body(request.scope, parsed)
-        return parsed
-    found = await read_long_json(body, _parse)
-    if not isinstance(found, UnparsedContainer) or not found.is_object:
+    members = _parse(body, 0) if len(body) <= PIECE_BYTES else await _parse_long(body)
+    if not isinstance(members, dict):
         raise InvalidArgument("the body must be a JSON object")
-    members = await found.members(ValueBudget())
+    record_body(request.scope, members)
+    return members
+
+
+async def _parse_long(body: bytes | bytearray) -> JsonBody | None:
+    """The members of a long body; None if it is no object.
+
+    A member has at most `MAX_VALUES` values, or `MAX_IDS` where it may be a list of token ids, and long strings only
+    where texts belong; else `InvalidArgument` is raised.
+    """
+    container = await read_long_json(body, _parse)
+    if not isinstance(container, UnparsedContainer) or not container.is_object:
+        return None
+    members = await container.members(ValueBudget())
     for key, value in members.items():
         if isinstance(value, str) and len(value) > PIECE_BYTES and key not in _LONG_TEXT_FIELDS:
             raise field_error(key, f"has {len(value)} characters, more than there may be")
@@ -121,7 +121,6 @@ async def read_all_members(request: Request, limit: int) -> JsonBody:
             members[key] = await parse_fully(value, budget)
         except TooManyValues as error:
             raise field_error(key, f": {error.message}") from None
-    record_body(request.scope, members)
     return members
 
 
@@ -152,12 +151,27 @@ def supported_members(body: Mapping[str, Any], names: Iterable[str], no_ops: NoO
     return {key: _with_integers(value) for key, value in body.items() if key in names}
 
 
-def decode_body(body: Mapping[str, Any], kind: type[_Struct], no_ops: NoOpValues) -> _Struct:
-    """The supported members of a body as the struct `kind`, which has a field for each.
+class BodyFormat(Generic[_Struct]):
+    """A body that becomes the struct `kind`, which has a field for each member that is served. `no_ops` and `inner`
+    are those of `body_shape`."""
 
-    Raises `InvalidArgument` as `supported_members`, or if a member has a value of the wrong type.
-    """
-    return convert_fields(supported_members(body, kind.__struct_fields__, no_ops), kind)
+    def __init__(
+        self,
+        kind: type[_Struct],
+        no_ops: NoOpValues = _NO_OPS,
+        inner: Mapping[str, Shape | ShapeByType] = _NO_OPS,
+    ) -> None:
+        self._kind = kind
+        self._no_ops = no_ops
+        self._shape = body_shape(kind.__struct_fields__, no_ops, inner)
+
+    async def read(self, request: Request, limit: int) -> _Struct:
+        """The body of a request, of at most `limit` bytes. Raises as `read_members` and `decode`."""
+        return self.decode(await read_members(request, limit, self._shape))
+
+    def decode(self, members: JsonBody) -> _Struct:
+        """The struct of a body's members. Raises as `supported_members` and `convert_fields`."""
+        return convert_fields(supported_members(members, self._kind.__struct_fields__, self._no_ops), self._kind)
 
 
 def _with_integers(value: Any) -> Any:
@@ -165,7 +179,7 @@ def _with_integers(value: Any) -> Any:
     if type(value) is float:
         return int(value) if value.is_integer() else value
     if type(value) is list and {float, list} & set(map(type, value)):
-        return [_with_integers(each) for each in value]
+        return [_with_integers(item) for item in value]
     return value
 
 
@@ -206,9 +220,9 @@ def convert_fields(members: Mapping[str, Any], kind: type[_Struct], where: str =
     try:
         return msgspec.convert(members, kind)
     except msgspec.ValidationError as error:
-        found = describe_validation_error(error)
-        field = ".".join(name for name in (where, found.path) if name)
-        raise InvalidArgument(f"{field or 'the body'} {found}", field=field or None) from None
+        problem = describe_validation_error(error)
+        field = ".".join(name for name in (where, problem.path) if name)
+        raise InvalidArgument(f"{field or 'the body'} {problem}", field=field or None) from None
 
 
 @contextmanager

@@ -1,9 +1,7 @@
-"""The one rule for members of a body that this server does not know, on every endpoint that reads JSON of OpenAI's,
-vLLM's, Cohere's or Anthropic's clients.
+"""The one rule for members of a JSON body that this server does not know, whichever protocol of `/v1` or vLLM it is of.
 
-A member is served, or known to change nothing, or known and refused by its name. What is left is taken and ignored, and
-the header `x-charonia-warning` names it; but for a name that looks like a known one misspelled, which is refused:
-ignoring that would change what was asked for. Knows no endpoint.
+A member is served, known to change nothing, or refused by its name. Any other is ignored, and the header
+`x-charonia-warning` names it. A misspelled name is refused: ignoring it would change what was asked for.
 """
 
 from collections.abc import Mapping
@@ -98,9 +96,9 @@ class _Search:
 
     @property
     def warning(self) -> str:
-        told = self._places[:_MAX_PLACES]
-        more = len(self._places) - len(told)
-        ignored = [f"ignored: {', '.join(told)}{f' and {more} more' if more else ''}"] if told else []
+        places = self._places[:_MAX_PLACES]
+        more = len(self._places) - len(places)
+        ignored = [f"ignored: {', '.join(places)}{f' and {more} more' if more else ''}"] if places else []
         return "; ".join((*ignored, *self._notes))
 
     def known(self, members: dict[str, Any], shape: Shape, where: str) -> dict[str, Any]:

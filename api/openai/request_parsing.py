@@ -10,7 +10,7 @@ from ...core.request import GenerateRequest, Prompt, TokenizeRequest, ToolUse
 from ...core.sampling import SamplingParams
 from .chat_messages import MESSAGE_SHAPE, content_text, parse_messages
 from .chat_tools import TOOL_SHAPE, parse_tool_use, parse_tools, unenforced_grammars
-from .json_body import body_shape, convert_fields, field_error, shortened, supported_members
+from .json_body import BodyFormat, body_shape, convert_fields, field_error, shortened, supported_members
 from .known_fields import Shape, ShapeByType, shape_of
 from .schemas import (
     CHAT_NO_OP_VALUES,
@@ -53,36 +53,39 @@ CHAT_SHAPE = body_shape(
     {**_OF_BOTH, "messages": MESSAGE_SHAPE, "tools": TOOL_SHAPE},
     THINKING_NOTES,
 )
-TOKENIZE_SHAPE = body_shape(
-    TokenizeBody.__struct_fields__, TOKENIZE_NO_OP_VALUES, {"messages": MESSAGE_SHAPE, "tools": TOOL_SHAPE}
-)
+TOKENIZE_FORMAT = BodyFormat(TokenizeBody, TOKENIZE_NO_OP_VALUES, {"messages": MESSAGE_SHAPE, "tools": TOOL_SHAPE})
 
 
 class ResponseSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of the response to a body. `model`: as the body names it, empty for the only one that there is.
-
-    `best_of` choices are generated for each prompt, and the best `n` shown. `logprobs`: how many of the likeliest
-    tokens stand beside each one of the text, which with `echo` begins with the prompt; `prompt_logprobs`: beside those
-    of the prompt, in a list of their own; None shows no logprob. `tokens_as_ids`: there tokens stand as their ids, not
-    as their text. `return_token_ids`: those of prompt and answer are shown. `include_usage`: a stream ends with the
-    usage; `continuous_usage`: its chunks have it, too. `reasoning`: what was told apart as such is shown. `prefix`: the
-    text that each choice begins with, of a message that is echoed. `custom_tools`: their names.
-    """
+    """The form of the response to a body."""
 
     id: str
     model: str
+    """As the body names it; empty for the only one that there is."""
     best_of: int
+    """Choices that are generated for each prompt."""
     n: int
+    """Choices of those that are shown, the best."""
     echo: bool
+    """Whether the text begins with the prompt."""
     logprobs: int | None
+    """How many of the likeliest tokens stand beside each one of the text; None shows no logprob."""
     prompt_logprobs: int | None
+    """The same for the tokens of the prompt, in a list of their own."""
     return_token_ids: bool
+    """Whether those of prompt and answer are shown."""
     include_usage: bool
+    """Whether a stream ends with the usage."""
     continuous_usage: bool
+    """Whether its chunks have it, too."""
     reasoning: bool
+    """Whether reasoning is shown."""
     tokens_as_ids: bool = False
+    """Whether logprobs name tokens by their ids, not by their text."""
     prefix: str = ""
+    """The text that each choice begins with, of a message that is echoed."""
     custom_tools: frozenset[str] = frozenset()
+    """The names of custom tools."""
 
 
 class ParsedCompletion(msgspec.Struct, frozen=True):
@@ -267,8 +270,8 @@ def _parsed(
         for prompt in prompts
         for choice in range(spec.best_of)
     )
-    given = {name: value for name, value in members.items() if value is not None}
-    return ParsedCompletion(requests, stream, spec, given)
+    set_fields = {name: value for name, value in members.items() if value is not None}
+    return ParsedCompletion(requests, stream, spec, set_fields)
 
 
 def _sampling(

@@ -58,8 +58,8 @@ class CompletionFormat:
         lengths = map(_width, tokens)
         return {
             "tokens": [_name(token, spec.tokens_as_ids) for token in tokens],
-            "token_logprobs": [None if each is None else each.logprob for each in logprobs],
-            "top_logprobs": [None if each is None else _by_name(each, spec) for each in logprobs],
+            "token_logprobs": [None if token is None else token.logprob for token in logprobs],
+            "top_logprobs": [None if token is None else _by_name(token, spec) for token in logprobs],
             "text_offset": list(accumulate(lengths, initial=offset))[:-1],
         }
 
@@ -101,7 +101,7 @@ class ChatFormat:
             delta["content"] = chunk.text
         if calls:
             numbered = zip(chunk.tool_calls, calls, strict=True)
-            delta["tool_calls"] = [{"index": call.index, **told} for call, told in numbered]
+            delta["tool_calls"] = [{"index": call.index, **written} for call, written in numbered]
         return {"index": index, "delta": delta, "logprobs": logprobs, **_end(chunk)}
 
     def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> JsonObject:
@@ -321,7 +321,7 @@ class OpenAIResponseWriter:
 def _prompt_logprobs(prompt: Sequence[PromptToken], most: int) -> list[JsonObject | None]:
     """vLLM's `prompt_logprobs`: for each token an object by token id, the prompt's own token first, then the `most`
     likeliest; None for the first token of all."""
-    return [None if each.given is None else _by_id(each.given, each.rank, most) for each in prompt]
+    return [None if token.given is None else _by_id(token.given, token.rank, most) for token in prompt]
 
 
 def _select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> list[GenerateChunk]:
@@ -331,7 +331,7 @@ def _select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> l
     """
 
     def mean_logprob(answer: GenerateChunk) -> float:
-        return sum(each.logprob for each in answer.logprobs) / max(len(answer.logprobs), 1)
+        return sum(token.logprob for token in answer.logprobs) / max(len(answer.logprobs), 1)
 
     if kept == choices:
         return list(answers)
@@ -341,7 +341,9 @@ def _select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> l
 
 def token_entries(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> list[JsonObject]:
     """The logprobs of tokens as chat and responses show them; `as_ids`: with their ids in place of their text."""
-    return [_entry(each, as_ids) | {"top_logprobs": [_entry(other, as_ids) for other in each.top]} for each in tokens]
+    return [
+        _entry(token, as_ids) | {"top_logprobs": [_entry(likely, as_ids) for likely in token.top]} for token in tokens
+    ]
 
 
 def _entry(token: TokenLogprob, as_id: bool) -> JsonObject:
@@ -360,15 +362,16 @@ def _width(token: TokenLogprob | PromptToken) -> int:
 def _by_name(token: TokenLogprob, spec: ResponseSpec) -> dict[str, float]:
     # Of several tokens with the same text, the likeliest is named.
     named: dict[str, float] = {}
-    for each in (*token.top[: spec.logprobs or 0], token):
-        named.setdefault(_name(each, spec.tokens_as_ids), each.logprob)
+    for likely in (*token.top[: spec.logprobs or 0], token):
+        named.setdefault(_name(likely, spec.tokens_as_ids), likely.logprob)
     return named
 
 
 def _by_id(token: TokenLogprob, rank: int, most: int) -> JsonObject:
-    ranked = ((token, rank), *((each, place) for place, each in enumerate(token.top[:most], start=1)))
+    ranked = [(token, rank), *((likely, place) for place, likely in enumerate(token.top[:most], start=1))]
     return {
-        str(each.id): {"logprob": each.logprob, "rank": place, "decoded_token": each.text} for each, place in ranked
+        str(likely.id): {"logprob": likely.logprob, "rank": place, "decoded_token": likely.text}
+        for likely, place in ranked
     }
 
 

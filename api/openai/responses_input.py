@@ -83,14 +83,14 @@ _KEEPS_NO_STATE = "this server keeps no state: send the item itself"
 class InputMessages:
     """The messages that input items become, in order.
 
-    `origins[i]`: the path of what message i was made of. The assistant's reasoning, text and calls that follow each
-    other are one message; what the system says before anybody else is one, too, once the input has ended. `warnings`:
-    what was left out, or could not be seen, each kind once.
+    Reasoning, text and calls of the assistant that follow each other are one message. What the system says before
+    anybody else is one, too, once the input has ended.
     """
 
     def __init__(self) -> None:
         self.messages: list[JsonObject] = []
         self.origins: list[str] = []
+        """By the place of a message in `messages`, the path of what it was made of."""
         self._opening: list[tuple[str, str]] = []
         self._calls: set[str] = set()
         self._aliases: dict[str, str] = {}
@@ -98,6 +98,7 @@ class InputMessages:
 
     @property
     def warnings(self) -> list[str]:
+        """What was left out, or could not be seen, each kind once."""
         return [f"{where}: {text}" for text, where in self._warnings.items()]
 
     def add_instructions(self, text: str, origin: str) -> None:
@@ -231,7 +232,7 @@ _NO_INPUT = """One of "input" or "previous_response_id" or 'prompt' or 'conversa
 """OpenAI's words."""
 
 
-def read_input(given: str | list[JsonObject] | None, instructions: str | None) -> InputMessages:
+def read_input(content: str | list[JsonObject] | None, instructions: str | None) -> InputMessages:
     """The messages of a body's `input` and `instructions`.
 
     Raises:
@@ -241,13 +242,13 @@ def read_input(given: str | list[JsonObject] | None, instructions: str | None) -
     read = InputMessages()
     if instructions:
         read.add_instructions(instructions, "instructions")
-    if not given:
+    if not content:
         raise ApiError(_NO_INPUT, 400, "missing_required_parameter", field="input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if len(items) > MAX_ITEMS:
         raise field_error("input", f": {len(items)} items are more than the {MAX_ITEMS} there may be")
     for index, item in enumerate(items):
-        read.add_item(item, "input" if isinstance(given, str) else f"input[{index}]")
+        read.add_item(item, "input" if isinstance(content, str) else f"input[{index}]")
     read.end()
     if not read.messages:
         raise field_error("input", "has nothing that could be answered")

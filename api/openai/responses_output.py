@@ -33,6 +33,10 @@ _ENDED = "the answer was ended before it was complete"
 _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.TIMEOUT: "timeout"}
 
 
+def _item_event(name: str, place: JsonObject, item: JsonObject) -> JsonObject:
+    return {"type": f"response.output_item.{name}", "output_index": place["output_index"], "item": item}
+
+
 class TextItem:
     """An output item of one text: a message of the assistant's, or reasoning."""
 
@@ -46,9 +50,8 @@ class TextItem:
         self._logprobs: list[JsonObject] = []
 
     def added(self) -> Iterator[JsonObject]:
-        item, at = self.json("in_progress"), self._at
-        yield {"type": "response.output_item.added", "output_index": at["output_index"], "item": item | {"content": []}}
-        yield {"type": "response.content_part.added", **at, "part": self._part()}
+        yield _item_event("added", self._at, self.json("in_progress") | {"content": []})
+        yield {"type": "response.content_part.added", **self._at, "part": self._part()}
 
     def delta(self, text: str, logprobs: list[JsonObject]) -> Iterator[JsonObject]:
         self._texts.append(text)
@@ -59,8 +62,7 @@ class TextItem:
         part = self._part()
         yield {"type": f"{self._name}.done", **self._at, "text": part["text"], **self._shown(self._logprobs)}
         yield {"type": "response.content_part.done", **self._at, "part": part}
-        item = self.json(status)
-        yield {"type": "response.output_item.done", "output_index": self._at["output_index"], "item": item}
+        yield _item_event("done", self._at, self.json(status))
 
     def json(self, status: str) -> JsonObject:
         if self._is_message:
@@ -92,8 +94,7 @@ class CallItem:
         self._arguments: list[str] = []
 
     def added(self) -> Iterator[JsonObject]:
-        item = self.json("in_progress")
-        yield {"type": "response.output_item.added", "output_index": self._at["output_index"], "item": item}
+        yield _item_event("added", self._at, self.json("in_progress"))
 
     def delta(self, arguments: str) -> Iterator[JsonObject]:
         if arguments:
@@ -102,9 +103,9 @@ class CallItem:
 
     def done(self, status: str) -> Iterator[JsonObject]:
         item = self.json(status)
-        told = {"name": item["name"], "arguments": item["arguments"]}
-        yield {"type": "response.function_call_arguments.done", **self._at, **told}
-        yield {"type": "response.output_item.done", "output_index": self._at["output_index"], "item": item}
+        call = {"name": item["name"], "arguments": item["arguments"]}
+        yield {"type": "response.function_call_arguments.done", **self._at, **call}
+        yield _item_event("done", self._at, item)
 
     def json(self, status: str) -> JsonObject:
         return {**self._head, "arguments": "".join(self._arguments), "status": status}
@@ -125,7 +126,7 @@ class CustomCallItem(CallItem):
         yield from self._told(self._reader.finish())
         item = self.json(status)
         yield {"type": "response.custom_tool_call_input.done", **self._at, "input": item["input"]}
-        yield {"type": "response.output_item.done", "output_index": self._at["output_index"], "item": item}
+        yield _item_event("done", self._at, item)
 
     def json(self, status: str) -> JsonObject:
         return {**self._head, "input": "".join(self._arguments), "status": status}
@@ -148,8 +149,7 @@ class ShellCallItem(CallItem):
         yield from ()
 
     def done(self, status: str) -> Iterator[JsonObject]:
-        item = self.json(status)
-        yield {"type": "response.output_item.done", "output_index": self._at["output_index"], "item": item}
+        yield _item_event("done", self._at, self.json(status))
 
     def json(self, status: str) -> JsonObject:
         """A command that a limit cut is none."""
@@ -170,11 +170,10 @@ _FUNCTIONS_ALONE: Mapping[str, CallKind] = MappingProxyType({})
 
 
 class ResponseOutput:
-    """The answer to one request, from its first chunk to its end; every method returns the events of what it did.
+    """The answer to one request, from its first chunk to its end, of at least one item.
 
-    `begin` first, then `add` for each chunk, then `end` or `fail`. An answer has at least one item. `echo`: the members
-    that repeat the request; `logprobs`: those of the text are shown; `calls`: by the names of tools that are no
-    functions, the types of their calls.
+    `begin` is called first, `add` for each chunk, then `end` or `fail`: each returns the events of what it did. `echo`:
+    the members that repeat the request. `calls`: by the names of tools that are no functions, the types of their calls.
     """
 
     def __init__(
@@ -213,25 +212,25 @@ class ResponseOutput:
     def fail(self, error: CharoniaError) -> list[JsonObject]:
         """The events of an error after the answer has begun."""
         code, message = _error_code(error), printable(error.message)
-        told = {"type": "error", "code": code, "message": message, "param": error.field}
+        event = {"type": "error", "code": code, "message": message, "param": error.field}
         closing = list(self._close("incomplete"))
         response = self._response("failed") | {"error": {"code": code, "message": message}}
-        return self._numbered([*closing, told, {"type": "response.failed", "response": response}])
+        return self._numbered([*closing, event, {"type": "response.failed", "response": response}])
 
     def response(self) -> JsonObject:
         """The whole answer, once it has ended."""
         return self._response(_STATUS[self._reason or FinishReason.STOP])
 
     def _grow(self, chunk: GenerateChunk) -> Iterator[JsonObject]:
-        found: list[tuple[str | int, str | ToolCallDelta]] = [(delta.index, delta) for delta in chunk.tool_calls]
+        pieces: list[tuple[str | int, str | ToolCallDelta]] = [(delta.index, delta) for delta in chunk.tool_calls]
         if chunk.text:
-            found.insert(0, (_MESSAGE, chunk.text))
+            pieces.insert(0, (_MESSAGE, chunk.text))
         if chunk.reasoning:
-            found.insert(0, (_REASONING, chunk.reasoning))
+            pieces.insert(0, (_REASONING, chunk.reasoning))
         self._hold_logprobs(chunk)
         # Of chunks that were merged nobody knows the order: what is open goes on first.
         opened = None if self._open is None else self._open.key
-        for key, piece in sorted(found, key=lambda each: each[0] != opened):
+        for key, piece in sorted(pieces, key=lambda keyed: keyed[0] != opened):
             if isinstance(piece, ToolCallDelta):
                 yield from self._add_call(piece)
             else:

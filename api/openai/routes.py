@@ -22,12 +22,12 @@ from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
-from .json_body import JsonBody, body_shape, decode_body, field_error, model_field, read_members
+from .json_body import BodyFormat, JsonBody, field_error, model_field, read_members
 from .known_fields import Shape
 from .request_parsing import (
     CHAT_SHAPE,
     COMPLETION_SHAPE,
-    TOKENIZE_SHAPE,
+    TOKENIZE_FORMAT,
     ParsedCompletion,
     parse_chat,
     parse_completion,
@@ -43,11 +43,11 @@ from .response_writer import (
     model_card,
     system_fingerprint,
 )
-from .schemas import TOKENIZE_NO_OP_VALUES, DetokenizeBody, TokenizeBody
+from .schemas import DetokenizeBody
 from .tensor_models import generate_from_tensors, read_tensor_request
 
 _DONE = sse_event(b"[DONE]")
-_DETOKENIZE_SHAPE = body_shape(DetokenizeBody.__struct_fields__)
+_DETOKENIZE_FORMAT = BodyFormat(DetokenizeBody)
 
 
 class OpenAIRoutes:
@@ -88,10 +88,10 @@ class OpenAIRoutes:
         writer = OpenAIResponseWriter(api_format, response, self._fingerprint(model.config))
         streams: list[ResponseStream[GenerateChunk]]
         if model.config.openai_api:
-            asked = read_tensor_request(model.config, api_format.endpoint, parsed)
-            streams = [generate_from_tensors(model, asked, context, self._info.max_response_size)]
+            tensors = read_tensor_request(model.config, api_format.endpoint, parsed)
+            streams = [generate_from_tensors(model, tensors, context, self._info.max_response_size)]
         else:
-            streams = [model.generate(each) for each in parsed.requests]
+            streams = [model.generate(generation) for generation in parsed.requests]
         if parsed.stream and len(streams) == 1:
             return EventStreamResponse(streams[0], CompletionEvents(writer))
         if parsed.stream:
@@ -100,11 +100,10 @@ class OpenAIRoutes:
         async with CancelOnDisconnect(request.receive), aclosing(merge_streams(streams)) as merged:
             async for index, chunk in merged:
                 chunks[index].append(chunk)
-        return json_response(writer.full_response([join_chunks(each) for each in chunks]))
+        return json_response(writer.full_response([join_chunks(answer) for answer in chunks]))
 
     async def tokenize(self, request: Request) -> Response:
-        members = await read_members(request, self._info.max_input_size, TOKENIZE_SHAPE)
-        body = decode_body(members, TokenizeBody, TOKENIZE_NO_OP_VALUES)
+        body = await TOKENIZE_FORMAT.read(request, self._info.max_input_size)
         model = await self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
             tokens = await model.tokenize(tokenize_request(body))
@@ -113,8 +112,7 @@ class OpenAIRoutes:
         return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
-        members = await read_members(request, self._info.max_input_size, _DETOKENIZE_SHAPE)
-        body = decode_body(members, DetokenizeBody, {})
+        body = await _DETOKENIZE_FORMAT.read(request, self._info.max_input_size)
         model = await self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
             prompt = await model.detokenize(body.tokens)

@@ -1,9 +1,8 @@
 """Fields of the bodies of completions, chat, /tokenize and /detokenize: names, types, and how some become another.
-Those that constrain the text are OpenAI's `response_format`, vLLM's and TensorRT-LLM's.
 
 The reference is OpenAI's API (https://platform.openai.com/docs/api-reference) with vLLM's extra parameters
-(https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). Sampling parameters are not listed here: those
-of `SamplingParams` are fields of the bodies of completions and chat.
+(https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). Sampling parameters are those of
+`SamplingParams`; constraints of the text are OpenAI's, vLLM's and TensorRT-LLM's.
 """
 
 from collections.abc import Iterator
@@ -88,7 +87,8 @@ class StructuralTagFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             "triggers": self.triggers,
             "format": self.format,
         }
-        return make_constraint("structural_tag", {key: each for key, each in tag.items() if each is not None}, _FORMAT)
+        stated = {key: value for key, value in tag.items() if value is not None}
+        return make_constraint("structural_tag", stated, _FORMAT)
 
 
 RESPONSE_FORMAT_SHAPE = ShapeByType(

@@ -16,24 +16,19 @@ from ...core.gateway import ModelHandle, ModelLookup
 from ..http.connection import CancelOnDisconnect
 from ..http.error_responses import json_response
 from ..http.request_context import request_id_of
-from .embeddings import ENCODER_NO_OP_VALUES, encoded_rows
+from .embeddings import ENCODER_NO_OP_VALUES, check_encoding, encoded_rows
 from .encoder_calls import (
     EMBEDDING,
-    PAIR,
     SCORE,
-    TEXT,
     acquire_encoder,
     check_count,
-    check_encoder,
-    encode,
-    input_tensors,
+    encode_inputs,
     makes,
-    pair_tensors,
+    score_pairs,
     several_inputs,
     usage_of,
 )
-from .json_body import JsonBody, NoOpValues, body_shape, decode_body, field_error, read_members
-from .known_fields import Shape
+from .json_body import BodyFormat, field_error
 
 _SIDES = (("queries", ("documents", "items")), ("text_1", ("text_2",)), ("data_1", ("data_2",)))
 """The names that the two sides of a comparison come by."""
@@ -51,22 +46,22 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
 
     def pairs(self) -> list[tuple[str, str]]:
         """The pairs to compare: one text with each of several, or each with its own. Raises `InvalidArgument`."""
-        given = [(one, other) for one, others in _SIDES for other in others if getattr(self, other) is not None]
-        if len(given) != 1 or getattr(self, given[0][0]) is None:
+        sides = [(left, right) for left, rights in _SIDES for right in rights if getattr(self, right) is not None]
+        if len(sides) != 1 or getattr(self, sides[0][0]) is None:
             message = "give queries with documents or items, text_1 with text_2, or data_1 with data_2"
             raise InvalidArgument(message, field="queries")
-        one, other = (_texts(getattr(self, name), name) for name in given[0])
-        one = one * len(other) if len(one) == 1 else one
-        if len(one) != len(other):
-            name = given[0][0]
-            raise field_error(name, f"has {len(one)} texts, and {given[0][1]} {len(other)}: give one, or as many")
-        return list(zip(one, other, strict=True))
+        [(left, right)] = sides
+        texts, others = self._texts(left), self._texts(right)
+        texts = texts * len(others) if len(texts) == 1 else texts
+        if len(texts) != len(others):
+            raise field_error(left, f"has {len(texts)} texts, and {right} {len(others)}: give one, or as many")
+        return list(zip(texts, others, strict=True))
 
-
-def _texts(given: str | list[str], name: str) -> list[str]:
-    texts = [given] if isinstance(given, str) else given
-    check_count(name, len(texts))
-    return texts
+    def _texts(self, name: str) -> list[str]:
+        value = getattr(self, name)
+        texts = [value] if isinstance(value, str) else value
+        check_count(name, len(texts))
+        return texts
 
 
 class ClassifyBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +78,9 @@ class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: str | None = None
 
 
-_POOLING_NO_OP_VALUES: NoOpValues = {**ENCODER_NO_OP_VALUES, "dimensions": ()}
-_SCORE_SHAPE = body_shape(ScoreBody.__struct_fields__, ENCODER_NO_OP_VALUES)
-_CLASSIFY_SHAPE = body_shape(ClassifyBody.__struct_fields__, ENCODER_NO_OP_VALUES)
-_POOLING_SHAPE = body_shape(PoolingBody.__struct_fields__, _POOLING_NO_OP_VALUES)
+_SCORE = BodyFormat(ScoreBody, ENCODER_NO_OP_VALUES)
+_CLASSIFY = BodyFormat(ClassifyBody, ENCODER_NO_OP_VALUES)
+_POOLING = BodyFormat(PoolingBody, {**ENCODER_NO_OP_VALUES, "dimensions": ()})
 
 
 class ScoringRoutes:
@@ -104,37 +98,23 @@ class ScoringRoutes:
         ]
 
     async def score(self, request: Request) -> Response:
-        body = decode_body(await self._read(request, _SCORE_SHAPE), ScoreBody, ENCODER_NO_OP_VALUES)
+        body = await _SCORE.read(request, self._max_input_size)
         pairs = body.pairs()
         model = await acquire_encoder(self._lookup, request, body.model)
         async with CancelOnDisconnect(request.receive):
-            values, tokens = await self._compare(model, pairs)
+            if makes(model, EMBEDDING):
+                values, tokens = await _cosines(model, pairs)
+            else:
+                values, tokens = await score_pairs(model, pairs, "scores of pairs", "a pair")
         data = [{"index": index, "object": "score", "score": float(value)} for index, value in enumerate(values)]
         return _listed(request, "score", model, data, tokens)
 
-    async def _compare(self, model: ModelHandle, pairs: list[tuple[str, str]]) -> tuple[NDArray[np.float32], int]:
-        """The score of each pair: a cross-encoder's own, or the cosine of a model's vectors."""
-        if makes(model, EMBEDDING):
-            check_encoder(model, EMBEDDING, "embeddings", (TEXT,))
-            sides = [text for pair in pairs for text in pair]
-            vectors, tokens = await encode(model, input_tensors(model, sides)[1], EMBEDDING)
-            lengths = np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-            unit = vectors / lengths
-            return (unit[0::2] * unit[1::2]).sum(axis=1), tokens
-        check_encoder(model, SCORE, "scores of pairs", (TEXT, PAIR))
-        values, tokens = await encode(model, pair_tensors(model, pairs), SCORE)
-        if (labels := values.shape[1]) != 1:
-            raise field_error("model", f"'{model.config.name}' gives {labels} scores to a pair, not one")
-        return values[:, 0], tokens
-
     async def classify(self, request: Request) -> Response:
-        body = decode_body(await self._read(request, _CLASSIFY_SHAPE), ClassifyBody, ENCODER_NO_OP_VALUES)
-        texts = several_inputs(body.input)
+        body = await _CLASSIFY.read(request, self._max_input_size)
+        inputs = several_inputs(body.input)
         model = await acquire_encoder(self._lookup, request, body.model)
-        name, inputs = input_tensors(model, texts)
-        check_encoder(model, SCORE, "classes", (name,))
         async with CancelOnDisconnect(request.receive):
-            values, tokens = await encode(model, inputs, SCORE)
+            values, tokens = await encode_inputs(model, inputs, SCORE, "classes")
         labels = model.config.labels.get(SCORE, ())
         data = []
         for index, row in enumerate(_probabilities(values)):
@@ -145,27 +125,28 @@ class ScoringRoutes:
         return _listed(request, "classify", model, data, tokens)
 
     async def pooling(self, request: Request) -> Response:
-        body = decode_body(await self._read(request, _POOLING_SHAPE), PoolingBody, _POOLING_NO_OP_VALUES)
-        if body.encoding_format not in (None, "float", "base64"):
-            raise field_error("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
-        texts = several_inputs(body.input)
+        body = await _POOLING.read(request, self._max_input_size)
+        check_encoding(body.encoding_format)
+        inputs = several_inputs(body.input)
         model = await acquire_encoder(self._lookup, request, body.model)
-        output = EMBEDDING if makes(model, EMBEDDING) else SCORE
-        task = "embed" if output == EMBEDDING else "classify"
+        output, task = (EMBEDDING, "embed") if makes(model, EMBEDDING) else (SCORE, "classify")
         if body.task not in (None, task):
             raise field_error("task", f": model '{model.config.name}' does {task}, not {body.task[:40]}")
-        name, inputs = input_tensors(model, texts)
-        check_encoder(model, output, "vectors or classes", (name,))
         async with CancelOnDisconnect(request.receive):
-            values, tokens = await encode(model, inputs, output)
+            values, tokens = await encode_inputs(model, inputs, output, "vectors or classes")
         values = values if output == EMBEDDING else _probabilities(values)
         rows = enumerate(encoded_rows(values, body.encoding_format))
-        return _listed(
-            request, "pool", model, [{"index": at, "object": "pooling", "data": row} for at, row in rows], tokens
-        )
+        data = [{"index": index, "object": "pooling", "data": row} for index, row in rows]
+        return _listed(request, "pool", model, data, tokens)
 
-    async def _read(self, request: Request, shape: Shape) -> JsonBody:
-        return await read_members(request, self._max_input_size, shape)
+
+async def _cosines(model: ModelHandle, pairs: list[tuple[str, str]]) -> tuple[NDArray[np.float32], int]:
+    """The cosine of the vectors that a model makes of the two texts of each pair, and how many tokens they were."""
+    texts = [text for pair in pairs for text in pair]
+    vectors, tokens = await encode_inputs(model, texts, EMBEDDING, "embeddings")
+    lengths = np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    unit = vectors / lengths
+    return (unit[0::2] * unit[1::2]).sum(axis=1), tokens
 
 
 def _probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:

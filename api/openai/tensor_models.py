@@ -1,7 +1,7 @@
 """Completions and chat of models that take and give tensors: ensembles, pipelines and Python models.
 
 A model is served so if its config has the parameter `openai`. A body's fields become its inputs, its output
-`text_output` becomes the text. Knows nothing of what the model does; tokens are counted in the request's context.
+`text_output` the text. Tokens are counted in the request's context.
 """
 
 from codecs import getincrementaldecoder
@@ -104,11 +104,11 @@ def _prompt_input(specs: Mapping[str, TensorSpec], prompt: Prompt) -> dict[str, 
     if not isinstance(prompt, Conversation):
         raise field_error("prompt", "must be text for this model, and not token ids")
     if MESSAGES in specs:
-        return {MESSAGES: [_turn(each) for each in prompt.messages]}
-    asked = [each.content for each in prompt.messages if each.role == "user"]
-    if not asked:
+        return {MESSAGES: [_turn(message) for message in prompt.messages]}
+    texts = [message.content for message in prompt.messages if message.role == "user"]
+    if not texts:
         raise field_error("messages", "must have one of the role user for this model")
-    return {TEXT: asked[-1]}
+    return {TEXT: texts[-1]}
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _has(specs: Mapping[str, TensorSpec], name: str, datatype: str) -> bool:
 
 def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
     """The input of a field; an object, or several, become the JSON of a text."""
-    nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, dict) for each in value))
+    nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
     if nested and spec.datatype == "BYTES":
         value = orjson.dumps(value).decode()
     return json_tensors.input_tensor(spec, value, batched)
@@ -160,10 +160,10 @@ def _tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
 async def generate_from_tensors(
     model: ModelHandle, request: InferRequest, context: RequestContext, limit: int = MAX_RESPONSE_BYTES
 ) -> AsyncGenerator[GenerateChunk, None]:
-    """The text of a model's responses. Its end, and the usage, are those of the language models that it asked. `limit`:
-    of all responses together, see `ResponseSize`.
+    """The text of a model's responses; its end and its usage are those of the language models that it asked.
 
-    Raises as `ModelHandle.infer` does, and `Internal` for a response without the text, or with one that is not UTF-8.
+    Raises as `ModelHandle.infer`, and `Internal` for a response without text, or text that is not UTF-8. `limit`: bytes
+    of all responses (`ResponseSize`).
     """
     size, text_of = ResponseSize(limit), _TextDecoder(model.config.name)
     async with aclosing(model.infer(request)) as responses:
@@ -173,7 +173,7 @@ async def generate_from_tensors(
                 size.add(output, as_json=True)
                 text = text_of(b"".join(output.data.ravel().tolist()))
                 yield GenerateChunk(text=text, token_ids=(), usage=context.usage)
-    ends = [each.finish_reason for each in context.all_sequences if each.finish_reason is not None]
+    ends = [sequence.finish_reason for sequence in context.all_sequences if sequence.finish_reason is not None]
     reason = ends[-1] if ends else FinishReason.STOP
     yield GenerateChunk(text=text_of.end(), token_ids=(), usage=context.usage, finish_reason=reason)
 

@@ -98,10 +98,10 @@ def vertex_ai_endpoint(port: int | None, model: str, environment: Mapping[str, s
 
 
 def _found(targets: Mapping[str, V2Target], scope: Scope) -> V2Target:
-    found = targets.get(scope["path"])
-    if found is None or scope["method"] != found.method:
+    target = targets.get(scope["path"])
+    if target is None or scope["method"] != target.method:
         raise NotFound("Not Found")
-    return found
+    return target
 
 
 def _only(models: list[str]) -> str:

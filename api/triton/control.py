@@ -100,12 +100,12 @@ class ControlEndpoints:
         return json_response(dict(self._administration.model_config(*model_and_version(request)).raw))
 
     async def statistics(self, request: Request) -> Response:
-        found = self._administration.model_statistics(*model_and_version(request))
+        models = self._administration.model_statistics(*model_and_version(request))
         stats = []
-        for each in found:
-            explained = {"explain": dict(each.statistics.explain)} if each.statistics.explain else {}
-            arm = {"arm": each.arm} if each.arm else {}
-            stats.append(model_stats_json(each) | explained | arm)
+        for model in models:
+            explained = {"explain": dict(model.statistics.explain)} if model.statistics.explain else {}
+            arm = {"arm": model.arm} if model.arm else {}
+            stats.append(model_stats_json(model) | explained | arm)
         return json_response({"model_stats": stats})
 
     # Repository
@@ -125,7 +125,7 @@ class ControlEndpoints:
             )
         control = {_CONTROL: "explicit" if self._administration.loads_on_request else "none"}
         return json_response(
-            [_entry(each) for each in await self._administration.repository_index(ready)], headers=control
+            [_entry(entry) for entry in await self._administration.repository_index(ready)], headers=control
         )
 
     async def load(self, request: Request) -> Response:
@@ -218,7 +218,7 @@ class ControlEndpoints:
                 change[name] = (as_string(name, value),)
         traces = self._administration.shared_state.traces
         texts = (traces.update(change, model) if change else traces.settings(model)).as_v2_texts()
-        shown = {name: list(each) if name == "trace_level" else ",".join(each) for name, each in texts.items()}
+        shown = {name: list(values) if name == "trace_level" else ",".join(values) for name, values in texts.items()}
         return json_response(shown)
 
     async def _body(self, request: Request) -> bytes | bytearray:
@@ -238,7 +238,7 @@ async def _read_document(body: bytes | bytearray) -> JsonObject:
 
 def _repositories(path: str, handler: Callable[[Request], Any]) -> list[Route]:
     """The routes of a path, with and without the name of a repository."""
-    return [Route(f"/v2/repository/{each}{path}", handler, methods=["POST"]) for each in ("", "{repository}/")]
+    return [Route(f"/v2/repository/{name}{path}", handler, methods=["POST"]) for name in ("", "{repository}/")]
 
 
 def _entry(entry: RepositoryIndexEntry) -> JsonObject:

@@ -8,6 +8,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 from asyncio import to_thread
 from collections.abc import Awaitable
 from contextlib import aclosing
+from functools import partial
 
 import orjson
 from starlette.requests import Request
@@ -78,11 +79,9 @@ class V2Endpoints:
             record_error(request.scope, error := Unsupported(_NOT_ONE))
             return json_response(v2_error_body(error))  # with status 200, as Triton's first response has it
         release_memory_after(responses[0])
-        asked = model.config, request_id, responses[0], self._info.max_response_size
-        if is_long(responses[0]):
-            body = await to_thread(encode_generate_response, *asked)
-        else:
-            body = encode_generate_response(*asked)
+        limit = self._info.max_response_size
+        encode = partial(encode_generate_response, model.config, request_id, responses[0], limit)
+        body = await to_thread(encode) if is_long(responses[0]) else encode()
         return Response(body, headers=_load_header(request, model), media_type="application/json")
 
     async def generate_stream(self, request: Request) -> ASGIApp:

@@ -59,7 +59,7 @@ class ExplainEndpoint:
         self._administration.model_config(name, version)
         interval = await self._watch(_read_seconds(request.query_params.get("seconds")))
         reports = await asyncio.to_thread(explain, interval, self._administration.shared_state.rooflines, name)
-        reports = [each for each in reports if version in ("", each.version)]
+        reports = [report for report in reports if version in ("", report.version)]
         if not reports:
             raise InvalidArgument(f"'{name}' has no metrics of its own: explain the models that serve for it")
         return json_response({"reports": msgspec.to_builtins(reports)})
@@ -85,11 +85,11 @@ class ExplainEndpoint:
         return MetricsReading(self._clock(), read_scrape(self._registry.collect()))
 
 
-def _read_seconds(given: str | None) -> float | None:
+def _read_seconds(text: str | None) -> float | None:
     try:
-        seconds = None if given is None else float(given)
+        seconds = None if text is None else float(text)
     except ValueError:
         seconds = math.nan
     if seconds is not None and not _LEAST <= seconds <= _MOST:
-        raise InvalidArgument(f"seconds must be from {_LEAST} to {_MOST:g}, got '{given}'", field="seconds")
+        raise InvalidArgument(f"seconds must be from {_LEAST} to {_MOST:g}, got '{text}'", field="seconds")
     return seconds

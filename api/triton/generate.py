@@ -33,15 +33,15 @@ async def parse_long_generate_body(body: bytes | bytearray, config: ModelConfig)
     """
     if len(body) <= PIECE_BYTES:
         return bytes(body)
-    found, values = await read_long_json(body), ValueBudget()
-    if not isinstance(found, UnparsedContainer) or not found.is_object:
+    container, values = await read_long_json(body), ValueBudget()
+    if not isinstance(container, UnparsedContainer) or not container.is_object:
         raise malformed_json("the body must be a JSON object")
     specs = {spec.name: spec for spec in config.inputs}
     members = JsonObjectPairs()
-    for key, value in await found.pairs(_load, values):
+    for key, value in await container.pairs(_load, values):
         if key == "parameters" and isinstance(value, UnparsedContainer) and value.is_object:
             nested = await value.pairs(_load, values)
-            opened = JsonObjectPairs([(name, await _opened(specs.get(name), each)) for name, each in nested])
+            opened = JsonObjectPairs([(name, await _opened(specs.get(name), member)) for name, member in nested])
         else:
             opened = await _opened(specs.get(key), value)
         members.append((key, opened))
@@ -54,9 +54,9 @@ async def _opened(spec: TensorSpec | None, value: Any) -> Any:
         return await parse_fully(value, ValueBudget())
     json_tensors.refuse_binary_only(spec.datatype, spec.name)
     pieces, values = [], ValueBudget(MAX_IDS)
-    async for each in value.flat_elements():
-        values.take(len(each))
-        pieces.append(json_tensors.to_array(spec.datatype, each, spec.name))
+    async for elements in value.flat_elements():
+        values.take(len(elements))
+        pieces.append(json_tensors.to_array(spec.datatype, elements, spec.name))
     return np.concatenate(pieces)
 
 

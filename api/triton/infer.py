@@ -6,7 +6,7 @@ Translates between the protocol and the gateway. The hottest of all routes: ever
 import asyncio
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -76,9 +76,9 @@ def encode_infer_response(
     outputs: list[_OutputJson] = []
     blobs: list[bytes | memoryview] = []
     strict, size = True, ResponseSize(limit)
-    for given in response.outputs:
-        wanted = call.outputs.get(given.name, call.default_output)
-        tensor = wanted.apply(config, given)
+    for output in response.outputs:
+        wanted = call.outputs.get(output.name, call.default_output)
+        tensor = wanted.apply(config, output)
         members: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         long = None
         if wanted.memory is None:
@@ -98,10 +98,10 @@ def encode_infer_response(
     document["model_name"], document["model_version"] = config.name, config.version
     if response.parameters:
         document["parameters"] = response.parameters
-    if any(each.long is not None for each in outputs):
+    if any(described.long is not None for described in outputs):
         head = _long_json(document, outputs, strict)
     else:
-        document["outputs"] = [each.members for each in outputs]
+        document["outputs"] = [described.members for described in outputs]
         head = [json_tensors.dump_json(document, strict)]
     return _assemble(head, blobs)
 
@@ -125,11 +125,11 @@ class _OutputJson(NamedTuple):
 def _long_json(document: dict[str, Any], outputs: Iterable[_OutputJson], strict: bool) -> list[bytes]:
     """The JSON of a response with these outputs, in pieces, of which none takes long to make."""
     parts, between = [json_tensors.dump_json(document, strict)[:-1], b',"outputs":['], b""
-    for each in outputs:
-        parts.append(between + json_tensors.dump_json(each.members, strict))
-        if each.long is not None:
+    for output in outputs:
+        parts.append(between + json_tensors.dump_json(output.members, strict))
+        if output.long is not None:
             parts[-1] = parts[-1][:-1] + b',"data":['
-            parts += json_tensors.encode_in_pieces(each.long, strict)
+            parts += json_tensors.encode_in_pieces(output.long, strict)
             parts.append(b"]}")
         between = b","
     return [*parts, b"]}"]
@@ -168,11 +168,8 @@ class InferEndpoint:
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
         response = await _single_response(model.infer(call.request), config.decoupled, request.receive)
         release_memory_after(response)
-        asked = model.config, call, response, self._max_response_size
-        if is_long(call, response):
-            encoded = await asyncio.to_thread(encode_infer_response, *asked)
-        else:
-            encoded = encode_infer_response(*asked)
+        encode = partial(encode_infer_response, model.config, call, response, self._max_response_size)
+        encoded = await asyncio.to_thread(encode) if is_long(call, response) else encode()
         accepted = headers.get(b"accept-encoding", b"").decode("latin-1")
         encoding = content_encoding.negotiate_encoding(accepted) if accepted else ""
         if not encoding:
@@ -181,8 +178,8 @@ class InferEndpoint:
         return InferHttpResponse((body,), encoded.header_length, encoding)
 
     async def _read(self, model: ModelHandle, headers: HeaderMap, request: Request) -> InferCall:
-        given = headers.get(b"content-encoding")
-        encoding = content_encoding.content_coding(given.decode("latin-1")) if given else ""
+        coding = headers.get(b"content-encoding")
+        encoding = content_encoding.content_coding(coding.decode("latin-1")) if coding else ""
         length = _header_length(headers)
         limit = self._max_size if length is None else self._max_raw_size
         check = size_limits.check_json_size if length is None else size_limits.check_raw_size
@@ -221,14 +218,14 @@ async def _single_response(stream: ResponseStream[InferResponse], decoupled: boo
 
 
 def _header_length(headers: HeaderMap) -> int | None:
-    given = headers.get(b"inference-header-content-length")
-    if given is None:
+    length = headers.get(b"inference-header-content-length")
+    if length is None:
         return None
-    if given.isdigit() and len(given) < 19:
-        return int(given)
-    if not _INTEGER.fullmatch(given):
-        raise InvalidArgument(f"Unable to parse {_HEADER_LENGTH}, got: {given.decode('latin-1')}")
-    return int(given)
+    if length.isdigit() and len(length) < 19:
+        return int(length)
+    if not _INTEGER.fullmatch(length):
+        raise InvalidArgument(f"Unable to parse {_HEADER_LENGTH}, got: {length.decode('latin-1')}")
+    return int(length)
 
 
 class InferHttpResponse:

@@ -1,8 +1,7 @@
 """The body of a v2 inference request over HTTP: JSON, or JSON with raw tensors behind it, or one raw tensor alone.
 
-Tensors are views of the body: nothing is copied but the elements of JSON, BYTES and BOOL. The form is described at
-https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md. Knows nothing of
-HTTP beyond the body.
+Tensors are views of the body; only elements of JSON, BYTES and BOOL are copied. The form is described at
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md.
 """
 
 import math
@@ -96,7 +95,7 @@ class HeaderCache:
             length > _LONGEST_HEADER
             or call.request.id
             or any(output.memory is not None for output in call.outputs.values())
-            or any("binary_data_size" not in each.get("parameters", ()) for each in document["inputs"])
+            or any("binary_data_size" not in input_.get("parameters", ()) for input_ in document["inputs"])
             or any(tensor.datatype not in _DTYPES or not tensor.data.size for tensor in inputs)
         ):
             return
@@ -168,11 +167,11 @@ async def parse_long_document(text: Buffer) -> JsonObject:
     inputs: Any = document.get("inputs")
     if isinstance(inputs, UnparsedContainer) and not inputs.is_object:
         document["inputs"] = inputs = await inputs.items(values)
-        for index, each in enumerate(inputs):
-            if isinstance(each, UnparsedContainer) and each.is_object:
-                inputs[index] = given = await each.members(values)
-                for key in given.keys() - {"data"}:
-                    given[key] = await parse_fully(given[key], values)
+        for index, item in enumerate(inputs):
+            if isinstance(item, UnparsedContainer) and item.is_object:
+                inputs[index] = members = await item.members(values)
+                for key in members.keys() - {"data"}:
+                    members[key] = await parse_fully(members[key], values)
     return {key: value if key == "inputs" else await parse_fully(value, values) for key, value in document.items()}
 
 
@@ -190,18 +189,18 @@ class _Reading:
         self._id = as_request_id(document["id"]) if "id" in document else ""
         binary, parameters = False, {}
         if "parameters" in document:
-            given = as_object("parameters", document["parameters"])
-            binary = as_boolean("binary_data_output", given.get("binary_data_output", False))
-            parameters = {key: _parameter(key, value) for key, value in given.items() if key != "binary_data_output"}
+            members = as_object("parameters", document["parameters"])
+            binary = as_boolean("binary_data_output", members.get("binary_data_output", False))
+            parameters = {key: _parameter(key, value) for key, value in members.items() if key != "binary_data_output"}
         inputs = self._inputs(as_array("inputs", required_member(document, "inputs")))
         outputs = self._outputs(as_array("outputs", document["outputs"])) if "outputs" in document else {}
         request = InferRequest(self._id, inputs, tuple(outputs) or None, parameters)
         return InferCall(request, outputs, RequestedOutput(binary=binary), self._deferred)
 
-    def _inputs(self, given: list[Any]) -> dict[str, Tensor]:
+    def _inputs(self, items: list[Any]) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = {}
-        for each in given:
-            name, tensor = self._input(as_object("inputs", each))
+        for item in items:
+            name, tensor = self._input(as_object("inputs", item))
             if name in inputs:
                 raise InvalidArgument(f"input '{name}' already exists in request", field=name)
             inputs[name] = tensor
@@ -209,18 +208,18 @@ class _Reading:
             raise InvalidArgument(f"unexpected additional input data for model '{self._config.name}'")
         return inputs
 
-    def _input(self, given: JsonObject) -> tuple[str, Tensor]:
-        name = as_string("name", required_member(given, "name"))
-        datatype = as_string("datatype", required_member(given, "datatype"))
-        shape = tuple(as_array("shape", required_member(given, "shape")))
+    def _input(self, members: JsonObject) -> tuple[str, Tensor]:
+        name = as_string("name", required_member(members, "name"))
+        datatype = as_string("datatype", required_member(members, "datatype"))
+        shape = tuple(as_array("shape", required_member(members, "shape")))
         for dim in shape:
             if type(dim) is not int:
                 as_signed("shape", dim)
-        parameters = as_object("parameters", given["parameters"]) if "parameters" in given else {}
-        _check_one_source(name, given, parameters)
+        parameters = as_object("parameters", members["parameters"]) if "parameters" in members else {}
+        _check_one_source(name, members, parameters)
         declared = DeclaredInput(self._id, self._config.name, name, datatype, shape)
-        if "data" in given:
-            return name, self._from_json(declared, given["data"])
+        if "data" in members:
+            return name, self._from_json(declared, members["data"])
         data: RawBytes | LentMemory
         if "binary_data_size" in parameters:
             data = self._next_raw(name, as_unsigned("binary_data_size", parameters["binary_data_size"]))
@@ -228,20 +227,20 @@ class _Reading:
             data = self._shared_memory(parameters)
         return name, infer_call.raw_input(declared, data, self._deferred)
 
-    def _from_json(self, given: DeclaredInput, data: Any) -> Tensor:
-        name, datatype = given.name, given.datatype
+    def _from_json(self, declared: DeclaredInput, data: Any) -> Tensor:
+        name, datatype = declared.name, declared.datatype
         json_tensors.refuse_binary_only(datatype, name)
-        count = raw_tensors.element_count(given)
+        count = raw_tensors.element_count(declared)
         size_limits.check_json_tensor_size(name, json_tensors.byte_size(datatype, count), self._reader.max_size)
         if type(data) is UnparsedContainer:
             if data.is_object:
                 raise wrong_json_type("data", "non-array as array")
-            return infer_call.defer(given, partial(infer_call.decode_long_json, given, data), self._deferred)
+            return infer_call.defer(declared, partial(infer_call.decode_long_json, declared, data), self._deferred)
         values = json_tensors.flatten(as_array("data", data))
         if datatype not in json_tensors.JSON_DATATYPES:  # no model has such an input, which is said later
-            return raw_tensors.decode(given, b"")
+            return raw_tensors.decode(declared, b"")
         json_tensors.check_element_count(datatype, count, len(values))
-        return given.tensor(json_tensors.to_array(datatype, values, "data").reshape(given.shape))
+        return declared.tensor(json_tensors.to_array(datatype, values, "data").reshape(declared.shape))
 
     def _next_raw(self, name: str, size: int) -> memoryview:
         """The bytes of the next raw tensor."""
@@ -258,10 +257,10 @@ class _Reading:
             raise InvalidArgument(f"{text} '{self._config.name}'", field=name)
         return data
 
-    def _outputs(self, given: list[Any]) -> dict[str, RequestedOutput]:
+    def _outputs(self, items: list[Any]) -> dict[str, RequestedOutput]:
         outputs: dict[str, RequestedOutput] = {}
-        for each in given:
-            output = as_object("outputs", each)
+        for item in items:
+            output = as_object("outputs", item)
             name = as_string("name", required_member(output, "name"))
             if name in outputs:
                 raise InvalidArgument(f"output '{name}' already exists in request", field=name)
@@ -291,13 +290,13 @@ class _Reading:
         return self._reader.regions.view(SharedMemorySlice(region, offset, size))
 
 
-def _check_one_source(name: str, given: JsonObject, parameters: JsonObject) -> None:
-    sources = ("data" in given, "binary_data_size" in parameters, "shared_memory_region" in parameters)
+def _check_one_source(name: str, members: JsonObject, parameters: JsonObject) -> None:
+    sources = ("data" in members, "binary_data_size" in parameters, "shared_memory_region" in parameters)
     if sources.count(True) == 1:
         return
-    found = [source.split()[0] for source, there in zip(_SOURCES, sources, strict=True) if there]
-    said = f"But set {' '.join(found)}" if found else "But no field is set"
-    raise InvalidArgument(f"{_ONE_SOURCE} {said}", field=name)
+    sources_set = [source.split()[0] for source, there in zip(_SOURCES, sources, strict=True) if there]
+    problem = f"But set {' '.join(sources_set)}" if sources_set else "But no field is set"
+    raise InvalidArgument(f"{_ONE_SOURCE} {problem}", field=name)
 
 
 def _parameter(key: str, value: Any) -> ParameterValue:
@@ -316,27 +315,28 @@ def _parameter(key: str, value: Any) -> ParameterValue:
 
 
 def _read_raw_request(config: ModelConfig, body: memoryview) -> InferRequest:
-    """A request that is nothing but the one input of its model, a view of the body: the number of bytes says its one
-    free dimension; text is one element. Raises `InvalidArgument` if the model has several inputs, or not this one.
+    """The request of a body that is the one input of its model, whose one free dimension the number of bytes says.
+
+    The tensor is a view of the body; text is one element. Raises `InvalidArgument` if the model has other inputs.
     """
     if len(config.inputs) != 1:
         text = f"to be deduced but got {len(config.inputs)} inputs in '{config.name}' model configuration"
         raise InvalidArgument(f"{request_id_prefix('')}Raw request must only have 1 input (found 1) {text}", field="")
     [spec] = config.inputs
-    given = DeclaredInput("", config.name, spec.name, spec.datatype, spec.dims)
+    declared = DeclaredInput("", config.name, spec.name, spec.datatype, spec.dims)
     free = spec.dims.count(-1)
     if free > 1:
         text = f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one"
-        raise given.error(f"{text} variable-sized dimension")
+        raise declared.error(f"{text} variable-sized dimension")
     count = math.prod(dim for dim in spec.dims if dim >= 0)
     if spec.datatype == "BYTES":
         if free or count != 1:
-            raise given.error(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
-        tensor = given.tensor(raw_tensors.string_array(given, [bytes(body)], 1))
+            raise declared.error(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
+        tensor = declared.tensor(raw_tensors.string_array(declared, [bytes(body)], 1))
     else:
         row = json_tensors.byte_size(spec.datatype, count)
         shape = tuple((len(body) // row if row else 0) if dim < 0 else dim for dim in spec.dims)
-        tensor = raw_tensors.decode(given._replace(shape=shape), body)
+        tensor = raw_tensors.decode(declared._replace(shape=shape), body)
     if config.max_batch_size > 0:
         tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
     return InferRequest(inputs={spec.name: tensor})

@@ -36,7 +36,7 @@ class TrafficEndpoints:
         ]
 
     async def list(self, request: Request) -> Response:
-        return json_response({"routes": [_shown(each) for each in self._administration.route_control.entries()]})
+        return json_response({"routes": [_shown(entry) for entry in self._administration.route_control.entries()]})
 
     async def show(self, request: Request) -> Response:
         return json_response(_shown(self._administration.route_control.entry(request.path_params["name"])))

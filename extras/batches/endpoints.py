@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from ...api.http.error_responses import ApiError, json_response
 from ...api.http.request_context import tenant_of
-from ...api.openai.json_body import body_shape, decode_body, read_members
+from ...api.openai.json_body import BodyFormat
 from ...core.errors import InvalidArgument, ServerExiting
 from ...core.gateway import ModelLookup
 from .records import BatchRecord, BatchStatus, FilePurpose, StoredFile, lifetime_of, new_id
@@ -50,7 +50,7 @@ class BatchBody(msgspec.Struct, frozen=True, kw_only=True):
     output_expires_after: dict[str, Any] | None = None
 
 
-_BATCH_SHAPE = body_shape(BatchBody.__struct_fields__)
+_BATCH = BodyFormat(BatchBody)
 
 
 class BatchRoutes:
@@ -121,7 +121,7 @@ class BatchRoutes:
     async def create(self, request: Request, runner: BatchRunner) -> Response:
         self._refuse_at_exit()
         store, tenant = runner.store, tenant_of(request.scope)
-        body = decode_body(await read_members(request, _MAX_BODY_BYTES, _BATCH_SHAPE), BatchBody, {})
+        body = await _BATCH.read(request, _MAX_BODY_BYTES)
         check_batch(body, runner.endpoints)
         after = body.output_expires_after or {}
         field = "output_expires_after"

@@ -8,7 +8,8 @@ import httpx
 import numpy as np
 import pytest
 
-from charonia.core.errors import NotFound, Unavailable
+from charonia.api.openai.encoder_calls import several_inputs
+from charonia.core.errors import InvalidArgument, NotFound, Unavailable
 from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, InferResponse
 from charonia.core.request_context import RequestContext
@@ -135,13 +136,10 @@ async def test_fewer_dimensions_have_length_one(client: httpx.AsyncClient) -> No
     ],
 )
 async def test_what_is_wrong_is_named(client: httpx.AsyncClient, fields: dict[str, Any], field: str, said: str) -> None:
-    from charonia.api.openai.embeddings import parse_embeddings
-    from charonia.core.errors import InvalidArgument
-
     body = {"model": "embedder", "input": "a", **fields}
     if len(body["input"]) > 100:  # longer than the server of these tests lets in
         with pytest.raises(InvalidArgument, match=said):
-            parse_embeddings(body)
+            several_inputs(body["input"])
         return
     answered = await client.post("/v1/embeddings", json=body)
     error = answered.json()["error"]
