@@ -1,10 +1,11 @@
-"""What limits each model: the time of its requests between two scrapes, charged to causes.
+"""Explains what limits each model: the time of its requests between two scrapes, charged to causes.
 
-Every second that a request spent in the server is charged to one cause, and a cause's share is its part of all of
-them. What a specific cause explains is not charged to a general one: docs/explain.md has the rules. No I/O.
+Each second of a request is charged to the most specific cause that explains it; a cause's share is its part of all
+seconds. The rules are in docs/explain.md.
 """
 
 from collections.abc import Iterator, Mapping
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -16,40 +17,42 @@ from .scrape import Interval, ModelInterval
 from .time_claims import Cause, TimeClaim, percent
 
 _SATURATED = 0.9
-"""The part of the time that the event loop's thread computes from which on all else is said to wait for it."""
+"""The busy part of an event loop's thread from which on everything else waits for it."""
 
 _LATE = 0.02
-"""Seconds that the event loop is late in the mean from which on tokens that lie unread are charged to it."""
+"""The mean delay of an event loop, in seconds, from which on unread tokens are charged to it."""
 
 _LEAST_SHARE = 0.01
-"""Lesser causes are not told."""
+"""Causes with a smaller share are left out."""
 
 
 class Bottleneck(msgspec.Struct, frozen=True):
-    """What limits a model, in a sentence with its evidence, which is there in numbers too. `share`: of its requests'
-    time, 0 to 1. `turn`: the flag or setting to turn, or what else to do."""
+    """What limits a model, in a sentence with its evidence."""
 
     cause: Cause
     share: float
+    """The part of its requests' time, 0 to 1."""
     text: str
     turn: str = ""
+    """The flag or setting to change, or what else to do."""
     evidence: Mapping[str, float] = {}
+    """The evidence in numbers."""
 
 
 class ModelReport(msgspec.Struct, frozen=True):
-    """The bottlenecks of one version of a model, the worst first, over the last `seconds`; `since_start`: which are all
-    since the server's start."""
+    """The bottlenecks of one version of a model over the last `seconds`, the worst first."""
 
     model: str
     version: str
     seconds: float
     since_start: bool
+    """Whether the seconds reach back to the server's start."""
     bottlenecks: tuple[Bottleneck, ...]
 
 
 class LoopFigures(NamedTuple):
-    """An event loop: of `frontend`, one of several, or of the server's own process where that is empty. How late it was
-    in the mean and at most, seconds; and the part of the time its thread computed."""
+    """An event loop's mean delay and longest lag, in seconds, and the busy part of its thread's time. `frontend` is
+    empty for the loop of the server's own process."""
 
     frontend: str
     delay: float
@@ -66,8 +69,7 @@ class LoopFigures(NamedTuple):
 
 
 class ServerLoops(NamedTuple):
-    """The event loops that a request passes: that of the server's process, which is the hub where there are several
-    `frontends`, and then that of one of these."""
+    """The event loops that a request passes: the server's own and, with several frontends, that of one of these."""
 
     own: LoopFigures
     frontends: tuple[LoopFigures, ...]
@@ -87,81 +89,80 @@ class ServerLoops(NamedTuple):
 
     @property
     def delay(self) -> float:
-        """What a request waits in the mean when it passes."""
-        return self.own.delay + self._mean([each.delay for each in self.frontends])
+        """The mean delay of a request that passes."""
+        return self.own.delay + (fmean(loop.delay for loop in self.frontends) if self.frontends else 0.0)
 
     @property
     def saturated(self) -> float:
-        """The part of all time that loops without time left computed; connections lie on all frontends alike."""
-        busy = self._mean([each.busy if each.saturated else 0.0 for each in self.frontends])
-        return max(self.own.busy if self.own.saturated else 0.0, busy)
+        """The part of the time for which saturated loops computed. Connections are spread evenly over the frontends."""
+        own, *frontends = (loop.busy if loop.saturated else 0.0 for loop in (self.own, *self.frontends))
+        return max(own, fmean(frontends) if frontends else 0.0)
 
     @property
     def late(self) -> bool:
-        return any(each.late for each in (self.own, *self.frontends))
+        return any(loop.late for loop in (self.own, *self.frontends))
 
     @property
     def worst(self) -> LoopFigures:
         loops = self.own, *self.frontends
-        full = [each for each in loops if each.saturated]
-        return max(full, key=lambda each: each.busy) if full else max(loops, key=lambda each: each.delay)
-
-    @staticmethod
-    def _mean(values: list[float]) -> float:
-        return sum(values) / len(values) if values else 0.0
+        saturated = [loop for loop in loops if loop.saturated]
+        return max(saturated, key=lambda loop: loop.busy) if saturated else max(loops, key=lambda loop: loop.delay)
 
 
 def explain(interval: Interval, rooflines: Mapping[str, StepRoofline] = {}, model: str = "") -> list[ModelReport]:
-    """A report of each model that the server has, or of each version of one. `rooflines`: of language models, by name;
-    without one, memory bandwidth and arithmetic are not told apart."""
+    """A report of each version of each model, or of one model. `rooflines` are those of language models by name;
+    without one, memory bandwidth and arithmetic are not distinguished."""
     loops = ServerLoops.of(interval)
-    models = [each for each in interval.models() if model in ("", each.name)]
-    return [_explain_model(ModelInterval(interval, each), loops, rooflines) for each in models]
+    models = [model_id for model_id in interval.models() if model in ("", model_id.name)]
+    return [_explain_model(ModelInterval(interval, model_id), loops, rooflines) for model_id in models]
 
 
-def is_language_model(seen: ModelInterval) -> bool:
-    return bool(seen.last_by("charonia_tenant_weight", "tenant"))
+def is_language_model(interval: ModelInterval) -> bool:
+    return bool(interval.last_by("charonia_tenant_weight", "tenant"))
 
 
-def _explain_model(seen: ModelInterval, loops: ServerLoops, rooflines: Mapping[str, StepRoofline]) -> ModelReport:
-    model = seen.model
-    claims = [_loop_claim(seen, loops), *_cold_start_claims(seen)]
-    if is_language_model(seen):
-        claims += llm_claims(seen, loops.late, rooflines.get(model.name))
+def _explain_model(interval: ModelInterval, loops: ServerLoops, rooflines: Mapping[str, StepRoofline]) -> ModelReport:
+    model = interval.model
+    claims = [_loop_claim(interval, loops), *_cold_start_claims(interval)]
+    if is_language_model(interval):
+        claims += llm_claims(interval, loops.late, rooflines.get(model.name))
     else:
-        claims += classic_claims(seen)
-    found = tuple(_bottlenecks(claims, loops.saturated)) or (_idle(seen),)
-    return ModelReport(model.name, model.version, seen.whole.seconds, seen.whole.since_start, found)
+        claims += classic_claims(interval)
+    bottlenecks = tuple(_bottlenecks(claims, loops.saturated)) or (_idle(interval),)
+    return ModelReport(model.name, model.version, interval.whole.seconds, interval.whole.since_start, bottlenecks)
 
 
 def _bottlenecks(claims: list[TimeClaim], saturated: float) -> Iterator[Bottleneck]:
-    """The claims as shares of the time of all; those of one cause are one, told by the largest. `saturated`: the part
-    of the time for which loops had none left."""
+    """The claims as shares of all time, one for each cause, described by its largest claim. `saturated` is the part of
+    the time that loops were saturated."""
     total = sum(claim.seconds for claim in claims)
     if total <= 0:
         return
     shares: dict[Cause, float] = {}
-    for claim in sorted(claims, key=lambda each: -each.seconds):
+    for claim in sorted(claims, key=lambda claim: -claim.seconds):
         shares[claim.cause] = shares.get(claim.cause, 0.0) + claim.seconds / total
     if saturated:
         own = max(shares.get(Cause.FRONTEND, 0.0), saturated)
         others = 1 - shares.get(Cause.FRONTEND, 0.0)
         shares = {cause: share * (1 - own) / others if others else 0.0 for cause, share in shares.items()}
         shares[Cause.FRONTEND] = own
-    for cause in sorted(shares, key=lambda each: -shares[each]):
+    for cause in sorted(shares, key=lambda cause: -shares[cause]):
         share = shares[cause]
-        told = max((claim for claim in claims if claim.cause is cause), key=lambda each: each.seconds)
+        largest = max((claim for claim in claims if claim.cause is cause), key=lambda claim: claim.seconds)
         if share >= _LEAST_SHARE:
-            text = f"{told.what}, {percent(share)} of the requests' time" + (f": {told.why}" if told.why else "")
-            yield Bottleneck(cause, share, text, told.turn, told.evidence)
+            why = f": {largest.why}" if largest.why else ""
+            text = f"{largest.what}, {percent(share)} of the requests' time{why}"
+            yield Bottleneck(cause, share, text, largest.turn, largest.evidence)
 
 
 _LOG = "the log names what holds the loop for long"
 
 
-def _loop_claim(seen: ModelInterval, loops: ServerLoops) -> TimeClaim:
-    """A request passes each of its loops twice, when it comes and when it is answered; told of the worst."""
-    ended, loop = seen.grown("charonia_requests_total"), loops.worst
+def _loop_claim(interval: ModelInterval, loops: ServerLoops) -> TimeClaim:
+    """The delays of a request, which passes each of its loops twice: on arrival and with its answer. The worst loop is
+    described."""
+    ended = interval.grown("charonia_requests_total")
+    loop = loops.worst
     name, what = "the event loop", "requests wait for the frontend's event loop"
     turn = f"{_LOG}; fewer and larger requests, binary tensors, more --frontends, or another server"
     evidence = {"loop_busy": loop.busy, "loop_delay_seconds": loop.delay, "loop_lag_seconds": loop.lag}
@@ -178,25 +179,26 @@ def _loop_claim(seen: ModelInterval, loops: ServerLoops) -> TimeClaim:
     return TimeClaim(Cause.FRONTEND, 2 * loops.delay * ended, what, why, turn, evidence)
 
 
-def _cold_start_claims(seen: ModelInterval) -> Iterator[TimeClaim]:
-    waited = seen.whole.grown("charonia_load_wait_seconds_total", model=seen.model.name)
+def _cold_start_claims(interval: ModelInterval) -> Iterator[TimeClaim]:
+    waited = interval.whole.grown("charonia_load_wait_seconds_total", model=interval.model.name)
     if not waited:
         return
-    loads = seen.whole.grown("charonia_on_demand_loads_total")
-    again = seen.whole.grown("charonia_on_demand_reloads_total")
-    took = sum(seen.last_by("nv_model_load_duration_secs", "version").values())
+    loads = interval.whole.grown("charonia_on_demand_loads_total")
+    reloads = interval.whole.grown("charonia_on_demand_reloads_total")
+    load_seconds = sum(interval.last_by("nv_model_load_duration_secs", "version").values())
     why = (
-        f"{waited:.1f} s, and the last load took {took:.1f} s; "
-        f"of the server's {loads:.0f} loads {again:.0f} were of models that had made room"
+        f"{waited:.1f} s, and the last load took {load_seconds:.1f} s; "
+        f"of the server's {loads:.0f} loads {reloads:.0f} were of models that had made room"
     )
     turn = "more --memory-limit, longer --min-resident-secs, --spare-cores, or loading at the start"
-    evidence = {"waited_seconds": waited, "load_seconds": took, "loads": loads, "reloads": again}
+    evidence = {"waited_seconds": waited, "load_seconds": load_seconds, "loads": loads, "reloads": reloads}
     yield TimeClaim(Cause.COLD_START, waited, "requests wait until the model is loaded", why, turn, evidence)
 
 
-def _idle(seen: ModelInterval) -> Bottleneck:
-    refused = seen.grown("charonia_requests_total", outcome="rejected")
-    if not (seen.gauge("charonia_model_ready") or seen.whole.has("charonia_on_demand_loads_total")):
+def _idle(interval: ModelInterval) -> Bottleneck:
+    refused = interval.grown("charonia_requests_total", outcome="rejected")
+    if not (interval.gauge("charonia_model_ready") or interval.whole.has("charonia_on_demand_loads_total")):
         return Bottleneck(Cause.COLD_START, 1.0, "the model does not serve: it is not loaded", "see the log for why")
     why = f", and {refused:.0f} were refused for what they asked" if refused else ""
-    return Bottleneck(Cause.IDLE, 1.0, f"nothing limits it: no request was served in {seen.whole.seconds:.1f} s{why}")
+    text = f"nothing limits it: no request was served in {interval.whole.seconds:.1f} s{why}"
+    return Bottleneck(Cause.IDLE, 1.0, text)

@@ -1,7 +1,7 @@
-"""The time of a classic model's requests, charged to causes. Ensembles are told here too: they have no instances.
+"""The time of a classic model's or an ensemble's requests, charged to causes.
 
-A batch that could have been larger makes requests wait: those in the queue, for an execution more than they would have
-needed; those in it, for the others that it waited for.
+A batch that could have been larger costs time: requests in the queue wait for one execution more than needed, requests
+in the batch for those that they were to share it with.
 """
 
 from collections.abc import Iterator
@@ -12,25 +12,29 @@ from .scrape import ModelInterval
 from .time_claims import Cause, TimeClaim, percent
 
 _ALONE = 1.5
-"""Requests in flight, in the mean, up to which clients are said to ask one at a time."""
+"""The mean of requests in flight up to which clients count as asking one at a time."""
 
 
 class BatchFigures(NamedTuple):
-    """The batches of an interval: the mean `size`, and the `most` items one could have; requests `in_flight` in the
-    mean, and the items of each; the part of the time that instances executed; and why most of the batches took no
-    more."""
+    """The batches of an interval."""
 
     size: float
+    """The mean number of items."""
     most: float
+    """The largest possible number of items."""
     in_flight: float
+    """The mean of requests in flight."""
     items: float
+    """The mean items of a request."""
     instances: float
     busy: float
+    """The part of the time that instances executed."""
     reason: CloseReason
+    """Why most batches took no more requests."""
 
     @property
     def missing(self) -> float:
-        """The part of a batch that stays empty though requests are there for it, 0 to 1."""
+        """The part of a batch that stays empty though requests are in flight for it, 0 to 1."""
         possible = min(self.most, self.there)
         return max(1 - self.size / possible, 0.0) if possible > 0 else 0.0
 
@@ -41,7 +45,7 @@ class BatchFigures(NamedTuple):
 
     @property
     def empty(self) -> float:
-        """The part that stays empty, whoever is there."""
+        """The part of a batch that stays empty, 0 to 1."""
         return max(1 - self.size / self.most, 0.0) if self.most > 1 else 0.0
 
     @property
@@ -53,14 +57,14 @@ class BatchFigures(NamedTuple):
         return f"{self.instances:.0f} instance{plural} executed for {percent(self.busy)} of the time"
 
 
-def classic_claims(seen: ModelInterval) -> Iterator[TimeClaim]:
-    latency, queued = (seen.grown(f"nv_inference_{part}_duration_us") / 1e6 for part in ("request", "queue"))
+def classic_claims(interval: ModelInterval) -> Iterator[TimeClaim]:
+    latency, queued = (interval.grown(f"nv_inference_{part}_duration_us") / 1e6 for part in ("request", "queue"))
     parts = "compute_input", "compute_infer", "compute_output"
-    computed = sum(seen.grown(f"nv_inference_{part}_duration_us") for part in parts) / 1e6
-    delayed = min(seen.grown("charonia_batch_delay_seconds_total"), queued)
-    readers = seen.grown("charonia_reader_wait_seconds_total")
+    computed = sum(interval.grown(f"nv_inference_{part}_duration_us") for part in parts) / 1e6
+    delayed = min(interval.grown("charonia_batch_delay_seconds_total"), queued)
+    readers = interval.grown("charonia_reader_wait_seconds_total")
     computed = max(computed - readers, 0.0)  # a response is computed until the next is asked for
-    figures = _figures(seen, latency)
+    figures = _figures(interval, latency)
     if figures is None:
         yield TimeClaim(Cause.COMPUTATION, latency, "the models that it asks take their time", "", "explain those")
         return
@@ -68,7 +72,7 @@ def classic_claims(seen: ModelInterval) -> Iterator[TimeClaim]:
     unformed = behind * figures.missing
     unshared = computed * figures.empty * figures.busy if figures.asked_one_by_one else 0.0
     yield _batching_claim(figures, delayed, unformed + unshared)
-    yield _queue_claim(seen, figures, behind - unformed)
+    yield _queue_claim(interval, figures, behind - unformed)
     yield _computation_claim(figures, computed - unshared)
     if readers:
         why = f"instances waited {readers:.1f} s until responses were read"
@@ -79,22 +83,22 @@ def classic_claims(seen: ModelInterval) -> Iterator[TimeClaim]:
     yield TimeClaim(Cause.FRONTEND, rest, "answers wait for the frontend", why, "see the frontend's loop")
 
 
-def _figures(seen: ModelInterval, latency: float) -> BatchFigures | None:
-    """None for a model that executes nothing itself."""
-    instances = seen.gauge("charonia_instances")
+def _figures(interval: ModelInterval, latency: float) -> BatchFigures | None:
+    """The figures; None for a model that executes nothing itself."""
+    instances = interval.gauge("charonia_instances")
     if not instances:
         return None
-    batches = seen.grown_by("charonia_batches_total", "reason")
-    executions, inferred = seen.grown("nv_inference_exec_count"), seen.grown("nv_inference_count")
-    answered = seen.grown("nv_inference_request_success")
+    batches = interval.grown_by("charonia_batches_total", "reason")
+    executions, inferred = interval.grown("nv_inference_exec_count"), interval.grown("nv_inference_count")
+    answered = interval.grown("nv_inference_request_success")
     return BatchFigures(
         size=inferred / executions if executions else 0.0,
-        most=seen.gauge("charonia_max_batch_size"),
-        in_flight=latency / seen.whole.seconds,
+        most=interval.gauge("charonia_max_batch_size"),
+        in_flight=latency / interval.whole.seconds,
         items=inferred / answered if answered else 1.0,
         instances=instances,
-        busy=min(seen.grown("charonia_execution_seconds_total") / seen.whole.seconds / instances, 1.0),
-        reason=max(CloseReason, key=lambda each: batches.get(each.value, 0.0)),
+        busy=min(interval.grown("charonia_execution_seconds_total") / interval.whole.seconds / instances, 1.0),
+        reason=max(CloseReason, key=lambda reason: batches.get(reason.value, 0.0)),
     )
 
 
@@ -130,15 +134,15 @@ def _batching_claim(figures: BatchFigures, delayed: float, unformed: float) -> T
     return TimeClaim(Cause.BATCHING, delayed + unformed, what, why, turn, _evidence(figures, delayed))
 
 
-def _queue_claim(seen: ModelInterval, figures: BatchFigures, seconds: float) -> TimeClaim:
-    pending = seen.gauge("nv_inference_pending_request_count")
+def _queue_claim(interval: ModelInterval, figures: BatchFigures, seconds: float) -> TimeClaim:
+    pending = interval.gauge("nv_inference_pending_request_count")
     why = f"{pending:.0f} wait, {figures}"
     what = "requests wait for a free instance"
     turn = "instance_group.count up" + (", or max_batch_size" if figures.reason is CloseReason.FULL else "")
-    if sequences := seen.gauge("charonia_sequences_waiting"):
+    if sequences := interval.gauge("charonia_sequences_waiting"):
         what, why = "sequences wait for a slot", f"{sequences:.0f} of them, {why}"
         turn = "max_candidate_sequences or max_batch_size up, or instance_group.count"
-    if limited := seen.whole.gauge("charonia_resource_waiting"):
+    if limited := interval.whole.gauge("charonia_resource_waiting"):
         turn += f"; --rate-limit-resource, for which {limited:.0f} instances wait"
     return TimeClaim(Cause.QUEUE, seconds, what, why, turn, _evidence(figures) | {"waiting": pending})
 

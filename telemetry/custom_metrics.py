@@ -1,7 +1,4 @@
-"""Metrics that Python models make themselves: families by name, shared by all models, and their series.
-
-Belongs to the event loop.
-"""
+"""Metrics that Python models make themselves: families by name, shared by all models. For the event loop."""
 
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +16,14 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _RESERVED = {family.name for family in (*CHARONIA_FAMILIES, *TRITON_FAMILIES, *VLLM_FAMILIES)}
 _DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds of a histogram that names none: those of Prometheus's own clients."""
+"""The default bounds of histograms, those of Prometheus's own clients."""
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 
 @dataclass(slots=True)
 class CustomSeries:
-    """One series. `users`: metrics of processes that stand for it; without any it is gone."""
+    """One series. `users` is the number of metrics in processes that stand for it; without any it is removed."""
 
     labels: Labels
     value: float | Histogram
@@ -35,7 +32,7 @@ class CustomSeries:
 
 @dataclass(slots=True)
 class CustomFamily:
-    """The metrics of one name. `series` by their labels."""
+    """The metrics of one name, by their labels."""
 
     name: str
     description: str
@@ -51,8 +48,8 @@ class _Use:
 
 
 class CustomMetrics:
-    """All families. An `owner`, a process, has its series until it removes them or ends; owners that name the same
-    labels share a series. `reserved`: names of the server's extensions, which no model may take."""
+    """All families. An `owner`, which is a process, has its series until it removes them or ends; owners of the same
+    labels share a series. Models may not take the `reserved` names."""
 
     def __init__(self, reserved: Iterable[str] = ()) -> None:
         self._reserved = _RESERVED.union(reserved)
@@ -65,10 +62,10 @@ class CustomMetrics:
         return (family for family in self._families.values() if family.series)
 
     def readings(self) -> Iterator[tuple[MetricFamily, list[Reading]]]:
-        """Everything for a scrape, by family."""
+        """All series for a scrape, by family."""
         for family in self:
-            series = family.series.values()
-            readings = [Reading(family.name, each.value, dict(each.labels)) for each in series]
+            all_series = family.series.values()
+            readings = [Reading(family.name, series.value, dict(series.labels)) for series in all_series]
             yield MetricFamily(family.name, family.kind, family.description), readings
 
     def add_family(self, name: str, description: str, kind: MetricKind) -> None:
@@ -80,7 +77,7 @@ class CustomMetrics:
             raise AlreadyExists(f"metric family '{name}' is a {family.kind} already, not a {kind}")
 
     def add_metric(self, owner: Hashable, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> int:
-        """The number of a series, made if it is new."""
+        """The number of a series, which is made if new. Raises `InvalidArgument` for wrong labels or buckets."""
         family = self._families[name]
         for label in labels:
             if not _LABEL.fullmatch(label):
@@ -99,7 +96,7 @@ class CustomMetrics:
         return number
 
     def update(self, owner: Hashable, number: int, operation: str, value: float) -> None:
-        """Increment, set, observe, or remove; without effect for a series that is removed."""
+        """Increment, set, observe or remove; without effect on a removed series."""
         use = self._uses.get(number)
         if use is None or use.owner is not owner:
             return
@@ -120,7 +117,7 @@ class CustomMetrics:
         return value
 
     def remove_all(self, owner: Hashable) -> None:
-        """Remove what an owner has."""
+        """Remove all series of an owner."""
         for number in [number for number, use in self._uses.items() if use.owner is owner]:
             self._remove(number)
 

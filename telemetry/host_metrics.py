@@ -1,7 +1,6 @@
-"""The machine at a scrape, in Triton's gauges: its processors and memory, and the NVIDIA GPUs by NVML.
+"""The machine at a scrape, in Triton's gauges: processors, memory, and NVIDIA GPUs by NVML.
 
-NVML is the driver's library; nvidia-ml-py calls it, and is imported only when GPUs are asked for. A value that the
-system, a GPU or its driver does not report has no series and limits nothing.
+nvidia-ml-py calls NVML, and is imported only for GPUs. A value that the system or driver does not report has no series.
 """
 
 import os
@@ -15,13 +14,13 @@ from typing import Any, NamedTuple
 from ..core.metrics import Measurement, Reading
 
 _IDLE = slice(3, 5)
-"""The fields of /proc/stat's first line that count idle time, and idle time in which a disk was waited for."""
+"""The fields of /proc/stat's first line that count idle time, with and without waiting for a disk."""
 
 _GUESTS = 8
-"""From here on time of guests, which the fields before have already."""
+"""The first field of guests' time, which earlier fields include."""
 
 _PINNED_MEMORY = (Reading("nv_pinned_memory_pool_total_bytes", 0), Reading("nv_pinned_memory_pool_used_bytes", 0))
-"""Tensors are not staged in pinned memory: there is no pool."""
+"""There is no pool: tensors are not staged in pinned memory."""
 
 _UNLIMITED = 1 << 60
 
@@ -32,7 +31,7 @@ class _CpuTicks(NamedTuple):
 
 
 class HostMetrics:
-    """Asked at each scrape: utilisation is that since the last one. `root`: where the kernel's files are."""
+    """The host's gauges; utilisation is since the last scrape. `root` is the directory of the kernel's files."""
 
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = root
@@ -42,11 +41,11 @@ class HostMetrics:
         yield Measurement({}, (*self._cpu(), *self._memory(), *_PINNED_MEMORY))
 
     def _cpu(self) -> Iterator[Reading]:
-        now, before = self._ticks(), self._seen
-        if now is None or before is None or now.whole == before.whole:
+        ticks, before = self._ticks(), self._seen
+        if ticks is None or before is None or ticks.whole == before.whole:
             return
-        self._seen = now
-        yield Reading("nv_cpu_utilization", (now.busy - before.busy) / (now.whole - before.whole))
+        self._seen = ticks
+        yield Reading("nv_cpu_utilization", (ticks.busy - before.busy) / (ticks.whole - before.whole))
 
     def _memory(self) -> Iterator[Reading]:
         lines = (line.split() for line in self._lines("meminfo"))
@@ -70,21 +69,22 @@ class HostMetrics:
 
 
 def usable_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[int, ...]:
-    """The numbers that the GPUs here have for CUDA in this process."""
-    there = len(list(devices.glob("nvidia[0-9]*")))
+    """The numbers that CUDA gives this machine's GPUs in this process."""
+    installed = len(list(devices.glob("nvidia[0-9]*")))
     visible = _visible_devices(environment)
-    return tuple(range(there if visible is None else min(there, len(visible))))
+    return tuple(range(installed if visible is None else min(installed, len(visible))))
 
 
 def _visible_devices(environment: Mapping[str, str]) -> list[str] | None:
-    """The GPUs that CUDA may use, by the driver's numbers or names, None for all; an invalid one hides those behind."""
+    """The GPUs that CUDA may use, by the driver's numbers or names; None for all. An invalid one hides all behind
+    it."""
     value = environment.get("CUDA_VISIBLE_DEVICES")
     names = None if value is None else (name.strip() for name in value.split(","))
     return None if names is None else list(takewhile(lambda name: name not in ("", "-1"), names))
 
 
 class _Gpu(NamedTuple):
-    """`product`: its name, which several may share. `began`: millijoules at the start, None where none are counted."""
+    """A GPU. Several may have one `product` name. `began`: its energy in millijoules at the start, if counted."""
 
     handle: Any
     uuid: str
@@ -109,11 +109,12 @@ class Gpus:
 
     def _open(self, index: int) -> _Gpu:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-        uuid, product = self._nvml.nvmlDeviceGetUUID(handle), self._nvml.nvmlDeviceGetName(handle)
+        uuid = self._nvml.nvmlDeviceGetUUID(handle)
+        product = self._nvml.nvmlDeviceGetName(handle)
         return _Gpu(handle, uuid, product, self._energy(handle))
 
     def free(self, number: int) -> int:
-        """Bytes that are free on the GPU with this number for CUDA in this process; 2**60 where that is not known."""
+        """The free bytes of the GPU with CUDA's number; 2**60 if unknown."""
         if not self._gpus:
             return _UNLIMITED
         with suppress(self._nvml.NVMLError, LookupError):
@@ -121,7 +122,7 @@ class Gpus:
         return _UNLIMITED
 
     def capability(self, number: int) -> int:
-        """The compute capability, times ten, of the GPU with this number, as for `free`; 0 where it is not known."""
+        """Ten times the compute capability of the GPU with CUDA's number; 0 if unknown."""
         if not self._gpus:
             return 0
         with suppress(self._nvml.NVMLError, LookupError):
@@ -130,18 +131,18 @@ class Gpus:
         return 0
 
     def _handle(self, number: int) -> Any:
-        """The GPU with CUDA's number, or a part of one, which has a name of its own.
+        """NVML's handle of the GPU with CUDA's number, or of a part of one, which has its own name.
 
         Raises:
-            LookupError: there is none, or it might be any.
+            LookupError: there is none, or it is unknown which.
         """
         name = str(number) if self._visible is None else self._visible[number]
         if name.isdecimal() and not self._in_order:
             raise LookupError("CUDA has an order of its own")
         if name.isdecimal():
             return self._gpus[int(name)].handle
-        named = [gpu.handle for gpu in self._gpus if gpu.uuid.startswith(name)]
-        return named[0] if named else self._nvml.nvmlDeviceGetHandleByUUID(name)
+        handles = [gpu.handle for gpu in self._gpus if gpu.uuid.startswith(name)]
+        return handles[0] if handles else self._nvml.nvmlDeviceGetHandleByUUID(name)
 
     def measure(self) -> Iterator[Measurement]:
         """Triton's gauges of each GPU."""

@@ -1,7 +1,7 @@
 """The time of a language model's sequences, charged to causes.
 
-The engine counts it by state (`charonia_sequence_seconds_total`), step by step, so requests that have not ended count
-too. Of an engine that does not, the phases of requests that ended in them stand in.
+The engine counts it by state in each step (`charonia_sequence_seconds_total`), so running requests count too. For an
+engine that does not, the phases of ended requests are used.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,17 +13,16 @@ from .scrape import ModelInterval
 from .time_claims import Cause, TimeClaim, percent
 
 _OUTPUT_WEIGHT = 2.0
-"""A generated token counts as much as so many of a prompt, as in the engine's fair shares."""
+"""The prompt tokens that one generated token counts as, as in the engine's fair shares."""
 
 _ANOTHER = 1.5
-"""A roofline by which steps would take so many times as long as they do is that of another model or machine."""
+"""A roofline whose steps would take so many times longer than the real ones belongs to another model or machine."""
 
 _MORE_CACHE = "--kv-cache-bytes or --kv-cache-memory-fraction up, --kv-cache-dtype int8, or more --data-parallel-size"
 
 
 class TenantExcess(NamedTuple):
-    """A tenant that took more than its fair share while others waited for `waited` seconds. `fraction`: the part of
-    what is beyond its share that it took, 0 to 1."""
+    """A tenant that took more than its fair share while others waited for `waited` seconds."""
 
     name: str
     took: float
@@ -32,59 +31,61 @@ class TenantExcess(NamedTuple):
 
     @property
     def fraction(self) -> float:
+        """The part of what is beyond its fair share that it took, 0 to 1."""
         return (self.took - self.fair) / (1 - self.fair)
 
 
-def llm_claims(seen: ModelInterval, loop_is_late: bool, roofline: StepRoofline | None) -> Iterator[TimeClaim]:
-    """Tokens that lay unread are charged to the clients, unless the event loop that is to read them `loop_is_late`."""
-    spent = _state_seconds(seen)
-    excess = _tenant_excess(seen)
+def llm_claims(interval: ModelInterval, loop_is_late: bool, roofline: StepRoofline | None) -> Iterator[TimeClaim]:
+    """Tokens that lay unread are charged to the clients or, if `loop_is_late`, to the event loop that reads them."""
+    spent = _state_seconds(interval)
+    excess = _tenant_excess(interval)
     tenant = 0.0 if excess is None else excess.fraction
-    yield from _queue_claims(seen, spent, 1 - tenant)
+    yield from _queue_claims(interval, spent, 1 - tenant)
     if excess is not None:
         waits = sum(spent.get(state, 0.0) for state in ("no_row", "no_tokens", "no_blocks"))
         yield _tenant_claim(excess, waits * tenant)
-    steps, computed = seen.grown("charonia_step_seconds_count"), seen.grown("charonia_step_tokens_sum")
-    again = seen.grown("charonia_recomputed_tokens_total")
+    steps = interval.grown("charonia_step_seconds_count")
+    computed = interval.grown("charonia_step_tokens_sum")
+    recomputed = interval.grown("charonia_recomputed_tokens_total")
     running = spent.get("running", 0.0)
-    lost = running * min(again / computed, 1.0) if computed else 0.0
-    yield from _preemption_claims(seen, spent.get("preempted", 0.0) + lost, again)
-    answering = seen.grown("nv_inference_compute_output_duration_us") / 1e6
-    behind = max(seen.grown("charonia_unread_seconds_total"), answering)
-    yield _reader_claim(seen, behind, loop_is_late)
-    yield _preparation_claim(seen)
-    yield from _step_claims(seen, max(running - lost - behind, 0.0), steps, roofline)
+    lost = running * min(recomputed / computed, 1.0) if computed else 0.0
+    yield from _preemption_claims(interval, spent.get("preempted", 0.0) + lost, recomputed)
+    answering = interval.grown("nv_inference_compute_output_duration_us") / 1e6
+    behind = max(interval.grown("charonia_unread_seconds_total"), answering)
+    yield _reader_claim(interval, behind, loop_is_late)
+    yield _preparation_claim(interval)
+    yield from _step_claims(interval, max(running - lost - behind, 0.0), steps, roofline)
 
 
-def _state_seconds(seen: ModelInterval) -> Mapping[str, float]:
-    counted = seen.grown_by("charonia_sequence_seconds_total", "state")
+def _state_seconds(interval: ModelInterval) -> Mapping[str, float]:
+    counted = interval.grown_by("charonia_sequence_seconds_total", "state")
     if counted:
         return counted
-    phases = seen.grown("charonia_prefill_seconds_sum") + seen.grown("charonia_decode_seconds_sum")
-    return {"running": phases, "no_row": seen.grown("charonia_queue_seconds_sum")}
+    phases = interval.grown("charonia_prefill_seconds_sum") + interval.grown("charonia_decode_seconds_sum")
+    return {"running": phases, "no_row": interval.grown("charonia_queue_seconds_sum")}
 
 
-def _tenant_excess(seen: ModelInterval) -> TenantExcess | None:
-    """The tenant that took most beyond its share, where others had to wait."""
-    prompts = seen.grown_by("charonia_prompt_tokens_total", "tenant")
-    generated = seen.grown_by("charonia_generation_tokens_total", "tenant")
-    waited = seen.grown_by("charonia_tenant_waiting_seconds_total", "tenant")
-    weights = seen.last_by("charonia_tenant_weight", "tenant")
+def _tenant_excess(interval: ModelInterval) -> TenantExcess | None:
+    """The tenant that took most beyond its share while others had to wait."""
+    prompts = interval.grown_by("charonia_prompt_tokens_total", "tenant")
+    generated = interval.grown_by("charonia_generation_tokens_total", "tenant")
+    waited = interval.grown_by("charonia_tenant_waiting_seconds_total", "tenant")
+    weights = interval.last_by("charonia_tenant_weight", "tenant")
     work = {name: prompts.get(name, 0.0) + _OUTPUT_WEIGHT * generated.get(name, 0.0) for name in weights}
     active = {name: weights[name] for name in weights if work[name] > 0 or waited.get(name, 0.0) > 0}
     total = sum(work.values())
     if len(active) < 2 or not total:
         return None
-    found = []
+    excesses = []
     for name, weight in active.items():
         others = sum(seconds for other, seconds in waited.items() if other != name)
-        found.append(TenantExcess(name, work[name] / total, weight / sum(active.values()), others))
-    most = max(found, key=lambda each: each.fraction)
+        excesses.append(TenantExcess(name, work[name] / total, weight / sum(active.values()), others))
+    most = max(excesses, key=lambda excess: excess.fraction)
     return most if most.fraction > 0 and most.waited > 0 else None
 
 
-def _queue_claims(seen: ModelInterval, spent: Mapping[str, float], part: float) -> Iterator[TimeClaim]:
-    """`part`: of the waiting that no tenant is to blame for."""
+def _queue_claims(interval: ModelInterval, spent: Mapping[str, float], part: float) -> Iterator[TimeClaim]:
+    """The claims of waiting; `part` is the part of it that no tenant is to blame for."""
     state = SequenceState
     whats = {
         state.NO_ROW: ("requests wait until a running one ends", "--max-num-seqs up, or more --data-parallel-size"),
@@ -94,21 +95,21 @@ def _queue_claims(seen: ModelInterval, spent: Mapping[str, float], part: float) 
         ),
         state.PARKED: ("requests wait for a prefix that others compute, or for adapters", "--max-loras up"),
     }
-    waits = {each: spent.get(each, 0.0) for each in whats}
+    waits = {queue_state: spent.get(queue_state, 0.0) for queue_state in whats}
     refused = sum(
-        seen.grown("charonia_requests_total", outcome="rejected", reason=f"queue_full_{limit}")
+        interval.grown("charonia_requests_total", outcome="rejected", reason=f"queue_full_{limit}")
         for limit in ("requests", "tokens")
     )
-    what, turn = whats[max(waits, key=lambda each: waits[each])]
-    running, waiting = seen.gauge("charonia_requests_running"), seen.gauge("charonia_requests_waiting")
+    what, turn = whats[max(waits, key=lambda queue_state: waits[queue_state])]
+    running, waiting = interval.gauge("charonia_requests_running"), interval.gauge("charonia_requests_waiting")
     why = f"{running:.0f} run and {waiting:.0f} wait"
     if refused:
         why += f", and {refused:.0f} were refused because the queue was full"
         turn += "; --max-queued-requests and --max-queued-tokens say how many may wait"
     evidence = {"running": running, "waiting": waiting, "refused": refused}
     yield TimeClaim(Cause.QUEUE, sum(waits.values()) * part, what, why, turn, evidence | _named(waits))
-    usage = seen.gauge("charonia_kv_cache_usage_ratio")
-    why = f"{percent(usage)} of {seen.gauge('charonia_kv_cache_tokens'):,.0f} tokens are in use, {why}"
+    usage = interval.gauge("charonia_kv_cache_usage_ratio")
+    why = f"{percent(usage)} of {interval.gauge('charonia_kv_cache_tokens'):,.0f} tokens are in use, {why}"
     what = "requests wait for blocks of the cache"
     blocked = spent.get(state.NO_BLOCKS, 0.0) * part
     yield TimeClaim(Cause.CACHE_FULL, blocked, what, why, _MORE_CACHE, {"usage": usage, **evidence})
@@ -127,18 +128,18 @@ def _tenant_claim(excess: TenantExcess, seconds: float) -> TimeClaim:
     return TimeClaim(Cause.TENANT, seconds, f"requests wait behind those of {name}", why, turn, evidence)
 
 
-def _preemption_claims(seen: ModelInterval, seconds: float, again: float) -> Iterator[TimeClaim]:
-    count = seen.grown("charonia_preemptions_total")
+def _preemption_claims(interval: ModelInterval, seconds: float, recomputed: float) -> Iterator[TimeClaim]:
+    count = interval.grown("charonia_preemptions_total")
     if count or seconds:
-        why = f"{count:.0f} preemptions, {again:,.0f} tokens were computed again"
+        why = f"{count:.0f} preemptions, {recomputed:,.0f} tokens were computed again"
         turn = f"{_MORE_CACHE}; fewer --max-num-seqs, or --admission no_evict"
-        evidence = {"preemptions": count, "recomputed_tokens": again}
+        evidence = {"preemptions": count, "recomputed_tokens": recomputed}
         what = "running sequences lose their cache and wait to go on"
         yield TimeClaim(Cause.PREEMPTIONS, seconds, what, why, turn, evidence)
 
 
-def _reader_claim(seen: ModelInterval, seconds: float, loop_is_late: bool) -> TimeClaim:
-    merged, tokens = seen.grown("charonia_merged_tokens_total"), seen.grown("charonia_generation_tokens_total")
+def _reader_claim(interval: ModelInterval, seconds: float, loop_is_late: bool) -> TimeClaim:
+    merged, tokens = interval.grown("charonia_merged_tokens_total"), interval.grown("charonia_generation_tokens_total")
     why = f"{merged:,.0f} of {tokens:,.0f} tokens came while earlier ones were unread"
     evidence = {"merged_tokens": merged, "tokens": tokens}
     if loop_is_late:
@@ -148,21 +149,21 @@ def _reader_claim(seen: ModelInterval, seconds: float, loop_is_late: bool) -> Ti
     return TimeClaim(Cause.SLOW_CLIENT, seconds, "clients read more slowly than tokens come", why, turn, evidence)
 
 
-def _preparation_claim(seen: ModelInterval) -> TimeClaim:
-    """From arrival to the engine having it, less the time in which the model was loaded."""
-    took = seen.grown("nv_inference_compute_input_duration_us") / 1e6
-    loads = seen.whole.grown("charonia_load_wait_seconds_total", model=seen.model.name)
+def _preparation_claim(interval: ModelInterval) -> TimeClaim:
+    """The time from arrival until the engine has the request, less that of the model's load."""
+    took = interval.grown("nv_inference_compute_input_duration_us") / 1e6
+    loads = interval.whole.grown("charonia_load_wait_seconds_total", model=interval.model.name)
     seconds = max(took - loads, 0.0)
     what, turn = "requests are made ready", "shorter prompts and simpler schemas, or more cores for the frontend"
     return TimeClaim(Cause.FRONTEND, seconds, what, f"templates, tokens and grammars took {seconds:.2f} s", turn)
 
 
 def _step_claims(
-    seen: ModelInterval, seconds: float, steps: float, roofline: StepRoofline | None
+    interval: ModelInterval, seconds: float, steps: float, roofline: StepRoofline | None
 ) -> Iterator[TimeClaim]:
-    """The time in which sequences are computed, by what a step's time goes to."""
-    took = seen.grown("charonia_step_seconds_sum")
-    if steps and (eager := seen.grown("charonia_eager_steps_total")):
+    """The time in which sequences are computed, by what steps spend it on."""
+    took = interval.grown("charonia_step_seconds_sum")
+    if steps and (eager := interval.grown("charonia_eager_steps_total")):
         cold = seconds * min(eager / steps, 1.0)
         seconds -= cold
         what, why = "decode steps find no CUDA graph yet", f"{eager:.0f} of {steps:.0f} steps were launched without one"
@@ -174,25 +175,25 @@ def _step_claims(
         turn = "a faster machine, or more of them"
         yield TimeClaim(Cause.COMPUTATION, seconds, "requests are computed", "the engine tells no steps", turn)
         return
-    tokens, rows = seen.grown("charonia_step_tokens_sum") / steps, seen.grown("charonia_step_sequences_sum") / steps
-    busy = min(took / seen.whole.seconds / max(seen.gauge("charonia_replicas_ready"), 1.0), 1.0)
-    each = took / steps
-    why = (
-        f"steps of {1e3 * each:.2f} ms compute {tokens:.1f} tokens of {rows:.1f} sequences, {percent(busy)} of the time"
-    )
-    evidence = {"step_seconds": each, "tokens_per_step": tokens, "sequences_per_step": rows, "busy": busy}
+    tokens = interval.grown("charonia_step_tokens_sum") / steps
+    rows = interval.grown("charonia_step_sequences_sum") / steps
+    busy = min(took / interval.whole.seconds / max(interval.gauge("charonia_replicas_ready"), 1.0), 1.0)
+    step_seconds = took / steps
+    work = f"{tokens:.1f} tokens of {rows:.1f} sequences"
+    why = f"steps of {1e3 * step_seconds:.2f} ms compute {work}, {percent(busy)} of the time"
+    evidence = {"step_seconds": step_seconds, "tokens_per_step": tokens, "sequences_per_step": rows, "busy": busy}
     faster = "--quantization int8, --speculative-config, --tensor-parallel-size, or more --data-parallel-size"
     if roofline is None:
         turn = f"{faster}; with what charonia calibrate wrote, --machine tells memory bandwidth from arithmetic"
         yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, turn, evidence)
         return
-    context = seen.gauge("charonia_kv_cache_usage_ratio") * seen.gauge("charonia_kv_cache_tokens")
+    context = interval.gauge("charonia_kv_cache_usage_ratio") * interval.gauge("charonia_kv_cache_tokens")
     reading, multiplying = roofline.reading_seconds(context), roofline.arithmetic_seconds(tokens, rows)
-    if (least := max(reading, multiplying)) > _ANOTHER * each:
+    if (least := max(reading, multiplying)) > _ANOTHER * step_seconds:
         another = f"--machine has the file of another model or machine, where such a step takes {1e3 * least:.2f} ms"
         yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, f"{faster}; {another}", evidence)
         return
-    reads, works = min(reading / each, 1.0), min(multiplying / each, 1.0)
+    reads, works = min(reading / step_seconds, 1.0), min(multiplying / step_seconds, 1.0)
     evidence |= {"bandwidth_share": reads, "arithmetic_share": works}
     why = f"{why}; reading takes {percent(reads)} of it, arithmetic {percent(works)}"
     if reads >= works:

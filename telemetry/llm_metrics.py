@@ -1,4 +1,4 @@
-"""The instruments of one language model, and its series at a scrape."""
+"""The instruments of one language model, and its series for a scrape."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _ALWAYS_REPORTED = (
 
 @dataclass(slots=True)
 class TenantUsage:
-    """One tenant's tokens, weight, and time in the engine's queue; requests without a key belong to tenant ""."""
+    """One tenant's tokens, weight and queueing time; requests without a key belong to tenant ""."""
 
     prompt: int = 0
     generated: int = 0
@@ -35,8 +35,8 @@ class TenantUsage:
 
 @dataclass(slots=True)
 class RequestDurations:
-    """Triton's sums over successful requests: the whole, and what it was made of. `last`: when the last one ended, in
-    milliseconds since the epoch."""
+    """Triton's sums over successful requests, in microseconds. `last` is when the last one ended, in milliseconds since
+    the epoch."""
 
     request: int = 0
     queue: int = 0
@@ -55,22 +55,24 @@ class RequestDurations:
 
 
 class EngineState(NamedTuple):
-    """An engine at a scrape. `waiting`: requests not begun, by class. `grammar_hits`: requests whose grammar was there.
-    `kv_capacity`: in tokens. `sequence_seconds`: by `SequenceState`. Counters outlive the core that counted."""
+    """An engine at a scrape. Counters outlive the core that counted."""
 
     running: int = 0
     waiting: Mapping[str, int] = {}
+    """Requests not begun, by priority class."""
     queue_age: float = 0.0
     kv_usage: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0
     restored: int = 0
+    """Prompt tokens found in the prefix cache's host memory."""
     preemptions: int = 0
     core_restarts: int = 0
     replicas_ready: int = 0
     grammars_compiled: int = 0
     grammar_seconds: float = 0.0
     grammar_hits: int = 0
+    """Requests whose grammar was already compiled."""
     masks: int = 0
     mask_seconds: float = 0.0
     forced_tokens: int = 0
@@ -79,8 +81,10 @@ class EngineState(NamedTuple):
     eager_steps: int = 0
     failed_captures: int = 0
     kv_capacity: int = 0
+    """Tokens."""
     recomputed_tokens: int = 0
     sequence_seconds: Mapping[str, float] = {}
+    """By `SequenceState`."""
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("charonia_requests_running", self.running)
@@ -120,7 +124,7 @@ class EngineState(NamedTuple):
 
 
 class LlmMetrics:
-    """The instruments of one language model, from its load to its unload. Seconds and tokens throughout."""
+    """The instruments of one language model, from its load to its unload, in seconds and tokens."""
 
     def __init__(self) -> None:
         self.ended = Counter(dict.fromkeys(_ALWAYS_REPORTED, 0))
@@ -150,7 +154,7 @@ class LlmMetrics:
         return self.tenants.get(name) or self.tenants.setdefault(name, TenantUsage())
 
     def total(self, *outcomes: Outcome) -> int:
-        """Requests that ended in one of these ways."""
+        """The number of requests that ended in one of these ways."""
         return sum(count for end, count in self.ended.items() if end.outcome in outcomes)
 
     @property
@@ -174,7 +178,8 @@ class LlmMetrics:
         yield from self._triton_readings(sum(engine.waiting.values()))
 
     def _triton_readings(self, pending: int) -> Iterator[Reading]:
-        answered, shed = self.answered, sum(self.ended[end] for end in QUEUE_FULL_ENDS.values())
+        answered = self.answered
+        shed = sum(self.ended[end] for end in QUEUE_FULL_ENDS.values())
         failures = {
             "REJECTED": shed + self.total(Outcome.TIMEOUT),
             "CANCELED": self.total(Outcome.CANCELLED),

@@ -1,8 +1,8 @@
-"""The logging of this process: its settings, handlers and levels, and the formats of a line.
+"""The logging of this process: settings, handlers, levels and formats.
 
-Lines are formatted by the thread that logs and written by a thread of their own. A pipe that is not read stops no
-thread and costs a bounded amount of memory: lines that find no room are counted, and the count is logged once the pipe
-moves again. A file that cannot be written is reported on stderr.
+The thread that logs formats a line, another thread writes it. A pipe without a reader blocks nothing and costs bounded
+memory: lines without room are counted, and the count is logged once the pipe moves again. A file that cannot be written
+is reported on stderr.
 """
 
 import json
@@ -27,21 +27,23 @@ from .request_log import LoggedRequests, RequestLogRecord, is_logged, request_lo
 from .request_log import log as request_log
 
 _BATCHING_SECONDS = 0.2
-"""Seconds that a request's record may wait to be written with others: writing delays the event loop each time."""
+"""Seconds that a request's record may wait for others, since each write delays the event loop."""
 
 _MAX_WAITING_CHARACTERS = 1 << 22
-"""Characters that may stand in line: half a minute of busy traffic."""
+"""The most characters that wait: half a minute of busy traffic."""
 
 _CLOSE_SECONDS = 1.0
-"""Seconds that writing may take at the end."""
+"""The most seconds that writing may take at the end."""
 
 _LOST_LINES_MESSAGE = "%d lines of the log are lost: they could not be written, or not quickly enough"
 
 
 class LogWriter(logging.Handler):
-    """Never waits for the stream. `most`: characters that may wait to be written; beyond them the newest go. `file`:
-    where the stream was opened to append, if it was; it is opened anew if another file, or none, is there by now, as
-    logrotate and `rm` leave it, and closed at the end."""
+    """A handler that never waits for its stream. At most `most` characters wait to be written; newer lines are lost.
+
+    If the stream is a `file` opened for appending, it is reopened when the path has another file or none, as after
+    logrotate, and closed at the end.
+    """
 
     def __init__(self, stream: TextIO, most: int = _MAX_WAITING_CHARACTERS, file: str = "") -> None:
         super().__init__()
@@ -55,8 +57,9 @@ class LogWriter(logging.Handler):
         self._lost = 0
         self._waking = self._hurrying = False
         self._wakes: SimpleQueue[Event | None] = SimpleQueue()
-        """An event asks to write at once and is set afterwards; None may wait a moment."""
-        self._stopping, self._stopped = False, Event()
+        """An event asks for an immediate write, and is set afterwards; None may wait a moment."""
+        self._stopping = False
+        self._stopped = Event()
         Thread(target=self._run, name="log", daemon=True).start()
 
     def handle(self, record: logging.LogRecord) -> bool:
@@ -67,17 +70,17 @@ class LogWriter(logging.Handler):
         except Exception:
             self.handleError(record)
             return True
+        if type(record) is not RequestLogRecord:
+            self.write_lines(line)
+            return True
         self._keep(line)
-        if type(record) is not RequestLogRecord and not self._hurrying:
-            self._waking = self._hurrying = True
-            self._wakes.put(Event())
-        elif not self._waking:
+        if not self._waking:
             self._waking = True
             self._wakes.put(None)
         return True
 
     def write_lines(self, text: str) -> None:
-        """Write lines that another process has formatted, and that have waited there."""
+        """Write lines as they are, without waiting for others."""
         self._keep(text)
         if not self._hurrying:
             self._waking = self._hurrying = True
@@ -98,13 +101,13 @@ class LogWriter(logging.Handler):
             self._wake_and_wait(Event())
 
     def stop(self) -> bool:
-        """Write the lines that wait, and stop. False: the pipe is not read, and writing to it would wait."""
+        """Write the waiting lines and stop. False if writing to the pipe would wait."""
         self._stopping = True
         return self._wake_and_wait(self._stopped)
 
-    def _wake_and_wait(self, written: Event) -> bool:
-        self._wakes.put(written)
-        return written.wait(_CLOSE_SECONDS)
+    def _wake_and_wait(self, done: Event) -> bool:
+        self._wakes.put(done)
+        return done.wait(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -130,12 +133,12 @@ class LogWriter(logging.Handler):
         if lost:
             record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, _LOST_LINES_MESSAGE, (lost,), None)
             notice += self.format(record) + "\n"
-        written = self._write(notice)
-        if written:
+        succeeded = self._write(notice)
+        if succeeded:
             self._outage.report_recovery(lost)
         with self._guard:
             self._size -= len(text)
-            if not written:
+            if not succeeded:
                 self._lost += lost + len(lines)
 
     def _write(self, text: str) -> bool:
@@ -162,7 +165,7 @@ def _reopened_if_moved(stream: TextIO, file: str) -> TextIO:
 
 
 def _write_unbuffered(stream: TextIO, text: str) -> None:
-    """Write past the stream's buffer where it has a file below: Python aborts at exit if a thread still waits in it."""
+    """Write past the stream's buffer if it has a file: Python aborts at exit if a thread waits in the buffer."""
     number = None
     with suppress(OSError):  # what only looks like a file says so
         number = stream.fileno()
@@ -180,8 +183,10 @@ LogFormat: TypeAlias = Literal["default", "ISO8601", "json"]
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """The settings of Triton's logging extension, by their names there and in their order; clients may change all but
-    `log_file`, "" for stderr. https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_logging.md
+    """The settings of Triton's logging extension, in its order. Clients may change all but `log_file`, which is empty
+    for stderr.
+
+    Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_logging.md
     """
 
     log_file: str = ""
@@ -193,7 +198,7 @@ class LogSettings:
 
 
 def parse_log_format(name: str, setting: str = "log_format") -> LogFormat:
-    """The format of that name. `setting`: its name in the error, which Triton gives it over HTTP.
+    """The format of that name; `setting` names it in the error.
 
     Raises:
         InvalidArgument: there is no such format.
@@ -205,7 +210,7 @@ def parse_log_format(name: str, setting: str = "log_format") -> LogFormat:
 
 
 class LogControl:
-    """The log settings of the server, and the function that applies others."""
+    """The log settings of the server, and the function that applies them."""
 
     def __init__(
         self, settings: LogSettings = LogSettings(), apply: Callable[[LogSettings], None] = lambda settings: None
@@ -214,10 +219,10 @@ class LogControl:
         self._apply = apply
 
     def update(self, settings: LogSettings) -> LogSettings:
-        """Log like this from now on.
+        """Apply new settings.
 
         Raises:
-            Unsupported: it names another file.
+            Unsupported: they name another file.
         """
         if settings.log_file != self.settings.log_file:
             raise Unsupported("log file location can not be updated through network protocol", field="log_file")
@@ -227,8 +232,7 @@ class LogControl:
 
 
 _STANDARD_ATTRIBUTES = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
-"""Attributes that every log record has, or that a line has under another name; uvicorn repeats its message in
-colours."""
+"""Attributes of every log record, or that a line has under another name; uvicorn repeats its message in colours."""
 
 _LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
@@ -236,9 +240,8 @@ _TIMES = {"default": "%m%d %H:%M:%S", "ISO8601": "%Y-%m-%dT%H:%M:%S%z"}
 
 @contextmanager
 def configured_logging(settings: LogSettings, requests: LoggedRequests = "all") -> Iterator[LogControl]:
-    """Set logging up for the block, to stderr or a file, and let it be changed there; lines that wait are written at
-    its end, if they are read. A program that has set logging up itself keeps its handlers. `requests` that end have a
-    record.
+    """Log to stderr or a file within the block, and write waiting lines at its end. A program's own logging handlers
+    stay. Ended `requests` are logged.
 
     Raises:
         InvalidArgument: the file cannot be written.
@@ -252,16 +255,16 @@ def configured_logging(settings: LogSettings, requests: LoggedRequests = "all") 
 def logging_to(
     stream: TextIO, settings: LogSettings, file: str = "", requests: LoggedRequests = "all"
 ) -> Iterator[LogControl]:
-    """As `configured_logging`, to a stream: that of `file`, if it is one's."""
+    """As `configured_logging`, to a stream, which may be that of `file`."""
     writer = LogWriter(stream, file=file)
     logging.basicConfig(level=logging.WARNING, handlers=[writer])
     apply_log_settings(settings)
-    chosen = partial(_is_logged, requests=requests)
-    request_log.addFilter(chosen)
+    record_filter = partial(_is_logged, requests=requests)
+    request_log.addFilter(record_filter)
     try:
         yield LogControl(settings, apply_log_settings)
     finally:
-        request_log.removeFilter(chosen)
+        request_log.removeFilter(record_filter)
         # Records that come later go to stderr, unless writing there would wait for ever.
         after: logging.Handler = logging.StreamHandler(sys.stderr) if writer.stop() else logging.NullHandler()
         after.setFormatter(writer.formatter)
@@ -297,7 +300,7 @@ def apply_log_settings(settings: LogSettings) -> None:
 
 
 def write_lines(text: str) -> None:
-    """Write lines that another process has formatted where this one's are written."""
+    """Write lines that another process has formatted to this process's log."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogWriter):
             handler.write_lines(text)
@@ -308,7 +311,7 @@ def log_formatter(name: LogFormat) -> logging.Formatter:
 
 
 class _CachedTime:
-    """The time of a record in a format of `time.strftime`, made once a second."""
+    """The time of a record in a format of `time.strftime`, computed once a second."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -317,13 +320,14 @@ class _CachedTime:
     def __call__(self, record: logging.LogRecord) -> str:
         second, text = self._last
         if int(record.created) != second:
-            second, text = int(record.created), time.strftime(self._pattern, time.localtime(record.created))
+            second = int(record.created)
+            text = time.strftime(self._pattern, time.localtime(record.created))
             self._last = (second, text)
         return text
 
 
 class LineFormatter(logging.Formatter):
-    """The standard formatter, but fast for the records of requests."""
+    """The standard formatter, but fast for records of requests."""
 
     def __init__(self, line: str, times: str) -> None:
         super().__init__(line, times)
@@ -347,7 +351,7 @@ def _level_filter(settings: LogSettings) -> Callable[[logging.LogRecord], bool]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and every field that came as `extra`."""
+    """One JSON object a line: time, level, logger, message, and the fields of `extra`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The lag of the event loop: the delay of a timer that does nothing else, and an alarm that names what holds it up."""
+"""The lag of the event loop, measured by a timer, and an alarm that names what holds the loop."""
 
 import asyncio
 import logging
@@ -16,35 +16,37 @@ from ..core.metrics import Histogram, Labels, Measurement, Reading
 log = logging.getLogger(__name__)
 
 HOLDER = "__holds_event_loop_as__"
-"""The global of a module whose code runs in the event loop: what it is called in the alarm."""
+"""The global by which a module whose code runs in the event loop names itself in the alarm."""
 
 _PROBE_INTERVAL = 0.25
 """Seconds between two probes."""
 
 _DELAYS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Seconds, the bounds of the histogram of delays."""
+"""The bounds of the histogram of delays, in seconds."""
 
 _ALARM = 1.0
-"""Seconds of delay from which on the log says what the loop is held by."""
+"""The delay, in seconds, that raises the alarm."""
 
 _IDLE = ("uvloop", "asyncio", "selectors")
-"""Packages whose code runs where a loop waits, or turns, and no code of ours holds it."""
+"""Packages whose code runs while a loop waits, when nothing holds it."""
 
 _WINDOW = 10.0
-"""A delay is remembered for at least as many seconds, and at most twice as many."""
+"""A delay is remembered for so many seconds, at most for twice as many."""
 
 
 _OWN: Labels = {}
 
 
 class LoopState(msgspec.Struct, array_like=True, frozen=True):
-    """A loop at a scrape. `lag`: its longest recent delay. `delays`: how many there were, by `_DELAYS`, and `delay_sum`
-    of them all. `cpu`: seconds that its thread computed."""
+    """A loop at a scrape."""
 
     lag: float
+    """Its longest recent delay, in seconds."""
     delays: list[int]
+    """Counts by the bounds `_DELAYS`."""
     delay_sum: float
     cpu: float
+    """Seconds that its thread computed."""
 
     def readings(self, labels: Labels = _OWN) -> Iterator[Reading]:
         delays = Histogram(_DELAYS)
@@ -55,8 +57,8 @@ class LoopState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LoopLag:
-    """Watches the running loop inside a `with` block; `bound`: seconds of delay that can only mean that it is stuck;
-    `name`: what the alarm calls it."""
+    """Watches the running loop inside a `with` block. A delay of `bound` seconds means that it is stuck; `name` is its
+    name in the alarm."""
 
     def __init__(self, bound: float, clock: Callable[[], float] = time.monotonic, name: str = "the event loop") -> None:
         self._bound, self._name = bound, name
@@ -86,7 +88,7 @@ class LoopLag:
 
     @property
     def seconds(self) -> float:
-        """The longest recent delay, one that goes on included."""
+        """The longest recent delay, a present one included."""
         return max(self._longest, self._longest_before, self._late())
 
     @property
@@ -94,19 +96,19 @@ class LoopLag:
         return self.seconds > self._bound
 
     def state(self) -> LoopState:
-        """Called by the loop's thread, whose CPU time is told."""
+        """The state, read by the loop's own thread, whose CPU time is in it."""
         return LoopState(self.seconds, [*self._delays.counts], self._delays.sum, time.thread_time())
 
     def measure(self) -> Iterator[Measurement]:
-        """For a scrape; called by the loop's thread."""
+        """The readings of a scrape; called by the loop's thread."""
         uptime = Reading("charonia_uptime_seconds", self._clock() - self._began)
         started = Reading("charonia_start_time_seconds", self._started)
         yield Measurement({}, [*self.state().readings(), uptime, started])
 
     def _on_timer(self) -> None:
-        now = self._clock()
-        if now - self._window_began > _WINDOW:
-            self._window_began = now
+        time_now = self._clock()
+        if time_now - self._window_began > _WINDOW:
+            self._window_began = time_now
             self._longest, self._longest_before = 0.0, self._longest
         self._delays.observe(late := self._late())
         self._longest = max(self._longest, late)
@@ -116,18 +118,18 @@ class LoopLag:
         return 0.0 if self._due is None else max(0.0, self._clock() - self._due)
 
     def _watch(self, thread: int) -> None:
-        """Log once for each long delay what the loop's thread does; a thread's own work."""
-        told = None
+        """Log what the loop's thread does, once for each long delay. Runs in a thread."""
+        reported = None
         while not self._closed.wait(_PROBE_INTERVAL):
             due = self._due
-            if due is not None and due != told and (late := self._clock() - due) > _ALARM:
-                told = due
+            if due is not None and due != reported and (late := self._clock() - due) > _ALARM:
+                reported = due
                 log.warning("%s has been held for %.1f s, by %s", self._name, late, _holder(thread))
 
 
 def _holder(thread: int) -> str:
-    """The code of a model that a thread is in, else the innermost function; where the thread is in the loop's own code
-    by now, what held it is over, or was no code: the process had no processor, or was stopped."""
+    """The model's code that a thread is in, or the innermost function. If the thread is in the loop's own code, the
+    holder has ended, or the process had no processor."""
     innermost = frame = sys._current_frames().get(thread)
     while frame is not None:
         if (name := frame.f_globals.get(HOLDER)) is not None:

@@ -1,7 +1,5 @@
-"""The names of what is measured: each family's type and help, and what vLLM calls the same quantity.
-
-Names are as they stand on the wire, counters with or without `_total`. Knows no values.
-"""
+"""The names, types and help of all metrics, and vLLM's names for the same quantities. Names are as on the wire,
+counters with or without `_total`."""
 
 import logging
 from collections.abc import Iterable, Iterator

@@ -1,9 +1,9 @@
-"""The statistics and metrics of one classic model or ensemble: v2 statistics, Triton's metrics, and why requests did
-not share a batch.
+"""The v2 statistics and Triton's metrics of one classic model or ensemble, and why requests did not share a batch. For
+the event loop.
 
-Sources: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md and
-https://github.com/triton-inference-server/server/blob/main/docs/user_guide/metrics.md. Used by the event loop alone.
-Times are nanoseconds; metrics are whole microseconds, each increment truncated as Triton does.
+Times are nanoseconds; metrics are whole microseconds, truncated at each increment as Triton does. Sources:
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md and
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/metrics.md.
 """
 
 import time
@@ -32,14 +32,14 @@ from ..core.request_context import Outcome, RequestContext, RequestEnd
 from .llm_metrics import FIRST_RESPONSE_BOUNDS, RequestDurations, ended_readings
 
 _MAX_RESPONSE_INDEX = 1023
-"""The last place of a decoupled model's streams with statistics of its own; later responses share it."""
+"""The last index of a stream with its own statistics, shared by all later responses."""
 
 _FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 _SUMMARIES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 
 
 class ExecutionTiming(NamedTuple):
-    """Nanoseconds: to gather the inputs, to compute, to split the outputs."""
+    """Nanoseconds of gathering the inputs, computing, and splitting the outputs."""
 
     input: int = 0
     infer: int = 0
@@ -61,7 +61,7 @@ class CloseReason(StrEnum):
 
 
 class FailureReason(StrEnum):
-    """Triton's `reason` of nv_inference_request_failure: no room or time; cancelled; the model's error; any other."""
+    """Triton's `reason` of nv_inference_request_failure: no room or time, cancelled, the model's error, any other."""
 
     REJECTED = "REJECTED"
     CANCELED = "CANCELED"
@@ -106,9 +106,8 @@ ResponseSums: TypeAlias = defaultdict[str, DurationSum]
 
 
 class LatencyMetrics:
-    """Triton's summaries of latencies, and the histogram of the time to a request's first response. `quantiles`: of the
-    summaries, empty for none; `bounds`: of the histogram, in milliseconds. Only a `decoupled` model reports first
-    responses; for others the answer is the first response."""
+    """Triton's summaries of latencies at `quantiles`, if any, and the histogram of the time to a request's first
+    response, with `bounds` in milliseconds."""
 
     def __init__(
         self, quantiles: Sequence[float] = (), bounds: Sequence[float] = FIRST_RESPONSE_BOUNDS, decoupled: bool = False
@@ -125,7 +124,7 @@ class LatencyMetrics:
             self._first_response.observe(latency / 1e6)
 
     def record_first_response(self, latency: int) -> None:
-        """Called for decoupled models."""
+        """Record a decoupled model's first response; for other models the answer is recorded."""
         self._first_response.observe(latency / 1e6)
 
     def readings(self) -> Iterator[Reading]:
@@ -135,8 +134,8 @@ class LatencyMetrics:
 
 
 def first_response_bounds(raw: RawConfig) -> tuple[float, ...]:
-    """The histogram's bounds in milliseconds: of the config's `model_metrics`, or Triton's. Raises `InvalidArgument` if
-    they do not rise."""
+    """The histogram's bounds in milliseconds, from the config's `model_metrics` or Triton's. Raises `InvalidArgument`
+    if they do not rise."""
     for control in raw.get("model_metrics", {}).get("metric_control", ()):
         if control.get("metric_identifier", {}).get("family") == _FIRST_RESPONSE:
             bounds = tuple(map(float, control.get("histogram_options", {}).get("buckets", ())))
@@ -149,8 +148,7 @@ def first_response_bounds(raw: RawConfig) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class ModelMetrics:
-    """The counters of one model, from its load to its unload. `last_inference_at`: seconds since the epoch.
-    `batch_delay_ns`: of all requests, while an instance was free and they waited for others to join them."""
+    """The counters of one model, from its load to its unload."""
 
     latencies: LatencyMetrics = field(default_factory=LatencyMetrics)
     success: DurationSum = field(default_factory=DurationSum)
@@ -169,11 +167,13 @@ class ModelMetrics:
     executions: int = 0
     execution_ns: int = 0
     batch_delay_ns: int = 0
+    """Nanoseconds that requests waited for others to join them while an instance was free."""
     reader_wait: TimeInState = field(default_factory=TimeInState)
     last_inference_at: float = 0.0
+    """Seconds since the epoch."""
 
     def record_execution(self, size: int, timing: ExecutionTiming, reason: CloseReason, requests: int) -> None:
-        """A batch of `size` items of that many requests was executed; `reason`: why it took no more."""
+        """Record the execution of a batch of `size` items of so many requests; `reason`: why it took no more."""
         self.executions += 1
         self.execution_ns += sum(timing)
         self.compute_by_batch_size[size].add(timing)
@@ -183,7 +183,7 @@ class ModelMetrics:
             self.single_request_batches[reason] += 1
 
     def record_success(self, size: int, latency: int, queued: int, timing: ExecutionTiming) -> None:
-        """A request of `size` items was answered after `latency`, of which it was `queued` for a part."""
+        """Record the answer to a request of `size` items after `latency` ns, of which it was `queued` for a part."""
         self.inferences += size
         self.success.add(latency)
         self.queue.add(queued)
@@ -200,12 +200,12 @@ class ModelMetrics:
         return self.responses_by_index[min(index, _MAX_RESPONSE_INDEX)]
 
     def record_request_end(self, context: RequestContext) -> None:
-        """A request of a frontend that named this model has ended."""
+        """Record the end of a client's request that named this model."""
         assert context.end is not None
         self.ended_requests[context.end] += 1
 
     def statistics(self) -> VersionStatistics:
-        requests = (each.total() for each in (self.success, self.fail, self.queue))
+        requests = (durations.total() for durations in (self.success, self.fail, self.queue))
         alone = self.single_request_batches
         return VersionStatistics(
             last_inference=int(self.last_inference_at * 1000),
@@ -216,14 +216,14 @@ class ModelMetrics:
                 BatchStatistics(size, *sums.totals()) for size, sums in sorted(self.compute_by_batch_size.items())
             ),
             responses={
-                str(index): ResponseStatistics(**{name: each.total() for name, each in sums.items()})
+                str(index): ResponseStatistics(**{name: durations.total() for name, durations in sums.items()})
                 for index, sums in sorted(self.responses_by_index.items())
             },
             explain={reason.value: alone[reason] for reason in CloseReason if alone[reason]},
         )
 
     def readings(self, pending: int) -> Iterator[Reading]:
-        """Everything for a scrape. `pending`: requests that wait."""
+        """All series for a scrape; `pending` requests wait."""
         yield from ended_readings({RequestEnd(Outcome.DONE): 0} | self.ended_requests)
         for reason in CloseReason:
             alone = self.single_request_batches[reason]

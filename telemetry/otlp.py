@@ -1,10 +1,8 @@
-"""The spans of ended requests, made from the times and counts of their contexts, and their way to an OpenTelemetry
-collector: by OTLP over HTTP, from a thread of its own. They hold no text of prompts and answers.
+"""Makes the spans of ended requests, and sends them to an OpenTelemetry collector by OTLP over HTTP, in a thread. They
+hold no text of prompts and answers. Imported only for tracing, since OpenTelemetry may not be installed.
 
-Names: OpenTelemetry's semantic conventions for generative AI, and vLLM's where those have none
+Names follow OpenTelemetry's semantic conventions for generative AI, and vLLM where those have none
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/).
-
-Imported only where requests are traced: OpenTelemetry may not be installed.
 """
 
 import logging
@@ -34,7 +32,7 @@ _DEFAULT_OPERATION = "text_completion"
 """The operation of every other endpoint."""
 
 _SERVER_ERRORS = (Outcome.ERROR, Outcome.TIMEOUT)
-"""Outcomes that are a server's error; a refusal is the client's."""
+"""Outcomes that are the server's error; a refusal is the client's."""
 
 _SAMPLING = {
     "max_tokens": "gen_ai.request.max_tokens",
@@ -46,7 +44,7 @@ _SAMPLING = {
 
 
 class Span(NamedTuple):
-    """Times are of `time.monotonic`. `is_error`: its end is an error of the server."""
+    """A span, with times of `time.monotonic`. `is_error`: the server failed."""
 
     name: str
     start: float
@@ -56,7 +54,7 @@ class Span(NamedTuple):
 
 
 def request_span(context: RequestContext) -> Span:
-    """The span of a closed context: from its arrival to its end."""
+    """The span of a closed context, from its arrival to its end."""
     assert context.end is not None
     outcome, reason = context.end
     operation = _OPERATIONS.get(context.endpoint, _DEFAULT_OPERATION)
@@ -83,7 +81,7 @@ def request_span(context: RequestContext) -> Span:
 
 
 def phase_spans(context: RequestContext) -> Iterator[Span]:
-    """The phases of each sequence of a request that were begun; one that was cut off lasts to the request's end."""
+    """The begun phases of each sequence of a request. A phase that was cut off lasts to the request's end."""
     several = len(context.sequences) > 1
     for index, sequence in enumerate(context.sequences):
         attributes: Attributes = {"charonia.choice": index} if several else {}
@@ -117,14 +115,14 @@ def _usage_attributes(context: RequestContext) -> Iterator[tuple[str, Value]]:
         yield "gen_ai.usage.input_tokens", summary.prompt
     if summary.cached is not None:
         yield "gen_ai.usage.cache_read.input_tokens", summary.cached
-    reasons = tuple(each.finish_reason.value for each in context.sequences if each.finish_reason is not None)
+    reasons = tuple(record.finish_reason.value for record in context.sequences if record.finish_reason is not None)
     if reasons:
         yield "gen_ai.response.model", context.model
         yield "gen_ai.response.finish_reasons", reasons
 
 
 def _latency_attributes(context: RequestContext) -> Iterator[tuple[str, Value]]:
-    """Seconds; those of phases that were never over are left out."""
+    """Latencies in seconds, of those phases that ended."""
     submitted, begun, first, last = context.summary[-4:]
     periods = {
         "time_in_queue": (submitted, begun),
@@ -142,22 +140,23 @@ def _latency_attributes(context: RequestContext) -> Iterator[tuple[str, Value]]:
 log = logging.getLogger(__name__)
 
 _CONTEXT_HEADERS = ("traceparent", "tracestate")
-"""W3C Trace Context: a client that sends these has its trace go on here."""
+"""W3C Trace Context: a client that sends these has its trace continued here."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 _FLUSH_SECONDS = 3.0
-"""How long spans that are still here may take to leave at the very end."""
+"""The most seconds that the last spans may take to be sent."""
 
 
 class OtlpTracer:
-    """Called with a context that ended, makes its spans; a batch of them leaves now and then, in another thread.
-    Without `settings` OpenTelemetry's own variables say how."""
+    """Makes and sends the spans of each context that ended, in batches from another thread. Without `settings`,
+    OpenTelemetry's own variables apply."""
 
     def __init__(self, endpoint: str, version: str, settings: SpanSettings | None = None) -> None:
         self._exporter: SpanExporter = _OutageReportingExporter(endpoint)
         if settings is None:
-            resource, processor = _resource_from_environment(), BatchSpanProcessor(self._exporter)
+            resource = _resource_from_environment()
+            processor = BatchSpanProcessor(self._exporter)
         else:
             resource = Resource.create(dict(settings.resource))
             queue_size, delay = settings.bsp_max_queue_size, float(settings.bsp_schedule_delay)
@@ -170,7 +169,7 @@ class OtlpTracer:
         self._failed = False
 
     def __call__(self, context: RequestContext) -> None:
-        """Make its spans, and name its trace to the context. Never raises: no request suffers from its trace."""
+        """Make the spans of a context, and set its trace id. Never raises."""
         if context.traced_in_parent:
             return
         try:
@@ -183,7 +182,7 @@ class OtlpTracer:
             self._failed = True
 
     def _make_spans(self, context: RequestContext, parent: Context, kind: SpanKind) -> None:
-        """The span of a request in `parent`, and in it those of its phases and of the requests that its model made."""
+        """Make a request's span in `parent`, and in it those of its phases and of its model's requests."""
         clock = time.time() - time.monotonic()
         whole = request_span(context)
         self._ids.told = context
@@ -194,9 +193,9 @@ class OtlpTracer:
         context.trace_id = format_trace_id(span.get_span_context().trace_id)
         if span.is_recording():
             inside = set_span_in_context(span)
-            for each in phase_spans(context):
-                start, end = _nanoseconds(each.start + clock), _nanoseconds(each.end + clock)
-                self._tracer.start_span(each.name, inside, attributes=each.attributes, start_time=start).end(end)
+            for phase in phase_spans(context):
+                start, end = _nanoseconds(phase.start + clock), _nanoseconds(phase.end + clock)
+                self._tracer.start_span(phase.name, inside, attributes=phase.attributes, start_time=start).end(end)
             for child in context.children or ():
                 self._make_spans(child, inside, SpanKind.INTERNAL)
             if whole.is_error:
@@ -204,7 +203,7 @@ class OtlpTracer:
         span.end(_nanoseconds(whole.end + clock))
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
         flushing = threading.Thread(target=self._provider.shutdown, name="tracing-flush", daemon=True)
         flushing.start()
         flushing.join(_FLUSH_SECONDS)
@@ -214,17 +213,17 @@ class OtlpTracer:
 
 
 class _ToldIds(RandomIdGenerator):
-    """Ids at random, but for the span of a request that has told them while it ran (`tracing.trace_context`)."""
+    """Random ids, except for a span whose request already told its ids to others (`tracing.trace_context`)."""
 
     told: RequestContext | None = None
 
     def generate_span_id(self) -> int:
-        told = "" if self.told is None else self.told.span_id
-        return int(told, 16) if told else super().generate_span_id()
+        span_id = "" if self.told is None else self.told.span_id
+        return int(span_id, 16) if span_id else super().generate_span_id()
 
     def generate_trace_id(self) -> int:
-        told = "" if self.told is None else self.told.trace_id
-        return int(told, 16) if told else super().generate_trace_id()
+        trace_id = "" if self.told is None else self.told.trace_id
+        return int(trace_id, 16) if trace_id else super().generate_trace_id()
 
 
 def _resource_from_environment() -> Resource:
@@ -236,7 +235,7 @@ def _resource_from_environment() -> Resource:
 
 
 class _OutageReportingExporter(OTLPSpanExporter):
-    """Tells of an outage once, instead of once a batch."""
+    """Reports an outage once, instead of once a batch."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(endpoint)

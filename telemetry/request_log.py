@@ -1,4 +1,4 @@
-"""The one log record that ends every request."""
+"""The log record at the end of every request."""
 
 import json
 import logging
@@ -12,32 +12,30 @@ from ..core.request_context import Outcome, RequestContext, RequestEnd
 log = logging.getLogger("charonia.requests")
 
 LoggedRequests: TypeAlias = Literal["all", "llm", "errors"]
-"""The requests that have a record: those that failed, beside them those that generated text, or all."""
+"""The requests that are logged: failed ones; besides them those that generated text; or all."""
 
 _FAILED = (Outcome.ERROR, Outcome.TIMEOUT, Outcome.REJECTED)
 
 _PLAIN_WORD = re.compile(r"[\w.,:/@+-]+", re.ASCII)
 
 _MAX_NAME_LENGTH = 256
-"""Characters shown of a name that a client made up."""
+"""The most characters shown of a name that a client chose."""
 
 _CACHE_SIZE = 256
-"""Texts that are remembered."""
+"""The number of cached texts."""
 
 
 class RequestLogFields(NamedTuple):
-    """The fields that are logged of a request; each is an attribute of the `logging` record too.
-
-    Tokens are those of all answers, `choices` of them. Times that never came, and what was never counted, are None; so
-    is what a request without generated text has none of. `x_request_id`: what the header of that name says, unless
-    `request_id` ends with it.
-    """
+    """The logged fields of a request, which are attributes of the `logging` record too. Tokens are those of all answers
+    together. Values that never came, or that only text has, are None."""
 
     request_id: str
     x_request_id: str
+    """The header X-Request-Id, unless `request_id` ends with it."""
     trace_id: str
     client: str
     door: str
+    """The endpoint."""
     route: str
     model: str
     version: str
@@ -47,6 +45,7 @@ class RequestLogFields(NamedTuple):
     reason: str
     finish_reason: str | None
     choices: int | None
+    """The number of answers."""
     prompt_tokens: int | None
     cached_tokens: int | None
     generated_tokens: int | None
@@ -60,7 +59,7 @@ class RequestLogFields(NamedTuple):
         )
 
     def known(self) -> dict[str, str | int | float]:
-        """The fields that mean something."""
+        """The fields that have a value."""
         return {name: value for name, value in zip(_NAMES, self, strict=True) if value is not None and value != ""}
 
 
@@ -68,12 +67,12 @@ _NAMES = RequestLogFields._fields
 
 
 _EMPTY_RECORD = vars(logging.LogRecord(log.name, logging.INFO, __file__, 0, "%s", (), None))
-"""The attributes of every record; finding out the line of code that logs would cost more than the rest."""
+"""The attributes of every record. Finding the logging line of code would cost more than the rest."""
 
 
 class RequestLogRecord(logging.LogRecord):
-    """The log record of a request. Our formatters read its `context` alone; its other attributes are made when another
-    handler asks for one of them: making them takes longer than writing the line."""
+    """The log record of a request. Our formatters read only its `context`; other attributes are made when another
+    handler asks for one, since that takes longer than writing the line."""
 
     name = log.name
     levelno = logging.INFO
@@ -93,14 +92,14 @@ class RequestLogRecord(logging.LogRecord):
 
 
 def log_request(context: RequestContext) -> None:
-    """Log a context that was closed, unless another process does."""
+    """Log a closed context, unless another process does."""
     if log.isEnabledFor(logging.INFO) and not context.logged:
         log.handle(RequestLogRecord(context))
 
 
 def is_logged(context: RequestContext, requests: LoggedRequests) -> bool:
-    """Whether a request that has ended is one of `requests`. A request that a model made generated text if it did so
-    itself."""
+    """Whether an ended request is one of `requests`. A request that a model made counts as text only if it generated
+    text itself."""
     if requests == "all" or (context.end is not None and context.end.outcome in _FAILED):
         return True
     return requests == "llm" and bool(context.sequences if context.depth else context.all_sequences)
@@ -134,10 +133,11 @@ def request_log_fields(context: RequestContext) -> RequestLogFields:
 
 
 def request_log_line(context: RequestContext) -> str:
-    """The text of its `request_log_fields`. Without parts most of it is that of many others, and is remembered."""
+    """The text of its `request_log_fields`. For requests without sequences most of it is cached."""
     if context.sequences or context.end is None:
         return str(request_log_fields(context))
-    model, version = context.model[:_MAX_NAME_LENGTH], context.version[:_MAX_NAME_LENGTH]
+    model = context.model[:_MAX_NAME_LENGTH]
+    version = context.version[:_MAX_NAME_LENGTH]
     common = _common_part(context.endpoint, context.route, model, version, context.tenant, context.end)
     whole = f"{common}{round(1e3 * (context.ended_at - context.arrived_at), 3)}"
     if context.client:
@@ -162,7 +162,7 @@ def _common_part(door: str, route: str, model: str, version: str, tenant: str, e
 
 def _finish_reason(context: RequestContext) -> str | None:
     """The finish reasons of all sequences, each once."""
-    reasons = {part.finish_reason.value for part in context.sequences if part.finish_reason is not None}
+    reasons = {sequence.finish_reason.value for sequence in context.sequences if sequence.finish_reason is not None}
     return ",".join(sorted(reasons)) or None
 
 
@@ -172,5 +172,5 @@ def _milliseconds(start: float | None, end: float | None) -> float | None:
 
 @lru_cache(_CACHE_SIZE)
 def _as_word(text: str) -> str:
-    """One word: what clients call things must not look like another field, or another record."""
+    """The text as one word, so that a client's name cannot look like another field or record."""
     return text if _PLAIN_WORD.fullmatch(text) else json.dumps(text)

@@ -1,7 +1,7 @@
-"""The trace of one request, and the files of traces, as tritonserver writes them: a JSON array of what happened when.
+"""The trace of a request, and trace files in tritonserver's format: a JSON array of events.
 
-A trace is objects of one `id`: what was asked, the times, the tensors. Times are nanoseconds of the monotonic clock. A
-tensor becomes text when it passes: what clients lend in shared memory may be something else a moment later.
+A trace is the objects of one `id`: the request, its times in nanoseconds of the monotonic clock, its tensors. A tensor
+becomes text when it passes, since clients may overwrite shared memory later.
 """
 
 import errno
@@ -28,11 +28,11 @@ from .trace_settings import TIMESTAMPS, TraceControl, TraceSettings
 _BUFFER_BYTES = 1 << 16
 
 _CLOSE_SECONDS = 1.0
-"""Seconds that it may take to say at the end what was lost."""
+"""The most seconds for reporting lost traces at the end."""
 
 
 def check_trace_file(settings: TraceSettings) -> None:
-    """Check that traces can be written where they are to go. Makes no file, opens none.
+    """Check that traces can be written, without opening a file.
 
     Raises:
         InvalidArgument: they cannot; the message names the flag.
@@ -41,14 +41,14 @@ def check_trace_file(settings: TraceSettings) -> None:
         return
     file = _path_of(settings, 0)
     if not os.path.isdir(file.parent):
-        wrong = f"there is no directory '{file.parent}'"
+        problem = f"there is no directory '{file.parent}'"
     elif os.path.isdir(file):
-        wrong = "it is a directory"
+        problem = "it is a directory"
     elif not os.access(file if os.path.exists(file) else file.parent, os.W_OK):
-        wrong = "it may not be written"
+        problem = "it may not be written"
     else:
         return
-    raise InvalidArgument(f"--trace-config file={settings.trace_file}: {wrong}")
+    raise InvalidArgument(f"--trace-config file={settings.trace_file}: {problem}")
 
 
 def _path_of(settings: TraceSettings, number: int) -> Path:
@@ -56,7 +56,7 @@ def _path_of(settings: TraceSettings, number: int) -> Path:
 
 
 class TraceFileWriter:
-    """Called with every context when it ended; writes those that `traces` samples. `close` completes the last file."""
+    """Called with every ended context; writes those that `traces` samples. `close` completes the last file."""
 
     def __init__(self, traces: TraceControl) -> None:
         self._traces = traces
@@ -79,7 +79,7 @@ class TraceFileWriter:
             self._lose(error, self._held + 1)
 
     def close(self) -> None:
-        """End the array of the file that is open; say what was lost."""
+        """Complete the open file, and report lost traces."""
         self._finish_file()
         self._outage.report_recovery(self._lost, _CLOSE_SECONDS)
 
@@ -98,7 +98,7 @@ class TraceFileWriter:
         if self._file is None:
             self._open(settings)
         assert self._file is not None
-        objects = [json.dumps(each, separators=(",", ":")).encode() for each in self._objects(trace, context)]
+        objects = [json.dumps(entry, separators=(",", ":")).encode() for entry in self._objects(trace, context)]
         _check_not_removed(self._file)
         self._file.write((b"," if self._held else b"[") + b",".join(objects))
         self._held += 1
@@ -119,7 +119,7 @@ class TraceFileWriter:
                 yield from self._objects(own, child, number)
 
     def _open(self, settings: TraceSettings) -> None:
-        """A new file, or the one without a number where it was left."""
+        """Open a new file, or the one without a number where it was left."""
         self._numbered, self._path = settings.numbers_files, _path_of(settings, self._files)
         before = 0 if self._numbered else self._before
         self._file = self._path.open("r+b" if before else "wb", _BUFFER_BYTES)
@@ -129,7 +129,7 @@ class TraceFileWriter:
         self._files += self._numbered
 
     def _flush(self) -> None:
-        """Make what is written so far a whole array; the next trace goes over its end."""
+        """Complete the array so far; the next trace overwrites its end."""
         if self._file is None:
             return
         try:
@@ -145,7 +145,7 @@ class TraceFileWriter:
             self._lost = 0
 
     def _lose(self, error: OSError, count: int) -> None:
-        """The file is no whole array, and will be written anew: all that it held goes."""
+        """Give up a broken file, with all traces that it held; it will be written anew."""
         self._outage.report_failure(str(self._path), error)
         self._lost += count
         if not self._numbered:
@@ -160,7 +160,7 @@ class TraceFileWriter:
 
 
 def _check_not_removed(file: IO[bytes]) -> None:
-    """Raises `OSError` for a file that was removed while it was open."""
+    """Raises `OSError` for a file that was removed while open."""
     if os.fstat(file.fileno()).st_nlink == 0:
         raise FileNotFoundError(errno.ENOENT, "it was removed")
 
@@ -186,8 +186,10 @@ _COMPUTE_EVENTS = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START",
 
 
 def _timestamps(context: RequestContext) -> Iterator[tuple[str, int]]:
-    """The events of a request by Triton's names, with times in nanoseconds; those that never happened are left out."""
-    grpc, executed, summary = context.endpoint in _GRPC_ENDPOINTS, context.execution, context.summary
+    """The events of a request by Triton's names, in nanoseconds, without those that never happened."""
+    grpc = context.endpoint in _GRPC_ENDPOINTS
+    executed = context.execution
+    summary = context.summary
     opened = min((sequence.opened for sequence in context.sequences), default=0.0)
     received = _ns(opened) if executed is None else executed.queued
     answered = summary.last or context.answered_at
@@ -217,24 +219,24 @@ def _ns(seconds: float) -> int:
 
 
 TensorText: TypeAlias = dict[str, str]
-"""A tensor's `name`, `data`, `shape` and `dtype` as tritonserver writes them, elements and dims between commas."""
+"""A tensor's `name`, `data`, `shape` and `dtype` in tritonserver's form, elements and dims between commas."""
 
 _MAX_ELEMENTS = 1 << 14
-"""Elements of one tensor that are written; the event loop waits meanwhile, a millisecond for each thousand."""
+"""The most elements of a tensor that are written. The event loop waits about a microsecond for each."""
 
 _MAX_STRING_BYTES = 1 << 18
-"""Bytes of one tensor's strings that are written."""
+"""The most bytes of a tensor's strings that are written."""
 
 _MAX_CHARACTERS = 1 << 20
-"""Characters of all of a request's inputs, or outputs, after which elements are left out."""
+"""Characters of a request's inputs, or outputs, after which elements are left out."""
 
 _MAX_TENSORS = 1024
-"""Tensors of a request's inputs, or outputs, that are written: a stream has no end."""
+"""The most tensors of a request's inputs, or outputs, since a stream may not end."""
 
 
 @dataclass(slots=True)
 class TracedTensors:
-    """The tensors of one direction of a request, as texts, up to the limits above."""
+    """The tensors of one direction of a request as texts, up to the limits above."""
 
     texts: list[TensorText] = field(default_factory=list)
     _room: int = _MAX_CHARACTERS
@@ -249,7 +251,7 @@ class TracedTensors:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """The trace of a request: the settings that it is traced by, and its tensors if they ask for them."""
+    """The trace of a request: the settings that apply, and its tensors if they ask for them."""
 
     settings: TraceSettings
     inputs: TracedTensors = field(default_factory=TracedTensors)
@@ -257,8 +259,8 @@ class RequestTrace:
 
 
 def request_trace(context: RequestContext, traces: TraceControl) -> RequestTrace | None:
-    """The trace of a request, if it is to leave one: the first call decides it. A request that is for no model
-    leaves none; one that a model made is in the trace of the request that it was made for."""
+    """The trace of a request, if it is sampled, which the first call decides. A request without a model has none; one
+    that a model made belongs to its parent's trace."""
     if not context.sampled and context.parent is not None:
         context.sampled = True
         parent = cast("RequestTrace | None", context.parent.trace)
@@ -274,7 +276,7 @@ def request_trace(context: RequestContext, traces: TraceControl) -> RequestTrace
 def trace_tensors(
     trace: RequestTrace | None, inputs: Iterable[Tensor], answers: AsyncIterator[InferResponse]
 ) -> AsyncIterator[InferResponse]:
-    """The answers as they are; where the settings say TENSORS, the trace keeps what goes in, and what passes."""
+    """The answers unchanged; if the settings say TENSORS, the trace records inputs and outputs."""
     if trace is None or not trace.settings.records_tensors:
         return answers
     trace.inputs.add(inputs)
@@ -282,11 +284,11 @@ def trace_tensors(
 
 
 async def _copy_outputs(
-    kept: TracedTensors, answers: AsyncIterator[InferResponse]
+    tensors: TracedTensors, answers: AsyncIterator[InferResponse]
 ) -> AsyncGenerator[InferResponse, None]:
     async with aclosing(cast("ResponseStream[InferResponse]", answers)) as stream:
         async for response in stream:
-            kept.add(response.outputs)
+            tensors.add(response.outputs)
             yield response
 
 
@@ -300,7 +302,7 @@ def _tensor_text(tensor: Tensor) -> str:
 
 
 def _number_texts(datatype: str, flat: NDArray[Any]) -> list[str]:
-    """Floats as short as they can be told; of FP32 eight digits."""
+    """Floats in their shortest form; of FP32 eight digits."""
     if datatype == "BF16":
         flat = (flat.astype(np.uint32) << 16).view(np.float32)
     if datatype in ("FP16", "BF16", "FP32"):
@@ -309,11 +311,12 @@ def _number_texts(datatype: str, flat: NDArray[Any]) -> list[str]:
 
 
 def _string_texts(flat: NDArray[Any]) -> list[str]:
-    """In quotes; bytes that are no text are escaped."""
-    room, written = _MAX_STRING_BYTES, []
+    """Strings in quotes, with escapes for bytes that are no text."""
+    room = _MAX_STRING_BYTES
+    texts = []
     for element in flat:
         room -= len(element)
         if room < 0:
             break
-        written.append(f'"{element.decode(errors="backslashreplace")}"')
-    return written
+        texts.append(f'"{element.decode(errors="backslashreplace")}"')
+    return texts

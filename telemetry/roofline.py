@@ -1,5 +1,5 @@
-"""What of a step's time reading and arithmetic take, by the formula that `charonia calibrate` fitted to a machine and a
-checkpoint."""
+"""How much of a step's time reading and arithmetic take, by the formula that `charonia calibrate` fits to a machine and
+a checkpoint."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,48 +12,52 @@ import msgspec
 from ..core.errors import InvalidArgument
 
 MACHINE_FORMAT = "charonia-machine-2"
-"""Of the files that `charonia calibrate` writes."""
+"""The format of the files that `charonia calibrate` writes."""
 
 NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 SecondsTable: TypeAlias = tuple[tuple[int, NotNegative], ...]
-"""Measured seconds by a count, ascending; between measurements, and beyond the last two, on a straight line."""
+"""Measured seconds by a count, ascending. Between measurements, and beyond the last two, they are interpolated
+linearly."""
 
 FileContent = TypeVar("FileContent", bound=msgspec.Struct)
 
 
 class StepRoofline(msgspec.Struct, frozen=True):
-    """The seconds that a step of a language model takes on its machine, by the names in a file of `charonia calibrate`:
-    reading the `weights`, and keys and values of each token of context that decoding rows attend to; the products of a
-    `token`, and the `head` of a sampled place. `products` and `heads` are measured, by tokens and by sampled places,
-    and take the place of `weights` and `token`, and of `head`."""
+    """The seconds of a language model's step on its machine, by the names in a file of `charonia calibrate`."""
 
     weights: NotNegative = 0.0
+    """Reading the weights."""
     token: NotNegative = 0.0
+    """The products of one token."""
     head: NotNegative = 0.0
+    """The head of one sampled place."""
     decode_context: NotNegative = 0.0
+    """Reading keys and values for one token of a decoding row's context."""
     products: SecondsTable = ()
+    """Measured by tokens, in place of `weights` and `token`."""
     heads: SecondsTable = ()
+    """Measured by sampled places, in place of `head`."""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError`, which a reader of JSON makes its own: a table does not ascend."""
+        """Raises `ValueError` if a table does not ascend."""
         require_ascending("products", self.products)
         require_ascending("heads", self.heads)
 
     def reading_seconds(self, context: float) -> float:
-        """The least of them is what reading takes: one token is hardly computed with."""
+        """The time to read for a context of so many tokens: that of one token, which hardly computes."""
         weights = self.products[0][1] if self.products else self.weights
         first = next((seconds for places, seconds in self.heads if places), 0.0)
         return weights + first + context * self.decode_context
 
     def arithmetic_seconds(self, tokens: float, samples: float) -> float:
         products = _beyond_first(self.products, tokens) if self.products else tokens * self.token
-        sampled = tuple(each for each in self.heads if each[0])
+        sampled = tuple(entry for entry in self.heads if entry[0])
         return products + (_beyond_first(sampled, samples) if sampled else samples * self.head)
 
 
 def _beyond_first(table: SecondsTable, count: float) -> float:
-    """What `count` take if each takes as long as, on average, those do that are computed beside the first."""
+    """The time of `count` items, if each takes the mean of those that are computed beside the first."""
     if count <= 1 or len(table) < 2:
         return 0.0
     place = min(max(bisect_left(table, (count,)), 1), len(table) - 1)
@@ -63,29 +67,28 @@ def _beyond_first(table: SecondsTable, count: float) -> float:
 
 
 def require_ascending(name: str, table: Sequence[Sequence[Any]]) -> None:
-    """Raises `ValueError` where the first numbers of the lines of a table do not ascend."""
+    """Raises `ValueError` if the first numbers of a table's rows do not ascend."""
     if any(fewer[0] >= more[0] for fewer, more in pairwise(table)):
         raise ValueError(f"`{name}` must ascend")
 
 
 class _FileFormat(msgspec.Struct):
-    """What the files of all versions have."""
+    """The field that files of all versions have."""
 
     format: str = MACHINE_FORMAT
 
 
 class _CalibratedMachine(msgspec.Struct):
-    """What explanations need of a file."""
+    """The fields that explanations need."""
 
     machine: StepRoofline
 
 
 def read_machine_file(path: Path, content: type[FileContent]) -> FileContent:
-    """The fields of `content` in a file that `charonia calibrate` wrote.
+    """Read the fields of `content` from a file of `charonia calibrate`.
 
     Raises:
-        InvalidArgument: there is no such file, it is another one, or its numbers cannot be; the message names the
-            field.
+        InvalidArgument: the file is missing or another, or a number is wrong; the message names the field.
     """
     try:
         data = path.read_bytes()

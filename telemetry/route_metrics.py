@@ -1,7 +1,5 @@
-"""The instruments of one arm of a route: its requests for that route, by how they ended and how long they took.
-
-The same requests are counted with the model that served them, see `llm_metrics.py` and `model_metrics.py`.
-"""
+"""The instruments of a route's requests that one version serves: how they ended, and how long they took. They are
+counted with the model too, see `llm_metrics.py` and `model_metrics.py`."""
 
 import time
 from collections.abc import Iterator
@@ -14,26 +12,28 @@ _ANSWERED = frozenset((Outcome.STOP, Outcome.LENGTH, Outcome.DONE))
 
 
 class _EndCount:
-    """The requests that ended in one way. Looked up once for each: hashing an end takes as long as the rest."""
+    """The requests that ended in one way. Kept beside the end, since hashing an end takes as long as the rest."""
 
     __slots__ = ("answered", "count")
 
     def __init__(self, outcome: Outcome) -> None:
-        self.answered, self.count = outcome in _ANSWERED, 0
+        self.answered = outcome in _ANSWERED
+        self.count = 0
 
 
 class ArmMetrics:
-    """Seconds throughout; `last`: when the last one was answered, since the epoch."""
+    """Counts and latencies, in seconds; `_last` is when the last request was answered, since the epoch."""
 
     __slots__ = ("_ended", "_failed_seconds", "_first_token", "_last", "_request")
 
     def __init__(self) -> None:
         self._ended: dict[RequestEnd, _EndCount] = {}
-        self._request, self._first_token = Histogram(LATENCY_BOUNDS), Histogram(LATENCY_BOUNDS)
+        self._request = Histogram(LATENCY_BOUNDS)
+        self._first_token = Histogram(LATENCY_BOUNDS)
         self._failed_seconds = self._last = 0.0
 
     def count(self, end: RequestEnd, context: RequestContext) -> None:
-        """Count a request that has ended so; latencies are of those that were answered."""
+        """Count a request that ended so; latencies are of answered ones."""
         ended = self._ended.get(end)
         if ended is None:
             ended = self._ended[end] = _EndCount(end.outcome)
@@ -50,13 +50,13 @@ class ArmMetrics:
     def readings(self, route: str) -> Iterator[Reading]:
         labels = {"route": route}
         for (outcome, reason), ended in self._ended.items():
-            told = {**labels, "outcome": outcome.value, "reason": reason}
-            yield Reading("charonia_route_requests_total", ended.count, told)
+            end_labels = {**labels, "outcome": outcome.value, "reason": reason}
+            yield Reading("charonia_route_requests_total", ended.count, end_labels)
         yield Reading("charonia_route_request_seconds", self._request, labels)
         yield Reading("charonia_route_time_to_first_token_seconds", self._first_token, labels)
 
     def statistics(self) -> VersionStatistics:
-        """What v2's statistics have of it: nothing of queues and computing, which are the model's."""
+        """The v2 statistics, without queueing and computing, which are the model's."""
         answered = sum(self._request.counts)
         success = StatisticDuration(answered, round(self._request.sum * 1e9))
         failed = sum(ended.count for ended in self._ended.values()) - answered

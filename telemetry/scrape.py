@@ -1,10 +1,8 @@
-"""Two looks at a server's metrics, and what grew between them: as Prometheus's `increase`, for one model at a time.
-
-Knows the names of what identifies models and time, and no other.
-"""
+"""Two scrapes of a server, and what grew between them, as Prometheus's `increase`, for one model at a time."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from prometheus_client.metrics_core import Metric
@@ -17,35 +15,34 @@ _READY = "charonia_model_ready"
 
 SeriesLabels: TypeAlias = frozenset[tuple[str, str]]
 Scrape: TypeAlias = Mapping[str, Mapping[str, Mapping[SeriesLabels, float]]]
-"""The samples of one look: by name on the wire, by model, and by their labels. The server's own are those of model
-""."""
+"""The samples of one scrape by name on the wire, model and labels. Model "" has the server's own."""
 
 
 def read_scrape(metrics: Iterable[Metric]) -> Scrape:
-    found: dict[str, dict[str, dict[SeriesLabels, float]]] = {}
+    scrape: dict[str, dict[str, dict[SeriesLabels, float]]] = {}
     for metric in metrics:
         for sample in metric.samples:
             # The parser puts `_total` on every counter, Triton on none.
             name = sample.name.removesuffix("_total") if sample.name.startswith("nv_") else sample.name
-            models = found.setdefault(name, defaultdict(dict))
+            models = scrape.setdefault(name, defaultdict(dict))
             models[sample.labels.get("model", "")][frozenset(sample.labels.items())] = sample.value
-    return found
+    return scrape
 
 
 def parse_scrape(text: str, source: str) -> Scrape:
     """Raises `InvalidArgument` for a text that is not in Prometheus's format, or not a server's; `source` names it."""
     try:
-        found = read_scrape(text_string_to_metric_families(text))
+        scrape = read_scrape(text_string_to_metric_families(text))
     except (ValueError, KeyError, IndexError) as error:
         raise InvalidArgument(f"{source}: this is no text of metrics: {error}") from None
-    if _UPTIME not in found:
+    if _UPTIME not in scrape:
         raise InvalidArgument(f"{source}: {_UPTIME} is missing: these are no metrics of a charonia server")
-    return found
+    return scrape
 
 
 def require_in_order(before: Scrape, after: Scrape) -> None:
-    """Raises `InvalidArgument` unless `after` is a later look at the same server, or at one that was started in its
-    place meanwhile. One that does not tell when it started is believed."""
+    """Raises `InvalidArgument` unless `after` is a later scrape of the same server, or of one that replaced it. A
+    server that does not tell its start is believed."""
     (first, earlier), (second, later) = ((_own(look, _STARTED), _own(look, _UPTIME)) for look in (before, after))
     if first == second != 0 and later <= earlier:
         raise InvalidArgument("the second scrape is not later than the first: the order is before, then after")
@@ -55,7 +52,7 @@ def require_in_order(before: Scrape, after: Scrape) -> None:
 
 
 def _own(look: Scrape, family: str) -> float:
-    """The value of the server's own gauge; 0 where there is none."""
+    """The value of the server's own gauge; 0 if absent."""
     return sum(look.get(family, {}).get("", {}).values())
 
 
@@ -65,8 +62,8 @@ class ModelId(NamedTuple):
 
 
 class Interval:
-    """The time between two scrapes of one server; `since_start`: there was one scrape alone, or the server was started
-    between them, and it is the time since the start."""
+    """The time between two scrapes of one server. `since_start`: the time since the server's start, because there is
+    one scrape, or the server was restarted between them."""
 
     def __init__(self, before: Scrape | None, after: Scrape) -> None:
         earlier, uptime = (0.0 if look is None else _own(look, _UPTIME) for look in (before, after))
@@ -76,25 +73,24 @@ class Interval:
         self.seconds = max(uptime if self.since_start else uptime - earlier, 1e-9)
 
     def models(self) -> list[ModelId]:
-        """The models that there are now, in order."""
-        found = (dict(labels) for series in self._after.get(_READY, {}).values() for labels in series)
-        return sorted(ModelId(labels.get("model", ""), labels.get("version", "")) for labels in found)
+        """The current models, in order."""
+        labels_of_models = (dict(labels) for series in self._after.get(_READY, {}).values() for labels in series)
+        return sorted(ModelId(labels.get("model", ""), labels.get("version", "")) for labels in labels_of_models)
 
     def has(self, family: str) -> bool:
-        """Whether the last scrape has it."""
+        """Whether the last scrape has the family."""
         return family in self._after
 
     def grown(self, family: str, model: str = "", **labels: str) -> float:
-        """What a counter grew by, summed over a model's series with these labels. A smaller one than before began
-        anew."""
+        """What a counter grew by, summed over a model's series with these labels. One that shrank was reset."""
         return sum(grown for _, grown in self._growth(family, model, labels))
 
     def grown_by(self, family: str, label: str, model: str = "", **labels: str) -> dict[str, float]:
-        """The same for each value of one label."""
-        found: dict[str, float] = defaultdict(float)
+        """As `grown`, for each value of one label."""
+        growth: dict[str, float] = defaultdict(float)
         for key, grown in self._growth(family, model, labels):
-            found[dict(key).get(label, "")] += grown
-        return found
+            growth[dict(key).get(label, "")] += grown
+        return growth
 
     def _growth(self, family: str, model: str, labels: Mapping[str, str]) -> Iterator[tuple[SeriesLabels, float]]:
         earlier = self._before.get(family, {}).get(model, {})
@@ -103,10 +99,10 @@ class Interval:
             yield key, value - was if value >= was else value
 
     def gauge(self, family: str, model: str = "", **labels: str) -> float:
-        """The mean of the scrapes that have it, summed over a model's series with these labels."""
+        """The mean over the scrapes that have it, summed over a model's series with these labels."""
         looks = [[value for _, value in _matching(look, family, model, labels)] for look in (self._before, self._after)]
-        there = [sum(values) for values in looks if values]
-        return sum(there) / len(there) if there else 0.0
+        sums = [sum(values) for values in looks if values]
+        return sum(sums) / len(sums) if sums else 0.0
 
     def last_by(self, family: str, label: str, model: str = "", **labels: str) -> dict[str, float]:
         """The last scrape's values, by one label."""
@@ -114,25 +110,18 @@ class Interval:
 
 
 def _matching(look: Scrape, family: str, model: str, labels: Mapping[str, str]) -> Iterator[tuple[SeriesLabels, float]]:
-    wanted = frozenset(labels.items())
-    return ((key, value) for key, value in look.get(family, {}).get(model, {}).items() if wanted <= key)
+    label_set = frozenset(labels.items())
+    return ((key, value) for key, value in look.get(family, {}).get(model, {}).items() if label_set <= key)
 
 
 class ModelInterval:
-    """An interval as one version of a model saw it; the methods are `Interval`'s."""
+    """An interval of one version of a model. Its functions are `Interval`'s, for this version's series alone."""
 
     def __init__(self, interval: Interval, model: ModelId) -> None:
-        self.whole, self.model = interval, model
-        self._labels = {"model": model.name, "version": model.version}
-
-    def grown(self, family: str, **labels: str) -> float:
-        return self.whole.grown(family, **self._labels, **labels)
-
-    def grown_by(self, family: str, label: str, **labels: str) -> dict[str, float]:
-        return self.whole.grown_by(family, label, **self._labels, **labels)
-
-    def gauge(self, family: str, **labels: str) -> float:
-        return self.whole.gauge(family, **self._labels, **labels)
-
-    def last_by(self, family: str, label: str) -> dict[str, float]:
-        return self.whole.last_by(family, label, **self._labels)
+        self.whole = interval
+        self.model = model
+        labels = {"model": model.name, "version": model.version}
+        self.grown = partial(interval.grown, **labels)
+        self.grown_by = partial(interval.grown_by, **labels)
+        self.gauge = partial(interval.gauge, **labels)
+        self.last_by = partial(interval.last_by, **labels)

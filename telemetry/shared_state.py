@@ -1,4 +1,4 @@
-"""The state that a server's clients share beside its models, and the contracts of core with it."""
+"""The state that a server's clients share, and core's contracts with it."""
 
 from asyncio import AbstractEventLoop
 from collections.abc import Mapping
@@ -16,31 +16,32 @@ from .trace_settings import TraceControl
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """Client shared memory, and the settings of logs and traces: v2's extensions, once for each server. `metrics`:
-    those that models make themselves. `waits`: of models that ask others. `rooflines`: of language models by name, for
-    explanations."""
+    """The state of v2's extensions, once for each server."""
 
     shared_memory: SharedMemoryRegistry = field(default_factory=SharedMemoryRegistry)
     logs: LogControl = field(default_factory=LogControl)
     traces: TraceControl = field(default_factory=TraceControl)
     metrics: CustomMetrics = field(default_factory=CustomMetrics)
+    """The metrics that models make themselves."""
     waits: WaitGraph = field(default_factory=WaitGraph)
+    """The waits of models that ask others."""
     rooflines: Mapping[str, StepRoofline] = field(default_factory=dict)
+    """Those of language models by name, for explanations."""
 
 
 class ServerLookup(ModelLookup, Protocol):
-    """A `ModelLookup` with the state that the server's clients share."""
+    """A `ModelLookup` with the shared state."""
 
     @property
     def shared_state(self) -> SharedState: ...
 
 
 class ServerAdministration(ServerLookup, Administration, Protocol):
-    """An `Administration` with the state that the server's clients share."""
+    """An `Administration` with the shared state."""
 
 
 class ModelServices(NamedTuple):
-    """What a model that asks others may use of its server: the way to them, and the event loop that both live in."""
+    """What a model that asks others may use: the server's models, and the event loop of both."""
 
     gateway: ServerAdministration
     loop: AbstractEventLoop

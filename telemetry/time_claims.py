@@ -1,4 +1,4 @@
-"""The causes that may limit a model, and the claim of one to a part of its requests' time."""
+"""The causes that may limit a model, and their claims to its requests' time."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -23,15 +23,18 @@ class Cause(StrEnum):
 
 
 class TimeClaim(NamedTuple):
-    """A cause's claim to `seconds` of all requests' time. `what` happens, as a main clause; `why` is its evidence in
-    words, `evidence` in numbers; `turn`: the flag or setting to turn, or what else to do."""
+    """A cause's claim to `seconds` of all requests' time."""
 
     cause: Cause
     seconds: float
     what: str
+    """What happens, as a main clause."""
     why: str
+    """The evidence in words."""
     turn: str
+    """The flag or setting to change, or what else to do."""
     evidence: Mapping[str, float] = {}
+    """The evidence in numbers."""
 
 
 def percent(share: float) -> str:

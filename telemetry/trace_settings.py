@@ -1,7 +1,7 @@
-"""The settings of traces, for all models and for single ones, and the choice of requests by them: Triton's trace
-extension, https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_trace.md.
+"""The trace settings of the server and of single models, and the sampling of requests by them: Triton's trace
+extension.
 
-Knows nothing of files and of what a trace holds.
+Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_trace.md
 """
 
 import logging
@@ -15,7 +15,7 @@ from ..core.errors import CharoniaError, InvalidArgument, Unsupported
 log = logging.getLogger(__name__)
 
 TraceSettingsChange: TypeAlias = Mapping[str, Sequence[str] | None]
-"""New values of settings, by their names; None or nothing takes back what was set."""
+"""New values of settings by name; None or an empty list resets one."""
 
 OFF = "OFF"
 TIMESTAMPS = "TIMESTAMPS"
@@ -26,7 +26,7 @@ _LEVELS = {
     **dict.fromkeys((TIMESTAMPS, "MIN", "MAX", "TRUE", "ON"), TIMESTAMPS),
     TENSORS: TENSORS,
 }
-"""By all their names, those of tritonserver's former releases and of its command line too; in any case of letters."""
+"""Levels by all their names, former releases' and the command line's included, in any case."""
 
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _RANGES = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
@@ -44,8 +44,8 @@ _NUMBERS = ("bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_si
 
 @dataclass(frozen=True, slots=True)
 class SpanSettings:
-    """How spans are sent, with tritonserver's defaults. `resource`: attributes of their source. They leave every
-    `bsp_schedule_delay` milliseconds, or when `bsp_max_export_batch_size` are there; `bsp_max_queue_size` wait at most.
+    """How spans are sent, with tritonserver's defaults. They are sent every `bsp_schedule_delay` milliseconds, or once
+    `bsp_max_export_batch_size` wait; at most `bsp_max_queue_size` wait. `resource` is the attributes of their source.
     """
 
     url: str = "http://localhost:4318/v1/traces"
@@ -60,10 +60,10 @@ class SpanSettings:
         return {"url": (self.url,), "resource": tuple(f"{key}={value}" for key, value in self.resource), **numbers}
 
     def with_setting(self, setting: str) -> "SpanSettings":
-        """These settings with `<name>=<value>` in place of one.
+        """These settings with one replaced, given as `<name>=<value>`.
 
         Raises:
-            InvalidArgument: there is no such setting, or it has no such value.
+            InvalidArgument: the setting or its value is unknown.
         """
         name, _, value = setting.partition("=")
         changed: dict[str, Any]
@@ -83,8 +83,8 @@ class SpanSettings:
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """One request in `trace_rate` is traced, until `trace_count` were, -1 for ever. `log_frequency`: traces a file, 0
-    any number. Without a file nothing is traced, unless traces are `spans`."""
+    """One request in `trace_rate` is traced, until `trace_count` are (-1: without end). A file holds `log_frequency`
+    traces (0: any number). Without a file nothing is traced, except as `spans`."""
 
     trace_level: tuple[str, ...] = (OFF,)
     trace_rate: int = 1000
@@ -95,8 +95,8 @@ class TraceSettings:
 
     @property
     def enabled(self) -> bool:
-        kept = TIMESTAMPS in self.trace_level if self.spans is not None else self.has_level and bool(self.trace_file)
-        return kept and self.trace_count != 0
+        has_target = bool(self.trace_file) if self.spans is None else TIMESTAMPS in self.trace_level
+        return has_target and self.has_level and self.trace_count != 0
 
     @property
     def has_level(self) -> bool:
@@ -104,17 +104,17 @@ class TraceSettings:
 
     @property
     def numbers_files(self) -> bool:
-        """Traces go into files with a number at the end of their names: as many as there are to be in one, or until the
-        count is out. All others go into one file."""
+        """Whether traces go into numbered files, each of `log_frequency` traces or of all until the count; otherwise
+        one file has all."""
         return self.log_frequency > 0 or self.trace_count >= 0
 
     @property
     def records_tensors(self) -> bool:
-        """Tensors are traced; spans hold none."""
+        """Whether tensors are traced; spans hold none."""
         return TENSORS in self.trace_level and self.spans is None
 
     def as_v2_texts(self) -> dict[str, tuple[str, ...]]:
-        """The settings as texts, by the names of Triton's trace extension and in its order."""
+        """The settings as texts, by the names and in the order of Triton's trace extension."""
         texts = {"trace_level": self.trace_level}
         texts |= {"trace_rate": (str(self.trace_rate),), "trace_count": (str(self.trace_count),)}
         if self.spans is not None:
@@ -125,7 +125,7 @@ class TraceSettings:
 
 @dataclass(slots=True)
 class _Scope:
-    """The settings that were given for all models, or for one, and the requests that were counted under them."""
+    """The settings of one model, or of all, and the requests counted under them."""
 
     given: dict[str, Any] = field(default_factory=dict)
     seen: int = 0
@@ -133,8 +133,9 @@ class _Scope:
 
 
 class TraceControl:
-    """The trace settings of the server and of its models, and the choice of requests by them. `on_change` is called
-    after each change. `open_traces`: traced requests that have not ended. `sends_spans`: of every request."""
+    """The trace settings of the server and its models, and the sampling by them. `on_change` is called after each
+    change; `open_traces` counts traced requests that have not ended; `sends_spans` is true if every request has spans.
+    """
 
     def __init__(self, settings: TraceSettings = TraceSettings()) -> None:
         self._base = settings
@@ -147,29 +148,28 @@ class TraceControl:
 
     @property
     def wants_children(self) -> bool:
-        """Whether a request that comes now may leave a trace, in which those that its model makes are told of."""
+        """Whether a new request may leave a trace, which includes the requests that its model makes."""
         return self.sends_spans or not self._quiet
 
     def settings(self, model: str = "") -> TraceSettings:
-        """The settings of a model, or those of all models without their own; `trace_count` is the number that is
-        left."""
+        """The settings that apply to a model; `trace_count` is the remaining number."""
         scope = self._models.get(model, self._all)
         settings = replace(self._base, **{**self._all.given, **scope.given})
-        left = settings.trace_count if settings.trace_count < 0 else max(0, settings.trace_count - scope.traced)
-        return replace(settings, trace_count=left)
+        remaining = settings.trace_count if settings.trace_count < 0 else max(0, settings.trace_count - scope.traced)
+        return replace(settings, trace_count=remaining)
 
     def update(self, change: TraceSettingsChange, model: str = "") -> TraceSettings:
-        """Change the settings of a model, or of all; return those that hold then.
+        """Change the settings of a model, or of all; return those that apply then.
 
         Raises:
-            InvalidArgument: there is no such setting, or it has no such value.
-            Unsupported: that cannot be changed.
+            InvalidArgument: a setting or its value is unknown.
+            Unsupported: it cannot be changed.
         """
         if self._base.spans is not None:
             raise Unsupported(f"trace settings can not be updated in mode {OPENTELEMETRY_MODE}")
         parsed = {name: _parse_setting(name, values) for name, values in change.items()}
-        given = (self._models.get(model, _Scope()) if model else self._all).given | parsed
-        scope = _Scope({name: value for name, value in given.items() if value is not None})
+        values = (self._models.get(model, _Scope()) if model else self._all).given | parsed
+        scope = _Scope({name: value for name, value in values.items() if value is not None})
         if not model:
             self._all = scope
         elif scope.given:
@@ -177,17 +177,18 @@ class TraceControl:
         else:
             self._models.pop(model, None)
         settings = self.settings(model)
-        self._quiet = not any(each.enabled for each in (self.settings(), *map(self.settings, self._models)))
+        self._quiet = not any(settings.enabled for settings in (self.settings(), *map(self.settings, self._models)))
         if settings.has_level and not settings.trace_file:
             log.warning("nothing is traced: trace file name is not given (--trace-config triton,file=PATH)")
         self.on_change()
         return settings
 
     def sample_request(self, model: str) -> TraceSettings | None:
-        """One more request of this model: the settings to trace it by, if it is to be."""
+        """Count one more request of this model; return the settings to trace it by, if it is sampled."""
         if self._quiet:
             return None
-        settings, scope = self.settings(model), self._models.get(model, self._all)
+        settings = self.settings(model)
+        scope = self._models.get(model, self._all)
         if not settings.enabled:
             return None
         scope.seen += 1
@@ -228,7 +229,9 @@ def parse_trace_config(words: Iterable[str]) -> TraceSettings:
     Raises:
         InvalidArgument: a setting or value is unknown; the message names the flag.
     """
-    settings, spans, mode = TraceSettings(), SpanSettings(), ""
+    settings = TraceSettings()
+    spans = SpanSettings()
+    mode = ""
     for word in words:
         name, equals, value = word.removeprefix("triton,").partition("=")
         if word.startswith(f"{OPENTELEMETRY_MODE},"):

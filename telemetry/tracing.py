@@ -1,7 +1,5 @@
-"""The requests whose spans are sent, and where to.
-
-Without an endpoint nothing of OpenTelemetry is imported, and nothing happens for a request.
-"""
+"""The requests whose spans are sent, and where to. Without an endpoint OpenTelemetry is not imported, and requests cost
+nothing."""
 
 import json
 import os
@@ -25,7 +23,7 @@ _ALL_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PATH = "/v1/traces"
 _PARENT_HEADERS = ("traceparent", b"traceparent")
-"""The header that carries on a client's trace, over gRPC and over HTTP."""
+"""The header that continues a client's trace, over gRPC and HTTP."""
 
 _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(-.*)?", re.ASCII
@@ -33,8 +31,8 @@ _TRACEPARENT = re.compile(
 
 
 class SamplingTracer:
-    """Passes to `tracer` the requests that `traces` samples, and those whose clients send a trace context:
-    tritonserver's mode opentelemetry, whose settings stay as they are."""
+    """Passes on the requests that `traces` samples, and those whose clients send a trace context: tritonserver's mode
+    opentelemetry, whose settings do not change."""
 
     def __init__(self, tracer: Callable[[RequestContext], None], traces: TraceControl) -> None:
         self._tracer = tracer
@@ -51,8 +49,8 @@ class SamplingTracer:
 
 
 def trace_context(context: RequestContext, traces: TraceControl) -> str | None:
-    """The W3C trace context of a request that is being answered, as JSON of its headers, for spans that others make
-    within the request's own; None for a request that leaves none. Its ids are chosen now, and the span's later."""
+    """The W3C trace context of a running request, as JSON of its headers, for spans that others make within the
+    request's own; None if it leaves no span. Its ids are chosen now."""
     if not traces.sends_spans:
         return None
     root = context
@@ -69,11 +67,11 @@ def trace_context(context: RequestContext, traces: TraceControl) -> str | None:
 
 
 def otlp_endpoint(flag: str, environment: Mapping[str, str], settings: SpanSettings | None = None) -> str:
-    """Where spans go, or "": the URL of tritonserver's mode opentelemetry, or the flag's, else that of OpenTelemetry's
-    own variables.
+    """The URL that spans go to, or "": from tritonserver's mode opentelemetry, the flag, or OpenTelemetry's own
+    variables.
 
     Raises:
-        InvalidArgument: it is no HTTP URL, or said twice, or the variables ask for a protocol that is not spoken here.
+        InvalidArgument: it is no HTTP URL, is given twice, or the variables ask for another protocol.
     """
     if flag and settings is not None:
         raise InvalidArgument(f"{_FLAG} and --trace-config mode={OPENTELEMETRY_MODE} both say where spans go")
@@ -108,7 +106,7 @@ def _checked_url(name: str, url: str) -> SplitResult:
 
 @contextmanager
 def open_tracer(endpoint: str, version: str, settings: SpanSettings | None = None) -> Iterator["OtlpTracer | None"]:
-    """A tracer for the block, whose last spans are sent when it ends; None without an endpoint.
+    """A tracer for the block, which sends its last spans at the end; None without an endpoint.
 
     Raises:
         InvalidArgument: OpenTelemetry is not installed, or its own environment variables are wrong.
