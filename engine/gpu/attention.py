@@ -1,14 +1,12 @@
-"""Attention over the paged cache: of few places a row (decoding, drafts), and of chunks of prompts.
+"""Attention over the paged cache: of rows with few places (decoding, drafts), and of chunks of prompts.
 
-Query heads that share a key head, and all places of a row that decodes, form one tile: a block of the cache is read
-once for all of them, by whole lines. Scores, their running maximum and sum stay in registers (FlashAttention, arXiv
-2205.14135). The context of a row that decodes is cut into parts that run side by side, and are then added (arXiv
-2311.01282); how many depends on its own length alone, so its result depends on no other row. The reference is
-`attention.torch_attention.reference_attention`; sinks (arXiv 2508.10925) enter the sum before the first key.
+Query heads that share a key head, and all places of a decoding row, form one tile, so each block of the cache is read
+once for all of them. Scores stay in registers (FlashAttention, arXiv 2205.14135). A decoding row's context is cut into
+parts (arXiv 2311.01282), as many as its own length says, so its result depends on no other row. Sinks (arXiv
+2508.10925) enter the sum before the first key. The reference is `attention.torch_attention.reference_attention`.
 
-Where the cache has codes of eight bits, both kinds are exact in the queries' dtype, and products are of those: a key's
-scale multiplies its scores, a value's scale its weights, and LARGEST_CODE divides the mix when it is whole. Nothing is
-rounded that would not be in a cache without codes.
+Codes of eight bits are exact in the queries' dtype: a key's scale multiplies its scores, a value's scale its weights,
+and LARGEST_CODE divides the whole mix.
 """
 
 import math
@@ -62,9 +60,8 @@ def _attend_span(
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Attend to the tokens from `begin` to `end` with queries q [M, DIMS] at `position` [M]: adds to the `state` of
-    maximum [M], sum [M] and mix [M, DIMS]. `blocks` is the row's line of the block table. Where it is not MASKED,
-    each query sees all of them."""
+    """The `state` (maximum [M], sum [M], mix [M, DIMS]) of queries q [M, DIMS] at `position` [M] after the tokens from
+    `begin` to `end`, too. `blocks` is the row's line of the block table. Unless MASKED, each query sees all tokens."""
     maximum, total, mix = state
     dim = tl.arange(0, DIMS)[None, :]
     for at in range(begin, end, TILE):
@@ -103,7 +100,7 @@ def _attend_span(
 
 @triton.jit
 def _first_state(sinks, head, first, SINKS: tl.constexpr, M: tl.constexpr, DIMS: tl.constexpr):
-    """Nothing attended to yet; where `first` is true the sinks of heads [M] count as a token with a value of 0."""
+    """The state before any token; where `first` is true, the sinks of heads [M] count as a token with value 0."""
     maximum = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     if SINKS:
@@ -115,7 +112,7 @@ def _first_state(sinks, head, first, SINKS: tl.constexpr, M: tl.constexpr, DIMS:
 
 @triton.jit
 def _parts(start, count, WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """The first token that a row still sees, and the tokens of each of its parts."""
+    """The first token that a row sees, and the tokens of each of its parts."""
     low = 0
     if WINDOW:
         low = tl.maximum(start - WINDOW + 1, 0) // TILE * TILE
@@ -160,9 +157,9 @@ def _decode_kernel(
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Program (row, key head, part): all places and query heads of that key head, over one part of the context. A row
-    of one part is done; of others the state is kept in `mixes` [places that decode, HEADS, parts, HEAD_DIM] and `sums`
-    [.., 2], where those of a row begin at `first_states`."""
+    """Program (row, key head, part) has all places and query heads of that key head, and one part of the context. Rows
+    of several parts keep their states in `mixes` [decoding places, HEADS, parts, HEAD_DIM] and `sums` [.., 2], from
+    `first_states` on."""
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -179,9 +176,9 @@ def _decode_kernel(
     line = tl.arange(0, M)
     place = line // group
     head = kv_head * group + line % group
-    asked = place < count
+    exists = place < count
     dim = tl.arange(0, DIMS)[None, :]
-    inside = asked[:, None] & (dim < HEAD_DIM)
+    inside = exists[:, None] & (dim < HEAD_DIM)
     token = tl.load(first_places + index).to(tl.int64) + place
     queries = tl.load(q + token[:, None] * q_stride + head[:, None] * HEAD_DIM + dim, mask=inside, other=0.0)
     state = _first_state(sinks, head, part == 0, SINKS, M, DIMS)
@@ -194,14 +191,14 @@ def _decode_kernel(
         mix = mix / LARGEST_CODE
     at = token * HEADS + head
     if low + size >= length:
-        mixed = mix / tl.where(asked, total, 1.0)[:, None]
+        mixed = mix / tl.where(exists, total, 1.0)[:, None]
         tl.store(out + at[:, None] * HEAD_DIM + dim, mixed.to(out.dtype.element_ty), mask=inside)
     else:
         state_place = tl.load(first_states + index).to(tl.int64) + place
         at = (state_place * HEADS + head) * parts + part
         tl.store(mixes + at[:, None] * HEAD_DIM + dim, mix, mask=inside)
-        tl.store(sums + at * 2, maximum, mask=asked)
-        tl.store(sums + at * 2 + 1, total, mask=asked)
+        tl.store(sums + at * 2, maximum, mask=exists)
+        tl.store(sums + at * 2 + 1, total, mask=exists)
 
 
 @triton.jit
@@ -278,8 +275,8 @@ def _chunk_kernel(
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Program (tile, key head): M // group tokens of one chunk, from the offset in `tiles` [T, row and offset] on, with
-    all query heads of that key head. Tokens that all of them see are not masked."""
+    """Program (tile, key head) has M // group tokens of one chunk, from the offset in `tiles` [T, row and offset] on,
+    and all query heads of that key head. Keys that all of them see are not masked."""
     index = tl.load(tiles + tl.program_id(0) * 2)
     offset = tl.load(tiles + tl.program_id(0) * 2 + 1)
     kv_head = tl.program_id(1)
@@ -289,9 +286,9 @@ def _chunk_kernel(
     line = tl.arange(0, M)
     place = offset + line // group
     head = kv_head * group + line % group
-    asked = (line < M // group * group) & (place < count)
+    exists = (line < M // group * group) & (place < count)
     dim = tl.arange(0, DIMS)[None, :]
-    inside = asked[:, None] & (dim < HEAD_DIM)
+    inside = exists[:, None] & (dim < HEAD_DIM)
     token = tl.load(first_places + index).to(tl.int64) + place
     queries = tl.load(q + token[:, None] * q_stride + head[:, None] * HEAD_DIM + dim, mask=inside, other=0.0)
     state = _first_state(sinks, head, True, SINKS, M, DIMS)
@@ -312,7 +309,7 @@ def _chunk_kernel(
     )  # fmt: skip
     if LARGEST_CODE > 0:
         mix = mix / LARGEST_CODE
-    mixed = (mix / tl.where(asked, total, 1.0)[:, None]).to(out.dtype.element_ty)
+    mixed = (mix / tl.where(exists, total, 1.0)[:, None]).to(out.dtype.element_ty)
     tl.store(out + (token * HEADS + head)[:, None] * HEAD_DIM + dim, mixed, mask=inside)
 
 
@@ -324,17 +321,20 @@ def attend(
     q: Tensor,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of the queries [N, heads, head_dim], heads side by side, over a layer's cache, into which the step's
-    own keys and values are written: [N, heads * head_dim]. `sinks`: float32 [heads]."""
-    shape, rows = spec.shape, len(batch.counts)
+    """Attention of the queries [N, heads, head_dim], heads side by side, over a layer's cache, which has the step's
+    keys and values already -> [N, heads * head_dim]. `sinks`: float32 [heads]."""
+    shape = spec.shape
+    rows = len(batch.counts)
     out = torch.empty(len(q), shape.heads * shape.head_dim, dtype=q.dtype, device=q.device)
     numbers = batch.rows, batch.starts, batch.counts, batch.first_places, batch.block_ids
     inputs = q, *cache.pointers, q if sinks is None else sinks, out
     sizes = batch.block_ids.stride(0), q.stride(0)
     if tiles.places:
-        parts, first_states = tiles.parts, batch.first_places if tiles.first_states is None else tiles.first_states
+        parts = tiles.parts
+        first_states = batch.first_places if tiles.first_states is None else tiles.first_states
         states = tiles.decoded * shape.heads * parts if parts > 1 else 0
-        mixes, sums = (torch.empty(states * each, dtype=torch.float32, device=q.device) for each in (shape.head_dim, 2))
+        mixes = torch.empty(states * shape.head_dim, dtype=torch.float32, device=q.device)
+        sums = torch.empty(states * 2, dtype=torch.float32, device=q.device)
         plan = decode_plan(spec, tiles.places, sinks is not None)
         decode = _decode_kernel[rows, shape.kv_heads, parts]
         decode(*inputs, mixes, sums, first_states, *numbers, *sizes, parts, spec.scale, spec.softcap, **plan)
@@ -350,7 +350,7 @@ def attend(
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Of published models, with and without codes, windows, caps and sinks."""
+    """The shapes of published models, with and without codes, windows, caps and sinks."""
     specs = [AttentionSpec(shape, shape.head_dim**-0.5) for shape in (*SHAPES, *CODED_SHAPES)]
     specs += [AttentionSpec(SHAPES[0], 0.1, window=4096), AttentionSpec(SHAPES[3], 0.1, window=4096, softcap=50.0)]
     for spec in specs:
@@ -360,7 +360,7 @@ def specialisations() -> Iterator[Specialisation]:
 
 def _forms(spec: AttentionSpec, kind: str, sinks: bool) -> Iterator[Specialisation]:
     most = spec.most_decoded
-    for places in (each for each in DECODE_PLACES if each <= most):
+    for places in (places for places in DECODE_PLACES if places <= most):
         yield _form(_decode_kernel, spec, kind, decode_plan(spec, places, sinks), ("mma",))
     yield _form(_combine_kernel, spec, kind, combine_plan(spec, 1), ())
     for least, most in ((80, 89), (90, 100)):

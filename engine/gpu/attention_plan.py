@@ -11,14 +11,14 @@ from ..step_batch import StepBatch, to_device
 from .runtime import LARGEST_CODES, capability
 
 LEAST_PART, MOST_PARTS = 256, 16
-"""Tokens of context that are worth a part of their own, and the most parts."""
+"""The fewest tokens of a part of the context, and the most parts."""
 
 DECODE_PLACES = (1, 2, 4, 8)
-"""Most places of a row whose context is cut into parts: one with more is a chunk."""
+"""Sizes of decoding tiles: a row with more places is a chunk."""
 
 
 class CacheShape(NamedTuple):
-    """One layer's `LayerCache`. `codes`: what its numbers are kept as, int8 or fp8; None is what is computed in."""
+    """The sizes of one layer's `LayerCache`. `codes`: the dtype of its codes, int8 or fp8; None: it has no codes."""
 
     heads: int
     kv_heads: int
@@ -28,26 +28,27 @@ class CacheShape(NamedTuple):
 
     @property
     def largest_code(self) -> float:
-        """0 where numbers are kept as they are."""
+        """0 without codes."""
         return 0.0 if self.codes is None else LARGEST_CODES[self.codes]
 
 
 class LayerCache(NamedTuple):
-    """Keys and values, each [blocks, kv_heads, block_size, head_dim], contiguous. Of codes also what the largest code
-    stands for in each line of both, float32 `scales` [blocks, kv_heads, block_size, keys and values]."""
+    """Keys and values, each [blocks, kv_heads, block_size, head_dim], contiguous."""
 
     keys: Tensor
     values: Tensor
     scales: Tensor | None = None
+    """Of codes: the number that the largest code stands for in each line, float32 [blocks, kv_heads, block_size, keys
+    and values]."""
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As kernels take them: without scales they get what they do not read."""
+        """The arguments of kernels, which without codes read no scales."""
         return self.keys, self.values, self.keys if self.scales is None else self.scales
 
 
 class AttentionSpec(NamedTuple):
-    """The attention of one layer: see `LayerAttention`, with the scale spelt out."""
+    """The attention of one layer: see `LayerAttention`. The scale is explicit."""
 
     shape: CacheShape
     scale: float
@@ -63,7 +64,7 @@ class AttentionSpec(NamedTuple):
         return max(places for places in DECODE_PLACES if self.decode_places(places))
 
     def decode_places(self, most: int) -> int:
-        """The places of a decoding kernel's tile for rows of `most` places; 0 where they are chunks."""
+        """The places of the decoding tile for rows of `most` places; 0 where such rows are chunks."""
         fits = [places for places in DECODE_PLACES if places >= most and (places == 1 or places * self.group <= 64)]
         return fits[0] if fits else 0
 
@@ -82,24 +83,27 @@ CODED_SHAPES = tuple(shape._replace(codes=codes) for shape in SHAPES for codes i
 
 
 class StepTiles(NamedTuple):
-    """A step's rows as the kernels take them, for one attention: `places` of the decoding rows' tile (0: none decodes),
-    whose contexts have `parts` at most. They have `decoded` places in all, which are counted up to each row in
-    `first_states`, int32 [R]; None: as all places are, for no row is a chunk. The tiles of the `chunks`, int32 [T, 2],
-    if there are any."""
+    """A step's rows as the kernels of one attention take them."""
 
     places: int
+    """Of a decoding tile; 0: no row decodes."""
     parts: int
+    """The most parts of a decoding row's context."""
     chunks: Tensor | None
+    """The tiles of chunks, int32 [T, row and offset]."""
     decoded: int
+    """Places of all decoding rows."""
     first_states: Tensor | None = None
+    """Decoding places before each row, int32 [R]; None: no row is a chunk, so these are all places before it."""
 
 
 def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
-    """Decided on the host, by numbers that it has: how many places rows have, and the longest."""
+    """The tiles of a step, from numbers that the host has."""
     counts = batch.counts
     few = counts[counts <= spec.most_decoded]
     places = spec.decode_places(int(few.max())) if few.any() else 0
-    parts, device = min(-(-batch.longest // LEAST_PART), MOST_PARTS), batch.token_ids.device
+    parts = min(-(-batch.longest // LEAST_PART), MOST_PARTS)
+    device = batch.token_ids.device
     chunks = _chunk_tiles(spec, counts, places, device)
     if chunks is None or not places or parts == 1:
         return StepTiles(places, parts, chunks, batch.size)
@@ -109,7 +113,7 @@ def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
 
 
 def _chunk_tiles(spec: AttentionSpec, counts: NDArray[np.int32], places: int, device: torch.device) -> Tensor | None:
-    """The rows that the decoding kernel leaves out, in tiles."""
+    """The tiles of rows with more places than the decoding kernel takes."""
     left = np.flatnonzero(counts > places)
     if not len(left):
         return None
@@ -127,8 +131,8 @@ def _sizes(spec: AttentionSpec, sinks: bool) -> dict[str, Any]:
 
 
 def decode_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[str, Any]:
-    """Tensor cores take sixteen queries and more. As many keys at once as leave room for two tiles on their way, and
-    for four of codes, which have half the bytes."""
+    """Tensor cores need sixteen queries or more. Keys are as many as leave room for two tiles in flight, or four of
+    codes."""
     queries = max(next_power_of_2(places * spec.group), 16)
     tile = 64 if spec.shape.head_dim <= 128 else 32
     cut = {"PLACES": places, "LEAST": LEAST_PART, "MOST": MOST_PARTS, "M": queries, "TILE": tile}
@@ -143,7 +147,7 @@ def combine_plan(spec: AttentionSpec, places: int) -> dict[str, Any]:
 
 
 def chunk_plan(spec: AttentionSpec, generation: int, sinks: bool = False) -> dict[str, Any]:
-    """The largest tile that spills no register; an A100 has no room for as many queries as later ones."""
+    """The largest tile that spills no register; an A100 has room for fewer queries than later GPUs."""
     size = spec.shape.head_dim
     queries = 128 if 64 < size <= 128 and generation >= 90 else 64
     tile = {"M": max(queries, next_power_of_2(spec.group)), "TILE": 64 if size <= 128 else 32}

@@ -1,8 +1,8 @@
 """Rotation (arXiv 2104.09864) and the paged cache's write, in one pass over a layer's queries, keys and values.
 
-One program holds up to sixteen query heads of a token, or as many key heads, or value heads: whole lines are read and
-written side by side. Keys and values go where the block table says, as they are or as codes of eight bits with a scale
-for each line; queries go into memory of their own. The references are `layers.rotary.TorchAngles` and a plain copy.
+One program holds up to sixteen query, key or value heads of a token. Keys and values go where the block table says, as
+they are or as codes of eight bits with a scale for each line. The references are `layers.rotary.TorchAngles` and a
+plain copy.
 """
 
 from collections.abc import Iterator
@@ -50,8 +50,8 @@ def _write_kernel(
     LINES: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Program (place, kind, n) moves LINES heads of one token: keys, values or queries. Nothing is rotated where
-    ROTARY_DIM is 0, and then there are no programs for queries."""
+    """Program (place, kind, n) moves LINES heads of one token: keys, values or queries. ROTARY_DIM 0: nothing is
+    rotated, and no program is for queries."""
     place = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
     owner = tl.load(owners + place)
@@ -79,7 +79,7 @@ def _write_kernel(
 
 @triton.jit
 def _store(cache, scales, line, dim, x, there, head_there, HEAD_DIM: tl.constexpr, LARGEST_CODE: tl.constexpr):
-    """Lines x of the cache, as they are, or as codes whose largest stands for the line's largest number."""
+    """Stores lines x, as they are or as codes whose largest stands for the line's largest number."""
     if LARGEST_CODE > 0:
         wide = x.to(tl.float32)
         largest = tl.max(tl.abs(wide), 1, keep_dims=True)
@@ -90,7 +90,7 @@ def _store(cache, scales, line, dim, x, there, head_there, HEAD_DIM: tl.constexp
 
 @triton.jit
 def _rotate(heads, cos, sin, place, dim, there, ROTARY_DIM: tl.constexpr):
-    """The first ROTARY_DIM numbers of each head, halves turned against each other; the first half of sin is negated."""
+    """Heads whose first ROTARY_DIM numbers are rotated, half by half; the first half of `sin` is negated."""
     x = tl.load(heads + dim, mask=there, other=0.0)
     if ROTARY_DIM == 0:
         return x
@@ -111,11 +111,10 @@ def write_cache(
     qkv: tuple[Tensor, Tensor, Tensor],
     rotation: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Store a step's keys and values [N, kv_heads, head_dim] in the cache of a layer.
+    """Store a step's keys and values [N, kv_heads, head_dim] in a layer's cache -> the queries [N, heads, head_dim].
 
-    Heads of a token lie side by side; `owners`, int64 [N]: the row of each place. Queries [N, heads, head_dim] are
-    returned. They and the keys are rotated if there is a `rotation`: cos and sin [N, ..., rotary_dim], as `TorchAngles`
-    has them."""
+    `owners`, int64 [N]: the row of each place. `rotation`: cos and sin [N, ..., rotary_dim] of `TorchAngles`, by which
+    queries and keys are rotated."""
     q, k, v = qkv
     rotated = q if rotation is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cos, sin = (q, q) if rotation is None else rotation
@@ -131,7 +130,7 @@ def write_cache(
 
 
 def _plan(shape: CacheShape, rotary: int) -> dict[str, Any]:
-    """A tile of heads; a warp for each 256 of its numbers, of 1 to 8, and twice as many where they become codes."""
+    """A tile of heads, with a warp for each 256 of its numbers, 1 to 8, and twice as many for codes."""
     lines = min(next_power_of_2(shape.heads if rotary else shape.kv_heads), 16)
     dims = next_power_of_2(shape.head_dim)
     sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "ROTARY_DIM": rotary}

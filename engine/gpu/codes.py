@@ -1,14 +1,14 @@
-"""Numbers as eight-bit codes, int8 or fp8 (e4m3), that share the scale of their row: the rounding of every kernel that
-makes some. Half goes to even; what is then converted is a code already, so that the conversion rounds nothing (the
-interpreter's loses carries, and numbers below the normal ones)."""
+"""The rounding of numbers to eight-bit codes, int8 or fp8 (e4m3), in every kernel that makes some: half to even.
+
+The conversion that follows rounds nothing: the interpreter's would lose carries and subnormal numbers."""
 
 import triton
 import triton.language as tl
 
 _WHOLE = tl.constexpr(12582912.0)
-"""1.5 * 2^23: a float32 of less than 2^22 that it is added to keeps no fraction."""
+"""1.5 * 2^23: a float32 below 2^22 loses its fraction when this is added."""
 _EIGHTHS = tl.constexpr(1572864.0)
-"""1.5 * 2^20: likewise, added to a number below 2 it leaves eighths, e4m3's three bits of fraction."""
+"""1.5 * 2^20: a number below 2 keeps its eighths, the three bits of e4m3's fraction, when this is added."""
 _LEAST_NORMAL = tl.constexpr(2.0**-6)
 
 

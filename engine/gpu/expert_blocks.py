@@ -1,6 +1,5 @@
-"""Choices of a mixture's router sorted by expert and cut into blocks of rows, each for one expert: what the grouped
-products of `experts` and `grouped_experts` run over. The host learns of no routing: grids are as large as the worst one
-needs.
+"""Sorts a router's choices by expert and cuts them into blocks, each for one expert, for the products of `experts` and
+`grouped_experts`. The host learns of no routing: grids have the size of the worst one.
 """
 
 from collections.abc import Iterator
@@ -14,12 +13,11 @@ from torch import Tensor
 from .runtime import Specialisation
 
 _SORTED = 1024
-"""Choices that are looked at together."""
+"""Choices that are loaded together."""
 BLOCK_SIZES = (16, 32, 64)
 """Rows that a block may have."""
 EXPERTS_AND_CHOICES = ((8, 2), (128, 8))
-"""The experts of Mixtral 8x7B and of Qwen3-30B-A3B, and how many of them a token chooses: what kernels are compiled
-for without a GPU."""
+"""Experts, and choices of a token, of Mixtral 8x7B and Qwen3-30B-A3B, for `Specialisation`."""
 
 
 @triton.jit
@@ -35,17 +33,17 @@ def _sort_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program e is for expert e of these `experts`, from `first_expert` on: it writes the places in `chosen` [choices]
-    that have it to `order`, in ascending order behind those of the experts before it, and to `blocks` [3, most_blocks]
-    its blocks of at most BLOCK_ROWS of them: expert, first in `order`, end. Blocks that nobody has get -1."""
+    """Program e is for expert `first_expert` + e. It writes to `order` the places of `chosen` [choices] that have the
+    expert, ascending and behind those of the experts before it; and to `blocks` [3, most_blocks] its blocks of at most
+    BLOCK_ROWS places: expert, first in `order`, end. Unused blocks get -1."""
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     inner = tl.arange(0, BLOCK)
     counts = tl.zeros((BINS,), tl.int32)
     for first in range(0, choices, BLOCK):
-        found = tl.load(chosen + first + inner, mask=inner < choices - first, other=-1).to(tl.int32) - first_expert
-        mine = (inner < choices - first) & (found >= 0) & (found < experts)
-        counts += tl.histogram(tl.where(mine, found, 0), BINS, mask=mine)
+        index = tl.load(chosen + first + inner, mask=inner < choices - first, other=-1).to(tl.int32) - first_expert
+        mine = (inner < choices - first) & (index >= 0) & (index < experts)
+        counts += tl.histogram(tl.where(mine, index, 0), BINS, mask=mine)
     own_blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
     start = tl.sum(tl.where(bins < expert, counts, 0), 0)
     first_block = tl.sum(tl.where(bins < expert, own_blocks, 0), 0)
@@ -59,8 +57,8 @@ def _sort_kernel(
         for first in range(tl.sum(own_blocks, 0), most_blocks, BLOCK):
             tl.store(blocks + first + inner, tl.full((BLOCK,), -1, tl.int32), mask=inner < most_blocks - first)
     for first in range(0, choices, BLOCK):
-        found = tl.load(chosen + first + inner, mask=inner < choices - first, other=-1).to(tl.int32) - first_expert
-        mine = (inner < choices - first) & (found == expert)
+        index = tl.load(chosen + first + inner, mask=inner < choices - first, other=-1).to(tl.int32) - first_expert
+        mine = (inner < choices - first) & (index == expert)
         place = start + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(order + place, first + inner, mask=mine)
         start += tl.sum(mine.to(tl.int32), 0)
@@ -68,8 +66,7 @@ def _sort_kernel(
 
 @triton.jit
 def find_rows(order, block, most_blocks, PER_TOKEN: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Which rows of the `block` exist; and their rows of x, the places of their choices, and their rows of the
-    result."""
+    """Which rows of the `block` exist, their rows of x, the places of their choices, and their rows of the result."""
     lines = tl.load(block + most_blocks) + tl.arange(0, BLOCK_ROWS)
     there = lines < tl.load(block + 2 * most_blocks)
     places = tl.load(order + lines, mask=there, other=0).to(tl.int64)
@@ -101,7 +98,7 @@ class RoutedChoices(NamedTuple):
 
 
 def sort_by_expert(chosen: Tensor, first: int, experts: int, block_rows: int) -> ExpertBlocks:
-    """The places of `chosen`, contiguous, by these experts, in blocks of at most `block_rows`."""
+    """Sort `chosen`, contiguous, by the `experts` from `first` on, in blocks of at most `block_rows`."""
     choices = chosen.numel()
     most = min(choices, choices // block_rows + experts)
     order = chosen.new_empty(choices, dtype=torch.int32)
@@ -112,8 +109,8 @@ def sort_by_expert(chosen: Tensor, first: int, experts: int, block_rows: int) ->
 
 
 def choose_block_rows(choices: int, experts: int, kind: torch.dtype, most: int) -> int:
-    """16 where an expert has few on average, else `most`: its weights are read once for each block. float32 has no
-    tensor cores."""
+    """Rows of a block: 16 where an expert has few choices on average, and for float32, which has no tensor cores; else
+    `most`, since weights are read once for each block."""
     return 16 if choices <= 16 * experts or kind == torch.float32 else most
 
 

@@ -62,11 +62,11 @@ def _experts_kernel(
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
 ):
-    """With an ACTIVATION: out[p] = activation(gate) * up of token order[p] // PER_TOKEN, where `weight` is [experts,
-    gate and up, outputs, inputs]. Without: out[order[p]] = routing[order[p]] * (x[p] times `weight` [experts, outputs,
-    inputs]). SCALED: x and `weight` are codes; rows of x have `x_scales`, and those of `weight`, all below each other,
-    `scales`. GROUPED: a block of inputs is a group, whose scales are in `x_scales` [rows, groups] and `scales` [groups,
-    rows]."""
+    """With an ACTIVATION: out[p] = activation(gate) * up of token order[p] // PER_TOKEN, `weight` [experts, gate and
+    up, outputs, inputs]. Without: out[order[p]] = routing[order[p]] * (x[p] times `weight` [experts, outputs, inputs]).
+
+    SCALED: x and `weight` are codes, with scales for each row. GROUPED: a block of inputs is a group, with `x_scales`
+    [rows, groups] and `scales` [groups, rows]."""
     across = tl.cdiv(outputs, BLOCK_OUTPUTS)
     block = tl.program_id(0) // across
     expert = tl.load(blocks + block).to(tl.int64)
@@ -111,7 +111,7 @@ def _experts_kernel(
 
 @triton.jit
 def _sum_kernel(parts, chosen, out, size, first_expert, experts, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
-    """out[token] is the sum of parts [token, PER_TOKEN, size], those that these `experts` have."""
+    """out[token] = the sum of parts [token, PER_TOKEN, size] whose expert is one of these `experts`."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < size
@@ -165,8 +165,8 @@ def _stack(rows: ExpertMatrix) -> PlainExpertMatrix | GroupedExpertMatrix:
 
 
 class TritonExperts:
-    """The experts of these `numbers`: x [N, hidden], `chosen` int64 [N, per token], any number, and their weights,
-    float32 [N, per token] -> the weighted sum of those that are here [N, hidden]."""
+    """Experts `numbers` of a mixture: x [N, hidden], `chosen` int64 [N, per token] among all experts, and their weights
+    float32 [N, per token] -> the weighted sum over these experts [N, hidden]."""
 
     def __init__(self, gate_up: ExpertMatrix, down: ExpertMatrix, activation: str, numbers: range) -> None:
         """`gate_up` [experts * 2 * inner, hidden], `down` [experts * hidden, inner]."""
@@ -194,7 +194,7 @@ class TritonExperts:
 
 
 def _plan(rows: int, group: int | None) -> dict[str, int]:
-    """By rows of a block. `group`: of codes with scales, or 0; None: floats."""
+    """The launch for blocks of so many rows. `group`: inputs that share a scale, 0 for whole rows; None: floats."""
     across, warps, stages = (64, 4, 4) if rows == 16 else (128, 8, 3)
     blocks = {"BLOCK_ROWS": rows, "BLOCK_OUTPUTS": across, "BLOCK_INPUTS": 64 if group is None else group or 128}
     return blocks | {"num_warps": warps, "num_stages": stages}

@@ -1,7 +1,5 @@
-"""Gate of an MLP (arXiv 2002.05202): activation(gate) * up in one pass over both, inside in float32.
-
-One program computes a block of features of one row; the reference is `layers.mlp.TorchGate`, which rounds once more,
-between activation and product.
+"""Gate of an MLP (arXiv 2002.05202): activation(gate) * up in one pass, computed in float32. The reference is
+`layers.mlp.TorchGate`, which rounds once more, between activation and product.
 """
 
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _sigmoid(x):
-    return tl.sigmoid(tl.maximum(x, -80.0))  # whose exponential is a number: the interpreter's warns of infinity
+    return tl.sigmoid(tl.maximum(x, -80.0))  # the exponential stays finite, or the interpreter warns
 
 
 @triton.jit
@@ -55,7 +53,8 @@ class TritonGate:
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, size = len(x), x.shape[1] // 2
+        rows = len(x)
+        size = x.shape[1] // 2
         out = x.new_empty(rows, size)
         if rows:
             _gate_kernel[rows, triton.cdiv(size, _BLOCK)](x, out, size, self._activation, _BLOCK, num_warps=4)

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs, one for each bucket of places and context lengths.
 
-Launching a decode step's kernels takes the host longer than a fast GPU computes. So a graph of them is recorded over
-buffers that stay; a step writes its numbers there and replays the graph, one launch for all kernels.
+Launching a decode step's kernels takes longer than a fast GPU computes. A graph is recorded over static buffers; a step
+writes its numbers there and replays the graph, one launch for all kernels.
 """
 
 import logging
@@ -25,14 +25,14 @@ from ..step_batch import StepBatch
 log = logging.getLogger(__name__)
 
 CAPTURE_SECONDS = 1.0
-"""The least time between two captures under load: each one holds up its step for some tenths of a second."""
+"""The least time between two captures under load: each delays its step by some tenths of a second."""
 
 LONGEST_RETRY_SECONDS = 600.0
-"""After a capture that failed the next one waits twice as long each time, up to this."""
+"""The longest wait after failed captures, which doubles each time."""
 
 GRAPH_BYTES = 4 << 20
-"""What CUDA keeps of one graph, about 10 KiB a node, beside the tensors that torch knows of; twice that with adapters,
-whose kernels are nodes, too."""
+"""Memory that CUDA keeps for one graph, about 10 KiB a node, beside torch's tensors; twice that with adapters, whose
+kernels are nodes, too."""
 
 _SHORT_CONTEXT, _CONTEXT_RATIO = 8192, 4
 _PLAIN_SIZES = (1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32))
@@ -40,13 +40,13 @@ _OTHER_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768
 
 Launches: TypeAlias = Callable[[], None]
 Recorder: TypeAlias = Callable[[Launches], Launches]
-"""Records what a function launches, without waiting for the device in it; returns what launches the same again."""
+"""Records the launches of a function, which must not wait for the device; returns what launches them again."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs on `device`, the current one, whose tensors share one memory pool: they are never replayed at
-    once. A pool that the last of its graphs has left can't be captured into again, so the next graph begins another. A
-    capture that fails leaves nothing behind."""
+    """Records CUDA graphs on `device`, the current one. They share one memory pool, since they never run at once. A
+    pool without graphs cannot be captured into again, so the next graph begins another. A failed capture leaves nothing
+    behind."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool: Any = None
@@ -56,9 +56,10 @@ class CudaRecorder:
     def __call__(self, launches: Launches) -> Launches:
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
         try:
-            # Other threads may use the device meanwhile: one that reads an adapter, for instance.
+            # Other threads may use the device meanwhile, to read an adapter, for instance.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 launches()
         except BaseException:
@@ -69,14 +70,13 @@ class CudaRecorder:
         return replay
 
     def _undo(self, stream: torch.cuda.Stream) -> None:
-        """What a capture that failed leaves behind: its stream is the current one in place of `stream`, memory is taken
-        from its pool, and the random numbers' generator waits for its end, which the next capture to succeed brings:
-        one of nothing much. Until then whoever draws, or replays, would be refused."""
+        """Undo a failed capture: restore `stream` as the current one, take memory from its pool no longer, and capture
+        something trivial, without which the generator of random numbers would refuse every draw and replay."""
         torch.cuda.set_stream(stream)
-        with suppress(RuntimeError, AttributeError):  # memory was never, or is no longer, taken from it
+        with suppress(RuntimeError, AttributeError):  # memory was never taken from it, or is no longer
             torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
             torch._C._cuda_releasePool(stream.device_index, self._pool)
-        self._graphs.clear()  # those that live keep their pool
+        self._graphs.clear()  # live graphs keep their pool
         with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
@@ -85,39 +85,46 @@ class CudaRecorder:
 
 
 class _Failures(NamedTuple):
-    """Captures that failed one after the other, and the time from which it is tried again."""
+    """Consecutive failed captures."""
 
     times: int = 0
     again: float = -math.inf
+    """The time of the next try."""
 
     def more(self, now: float) -> "_Failures":
         return _Failures(self.times + 1, now + min(CAPTURE_SECONDS * 2 ** (self.times + 1), LONGEST_RETRY_SECONDS))
 
 
 class GraphKey(NamedTuple):
-    """A bucket: steps of up to so many `places`, at most `most` of one row (with drafts it has several), in sequences
-    of up to `context` tokens, with adapters or without."""
+    """A bucket of steps."""
 
     context: int
+    """The most tokens of a sequence."""
     adapted: bool
+    """With adapters."""
     most: int
+    """The most places of one row, which has several with drafts."""
     places: int
+    """The most places of the step."""
 
 
 class GraphBuckets(NamedTuple):
-    """The sizes that steps are padded to, ascending: the places of steps whose rows have one each and no adapter, the
-    lengths of contexts, and the `others`: places of steps with drafts, or with adapters, which have fewer buckets. A
-    row has up to `most` places, and a step up to `adapters` different ones; 0: none may have any."""
+    """The sizes that steps are padded to, ascending."""
 
     rows: tuple[int, ...]
+    """Places of steps whose rows have one each and no adapter."""
     contexts: tuple[int, ...]
+    """Lengths of sequences."""
     others: tuple[int, ...] = ()
+    """Places of steps with drafts or adapters, which have fewer buckets."""
     most: int = 1
+    """The most places of a row."""
     adapters: int = 0
+    """The most different adapters of a step."""
 
     @classmethod
     def of_limits(cls, most_rows: int, longest: int, most: int = 1, adapters: int = 0) -> "GraphBuckets":
-        """Those for steps of up to `most_rows` rows, and sequences of up to `longest` tokens."""
+        """The buckets for steps of up to `most_rows` rows, and sequences of up to `longest` tokens."""
         contexts = [_SHORT_CONTEXT]
         while contexts[-1] < longest:
             contexts.append(contexts[-1] * _CONTEXT_RATIO)
@@ -126,7 +133,7 @@ class GraphBuckets(NamedTuple):
 
     @property
     def keys(self) -> list[GraphKey]:
-        """All buckets: those for short contexts first, and of these the plain ones."""
+        """All buckets: short contexts first, and among these the plain steps."""
         kinds = [(False, 1), (False, self.most), (True, 1), (True, self.most)]
         return [
             GraphKey(context, adapted, most, places)
@@ -141,16 +148,16 @@ class GraphBuckets(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Those of the largest bucket."""
+        """The places of the largest bucket."""
         return max(self.rows + self.others)
 
     @property
     def bytes(self) -> int:
-        """Memory of all graphs, what comes out of them apart."""
+        """Memory of all graphs, without their outputs."""
         return sum(GRAPH_BYTES << key.adapted for key in self.keys)
 
     def find(self, places: int, most: int, longest: int, adapted: bool) -> GraphKey | None:
-        """The bucket of a step; None: it is too large for one."""
+        """The bucket of a step; None for one that is too large."""
         size = _bucket(places, self._sizes(adapted, most))
         context = _bucket(longest, self.contexts)
         if size is None or context is None or most > self.most or (adapted and not self.adapters):
@@ -159,21 +166,22 @@ class GraphBuckets(NamedTuple):
 
 
 class StaticStep(NamedTuple):
-    """A step that is recorded, over buffers that stay: N rows and N places at most, `most` of one row, no sequence
-    longer than `context` tokens. `numbers`, int32 [4, N]: lines of the worker's tables, starts, counts (0 for a padded
-    row) and first places. `adapters`: of places that have one; None where none has."""
+    """A step that is recorded, over static buffers: N rows and N places at most."""
 
     numbers: Tensor
+    """int32 [4, N]: lines of the worker's tables, starts, counts (0 for a padded row) and first places."""
     most: int
+    """The most places of one row."""
     context: int
+    """The most tokens of a sequence."""
     adapters: StepAdapters | None = None
+    """Those of places that have one; None where none has."""
 
 
 class DecodeGraphs:
-    """`compute(step)`: what comes out of a step at each of its places, the logits [N, vocabulary] first. It reads
-    numbers on the device alone, and whatever else it reads or writes stays where it is until `forget`. `eager_steps`
-    counts steps that found no graph, `failed_captures` graphs that could not be captured: each is tried again later.
-    Not for threads."""
+    """The graphs of decode steps, for one thread. `compute(step)` returns the outputs at each place, the logits [N,
+    vocabulary] first; it reads numbers on the device alone, and its buffers stay in place until `forget`. `eager_steps`
+    counts steps without a graph, and `failed_captures` is counted, too: each is tried again later."""
 
     def __init__(
         self,
@@ -183,46 +191,51 @@ class DecodeGraphs:
         record: Recorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._compute, self.buckets, self._device = compute, buckets, device
-        self._record, self._clock = record, clock
+        self._compute = compute
+        self.buckets = buckets
+        self._device = device
+        self._record = record
+        self._clock = clock
         self._captured_at = -CAPTURE_SECONDS
-        self._failures: dict[GraphKey | None, _Failures] = {}  # of each bucket; None: in a row, whatever the bucket
+        self._failures: dict[GraphKey | None, _Failures] = {}
+        """By bucket; None: those of all buckets, since the last success."""
         self._output_bytes = 0
         self.eager_steps = self.failed_captures = 0
         self.forget()
 
     def forget(self) -> None:
-        """Drop all graphs: the cache or the tables that they read are about to move."""
+        """Drop all graphs, since the cache or the tables that they read are about to move."""
         self._replays: dict[GraphKey, Launches] = {}
         self._outputs: list[Tensor] = []
 
     @property
     def bytes(self) -> int:
-        """Memory that all graphs keep, and what comes out of them; known when the largest step was computed."""
+        """Memory of all graphs and their outputs; known after `compute_largest`."""
         return self.buckets.bytes + self._output_bytes
 
     @torch.inference_mode()
     def replay(self, batch: StepBatch, adapters: StepAdapters | None = None) -> list[Tensor] | None:
-        """What comes out of a step at each of its places, good until the next step. None: it has no graph yet, or is
-        too large for one."""
+        """The outputs of a step at each of its places, valid until the next step. None: it has no graph yet, or is too
+        large for one."""
         most = int(batch.counts.max())
         key = self.buckets.find(batch.size, most, batch.longest, adapters is not None)
         if key is None or not self._may_replay(key):
             self.eager_steps += 1
             return None
-        rows, packed = len(batch.rows), np.zeros(self._numbers.shape, np.int32)
+        rows = len(batch.rows)
+        packed = np.zeros(self._numbers.shape, np.int32)
         packed[:, :rows] = batch.rows, batch.starts, batch.counts, batch.first_places
         packed[3, rows:] = batch.size
         self._write(self._numbers, packed)
         if adapters is not None:
             self._write(self._adapters, adapters.pack(self._adapters.shape[1]))
         self._replays[key]()
-        return [each[: batch.size] for each in self._outputs]
+        return [output[: batch.size] for output in self._outputs]
 
     @torch.inference_mode()
     def capture_one(self) -> bool:
-        """Capture a graph that is missing, in the order of `GraphBuckets.keys` but those last that failed, for an idle
-        engine; False: there is none, or it is too soon after one that failed."""
+        """Capture a missing graph, for an idle engine: in the order of `GraphBuckets.keys`, the most often failed last.
+        False: none is missing, or it is too soon after a failure."""
         now = self._clock()
         missing = (key for key in self.buckets.keys if key not in self._replays and self._may_try(key, now))
         key = min(missing, key=lambda key: self._failures.get(key, _Failures()).times, default=None)
@@ -233,7 +246,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_now(self, places: int, longest: int, most: int = 1) -> None:
-        """Capture the graph for steps of so many places, in sequences of up to `longest` tokens; for measurements."""
+        """Capture the graph for steps of so many places in sequences of up to `longest` tokens, for measurements."""
         key = self.buckets.find(places, most, longest, False)
         if key is not None:
             self._capture(key)
@@ -243,10 +256,10 @@ class DecodeGraphs:
         """Compute the step that takes the most memory, and record nothing."""
         buckets = self.buckets
         key = GraphKey(buckets.contexts[-1], bool(buckets.adapters), buckets.most, buckets.places)
-        self._output_bytes = sum(each.nbytes for each in self._compute(self._padded_step(key)))
+        self._output_bytes = sum(output.nbytes for output in self._compute(self._padded_step(key)))
 
     def _may_replay(self, key: GraphKey) -> bool:
-        """Whether there is a graph, captured now if it is time for one."""
+        """Whether there is a graph; one is captured now if the last capture is long enough ago."""
         if key not in self._replays:
             now = self._clock()
             if now - self._captured_at >= CAPTURE_SECONDS and self._may_try(key, now):
@@ -254,8 +267,8 @@ class DecodeGraphs:
         return key in self._replays
 
     def _may_try(self, key: GraphKey, now: float) -> bool:
-        """Whether it is long enough since the bucket's capture failed, and since any did if none has succeeded."""
-        return all(now >= self._failures[each].again for each in (key, None) if each in self._failures)
+        """Whether the waits after the bucket's failures, and after all since the last success, are over."""
+        return all(now >= self._failures[failed].again for failed in (key, None) if failed in self._failures)
 
     def _capture(self, key: GraphKey) -> None:
         """Record the step of a bucket. The first computation compiles kernels and finds out how wide outputs are."""
@@ -263,26 +276,27 @@ class DecodeGraphs:
         try:
             first = self._compute(step)
             if not self._outputs:
-                self._outputs = [each.new_zeros((self.buckets.places, each.shape[1])) for each in first]
-            out = [each[: key.places] for each in self._outputs]
+                self._outputs = [output.new_zeros((self.buckets.places, output.shape[1])) for output in first]
+            out = [output[: key.places] for output in self._outputs]
             self._replays[key] = self._record(lambda: _copy(out, self._compute(step)))
         except Exception as error:  # the step is launched kernel by kernel, which shows whether it can be computed
             self._count_failure(key, error)
         else:
-            self._failures = {each: seen for each, seen in self._failures.items() if each not in (key, None)}
+            self._failures.pop(key, None)
+            self._failures.pop(None, None)
         self._captured_at = self._clock()
 
     def _count_failure(self, key: GraphKey, error: Exception) -> None:
         now = self._clock()
         self.failed_captures += 1
-        failures = {each: self._failures.get(each, _Failures()).more(now) for each in (key, None)}
+        failures = {failed: self._failures.get(failed, _Failures()).more(now) for failed in (key, None)}
         self._failures |= failures
-        seconds = max(each.again for each in failures.values()) - now
+        seconds = max(failure.again for failure in failures.values()) - now
         message = "a CUDA graph for steps of %d places could not be captured, and is tried again in %.0f s: %s"
         log.warning(message, key.places, seconds, _first_cause(error))
 
     def _padded_step(self, key: GraphKey) -> StaticStep:
-        """The step of a bucket, all of whose rows are padded: it touches nothing."""
+        """The step of a bucket with padded rows alone: it changes no row."""
         self._numbers.zero_()
         adapters = None
         if key.adapted:
@@ -292,13 +306,13 @@ class DecodeGraphs:
         return StaticStep(self._numbers[:, : key.places], key.most, key.context, adapters)
 
     def _write(self, buffer: Tensor, numbers: NDArray[Any]) -> None:
-        """Without waiting for the device."""
+        """Copy numbers to the device without waiting for it."""
         staged = torch.from_numpy(numbers)
         buffer.copy_(staged if self._device.type == "cpu" else staged.pin_memory(), non_blocking=True)
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """int32 [4, W]; each line begins at 16 bytes, by which Triton distinguishes the forms of a kernel."""
+        """int32 [4, W]; each line is aligned to 16 bytes, for which Triton has forms of its own."""
         return torch.zeros((4, -(-self.buckets.places // 4) * 4), dtype=torch.int32, device=self._device)
 
     @cached_property
@@ -308,7 +322,7 @@ class DecodeGraphs:
 
 
 def _sizes_to(most: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those below `most`, and it itself, unless the largest is less."""
+    """The sizes below `most`, and `most`, or the largest size if that is less."""
     most = min(most, sizes[-1])
     return (*(size for size in sizes if size < most), most)
 

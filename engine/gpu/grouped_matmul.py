@@ -1,11 +1,10 @@
-"""Products with weights of four or eight bits whose groups of inputs have scales; activations stay as they are.
+"""Products with weights of four or eight bits whose groups of inputs have scales; activations are not quantised.
 
-Few rows: codes become floats in registers, a group of an output at a time. A group's codes are whole numbers, which the
-tensor cores multiply exactly; its scale is applied to their sum. A group's codes of neighbouring outputs lie together
-in memory, the first half of a group in the lower four bits and the second in the higher, so both are read coalesced and
-need no shuffling. Where outputs are too few to occupy the device, groups are split in parts that depend on the matrix
-alone, and so do results. Many rows: weights are widened, rounded to the model's dtype, and cuBLAS multiplies. The
-reference is `layers.int4.dequantize_int4`, and `checkpoint.code_forms.dequantise_codes`.
+Few rows: codes become floats in registers, and tensor cores multiply these whole numbers exactly; a group's scale is
+applied to its sum. A group's codes of adjacent outputs are adjacent in memory, its first half in the lower four bits,
+so reads are coalesced. Groups may be split in parts, which depend on the matrix alone, as results do. Many rows:
+weights are widened to the model's dtype, and cuBLAS multiplies. The references are `layers.int4.dequantize_int4` and
+`checkpoint.code_forms.dequantise_codes`.
 """
 
 from collections.abc import Iterator
@@ -20,11 +19,11 @@ from ..cpu.matmul import GroupedFormat, GroupedRows
 from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
 
 MOST_ROWS = 64
-"""Of the kernel that multiplies; above, weights are widened. To be measured."""
+"""Rows up to which our kernel multiplies; above, weights are widened. To be measured."""
 
 _OUTPUTS = 64
 _ENOUGH, _LEAST_GROUPS = 256, 16
-"""Programs that occupy a device, and groups that are worth a part."""
+"""Programs that occupy a device, and the fewest groups of a part."""
 _NOTHING, _POINTS, _OFFSETS = range(3)
 """What a group has beside its scale."""
 _COMBINED = 1024
@@ -32,8 +31,8 @@ _COMBINED = 1024
 
 @triton.jit
 def _decode(packed, zero, kind: tl.constexpr, FIXED: tl.constexpr, SIGNED: tl.constexpr):
-    """Codes [outputs, n] as floats of `kind`, less `zero` [outputs], or FIXED."""
-    if SIGNED:  # four bits, less four bits: eight are enough
+    """Codes [outputs, n] minus `zero` [outputs], or FIXED, as floats of `kind`."""
+    if SIGNED:  # the difference of four-bit numbers fits into eight bits
         centred = packed.to(tl.int8) - (FIXED if zero is None else zero.to(tl.int8)[:, None])
     else:
         centred = packed.to(tl.int16) - (FIXED if zero is None else zero.to(tl.int16)[:, None])
@@ -42,7 +41,7 @@ def _decode(packed, zero, kind: tl.constexpr, FIXED: tl.constexpr, SIGNED: tl.co
 
 @triton.jit
 def load_inputs(x_at, places, inputs):
-    """x [places, rows], of rows that begin at the addresses `x_at` [1, rows]; zeros behind the last input."""
+    """x [places, rows] of rows at the addresses `x_at` [1, rows]; zeros beyond the last input."""
     return tl.load(x_at + places[:, None], mask=places[:, None] < inputs, other=0.0)
 
 
@@ -50,8 +49,8 @@ def load_inputs(x_at, places, inputs):
 def add_group(
     total, codes, scales, zeros, at, some, later, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr
 ):
-    """`total` [outputs, rows] and the product of a group, the one `at` [outputs] of all, with its inputs of x: `some`
-    [inputs, rows] and, of four bits, the second half, `later`."""
+    """`total` [outputs, rows] plus the product of the groups `at` [outputs] with their inputs of x: `some` [inputs,
+    rows], and for four bits the second half, `later`."""
     length: tl.constexpr = GROUP * BITS // 8
     kind: tl.constexpr = some.dtype
     fixed: tl.constexpr = 0 if ZEROS == 2 else 1 << (BITS - 1)
@@ -93,14 +92,14 @@ def _grouped_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
 ):
-    """A tile of x [rows, inputs] times weights with codes [groups, outputs, bytes] and scales [groups, outputs]: of
-    `out` [rows, outputs], or, with several PARTS of the groups, the sums of one in `out` [PARTS, rows, outputs]."""
+    """A tile of x [rows, inputs] times weights with codes [groups, outputs, bytes] and scales [groups, outputs], of
+    `out` [rows, outputs]; with several PARTS of the groups, the sums of one in `out` [PARTS, rows, outputs]."""
     columns = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     lines = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     part = tl.program_id(2)
     length: tl.constexpr = GROUP * BITS // 8
     inner = tl.arange(0, length)
-    # Lines beyond the last one are read again from the first on, and not stored.
+    # Lines beyond the last repeat the first ones, and are not stored.
     x_at = x + (lines % rows).to(tl.int64)[None, :] * inputs
     own = (columns % outputs).to(tl.int64)
     total = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), tl.float32)
@@ -124,7 +123,7 @@ def _grouped_kernel(
 def _join_kernel(
     parts, factors, bias, out, rows, outputs, BIASED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out [rows, outputs]: the sums of `parts` [PARTS, rows, outputs] in ascending order, times `factors`."""
+    """out [rows, outputs] = `parts` [PARTS, rows, outputs], added in ascending order, times `factors`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < outputs
@@ -151,7 +150,7 @@ def _widen_kernel(
     ZEROS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
 ):
-    """One group of some outputs as floats, in `out` [outputs, inputs]."""
+    """Writes one group of some outputs as floats to `out` [outputs, inputs]."""
     group = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     length: tl.constexpr = GROUP * BITS // 8
@@ -178,11 +177,12 @@ def _widen_kernel(
 
 
 class GroupedWeights:
-    """Weights of `form` as the kernels read them. They are to be packed, each output once."""
+    """Weights of `form` as the kernels read them. `pack` must fill in each output once."""
 
     def __init__(self, form: GroupedFormat, device: torch.device) -> None:
         groups, outputs = form.groups, form.outputs
-        self.form, self.kind = form, _POINTS if form.zero_points else _OFFSETS if form.offsets else _NOTHING
+        self.form = form
+        self.kind = _POINTS if form.zero_points else _OFFSETS if form.offsets else _NOTHING
         self.codes = torch.empty(groups, outputs, form.group_size * form.bits // 8, dtype=torch.uint8, device=device)
         self.scales = torch.empty(groups, outputs, dtype=torch.float16, device=device)
         self.zeros = self.scales
@@ -193,12 +193,12 @@ class GroupedWeights:
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
-        """What kernels are given of them."""
+        """The kernels' arguments."""
         return self.codes, self.scales, self.zeros, self.factors
 
     def pack(self, first: int, rows: GroupedRows) -> None:
-        """Take `rows` as the outputs from `first` on. Scales and offsets are kept in float16, eleven bits, as shares of
-        a power of two of their output."""
+        """Take `rows` as the outputs from `first` on. Scales and offsets are kept in float16, relative to a power of
+        two of their output."""
         form, device = self.form, self.codes.device
         codes, scales, zeros, offsets = (None if part is None else part.to(device) for part in rows)
         assert codes is not None, "a group has codes"
@@ -225,7 +225,8 @@ class TritonGroupedMatmul:
 
     def __init__(self, weights: GroupedWeights, bias: Tensor | None, order: Tensor | None = None) -> None:
         """`order` [inputs]: input i of the packed weights is multiplied with x[order[i]]."""
-        self._weights, self._bias = weights, None if bias is None else bias.float()
+        self._weights = weights
+        self._bias = None if bias is None else bias.float()
         self._order = None if order is None else order.to(weights.codes.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -233,12 +234,15 @@ class TritonGroupedMatmul:
         if len(x) > MOST_ROWS:
             weight = self._widened(x.dtype)
             return F.linear(x, weight, None if self._bias is None else self._bias.to(x.dtype))
-        form, rows = self._weights.form, len(x)
+        form = self._weights.form
+        rows = len(x)
         out = x.new_empty(rows, form.outputs)
         if not rows:
             return out
-        plan, biased = _plan(rows, form), self._bias is not None
-        parts, bias = plan["PARTS"], self._weights.factors if self._bias is None else self._bias
+        plan = _plan(rows, form)
+        parts = plan["PARTS"]
+        biased = self._bias is not None
+        bias = self._weights.factors if self._bias is None else self._bias
         target = out if parts == 1 else x.new_empty(parts, *out.shape, dtype=torch.float32)
         grid = triton.cdiv(form.outputs, _OUTPUTS), triton.cdiv(rows, plan["BLOCK_ROWS"]), parts
         sizes = rows, form.outputs, form.inputs, form.groups, form.bits, form.group_size, self._weights.kind, biased
@@ -258,12 +262,12 @@ class TritonGroupedMatmul:
 
 
 def _plan(rows: int, form: GroupedFormat) -> dict[str, int]:
-    """Parts by the matrix, and rows of a block by how many there are."""
+    """The launch: parts by the matrix, and rows of a block by how many rows there are."""
     parts = 1
     while triton.cdiv(form.outputs, _OUTPUTS) * parts < _ENOUGH and form.groups >= 2 * parts * _LEAST_GROUPS:
         parts *= 2
     block = 16 if rows <= 16 else 32
-    warps, stages = (8, 3) if form.x == torch.float32 else (4, 6)  # it has no tensor cores, and registers spill
+    warps, stages = (8, 3) if form.x == torch.float32 else (4, 6)  # float32 has no tensor cores, and registers spill
     return {"PARTS": parts, "BLOCK_ROWS": block, "BLOCK_OUTPUTS": _OUTPUTS, "num_warps": warps, "num_stages": stages}
 
 
@@ -272,10 +276,10 @@ INTEGER_FORMS = [
     for bits, group in ((4, 32), (4, 128), (8, 16), (8, 32), (8, 128))
     for kind in (_NOTHING, _POINTS, _OFFSETS)
 ]
-"""Of checkpoints: bits, inputs of a group, and what it has beside its scale."""
+"""Forms of checkpoints: bits, inputs of a group, and what a group has beside its scale."""
 
 _SHAPES = ((28672, 4096), (4096, 14336))
-"""Outputs and inputs of products of Llama-3.1-8B: one part, and several."""
+"""Outputs and inputs of products of Llama-3.1-8B, with one part and with several."""
 
 
 def specialisations() -> Iterator[Specialisation]:
@@ -283,7 +287,7 @@ def specialisations() -> Iterator[Specialisation]:
     for x in TRITON_TYPES:
         for bits, group, kind in INTEGER_FORMS:
             if x == torch.float32 and (bits, group, kind) != (4, 32, _NOTHING):
-                continue  # checkpoints' own integers are floats then
+                continue  # a model in float32 keeps checkpoints' integers as floats
             yield _widening(x, bits, group, kind)
             for rows, (outputs, inputs) in ((1, _SHAPES[1]), (16, _SHAPES[0]), (64, _SHAPES[1])):
                 form = GroupedFormat(outputs, inputs, group, kind == _POINTS, x, x, bits, kind == _OFFSETS)
@@ -299,12 +303,13 @@ def weight_types(kind: int) -> dict[str, str]:
 
 
 def _product(form: GroupedFormat, rows: int, kind: int) -> Specialisation:
-    plan, x, number = _plan(rows, form), TRITON_TYPES[form.x], f"i32{DIVISIBLE}"
-    one = {"rows": 1} if rows == 1 else {}  # a 1 is a constant to Triton
+    plan = _plan(rows, form)
+    x = TRITON_TYPES[form.x]
+    single = {"rows": 1} if rows == 1 else {}  # a 1 is a constant to Triton
     types = {"x": f"*{x}", **weight_types(kind), "bias": "*fp32", "out": f"*{x if plan['PARTS'] == 1 else 'fp32'}"}
-    types |= ({} if one else {"rows": "i32"}) | dict.fromkeys(("outputs", "inputs", "groups"), number)
+    types |= ({} if single else {"rows": "i32"}) | dict.fromkeys(("outputs", "inputs", "groups"), f"i32{DIVISIBLE}")
     options = {name: plan.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {**one, "BITS": form.bits, "GROUP": form.group_size, "ZEROS": kind, "BIASED": False, **plan}
+    constants = {**single, "BITS": form.bits, "GROUP": form.group_size, "ZEROS": kind, "BIASED": False, **plan}
     wanted = () if form.x == torch.float32 else ("mma", "cp.async")
     return Specialisation(_grouped_kernel, types, constants, options, wanted)
 

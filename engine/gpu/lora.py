@@ -1,9 +1,9 @@
-"""What LoRA adapters (arXiv 2106.09685) add to a product on a GPU: two launches, whatever adapters a step's rows have.
+"""Adds LoRA adapters (arXiv 2106.09685) to a product on a GPU, in two launches for all adapters of a step.
 
-Places are sorted by adapter on the host and cut into blocks of one adapter each (`AdapterBlocks`). A program finds its
-adapter's matrices by the address in its block, so that adapters of any rank come and go without a table of all of them,
-and a recorded step serves those that it never saw. The input times A is cut into pieces that run side by side, and are
-added in their order where B is multiplied: a row depends on no other. The reference is `layers.linear.TorchLora`.
+The host sorts places by adapter and cuts them into blocks of one adapter each (`AdapterBlocks`). A program finds its
+adapter's matrices by the address in its block, so a recorded step serves adapters that came later. The input times A is
+cut into pieces, which are added in order where B is multiplied: a row depends on no other. The reference is
+`layers.linear.TorchLora`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ _PIECE = 2048
 
 _BLOCK_INPUTS, _BLOCK_OUTPUTS = 64, 64
 _VARYING = ["stride", "product", "pieces"]
-"""From product to product and step to step: no kernel is compiled again for one of them."""
+"""Arguments that vary from product to product and step to step, for which no kernel is compiled again."""
 
 _RECORD_WORDS = 6
 """int64 numbers of a part in `AdapterRecords`."""
@@ -32,9 +32,9 @@ _WORDS = tl.constexpr(_RECORD_WORDS)
 
 
 class AdapterRecords:
-    """An adapter's `parts` of each product as the kernels find them, int64 on the device: where the records of each
-    product begin, and those of the last end; then of each part the addresses of `a` and `b`, its rank, the bits of its
-    scale as float64, `first` and `outputs`."""
+    """An adapter's `parts` of each product as the kernels read them, int64 on the device: first the begin of each
+    product's records, and the end of the last; then, for each part, the addresses of `a` and `b`, the rank, the scale's
+    bits as float64, `first` and `outputs`."""
 
     def __init__(self, parts: Sequence[Sequence[LoraPart]], device: torch.device) -> None:
         ends = len(parts) + 1 + _RECORD_WORDS * np.cumsum([0, *map(len, parts)])
@@ -51,7 +51,7 @@ class AdapterRecords:
 
 @triton.jit
 def _find_part(packed, stride, product, matrix):
-    """Where the record of part `matrix` of this block's adapter stands, and whether there is one."""
+    """The address of the record of part `matrix` of this block's adapter, and whether it exists."""
     address = tl.load(packed + stride + tl.program_id(0))
     there = address != 0
     records = address.to(tl.pointer_type(tl.int64))
@@ -61,7 +61,7 @@ def _find_part(packed, stride, product, matrix):
 
 @triton.jit
 def _block_lines(packed, stride, ROWS: tl.constexpr):
-    """This block's lines among the places that have an adapter, which of them are there, and the places."""
+    """This block's lines among the places that have an adapter, which of them exist, and the places."""
     line = tl.load(packed + 2 * stride + tl.program_id(0)) + tl.arange(0, ROWS)
     there = line < tl.load(packed + 3 * stride + tl.program_id(0))
     return line, there, tl.load(packed + line, mask=there, other=0)
@@ -82,8 +82,8 @@ def _shrink_kernel(
     PIECE: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
 ):
-    """Program (block, piece, matrix and tile of its rank): shrunk [pieces, places, matrices * lines] gets a piece of
-    x times A, float32."""
+    """Program (block, piece, matrix and tile of its rank) writes a piece of x times A to float32 `shrunk` [pieces,
+    places, matrices * lines]."""
     tiles = lines // LINES
     matrix = tl.program_id(2) // tiles
     record, there = _find_part(packed, stride, product, matrix)
@@ -125,8 +125,8 @@ def _expand_kernel(
     BLOCK_OUTPUTS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Program (block, tile of outputs, matrix): out [places, all outputs] += scale * (x A) B, from the `width` numbers
-    of each place and piece, `lines` of each matrix. ALIGNED: each matrix has a multiple of 16 outputs."""
+    """Program (block, tile of outputs, matrix): out [places, all outputs] += scale * (x A) B. `shrunk` has `width`
+    numbers for each place and piece, `lines` for each matrix. ALIGNED: matrices have multiples of 16 outputs."""
     record, there = _find_part(packed, stride, product, tl.program_id(2))
     if there:
         outputs = tl.load(record + 5)
@@ -155,16 +155,15 @@ def _expand_kernel(
 
 
 class TritonLora:
-    """The kernels for product `number`, of matrices with so many `outputs`; no adapter has a rank above `most`."""
+    """The kernels for product `number`, whose matrices have these `outputs`, for ranks up to `most`."""
 
     def __init__(self, number: int, outputs: Sequence[int], most: int) -> None:
         self._number, self._matrices, self._outputs = number, len(outputs), max(outputs)
-        self._shrink, self._expand = _plans(most, all(each % 16 == 0 for each in outputs))
+        self._shrink, self._expand = _plans(most, all(count % 16 == 0 for count in outputs))
         self._lines = next_power_of_2(max(most, 16))
 
     def add(self, x: Tensor, out: Tensor, step: StepAdapters) -> None:
-        """Adds to `out` [N, outputs] what the step's adapters make of x [N, inputs]; both in one dtype, with features
-        side by side."""
+        """Adds the products of the step's adapters with x [N, inputs] to `out` [N, outputs], in one dtype."""
         x = x if x.stride(1) == 1 else x.contiguous()
         packed, blocks = step.blocks(x.device)
         inputs, pieces, width = x.shape[1], triton.cdiv(x.shape[1], _PIECE), self._matrices * self._lines
@@ -177,14 +176,14 @@ class TritonLora:
 
 
 def _plans(most: int, aligned: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the two kernels are launched with, for ranks up to `most`."""
+    """The launches of the two kernels for ranks up to `most`."""
     plan = {"ROWS": BLOCK_PLACES, "LINES": min(next_power_of_2(max(most, 16)), 64), "num_warps": 4, "num_stages": 3}
     shrink = plan | {"PIECE": _PIECE, "BLOCK_INPUTS": _BLOCK_INPUTS}
     return shrink, plan | {"BLOCK_OUTPUTS": _BLOCK_OUTPUTS, "ALIGNED": aligned}
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Of ranks up to 16, and of higher ones, in every dtype."""
+    """Both kernels for ranks up to 16 and for higher ones, in every dtype."""
     for dtype, kind in TRITON_TYPES.items():
         for most in (16, 64):
             for kernel, plan in zip((_shrink_kernel, _expand_kernel), _plans(most, True), strict=True):

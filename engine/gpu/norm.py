@@ -1,8 +1,5 @@
-"""RMS norm (arXiv 1910.07467) with the residual sum before it.
-
-One program normalises one row, which it holds in registers: the sum with `delta` is written back and normalised without
-being read again. The mean is taken in float32; the reference is `layers.norm.TorchNorm`.
-"""
+"""RMS norm (arXiv 1910.07467) with the residual sum before it. One program holds a row in registers; the mean is taken
+in float32. The reference is `layers.norm.TorchNorm`."""
 
 from collections.abc import Iterator
 
@@ -28,8 +25,8 @@ def _norm_kernel(
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[row] = norm(x[row] + delta[row]) * weight[head % weights]; with ADDS the sum is kept in x. Row r is head
-    r % heads of token r // heads, and heads of a token lie side by side."""
+    """out[row] = norm(x[row] + delta[row]) * weight[head % weights]; with ADDS the sum is stored in x. Row r is head
+    r % heads of token r // heads; heads of a token are adjacent."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     there = columns < size
@@ -51,7 +48,9 @@ class TritonNorm:
     dtype in which it is multiplied."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight, self._eps, self._size = weight.contiguous(), eps, weight.shape[-1]
+        self._weight = weight.contiguous()
+        self._eps = eps
+        self._size = weight.shape[-1]
         self._weights = weight.numel() // self._size
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -59,7 +58,7 @@ class TritonNorm:
         return self._launch(x, None, torch.empty_like(x), 1)
 
     def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Adds `delta` to x [N, n] in place; returns the norm of the sum. Both are contiguous."""
+        """Adds `delta` to x [N, n] in place, and returns the norm of the sum. Both are contiguous."""
         return self._launch(x, delta, torch.empty_like(x), 1)
 
     def norm_heads(self, x: Tensor, heads: int) -> None:
@@ -75,7 +74,7 @@ class TritonNorm:
 
 
 def _plan(size: int) -> dict[str, int]:
-    """A row's block, and a warp for each 512 of its numbers, of 4 to 32: with fewer the longest rows spill."""
+    """A row's block, and a warp for each 512 of its numbers, 4 to 32: with fewer the longest rows spill."""
     block = triton.next_power_of_2(size)
     return {"BLOCK": block, "num_warps": min(max(block // 512, 4), 32)}
 

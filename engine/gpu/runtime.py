@@ -1,4 +1,4 @@
-"""Whether Triton's kernels serve a device, and in which forms each of them can be asked for."""
+"""Which devices and dtypes Triton's kernels serve, and the form in which each kernel is described."""
 
 import os
 import sys
@@ -19,20 +19,19 @@ LARGEST_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels compute `dtype` on `device`; layers ask while they are built, not at each step.
-    CHARONIA_KERNELS=none leaves a GPU to torch; with CHARONIA_KERNELS=triton a CPU interprets the kernels, slowly: so
-    what runs on a GPU is proved without one."""
+    """Whether the kernels compute `dtype` on `device`; layers ask while they are built. CHARONIA_KERNELS=none leaves a
+    GPU to torch; with CHARONIA_KERNELS=triton a CPU interprets the kernels slowly, which tests them without a GPU."""
     if dtype not in TRITON_TYPES or device.type not in ("cpu", "cuda"):
         return False
-    found = computes_with_triton(device.type == "cuda")
-    if found and device.type == "cpu" and "triton" not in sys.modules:
+    serving = computes_with_triton(device.type == "cuda")
+    if serving and device.type == "cpu" and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
-    return found
+    return serving
 
 
 @cache
 def capability(device: torch.device) -> int:
-    """The compute capability of a GPU, times ten: 80 of an A100, 90 of an H100, which the interpreter stands for."""
+    """The compute capability of a GPU, times ten: 80 of an A100, 90 of an H100 and of the interpreter."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -40,16 +39,16 @@ def capability(device: torch.device) -> int:
 
 
 def capabilities() -> list[int]:
-    """Of the GPUs that CUDA finds here, as `capability`."""
+    """The capabilities of all GPUs that CUDA finds here."""
     return [capability(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
 
 
 FP8_GROUP_SIZES = (32, 64, 128)
-"""The numbers of inputs that may share a scale in fp8; such groups are whole."""
+"""Numbers of inputs that may share a scale in fp8; they divide the inputs."""
 
 
 def serves_fp8(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether they compute `dtype` on `device` by products in fp8 (e4m3), or over a cache in it."""
+    """Whether the kernels compute `dtype` on `device` by products in fp8 (e4m3), or over a cache in it."""
     return serves(dtype, device) and capability(device) >= FP8_CAPABILITY
 
 
@@ -57,22 +56,23 @@ DIVISIBLE = ":16"
 
 
 class Specialisation(NamedTuple):
-    """One form of a kernel that the engine can ask for. Every kernel module yields its own from `specialisations()`,
-    made by the same functions that choose block sizes and warps for a launch; `tests.proofs.gpu_kernels`
-    compiles all of them without a GPU.
-
-    `types`: Triton's type of each argument that is no constant, in order ("*bf16", "i32", "fp32"), with DIVISIBLE if
-    launches have multiples of 16 there, which Triton sees and compiles for. `constants`: the values of the others.
-    `options`: what Triton is told, num_warps and num_stages among it. `wanted`: what the PTX must contain, such as
-    "mma". `least`, `most`: the capabilities (see `capability`) between which the form is asked for."""
+    """One form of a kernel that the engine can launch. Every kernel module yields its own from `specialisations()`,
+    made by the functions that plan its launches; `tests.proofs.gpu_kernels` compiles all of them without a GPU."""
 
     kernel: Any
     types: Mapping[str, str]
+    """Triton's types of the arguments that are no constants, in order ("*bf16", "i32"), with DIVISIBLE where launches
+    have multiples of 16."""
     constants: Mapping[str, Any]
+    """The values of the other arguments."""
     options: Mapping[str, int]
+    """Triton's options, such as num_warps and num_stages."""
     wanted: tuple[str, ...] = ()
+    """What the PTX must contain, such as "mma"."""
     least: int = 80
+    """The least `capability` that the form is launched on."""
     most: int = 100
+    """The greatest."""
 
     @property
     def label(self) -> str:

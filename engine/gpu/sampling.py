@@ -1,9 +1,9 @@
-"""Tokens drawn on a GPU by temperature, top-k, top-p and min-p: exact, without sorting, and without asking the host.
+"""Draws tokens on a GPU by temperature, top-k, top-p and min-p: exactly, without sorting and without the host.
 
-One program draws for one row. A token's key is the bits of the float that says how many halvings it is less likely
-than the likeliest, so keys are in the order of weights. Top-k, top-p and the draw itself are one question: up to which
-key are tokens so many, or weigh so much? A pass over the row counts and weighs the tokens up to 16 keys at once, so a
-search takes 8 passes at most, over numbers that stay in the second cache. The reference is `worker.sampler`.
+One program draws for one row. A token's key is the bits of the float that says how many halvings it is less likely than
+the likeliest, so keys are in the order of weights. Top-k, top-p and the draw are all searches for the key up to which
+tokens reach a count or a weight. A pass counts and weighs the tokens up to 16 keys, so a search takes at most 8 passes.
+The reference is `worker.sampler`.
 """
 
 from collections.abc import Iterator
@@ -27,15 +27,15 @@ _TEMPERATURE, _TOP_P, _MIN_P = (tl.constexpr(_WORDS[name]) for name in ("tempera
 _TOP_K, _SEED, _CHOICE, _POSITION = (
     tl.constexpr(_WORDS[name] // 2) for name in ("top_k", "seed", "choice", "position")
 )
-"""Where a row's numbers stand, in words of their own size."""
+"""Offsets of a row's numbers, in words of their own sizes."""
 
 _KEYS = tl.constexpr(16)
-"""Keys that a pass looks at."""
+"""Keys of one pass."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_GREEDY = tl.constexpr(GREEDY_BELOW)
 _FARTHEST, _FARTHEST_KEY = tl.constexpr(126.0), tl.constexpr(0x42FC0000)
-"""Halvings below which a weight is no normal float: such a token is never drawn; and their key."""
+"""Halvings beyond which a weight is no normal float, so that its token is never drawn; and their key."""
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _uniform(seed, choice, position):
 
 @triton.jit
 def _halvings(logits, columns, size, top, scale):
-    """How many halvings each token is less likely than the likeliest; what is not there, or no number, infinitely."""
+    """How many halvings each token is less likely than the likeliest; infinitely many beyond `size`, and for NaN."""
     x = tl.load(logits + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
     below = (top - x) * scale
     return tl.where(below >= 0, below, float("inf"))
@@ -71,7 +71,7 @@ def _key(below):
 
 @triton.jit
 def _up_to(logits, size, top, scale, keys, BLOCK: tl.constexpr):
-    """How many tokens have each of the `keys` [K], or a smaller one, and what they weigh."""
+    """The number and the weight of the tokens up to each of the `keys` [K]."""
     counts = keys * 0
     weights = keys.to(tl.float64) * 0
     for first in range(0, size, BLOCK):
@@ -84,9 +84,9 @@ def _up_to(logits, size, top, scale, keys, BLOCK: tl.constexpr):
 
 @triton.jit
 def _search(logits, size, top, scale, tokens, mass, high, count, weight, BLOCK: tl.constexpr):
-    """The first tokens, by key, that are `tokens` or weigh `mass`, of those up to the key `high`, which are `count` and
-    weigh `weight`; all of them where that is less. The last of them has the only key from `low` to `high` there is, or
-    the only token: returns these two, how many tokens they are, what they weigh, and which of its key the last is."""
+    """Search the tokens up to the key `high`, `count` of them with `weight`, for the fewest, by key, that are `tokens`
+    or weigh `mass`; all of them where they do not. Returns `low` and `high`, between which there is but the key of the
+    last, the number and weight of the tokens, and which of its key the last is."""
     low = high * 0
     before = count * 0  # tokens below `low`, and their weight
     lighter = weight * 0
@@ -109,10 +109,10 @@ def _search(logits, size, top, scale, tokens, mass, high, count, weight, BLOCK: 
             weight = tl.sum(tl.where(first, weights, 0.0), 0)
             high = tl.sum(tl.where(first, keys, 0), 0)
     equals = count - before
-    each = (weight - lighter) / tl.maximum(equals, 1)
-    wanted = tl.minimum(tokens - before, tl.ceil((mass - lighter) / tl.maximum(each, 1e-45)).to(tl.float32))
+    share = (weight - lighter) / tl.maximum(equals, 1)
+    wanted = tl.minimum(tokens - before, tl.ceil((mass - lighter) / tl.maximum(share, 1e-45)).to(tl.float32))
     nth = tl.where(meets, tl.minimum(tl.maximum(wanted.to(tl.int32), 1), equals), equals)
-    return low, high, before + nth, lighter + nth * each, nth
+    return low, high, before + nth, lighter + nth * share, nth
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def _sample_kernel(logits, floats, integers, out, size, row_stride, BLOCK: tl.co
 
 @triton.jit
 def _draw_any(logits, size, top, scale, share, likeliest, BLOCK: tl.constexpr):
-    """The inverse of the cumulative distribution in the order of tokens: with this one the mass reaches `share`."""
+    """The token with which the mass, in the order of tokens, reaches `share`."""
     token = likeliest
     before = share * 0
     for first in range(0, size, BLOCK):
@@ -166,16 +166,16 @@ def _draw_any(logits, size, top, scale, share, likeliest, BLOCK: tl.constexpr):
         after = before + tl.sum(weights, 0)
         if (before < share) & (after >= share):
             reached = (before + tl.cumsum(weights, 0) >= share) & (weights > 0)
-            found = tl.min(tl.where(reached, columns, size), 0)
-            token = tl.where(found < size, found, token)
+            column = tl.min(tl.where(reached, columns, size), 0)
+            token = tl.where(column < size, column, token)
         before = after
     return token
 
 
 @triton.jit
 def _draw_likely(logits, size, top, scale, uniform, top_k, top_p, limit, count, mass, BLOCK: tl.constexpr):
-    """Top-k, then top-p of what is left, then min-p, which ends at `limit` halvings; the inverse of the cumulative
-    distribution in the order of weights, equal ones in the order of tokens."""
+    """Draws after top-k, then top-p of the rest, then min-p, which ends at `limit` halvings: the token with which the
+    mass reaches its share in the order of weights, equal ones in the order of tokens."""
     far = tl.full((), _FARTHEST_KEY, tl.int32)
     endless = mass + float("inf")
     tokens = tl.where(top_k > 0, tl.minimum(top_k, size), size).to(tl.int32)
@@ -209,8 +209,8 @@ def _draw_likely(logits, size, top, scale, uniform, top_k, top_p, limit, count, 
 
 
 def sample_rows(logits: Tensor, sampling: SamplingArray) -> Tensor:
-    """Token ids int64 [S] drawn from logits [S, vocabulary], each row by its own element of `sampling`. A row whose
-    numbers are none at all gets some token that there is."""
+    """Token ids int64 [S] drawn from logits [S, vocabulary], each row by its element of `sampling`. A row of NaN gets
+    some token of the vocabulary."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -1,13 +1,10 @@
-"""Products of eight-bit rows with eight-bit weights, int8 or fp8 (e4m3): each row of both has one scale, the tensor
-cores sum the codes, and what the scales make of a sum is its only rounding in int8. In fp8 each group of inputs may
-have a scale of its own in both: its codes' sum is scaled before it is added.
+"""Products of eight-bit rows with eight-bit weights, int8 or fp8 (e4m3). Each row of both has one scale, and the tensor
+cores sum codes; in fp8 each group of inputs may have a scale, by which its sum is multiplied before it is added.
 
-Activations are quantised in one kernel, row by row or group by group. Few rows read weights as fast as memory gives
-them: where there are too few outputs to occupy the device, inputs are split in parts, whose sums a second kernel adds
-in their order.
-How many parts there are depends on the matrix alone, so rows do not depend on each other: in int8, where sums are
-exact, not at all, in fp8 as long as one form of `_plan` serves. The reference is `layers.torch_matmul.TorchInt8Matmul`,
-bit for bit.
+One kernel quantises activations, by row or by group. For few rows and outputs inputs are split in parts, as many as the
+matrix says, whose sums a second kernel adds in order. So rows do not depend on each other: in int8, where sums are
+exact, never; in fp8 as long as one form of `_plan` serves. The reference is `layers.torch_matmul.TorchInt8Matmul`, bit
+for bit.
 """
 
 from collections.abc import Iterator
@@ -30,19 +27,19 @@ from .runtime import (
 )
 
 _FEW_ROWS = 64
-"""Above, blocks are large and inputs are not split; to be measured."""
+"""Rows up to which blocks are small and inputs may be split; to be measured."""
 _ENOUGH, _LEAST_INPUTS = 192, 512
-"""Programs that occupy a device, and inputs that are worth a part."""
+"""Programs that occupy a device, and the fewest inputs of a part."""
 _COMBINED = 1024
 _QUANTISED = 1024
-"""Numbers that a program quantises, or a row if that is longer."""
+"""Numbers that a program quantises; a longer row is a program's whole."""
 
 
 @triton.jit
 def _quantise_kernel(
     x, codes, scales, rows, size, LARGEST_CODE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """codes[row] = x[row] * (LARGEST_CODE / its largest), rounded; scales[row] is what a code of 1 stands for."""
+    """codes[row] = x[row] * (LARGEST_CODE / its largest), rounded; scales[row] is the number of code 1."""
     lines = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK)
     places = lines[:, None] * size + columns[None, :]
@@ -57,10 +54,10 @@ def _quantise_kernel(
 
 @triton.jit
 def add_codes(total, some, weights, x_scales, scales, there, GROUPED: tl.constexpr):
-    """`total` and the product of codes [rows, inputs] and [inputs, outputs], to be scaled when all is added; of a
-    group's, its scales, at the addresses `x_scales` [rows] and `scales` [outputs], where they are `there`, are applied
-    to it."""
-    # Hopper's tensor cores add fp8 in 22 bits: their sums are taken over into whole float32 each time.
+    """`total` plus the product of codes [rows, inputs] and [inputs, outputs]. A group's product is scaled by its scales
+    at the addresses `x_scales` [rows] and `scales` [outputs], which exist where `there`; others are scaled at the end.
+    """
+    # Hopper's tensor cores add fp8 in 22 bits, so each sum is moved into float32.
     if GROUPED:
         own = tl.dot(some, weights, max_num_imprecise_acc=some.shape[1])
         total += own * tl.load(x_scales)[:, None] * tl.load(scales, mask=there, other=0.0)[None, :]
@@ -73,7 +70,7 @@ def add_codes(total, some, weights, x_scales, scales, there, GROUPED: tl.constex
 
 @triton.jit
 def scale_sums(total, x_scales, scales, rows, columns, GROUPED: tl.constexpr):
-    """What the sums of `add_codes` stand for, float32; `rows` and `columns` are the indices of theirs."""
+    """The sums of `add_codes` with their scales, float32; `rows` and `columns` are the indices of these."""
     if not GROUPED:
         row_scale = tl.load(x_scales + rows)
         total = total.to(tl.float32) * (row_scale * tl.load(scales + columns))
@@ -84,7 +81,7 @@ def scale_sums(total, x_scales, scales, rows, columns, GROUPED: tl.constexpr):
 def _finish(
     total, x_scales, scales, bias, out, places, rows, columns, there, BIASED: tl.constexpr, GROUPED: tl.constexpr
 ):
-    """Stores at `places` of `out` what the sums `total` stand for; `rows` and `columns` are the indices of theirs."""
+    """Stores the scaled sums `total`, with `bias`, at `places` of `out`."""
     result = scale_sums(total, x_scales, scales, rows, columns, GROUPED)
     if BIASED:
         result += tl.load(bias + columns)
@@ -110,9 +107,9 @@ def _scaled_kernel(
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
 ):
-    """A tile of x [rows, inputs] times weight [outputs, inputs]: of `out` [rows, outputs], or, with several PARTS of
-    the inputs, the sums of one part in `out` [PARTS, rows, outputs]. EVEN: blocks divide the inputs. GROUPED: a block
-    of inputs is a group, whose scales are in `x_scales` [rows, groups] and `scales` [groups, outputs]."""
+    """A tile of x [rows, inputs] times weight [outputs, inputs], of `out` [rows, outputs]; with several PARTS of the
+    inputs, the sums of one part in `out` [PARTS, rows, outputs]. EVEN: blocks divide the inputs. GROUPED: a block of
+    inputs is a group, with `x_scales` [rows, groups] and `scales` [groups, outputs]."""
     across = tl.cdiv(outputs, BLOCK_OUTPUTS)
     tile = tl.program_id(0)
     down, right = tl.swizzle2d(tile // across, tile % across, tl.cdiv(rows, BLOCK_ROWS), across, 8)
@@ -121,7 +118,7 @@ def _scaled_kernel(
     steps = tl.cdiv(inputs, BLOCK_INPUTS)
     part = tl.program_id(1)
     inner = tl.arange(0, BLOCK_INPUTS)
-    # Lines beyond the last one are read again from the first on, and not stored.
+    # Lines beyond the last repeat the first ones, and are not stored.
     own_lines, own_columns = lines % rows, columns % outputs
     x_at = x + own_lines.to(tl.int64)[:, None] * inputs + inner[None, :]
     weight_at = weight + own_columns.to(tl.int64)[None, :] * inputs + inner[:, None]
@@ -136,7 +133,7 @@ def _scaled_kernel(
         else:
             some = tl.load(x_at + first, mask=inner[None, :] < inputs - first, other=0.0)
             weights = tl.load(weight_at + first, mask=inner[:, None] < inputs - first, other=0.0)
-        # Neighbours in memory: their addresses take no registers.
+        # Scales are contiguous, so their addresses take no registers.
         total = add_codes(
             total, some, weights, x_scales_at + step, scales_at + step * outputs, columns < outputs, GROUPED
         )
@@ -163,7 +160,7 @@ def _combine_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out [rows, outputs]: what the sums of `parts` [PARTS, rows, outputs] stand for, added in ascending order."""
+    """out [rows, outputs] = `parts` [PARTS, rows, outputs], added in ascending order and scaled."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < outputs
@@ -175,11 +172,12 @@ def _combine_kernel(
 
 
 class QuantisedRows(NamedTuple):
-    """Rows `codes` [..., inputs], int8 or fp8, each multiplied with its one of `scales`, float32 [...], or in fp8 each
-    group of its inputs with one of [..., groups]."""
+    """Rows of numbers as codes times scales."""
 
     codes: Tensor
+    """int8 or fp8 [..., inputs]."""
     scales: Tensor
+    """float32 [...], one for each row; in fp8 also [..., groups], one for each group of inputs."""
 
     @property
     def group(self) -> int:
@@ -189,13 +187,13 @@ class QuantisedRows(NamedTuple):
 
 
 def scales_by_group(weight: QuantisedRows) -> Tensor:
-    """Its scales as `_scaled_kernel` reads them: [rows], or [groups, rows]."""
+    """The scales as `_scaled_kernel` reads them: [rows], or [groups, rows]."""
     return weight.scales.t().contiguous() if weight.group else weight.scales
 
 
 def quantise_rows(x: Tensor, kind: torch.dtype, group: int = 0) -> QuantisedRows:
-    """x [N, n], contiguous -> codes of `kind` [N, n], the largest number of each row, or `group` of a row, at the
-    largest code."""
+    """x [N, n], contiguous -> codes of `kind` [N, n]; the largest number of each row, or of each `group` of inputs,
+    gets the largest code."""
     rows, size = x.shape
     lines = rows * size // (group or size)
     scales = x.new_empty((rows, size // group) if group else rows, dtype=torch.float32)
@@ -208,7 +206,7 @@ def quantise_rows(x: Tensor, kind: torch.dtype, group: int = 0) -> QuantisedRows
 
 
 class TritonScaledMatmul:
-    """x [N, in] -> x W^T + b [N, out] in x's dtype, W quantised by row or group and x, here, as well."""
+    """x [N, in] -> x W^T + b [N, out] in x's dtype. W is quantised by row or group, and x is here."""
 
     def __init__(self, weight: QuantisedRows, bias: Tensor | None) -> None:
         self._weight, self._scales, self._group = weight.codes, scales_by_group(weight), weight.group
@@ -239,7 +237,7 @@ class TritonScaledMatmul:
 
 
 _UNFUSED = {"enable_fp_fusion": False}
-"""A product and the sum after it are rounded each: bits are those of the CPU."""
+"""Products and sums are rounded separately, as on the CPU."""
 
 
 def _quantise_plan(size: int) -> dict[str, int]:
@@ -249,10 +247,12 @@ def _quantise_plan(size: int) -> dict[str, int]:
 
 
 def _plan(rows: int, outputs: int, inputs: int, group: int) -> dict[str, int]:
-    """Blocks and parts by the sizes of the matrix, and of the rows whether they are up to 16, 32, 64 or more."""
+    """The launch by the sizes of the matrix, and by whether rows are up to 16, 32, 64 or more."""
     few = rows <= _FEW_ROWS
-    block, across = max(triton.next_power_of_2(rows), 16) if few else 128, 64 if few else 128
-    parts, deep = 1, group or 128
+    block = max(triton.next_power_of_2(rows), 16) if few else 128
+    across = 64 if few else 128
+    deep = group or 128
+    parts = 1
     while few and triton.cdiv(outputs, across) * parts < _ENOUGH and inputs >= 2 * parts * _LEAST_INPUTS:
         parts *= 2
     blocks = {"BLOCK_ROWS": block, "BLOCK_OUTPUTS": across, "BLOCK_INPUTS": deep, "EVEN": inputs % deep == 0}
@@ -278,20 +278,21 @@ def specialisations() -> Iterator[Specialisation]:
 
 
 _SHAPES = ((28672, 4096), (4096, 14336), (896, 896), (896, 4864))
-"""Outputs and inputs of products of Llama-3.1-8B and Qwen2.5-0.5B: one part, and several."""
+"""Outputs and inputs of products of Llama-3.1-8B and Qwen2.5-0.5B, with one part and with several."""
 
 
 def _products(kind: torch.dtype, group: int, x: str, rows: int, least: int) -> Iterator[Specialisation]:
     for biased, (outputs, inputs) in zip((False, False, True, True), _SHAPES, strict=True):
         plan = _plan(rows, outputs, inputs, group)
-        parts, one = plan["PARTS"], {"rows": 1} if rows == 1 else {}  # a 1 is a constant to Triton
-        sizes = ({} if one else {"rows": "i32"}) | {"outputs": f"i32{DIVISIBLE}"}
+        parts = plan["PARTS"]
+        single = {"rows": 1} if rows == 1 else {}  # a 1 is a constant to Triton
+        sizes = ({} if single else {"rows": "i32"}) | {"outputs": f"i32{DIVISIBLE}"}
         options = {name: plan.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
         sums = "i32" if kind == torch.int8 else "fp32"
         out = f"*{x if parts == 1 else sums}"
         types = {"x": f"*{CODE_TYPES[kind]}", "x_scales": "*fp32", "weight": f"*{CODE_TYPES[kind]}", "scales": "*fp32"}
         types |= {"bias": "*fp32", "out": out, **sizes, "inputs": f"i32{DIVISIBLE}"}
-        flags = {**one, "BIASED": biased, "GROUPED": group > 0}
+        flags = {**single, "BIASED": biased, "GROUPED": group > 0}
         yield Specialisation(_scaled_kernel, types, flags | plan, options, ("mma",), least)
         if parts > 1:
             types = {"parts": f"*{sums}", "x_scales": "*fp32", "scales": "*fp32", "bias": "*fp32", "out": f"*{x}"}
