@@ -22,7 +22,7 @@ class RankAdapters:
         """`held`: by digest, what is loaded; `rows` read it, too."""
         self._targets = targets
         self._limits = limits
-        self._held = held
+        self.held = held
         self._rows = rows
         self._thread = ThreadPoolExecutor(1, "adapters", initializer=lower_thread_priority, initargs=(19,))
 
@@ -32,7 +32,7 @@ class RankAdapters:
 
     def unload(self, digest: str) -> None:
         """See `Executor.unload_adapter`."""
-        adapter = self._held.pop(digest, None)
+        adapter = self.held.pop(digest, None)
         if adapter is not None:
             self._rows.forget_adapter(adapter)
 
@@ -42,11 +42,11 @@ class RankAdapters:
 
     def _load(self, path: str) -> Adapter:
         files = read_adapter(path, self._limits)
-        adapter = self._held.get(files.digest)
+        adapter = self.held.get(files.digest)
         if adapter is None:
             adapter = self._targets.prepare(files)
             if adapter.bytes > self._limits.max_bytes:
                 message = f"{path}: {adapter.bytes} bytes in memory, more than max_lora_bytes {self._limits.max_bytes}"
                 raise InvalidArgument(message, field="lora_path")
-            self._held[files.digest] = adapter
+            self.held[files.digest] = adapter
         return Adapter("", path, adapter.digest, adapter.rank, adapter.bytes)
