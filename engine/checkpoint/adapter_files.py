@@ -1,7 +1,6 @@
-"""A LoRA adapter (arXiv 2106.09685) as PEFT saves it: adapter_config.json, and matrices in adapter_model.safetensors.
+"""Reads a LoRA adapter (arXiv 2106.09685) as PEFT saves it: adapter_config.json, and adapter_model.safetensors.
 
-Everything is checked that can be without the model: what PEFT would compute differently from x A^T B^T is refused by
-name. Knows no layers. Imports no torch.
+What PEFT would compute differently from x A^T B^T is refused by name. Knows no layers. Imports no torch.
 """
 
 import json
@@ -24,7 +23,7 @@ from ..config import LoraConfig
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-"""The supported dtypes of matrices, by safetensors' names: bytes of a number."""
+"""The supported dtypes of matrices, by safetensors' names -> bytes of a number."""
 
 _MOST_CONFIG_BYTES, _MOST_HEADER_BYTES = 1 << 20, 1 << 24
 
@@ -39,11 +38,11 @@ _CHOICE = {"exclude_modules", "layers_pattern", "layers_to_transform", "target_m
 _ORIGIN = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"}
 _ELSEWHERE = {"ensure_weight_tying", "megatron_config", "megatron_core", "runtime_config"}
 _HARMLESS = _READ | _TRAINING | _CHOICE | _ORIGIN | _ELSEWHERE
-"""Fields that say nothing of what is computed, or what is read here. Of any other a value that is set is refused:
-PEFT's variants of LoRA each have one."""
+"""Fields that are read here or change nothing that is computed. Any other field that is set is refused: PEFT's variants
+of LoRA each have one."""
 
 _CHANGE_THE_BASE = ("corda", "lora_ga", "loftq", "mica", "olora", "pissa")
-"""Beginnings of `init_lora_weights` with which PEFT changes the model's own weights: such an adapter is for these."""
+"""Beginnings of `init_lora_weights` with which PEFT changes the model's own weights, for which the adapter then is."""
 
 _PATTERN = re.compile(r"\^?([\w.\[\]|-]|\\[.d]|\((?!\?)|\)(?![*+?{])|[.\]][*+])*\$?")
 _MOST_PATTERNS, _MOST_PATTERN_LETTERS, _MOST_REPEATS = 1024, 256, 2
@@ -59,7 +58,7 @@ class StoredMatrix(NamedTuple):
 
 
 class AdaptedModule(NamedTuple):
-    """What is added to the outputs of one linear layer: `scale` x `a`^T `b`^T, a [rank, inputs], b [outputs, rank]."""
+    """One linear layer's addition to its outputs: `scale` x `a`^T `b`^T, a [rank, inputs], b [outputs, rank]."""
 
     a: StoredMatrix
     b: StoredMatrix
@@ -72,8 +71,8 @@ class AdaptedModule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The part of adapter_config.json that says what is computed. Patterns are regular expressions that the end of a
-    module's path must match: the first that does decides, as in PEFT."""
+    """What adapter_config.json says of the computation. Patterns are regular expressions for the end of a module's
+    path; the first that matches decides, as in PEFT."""
 
     rank: int
     alpha: float
@@ -94,32 +93,32 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that was read: the paths of linear layers in the base model, and what is added to each. `digest`:
-    hexadecimal SHA-256 of both files."""
+    """An adapter that was read."""
 
     directory: Path
     digest: str
+    """SHA-256 of both files, hexadecimal."""
     modules: Mapping[str, AdaptedModule]
+    """By the path of the linear layer in the base model."""
 
     @property
     def rank(self) -> int:
-        """The largest."""
+        """The largest rank of a module."""
         return max(module.rank for module in self.modules.values())
 
     @property
     def numbers(self) -> int:
-        """In all matrices."""
-        return sum(each.rows * each.columns for module in self.modules.values() for each in (module.a, module.b))
+        """How many numbers all matrices have."""
+        matrices = (matrix for module in self.modules.values() for matrix in (module.a, module.b))
+        return sum(matrix.rows * matrix.columns for matrix in matrices)
 
 
 def read_adapter(path: str, limits: LoraConfig) -> AdapterFiles:
-    """Read a directory into memory. `limits.max_bytes` bounds the numbers as two bytes each, and the file by as much
-    again.
+    """Read a directory into memory. `limits.max_bytes` bounds numbers of two bytes, and the file may have twice that.
 
     Raises:
-        NotFound: there is no such directory.
-        InvalidArgument: the files are broken, are no LoRA adapter's, or exceed the limits; the message names file and
-            tensor.
+        NotFound: the directory does not exist.
+        InvalidArgument: the files are broken, no LoRA adapter's, or too large; the message names file and tensor.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir():
@@ -146,11 +145,7 @@ def _read(directory: Path, limits: LoraConfig) -> AdapterFiles:
 
 
 def read_adapter_config(directory: Path, max_rank: int) -> AdapterConfig:
-    """Read and check adapter_config.json.
-
-    Raises:
-        InvalidArgument: see `read_adapter`.
-    """
+    """Read and check adapter_config.json. Raises as `read_adapter`."""
     file = directory / CONFIG_FILE
     if not file.is_file():
         raise _refusal(f"{directory}: there is no {CONFIG_FILE}")
@@ -181,11 +176,11 @@ def read_adapter_config(directory: Path, max_rank: int) -> AdapterConfig:
 
 
 def _numbers(fields: Mapping[str, Any], name: str, file: Path) -> dict[str, float]:
-    """A field that gives numbers to patterns. These are matched against every module: they must not take long."""
-    found = fields.get(name) or {}
-    if not isinstance(found, dict) or len(found) > _MOST_PATTERNS:
+    """A field with a number for each pattern. Patterns are matched against every module, so they must be fast."""
+    numbers = fields.get(name) or {}
+    if not isinstance(numbers, dict) or len(numbers) > _MOST_PATTERNS:
         raise _refusal(f"{file}: {name} must be an object of at most {_MOST_PATTERNS} numbers")
-    for pattern, value in found.items():
+    for pattern, value in numbers.items():
         if not _is_number(value):
             raise _refusal(f"{file}: {name} {pattern!r} must be a number, got {shorten(repr(value))}")
         repeats = pattern.count("*") + pattern.count("+")
@@ -195,11 +190,11 @@ def _numbers(fields: Mapping[str, Any], name: str, file: Path) -> dict[str, floa
             re.compile(pattern)
         except re.error as error:
             raise _refusal(f"{file}: {name} {pattern!r}: {error}") from error
-    return found
+    return numbers
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a number that a float32 can be."""
+    """Whether a value is a number that fits into float32."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST_REAL
 
 
@@ -208,8 +203,8 @@ def _ends_as(module: str, pattern: str) -> bool:
 
 
 def _read_bounded(file: Path, most: int, limit: str) -> memoryview:
-    """The file's bytes. It is read and not mapped: whoever writes to it meanwhile changes nothing that was checked. Nor
-    is the memory zeroed before, for which a step would wait that needs Python's lock."""
+    """The file's bytes, which are read and not mapped, so that later writes change nothing that was checked. The memory
+    is not zeroed, for which a step that needs Python's lock would wait."""
     with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         if size > most:
@@ -221,8 +216,7 @@ def _read_bounded(file: Path, most: int, limit: str) -> memoryview:
 
 
 def _read_tensors(file: Path, content: memoryview) -> Iterator[tuple[str, StoredMatrix]]:
-    """The file's tensors by name (https://github.com/huggingface/safetensors: the header's length in eight bytes, the
-    header in JSON, the numbers)."""
+    """The file's tensors by name. The format is https://github.com/huggingface/safetensors."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or length > min(_MOST_HEADER_BYTES, len(content) - 8):
         raise _refusal(f"{file}: truncated, or not a safetensors file")
@@ -256,19 +250,20 @@ def _stored_matrix(where: str, entry: Any, data: memoryview) -> StoredMatrix:
 def _modules(file: Path, config: AdapterConfig, tensors: Mapping[str, StoredMatrix]) -> dict[str, AdaptedModule]:
     sides: dict[str, dict[str, StoredMatrix]] = {}
     for name, matrix in tensors.items():
-        found = _MATRIX.fullmatch(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
-        if found is None:
+        match = _MATRIX.fullmatch(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+        if match is None:
             raise _refusal(f"{file}: tensor {name} is {_kind(name)}, which is not supported")
-        sides.setdefault(found["module"], {})[found["side"]] = matrix
+        sides.setdefault(match["module"], {})[match["side"]] = matrix
     if not sides:
         raise _refusal(f"{file}: there is no lora_A and lora_B in it")
-    return {module: _pair(file, config, module, found) for module, found in sides.items()}
+    return {module: _pair(file, config, module, pair) for module, pair in sides.items()}
 
 
-def _pair(file: Path, config: AdapterConfig, module: str, found: Mapping[str, StoredMatrix]) -> AdaptedModule:
-    if len(found) < 2:
-        raise _refusal(f"{file}: {_PREFIX}{module} has lora_{next(iter(found))} alone: lora_A and lora_B are a pair")
-    a, b, rank = found["A"], found["B"], config.rank_of(module)
+def _pair(file: Path, config: AdapterConfig, module: str, sides: Mapping[str, StoredMatrix]) -> AdaptedModule:
+    if len(sides) < 2:
+        raise _refusal(f"{file}: {_PREFIX}{module} has lora_{next(iter(sides))} alone: lora_A and lora_B are a pair")
+    a, b = sides["A"], sides["B"]
+    rank = config.rank_of(module)
     if a.rows != rank or b.columns != rank:
         shapes = f"[{a.rows}, {a.columns}] and [{b.rows}, {b.columns}]"
         raise _refusal(f"{file}: {_PREFIX}{module}: lora_A and lora_B have shapes {shapes}, and the rank is {rank}")
@@ -276,7 +271,7 @@ def _pair(file: Path, config: AdapterConfig, module: str, found: Mapping[str, St
 
 
 def _kind(name: str) -> str:
-    """What a tensor is that is no lora_A or lora_B of a linear layer."""
+    """What a tensor other than lora_A and lora_B of a linear layer is, for people."""
     if "lora_magnitude_vector" in name:
         return "DoRA's"
     if "lora_embedding_" in name:

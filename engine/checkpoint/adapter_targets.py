@@ -19,24 +19,25 @@ from .hf_checkpoint import text_tensor_name
 from .weights import STORED, TensorSlice, dtype_name
 
 _PIECE = 1 << 15
-"""Numbers that are converted at a time: with so few torch leaves the threads alone that compute a step."""
+"""Numbers that are converted at a time: with so few torch uses no threads, which compute a step."""
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
 class _TargetPart:
-    """A matrix of the checkpoint, of which a product has some rows and columns: its outputs from `first` on."""
+    """A matrix of the checkpoint, some rows and columns of which are a product's outputs from `first` on."""
 
     def __init__(self, slices: Sequence[TensorSlice], first: int) -> None:
         self.shape, self._columns = slices[0].shape, slices[0].columns
-        self._first, self._rows = first, [each.row_range for each in slices]
+        self._first = first
+        self._rows = [part.row_range for part in slices]
 
     @property
     def outputs(self) -> int:
         return sum(map(len, self._rows))
 
     def share(self, adapted: AdaptedModule, memory: "_AdapterMemory") -> LoraPart:
-        """This rank's share of what is added."""
+        """This rank's share of an adapter's matrices for it."""
         a = _matrix(adapted.a)[:, self._columns]
         whole = _matrix(adapted.b)
         some = [whole[rows.start : rows.stop] for rows in self._rows]
@@ -46,8 +47,8 @@ class _TargetPart:
 
 
 class _AdapterMemory:
-    """Memory for one adapter's matrices, which is free when the last of them is. `native`: for our kernels. `finite`:
-    whether all in it are numbers."""
+    """Memory for one adapter's matrices, which is freed with the last of them. `native`: for our kernels. `finite`:
+    whether it has no NaN and no infinity."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, native: bool) -> None:
         self._dtype, self._device, self.native = dtype, device, native
@@ -55,11 +56,11 @@ class _AdapterMemory:
         self.finite = True
 
     def copy_of(self, matrix: Tensor) -> Tensor:
-        """The numbers of `matrix`, which may lie in any order, contiguous and in the dtype that is computed in."""
+        """A contiguous copy of `matrix`, whatever its strides, in the model's dtype."""
         if self._device.type != "cpu":
-            there = matrix.to(self._device, self._dtype).contiguous()
-            self._check(there)
-            return there
+            copied = matrix.to(self._device, self._dtype).contiguous()
+            self._check(copied)
+            return copied
         size = matrix.numel() * self._dtype.itemsize
         whole = self._arena.allocate(size)[:size].view(self._dtype).view(matrix.shape)
         step = max(_PIECE * len(matrix) // matrix.numel(), 1)
@@ -70,14 +71,14 @@ class _AdapterMemory:
         return whole
 
     def _check(self, numbers: Tensor) -> None:
-        """A sum, which is one pass, is no number where one of them is none."""
+        """Note numbers that are not finite: then their sum, one pass, is not finite either."""
         self.finite = self.finite and math.isfinite(numbers.sum(dtype=torch.float32))
 
 
 class AdapterTargets:
-    """The `products` that adapters may change, each by the slices of the checkpoint that are one below the other in it.
-    `layers`: this rank's, of `total`. `language_part`: adapters name tensors as the larger model does that this one is
-    a part of. `elsewhere`: the paths of layers that other ranks have, and check."""
+    """The `products` that adapters may change, each as the slices of the checkpoint that are stacked in it. `layers`:
+    this rank's, of `total`. `language_part`: adapters have the larger model's tensor names. `elsewhere`: paths of
+    layers that other ranks have, and check."""
 
     def __init__(
         self,
@@ -96,8 +97,8 @@ class AdapterTargets:
         self._parts: dict[str, tuple[int, _TargetPart]] = {}
         for number, slices in enumerate(products):
             first = 0
-            for name, same in groupby(slices, lambda each: each.name):
-                part = _TargetPart(list(same), first)
+            for name, same_tensor in groupby(slices, lambda part: part.name):
+                part = _TargetPart(list(same_tensor), first)
                 self._parts[name.removesuffix(".weight")] = number, part
                 first += part.outputs
 
@@ -106,7 +107,7 @@ class AdapterTargets:
         """This rank's share of an adapter, for any thread.
 
         Raises:
-            InvalidArgument: a matrix is for no layer of the model, not of that layer's shape, or not of numbers.
+            InvalidArgument: a matrix is for no layer of the model, not of that layer's shape, or not finite.
         """
         matched = list(self._matched(files))
         parts: list[list[LoraPart]] = [[] for _ in range(self._products)]
@@ -119,7 +120,7 @@ class AdapterTargets:
         return RankAdapter(files.digest, files.rank, parts, self._table(parts))
 
     def _table(self, parts: Sequence[Sequence[LoraPart]]) -> RankAdapterTable | None:
-        """What the kernels of `layers.linear` read; None where torch computes."""
+        """The table that the kernels of `layers.linear` read; None where torch computes."""
         if runtime.serves(self._dtype, self._device):
             from ..gpu.lora import AdapterRecords
 
@@ -127,7 +128,7 @@ class AdapterTargets:
         return CAdapterTable(parts) if self._native else None
 
     def _matched(self, files: AdapterFiles) -> Iterator[tuple[str, int, _TargetPart, AdaptedModule]]:
-        """Every matrix of this rank's layers, and where it stands; those of other ranks are theirs to check."""
+        """Every matrix of this rank's layers, and its place, for errors. Other ranks check theirs."""
         for stored, adapted in files.modules.items():
             own = text_tensor_name(f"{stored}.") if self._language_part else f"{stored}."
             layer = _LAYER.match(own)
@@ -135,14 +136,15 @@ class AdapterTargets:
             if other_stage or own.removesuffix(".") in self._elsewhere:
                 continue
             where = f"{files.directory}: tensor base_model.model.{stored}.lora_A.weight"
-            if (found := self._parts.get(own.removesuffix("."))) is None:
+            if (target := self._parts.get(own.removesuffix("."))) is None:
                 raise InvalidArgument(f"{where} matches no layer that takes adapters{_why(own)}", field="lora_path")
-            outputs, inputs = found[1].shape
+            number, part = target
+            outputs, inputs = part.shape
             if (adapted.b.rows, adapted.a.columns) != (outputs, inputs):
-                given = f"has {adapted.a.columns} inputs, and lora_B {adapted.b.rows} outputs"
-                message = f"{where} {given}; the model's layer has {inputs} and {outputs}"
+                sizes = f"has {adapted.a.columns} inputs, and lora_B {adapted.b.rows} outputs"
+                message = f"{where} {sizes}; the model's layer has {inputs} and {outputs}"
                 raise InvalidArgument(message, field="lora_path")
-            yield where, *found, adapted
+            yield where, number, part, adapted
 
 
 def _why(module: str) -> str:
@@ -152,5 +154,5 @@ def _why(module: str) -> str:
 
 
 def _matrix(stored: StoredMatrix) -> Tensor:
-    """As it is stored: a view of the file's bytes."""
+    """A view of the file's bytes as a matrix."""
     return torch.frombuffer(stored.content, dtype=STORED[stored.dtype]).view(stored.rows, stored.columns)

@@ -25,7 +25,7 @@ class TensorGroup(Protocol):
         """The sum of every rank's `partial`, on every rank."""
 
     def all_gather(self, part: Tensor, total: int) -> Tensor:
-        """Every rank's `part` of `total` features (see `rank_slice`) side by side on the last axis, on every rank."""
+        """Every rank's `part` of `total` features (see `rank_slice`), concatenated on the last axis, on every rank."""
 
 
 class SingleRank:
@@ -42,7 +42,7 @@ class SingleRank:
 
 
 def rank_slice(total: int, group: TensorGroup) -> slice:
-    """This rank's share of `total` features, heads or rows: contiguous, and as long as any other up to one."""
+    """This rank's share of `total` features, heads or rows: contiguous, and at most one longer than another's."""
     return all_rank_slices(total, group.size)[group.rank]
 
 
@@ -51,7 +51,7 @@ def all_rank_slices(total: int, size: int) -> list[slice]:
 
 
 def kv_head_slice(heads: int, group: TensorGroup) -> slice:
-    """This rank's share of `heads` key/value heads: with more ranks than heads, several ranks hold the same one."""
+    """This rank's share of `heads` key/value heads; with more ranks than heads, several ranks have the same one."""
     if group.size <= heads:
         return rank_slice(heads, group)
     head = group.rank * heads // group.size
@@ -59,19 +59,19 @@ def kv_head_slice(heads: int, group: TensorGroup) -> slice:
 
 
 class PipelineLink(Protocol):
-    """The link to the stages before and after this one: it carries the hidden states [N, hidden] of one step after the
-    other, in the model's dtype, from each rank to the rank of its own number in the next stage."""
+    """The link to the stages before and after this one. It carries the hidden states [N, hidden] of each step, in the
+    model's dtype, from a rank to the rank with its index in the next stage."""
 
     def receive(self, into: Tensor) -> None:
         """Wait for the states that the stage before sends for this step, and fill `into` with them."""
 
     def send(self, x: Tensor) -> None:
-        """Hand `x`, contiguous, to the stage after. It belongs to the link then: the caller must not write to it."""
+        """Send `x`, contiguous, to the next stage. It belongs to the link then: the caller must not write to it."""
 
 
 class Shard(NamedTuple):
     """A rank's share of a model: its slice of every layer among `group`, and the layers of its `stage`. `link` is None
-    where there is one stage. The default is the whole model."""
+    for a single stage. The default is the whole model."""
 
     group: TensorGroup = SingleRank()
     stage: PipelineStage = PipelineStage()
@@ -100,11 +100,12 @@ class Shard(NamedTuple):
 
 
 class Int4Plan(NamedTuple):
-    """What a calibration found out about matrices, by the labels of their slices: the mean `squares` of the inputs of
-    each, float32 [inputs], and those that are too sensitive for four bits and stay `higher`."""
+    """The result of a calibration, by the labels of matrices' slices."""
 
     squares: Mapping[str, Tensor]
+    """The mean squares of the inputs of each, float32 [inputs]."""
     higher: frozenset[str]
+    """Matrices that are too sensitive for four bits, and get eight."""
 
 
 class ProductObserver(Protocol):
@@ -113,24 +114,28 @@ class ProductObserver(Protocol):
     def watch(
         self, label: str, product: Callable[[Tensor], Tensor], outputs: int, sample: Tensor
     ) -> Callable[[Tensor], Tensor]:
-        """The same `product`, observed. `sample`: some of the `outputs` rows of its weights, float32 [n, inputs]."""
+        """The `product`, observed. `sample`: some of its weights' `outputs` rows, float32 [n, inputs]."""
 
 
 class BuildContext(NamedTuple):
-    """A rank's device and shard, for sequences of at most `max_positions` tokens. `progress` is called with the
-    fraction of the rank's bytes read so far. `quantization`: what matrices become while they are loaded, "none", "int8"
-    or "int4", for which a calibration may have made a `plan`; an `observer` watches what could become int4.
-    `whole_experts`: the rank has some experts of a mixture whole, instead of a slice of each. `cache`: where packed
-    weights are kept. `max_lora_rank`: of adapters that may come; 0: none will."""
+    """The settings by which a rank's decoder is built."""
 
     dtype: torch.dtype
     device: torch.device
     max_positions: int
+    """The most tokens of a sequence."""
     shard: Shard = Shard()
     progress: Callable[[float], None] = lambda _: None
+    """Called with the fraction of the rank's bytes that is read."""
     quantization: str = "none"
+    """What matrices become while they are loaded: "none", "int8", "fp8" or "int4"."""
     whole_experts: bool = False
+    """The rank has some experts of a mixture whole, instead of a slice of each."""
     cache: PackingCache | None = None
+    """Where packed weights are kept."""
     plan: Int4Plan = Int4Plan({}, frozenset())
+    """The calibration for int4, if there was one."""
     observer: ProductObserver | None = None
+    """Watches the products that could become int4."""
     max_lora_rank: int = 0
+    """The largest rank of adapters that may be loaded; 0: none will be."""

@@ -1,9 +1,8 @@
-"""Matrices that a checkpoint stores as codes: which forms there are, and how one is turned into another that kernels
-compute with.
+"""The forms of matrices that a checkpoint stores as codes, and the conversion of one into another that kernels have.
 
-A code is an unsigned number, or a float of eight bits; a group of inputs of an output shares a scale, and a zero point
-or an offset (see `GroupedRows`). Turning changes no weight: codes move into more bits, and scales are repeated for
-smaller groups. Knows no file's layout.
+A code is an unsigned number or a float of eight bits. A group of an output's inputs shares a scale, and a zero point or
+an offset (see `GroupedRows`). Conversion changes no weight: codes get more bits, and scales are repeated for smaller
+groups. Knows no file's layout.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from ..gpu.runtime import FP8_GROUP_SIZES
 
 
 class Zeros(Enum):
-    """What a group has beside its scale. `MIDDLE`: nothing, the code 2^(bits - 1) stands for zero."""
+    """What a group has beside its scale; for `MIDDLE` nothing: code 2^(bits - 1) is zero."""
 
     MIDDLE = "middle"
     POINTS = "points"
@@ -28,17 +27,19 @@ class Zeros(Enum):
 
 
 class CodeForm(NamedTuple):
-    """Codes of `bits`, 4 or 8; `group_size` inputs share a scale, 0: all inputs of an output do, and activations are to
-    be quantised by row, too. `exact`: eleven bits hold all scales and offsets. `order` int64 [inputs]: code i of an
-    output is multiplied with input order[i]; None: as they come. `floats`: codes are e4m3, and activations are to
-    become that, too, by the same groups."""
+    """The form of a matrix's codes."""
 
     bits: int
+    """4 or 8."""
     group_size: int
+    """Inputs that share a scale; 0: all of an output's, and activations are quantised by row, too."""
     zeros: Zeros = Zeros.MIDDLE
     exact: bool = True
+    """Whether eleven bits hold all scales and offsets."""
     order: Tensor | None = None
+    """int64 [inputs]: code i of an output is multiplied with input order[i]; None: input i."""
     floats: bool = False
+    """Whether codes are e4m3, and activations become that, too, by the same groups."""
 
     @property
     def middle(self) -> int:
@@ -54,17 +55,20 @@ class CodeForm(NamedTuple):
 
 
 class StoredForm(NamedTuple):
-    """A tensor in its file: `name` tells its form to people, `bits` is what a number takes with its share of scales.
-    `codes`: the form of its codes; None: it is to be had as floats alone. `plain`: it is stored as these floats."""
+    """The form of a tensor in its file."""
 
     name: str
+    """For people."""
     bits: float
+    """Of a number, with its share of scales."""
     codes: CodeForm | None = None
+    """None: it can only be read as floats."""
     plain: bool = False
+    """Whether it is stored as floats."""
 
 
 class CodeRange(NamedTuple):
-    """The inputs `columns`, one after the other, of a matrix with codes of `form` for `width` inputs."""
+    """The consecutive inputs `columns` of a matrix with codes of `form` for `width` inputs."""
 
     form: CodeForm
     columns: range
@@ -72,14 +76,14 @@ class CodeRange(NamedTuple):
 
     @property
     def _divisor(self) -> int:
-        """What a group must divide; 0: any group fits, because all inputs share a scale."""
+        """The number that group sizes must divide; 0: any size fits, because all inputs share a scale."""
         size = self.form.group_size
         return 0 if size == 0 or size >= self.width else gcd(size, self.columns.start)
 
 
 def common_form(parts: Sequence[CodeRange]) -> CodeForm | None:
-    """The form that all of these can be turned into, to be one product: of the most bits, the smallest groups and the
-    most general zeros. None: there is none, their inputs come in different orders or have groups too small."""
+    """The form that all parts can be converted to, to be one product: the most bits, the smallest groups, and the most
+    general zeros. None: inputs have different orders, or groups are too small."""
     forms = [part.form for part in parts]
     order = forms[0].order
     if any(form.floats for form in forms):
@@ -113,12 +117,12 @@ def _common_floats(parts: Sequence[CodeRange]) -> CodeForm | None:
 
 
 def _size_of_groups(sizes: Sequence[int], inputs: int) -> int:
-    """The largest of those that fill up `inputs` least."""
+    """The largest of the sizes that pad `inputs` least."""
     return min(sizes, key=lambda size: (-(-inputs // size) * size, -size))
 
 
 def turn_codes(rows: GroupedRows, part: CodeRange, to: CodeForm) -> GroupedRows:
-    """Of `rows`, whole outputs in `part.form`, the inputs of `part` in the form `to`, a common form of it and more."""
+    """The inputs of `part` of `rows`, whole outputs in `part.form`, converted to their common form `to`."""
     form, columns = part.form, part.columns
     if to.order is None and to == form and len(columns) == part.width:
         return rows
@@ -129,7 +133,7 @@ def turn_codes(rows: GroupedRows, part: CodeRange, to: CodeForm) -> GroupedRows:
         groups = torch.zeros(-(-len(columns) // to.group_size), dtype=torch.int64)
     else:
         groups = torch.arange(columns.start, columns.stop, to.group_size) // form.group_size
-    scales, zeros, offsets = (None if one is None else one[:, groups] for one in rows[1:])
+    scales, zeros, offsets = (None if numbers is None else numbers[:, groups] for numbers in rows[1:])
     assert scales is not None, "a group has a scale"
     if to.zeros is Zeros.MIDDLE and to.bits != form.bits:
         codes = codes + (to.middle - form.middle)
@@ -141,7 +145,7 @@ def turn_codes(rows: GroupedRows, part: CodeRange, to: CodeForm) -> GroupedRows:
 
 
 def dequantise_codes(rows: GroupedRows, form: CodeForm) -> Tensor:
-    """Whole outputs in `form` as float32 [n, inputs], inputs as they come."""
+    """Whole outputs in `form` as float32 [n, inputs], without its order of inputs."""
     codes, scales, zeros, offsets = rows
     inputs = codes.shape[1]
     if form.order is zeros is None and scales.numel() * form.group_size == codes.numel() and _in_c(rows):
@@ -176,9 +180,9 @@ def _in_c(rows: GroupedRows) -> bool:
 
 
 def as_int8(codes: Tensor) -> Tensor:
-    """Codes of eight bits as what they stand for, where 128 stands for zero."""
+    """The numbers of eight-bit codes whose 128 is zero."""
     return codes.bitwise_xor(128).view(torch.int8)
 
 
-def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
+def _same_order(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second or (first is not None and second is not None and torch.equal(first, second))

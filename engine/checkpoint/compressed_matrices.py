@@ -29,7 +29,7 @@ WORD_BITS = 32
 
 
 def words_for(count: int, bits: int) -> int:
-    """The words that hold `count` numbers one behind the other, some of them across two words."""
+    """The words that hold a stream of `count` numbers, some of which lie across two words."""
     return -(-count * bits // WORD_BITS)
 
 
@@ -48,8 +48,8 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 class GptqMatrix(CodedMatrix):
-    """GPTQ: words along the inputs, each for one output; zero points in words along the outputs, stored less one in its
-    first version; with `g_idx` inputs belong to groups in any order."""
+    """GPTQ: words along the inputs, and zero points in words along the outputs, minus one in its first version. With
+    `g_idx` inputs belong to groups in any order."""
 
     def __init__(self, parts: MatrixParts, stored: Gptq) -> None:
         self._parts, self._less = parts, stored.less
@@ -76,18 +76,18 @@ class GptqMatrix(CodedMatrix):
         codes = unpack_words(words.t(), bits, parts.inputs)
         order = self.form.codes.order if self.form.codes is not None else None
         zeros = unpack_words(parts.view("qzeros", self._zero_shape, INTEGERS), bits, parts.outputs)[:, rows]
-        # A stored 255 is a zero point of 0 less one: what wraps around is meant so.
+        # A stored 255 is a zero point of 0 minus one: the sum must wrap around.
         points = ((zeros + self._less) & 255 if bits == 8 else zeros + self._less).t()
         scales = parts.view("scales", (self._groups, parts.outputs), SCALES, WHOLE, rows).float().t()
         return GroupedRows(codes if order is None else codes[:, order], scales, points)
 
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of eight outputs in a word, where each of them lies: AutoAWQ stores 0, 2, 4, 6, 1, 3, 5, 7."""
+"""The place of each of eight outputs in a word: AutoAWQ stores 0, 2, 4, 6, 1, 3, 5, 7."""
 
 
 class AwqMatrix(CodedMatrix):
-    """AWQ: words of eight outputs, for one input each; zero points likewise."""
+    """AWQ: words along the outputs, of zero points, too."""
 
     def __init__(self, parts: MatrixParts, stored: Awq) -> None:
         self._parts, words, scales = parts, parts.shape("qweight"), parts.shape("scales")
@@ -118,7 +118,7 @@ class AwqMatrix(CodedMatrix):
 
 
 def _stored_group_size(parts: MatrixParts, groups: int, said: int, varied: bool) -> int:
-    """The group size that config.json says, or (where matrices may have others) that so many groups mean."""
+    """The group size in config.json, or, where matrices may differ, that of so many groups."""
     if groups == group_count(parts.inputs, said):
         return said
     if varied and groups and parts.inputs % groups == 0:
@@ -130,8 +130,8 @@ FP8 = {"F8_E4M3": torch.float8_e4m3fn}
 
 
 class BitStreamMatrix(CodedMatrix):
-    """compressed-tensors' pack-quantized: a row is one stream of bits; numbers and zero points have 2^(bits - 1) added.
-    Zero points are packed along outputs. With `weight_g_idx` inputs belong to groups in any order."""
+    """compressed-tensors' pack-quantized: a row is a stream of bits. Numbers and zero points, which are packed along
+    outputs, have 2^(bits - 1) added. With `weight_g_idx` inputs belong to groups in any order."""
 
     def __init__(self, parts: MatrixParts, stored: CompressedTensors) -> None:
         self._parts, packed, scales = parts, parts.shape("weight_packed"), parts.shape("weight_scale")
@@ -156,21 +156,22 @@ class BitStreamMatrix(CodedMatrix):
     def _fitting(
         self, stored: CompressedTensors, packed: tuple[int, ...], scales: tuple[int, ...]
     ) -> CompressedWeights:
-        """The one form of the config that these shapes can be."""
-        parts, found = self._parts, []
+        """The only form of the config with these shapes."""
+        parts = self._parts
+        fitting = []
         for form in stored.forms:
             wanted = (parts.outputs, words_for(parts.inputs, form.bits))
             grouped = (parts.outputs, group_count(parts.inputs, form.group_size))
             fits = packed == wanted and (scales == grouped or (form.group_size == 0 and scales in ((1,), (1, 1))))
             if not form.floats and form.symmetric is not self._points and fits:
-                found.append(form)
-        if len({(form.bits, form.group_size) for form in found}) != 1:
+                fitting.append(form)
+        if len({(form.bits, form.group_size) for form in fitting}) != 1:
             points = "with" if self._points else "without"
             raise parts.error(
                 f"weight_packed {list(packed)} and weight_scale {list(scales)} {points} zero points are not what"
                 f" quantization_config says of a matrix {[parts.outputs, parts.inputs]}"
             )
-        return found[0]
+        return fitting[0]
 
     def codes(self, rows: slice) -> GroupedRows:
         parts, bits = self._parts, self._form.bits
@@ -224,11 +225,12 @@ class Int8Matrix(CodedMatrix):
 
 
 class Fp8Block(NamedTuple):
-    """What one scale of floats of eight bits belongs to: a block of [outputs, inputs]; None: a whole output or matrix.
-    `activations`: they are to become such floats, too."""
+    """The numbers that share a scale in a matrix of eight-bit floats."""
 
     sizes: tuple[int, int] | None
+    """Outputs and inputs of a block; None: a whole output or matrix."""
     activations: bool
+    """Whether activations become such floats, too."""
 
 
 class Fp8Matrix(CodedMatrix):
@@ -243,11 +245,11 @@ class Fp8Matrix(CodedMatrix):
         fitting = [block for block in blocks if self._shape in _block_shapes(parts, block.sizes)]
         if not fitting:
             raise parts.error(f"{name} {list(self._shape)} is not what quantization_config says of it")
-        self._block, activations = found, _ = fitting[0]
+        self._block, activations = block, _ = fitting[0]
         parts.view("weight", (parts.outputs, parts.inputs), FP8)
         parts.view(name, self._shape, SCALES)
-        by = f" by blocks of {found[0]} x {found[1]}" if found else ""
-        self._codes = CodeForm(8, found[1] if found else 0, floats=True)
+        by = f" by blocks of {block[0]} x {block[1]}" if block else ""
+        self._codes = CodeForm(8, block[1] if block else 0, floats=True)
         self.form = StoredForm(f"fp8{by}", 8, self._codes if activations else None)
 
     def codes(self, rows: slice) -> GroupedRows:

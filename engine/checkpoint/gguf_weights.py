@@ -1,10 +1,9 @@
-"""Reads tensors out of GGUF files by the names that a checkpoint has for them, slice by slice.
+"""Reads tensors out of GGUF files by a checkpoint's names for them, slice by slice.
 
-Specification: ggml's documentation of its tensor types, and docs/gguf.md. Blocks are small integers in groups that
-share a scale, and in some types a minimum, which is an offset below zero. All blocks of a type have one size, so rows
-[n, bytes] are a table of blocks, whose columns are taken apart here. Llama's converter permutes the rows of queries and
-keys, so that the two numbers that are rotated together are neighbours; Gemma's adds one to the weights of norms; the
-experts of a layer are one tensor.
+Specification: ggml's documentation of its tensor types, and docs/gguf.md. Blocks are small integers in groups with a
+scale, and in some types a minimum, an offset below zero. Llama's converter permutes the rows of queries and keys, so
+that numbers that are rotated together are adjacent. Gemma's adds one to the weights of norms. The experts of a layer
+are one tensor.
 """
 
 import mmap
@@ -28,37 +27,38 @@ from .weights import TensorSlice
 
 
 def decode_rows(kind: str, rows: Tensor) -> GroupedRows:
-    """The codes of `rows` uint8 [n, bytes] of a type in BLOCKS, whole blocks, in the form that is told there."""
-    found = BLOCKS[kind]
+    """The codes of `rows` uint8 [n, bytes], whole blocks of a type in BLOCKS, in that type's form."""
+    block = BLOCKS[kind]
     if rows.device.type != "cpu" or library.level() is None:
-        return found.decode(_split(rows, -1, found.bytes))
-    rows, numbers = rows.contiguous(), rows.shape[1] // found.bytes * found.numbers
+        return block.decode(_split(rows, -1, block.bytes))
+    rows = rows.contiguous()
+    numbers = rows.shape[1] // block.bytes * block.numbers
     codes = torch.empty(len(rows), numbers, dtype=torch.uint8)
-    scales = torch.empty(len(rows), numbers // found.form.group_size)
-    offsets = torch.empty_like(scales) if found.form.zeros is Zeros.OFFSETS else None
+    scales = torch.empty(len(rows), numbers // block.form.group_size)
+    offsets = torch.empty_like(scales) if block.form.zeros is Zeros.OFFSETS else None
     addresses = codes.data_ptr(), scales.data_ptr(), 0 if offsets is None else offsets.data_ptr()
-    number, count = list(BLOCKS).index(kind), codes.numel() // found.numbers
+    number, count = list(BLOCKS).index(kind), codes.numel() // block.numbers
     library.bind_function("charonia_decode_blocks")(number, rows.data_ptr(), count, *addresses)
     return GroupedRows(codes, scales, None, offsets)
 
 
 def _split(x: Tensor, *sizes: int) -> Tensor:
-    """With axes of these `sizes` in place of the last one."""
+    """x with its last axis split into axes of these `sizes`."""
     return x.reshape(*x.shape[:-1], *sizes)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The fp16 number `at` so many bytes of each block [n, blocks, bytes]: float32 [n, blocks]."""
+    """The fp16 number at byte `at` of each block [n, blocks, bytes]: float32 [n, blocks]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).float()
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """Two integers of four bits in each byte [..., bytes]: those in the lower halves come first."""
+    """The two integers of four bits in each byte [..., bytes]: first all lower ones."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
-    """Bit i of the four bytes `at` belongs to number i: uint8 [n, blocks, 32], 0 or 16."""
+    """Bit i of the four bytes at `at` as the fifth bit of number i: uint8 [n, blocks, 32], 0 or 16."""
     bits = blocks[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8)
     return (bits & 1).flatten(-2) << 4
 
@@ -87,8 +87,8 @@ def _q8_0(blocks: Tensor) -> GroupedRows:
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Eight scales and eight minima of six bits in twelve bytes: float32 [n, blocks, 8] each. The first four of each
-    lie in the lower bits of a byte of their own; the others have four bits in the last four bytes, and their upper two
-    above the first ones."""
+    are the lower bits of the first eight bytes, whose upper two bits belong to the others; these have four bits each in
+    the last four bytes."""
     first, second, shared = _split(packed, 3, 4).unbind(-2)
     scales = torch.cat((first & 63, (shared & 15) | (first >> 6) << 4), -1)
     minima = torch.cat((second & 63, (shared >> 4) | (second >> 6) << 4), -1)
@@ -103,7 +103,7 @@ def _with_minima(blocks: Tensor, codes: Tensor) -> GroupedRows:
 
 
 def _eight_groups(packed: Tensor) -> Tensor:
-    """Groups of 32 in 128 bytes: of each 32 bytes the lower halves are one group and the upper ones the next."""
+    """The groups of 32 in 128 bytes: the lower halves of 32 bytes are one group, and the upper halves the next."""
     return _split(_halves(_split(packed, 4, 32)), 2, 32).flatten(2, 3)
 
 
@@ -118,7 +118,7 @@ def _q5_k(blocks: Tensor) -> GroupedRows:
 
 
 def _q6_k(blocks: Tensor) -> GroupedRows:
-    # Two halves of 128 numbers: four runs of 32, whose lower four bits lie in 64 bytes and upper two in 32.
+    # Each half of 128 numbers is four runs of 32: the lower four bits are in 64 bytes, and the upper two in 32.
     low = _split(_halves(_split(blocks[..., :128], 2, 64)), 4, 32)
     shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
     high = (_split(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3
@@ -128,7 +128,7 @@ def _q6_k(blocks: Tensor) -> GroupedRows:
 
 
 class BlockType(NamedTuple):
-    """A type of blocks of so many `bytes`, and the form of the codes that `decode` makes of them, where C does not."""
+    """A type of blocks: its bytes, and the form of its codes, which `decode` makes where C does not."""
 
     decode: Callable[[Tensor], GroupedRows]
     bytes: int
@@ -136,7 +136,7 @@ class BlockType(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """In a block."""
+        """The numbers of a block."""
         return 32 if self.bytes < 64 else 256
 
 
@@ -150,8 +150,8 @@ BLOCKS: Mapping[str, BlockType] = {
     "Q5_K": BlockType(_q5_k, 176, CodeForm(8, 32, Zeros.OFFSETS, exact=False)),
     "Q6_K": BlockType(_q6_k, 210, CodeForm(8, 16, exact=False)),
 }
-"""By ggml's names, in the order of gguf_blocks.c. Codes of five and six bits are given as eight. In the last three a
-scale is a product of two, longer than eleven bits."""
+"""By ggml's names, in the order of gguf_blocks.c. Codes of five and six bits become eight. In the last three types a
+scale is a product of two numbers, longer than eleven bits."""
 
 
 _OUTER = {
@@ -197,13 +197,15 @@ _ROTATED = ("attn_q", "attn_k")
 
 @dataclass(frozen=True, slots=True)
 class StoredName:
-    """The place of one of a checkpoint's tensors: in tensor `name`, of which it may be one `expert`. Its rows may be
-    `rotated` heads with neighbours in pairs; its numbers may be by one larger (`plus_one`)."""
+    """The place of a checkpoint's tensor in a GGUF file."""
 
     name: str
     expert: int | None = None
+    """The expert that it is of a layer's, which are one tensor."""
     rotated: bool = False
+    """Whether its rows are permuted heads: those that are rotated together are adjacent."""
     plus_one: bool = False
+    """Whether one was added to its numbers."""
 
 
 class GgufNames:
@@ -216,7 +218,7 @@ class GgufNames:
         self._permuted, self._plus_one = architecture == "llama", gemma
 
     def stored(self, name: str) -> StoredName | None:
-        """Where the tensor that a checkpoint calls `name` is; None if there is no such thing."""
+        """The place of the tensor that a checkpoint calls `name`; None if it has none."""
         module, _, kind = name.rpartition(".")
         layer = _LAYER_NAME.fullmatch(module)
         if layer is None:
@@ -279,12 +281,12 @@ class GgufWeights:
         place, tensor = self._find(piece)
         rows, block = self._rows(piece, place, tensor), BLOCKS.get(tensor.type.name)
         if block is not None:
-            found = dequantise_codes(decode_rows(tensor.type.name, rows), block.form)
+            numbers = dequantise_codes(decode_rows(tensor.type.name, rows), block.form)
         else:
-            found = rows.view(_PLAIN[tensor.type.name])
+            numbers = rows.view(_PLAIN[tensor.type.name])
         if place.plus_one:
-            found = found.float() - 1
-        return found.flatten() if len(piece.shape) == 1 else found[:, piece.columns]
+            numbers = numbers.float() - 1
+        return numbers.flatten() if len(piece.shape) == 1 else numbers[:, piece.columns]
 
     def _find(self, piece: TensorSlice) -> tuple[StoredName, GgufTensor]:
         place = self._names.stored(piece.name)
@@ -312,13 +314,13 @@ class GgufWeights:
         table = data.view(*sizes, -1) if place.expert is None else data.view(*sizes, -1)[place.expert]
         if not place.rotated:
             return table[piece.rows]
-        # In each head the rows i and i + head_dim / 2, which are rotated together, are neighbours.
+        # In each head the rows i and i + head_dim / 2, which are rotated together, are adjacent.
         rows, half = torch.arange(len(table))[piece.rows], self._head_dim // 2
         within = rows % self._head_dim
         return table[rows - within + within % half * 2 + within // half]
 
 
 def _mapped(path: Path) -> Tensor:
-    # A private map: torch wants memory that could be written to.
+    # A private map, because torch wants writable memory.
     with open_regular(path) as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)

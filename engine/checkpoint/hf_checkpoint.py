@@ -1,11 +1,8 @@
-"""A Hugging Face checkpoint as its directory shows it: its config.json, and the files that hold its weights. Or a model
-in GGUF, which has both in a file.
+"""Opens a Hugging Face checkpoint: its config.json and the files of its weights; or a model in GGUF, a file with both.
 
-A model that takes images too has a text part with a config.json of its own. Only architectures are here whose text
-part, given text alone, is exactly one of ours: attention is causal, and images would have added nothing.
-
-Imports no torch; `weights.py` reads the tensors, and `tokenization/` the files about text.
-"""
+The text part of a model that takes images has a config of its own. The architectures here have a text part that, for
+text alone, is exactly one of ours. Imports no torch; `weights.py` reads the tensors, and `tokenization/` the files
+about text."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,7 +25,7 @@ from .quantization_config import stored_method
 _SAFETENSORS_FILES, _TORCH_FILES = "*.safetensors", "pytorch_model*.bin"
 
 _WHOLE_MODELS = ("model.safetensors", "pytorch_model.bin")
-"""Names of a whole model in one file: the first one found. An index of shards has such a name with .index.json."""
+"""Names of a whole model in one file, in order of preference. An index of shards has such a name and .index.json."""
 
 _SEVEN_BILLION = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
 _GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, "max_position_embeddings": 131_072}
@@ -70,12 +67,14 @@ _TEXT_PREFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint. `config`: its config.json, or that of its text part if it is a `language_part`. One in
-    `gguf` has that file for a directory."""
+    """An opened checkpoint."""
 
     directory: Path
+    """In GGUF the file."""
     config: Mapping[str, Any]
+    """Its config.json, or that of its text part."""
     language_part: bool = False
+    """Whether it has other parts beside text."""
     gguf: GgufFile | None = None
 
     @property
@@ -84,7 +83,7 @@ class Checkpoint:
 
     @property
     def stored_as(self) -> str:
-        """What its weights are quantised by, as in `STORED_AS`; empty: they are plain floats."""
+        """The method by which its weights are quantised, as in `STORED_AS`; empty for plain floats."""
         return stored_method(self.config) if self.gguf is None else "gguf"
 
     @property
@@ -93,12 +92,12 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
-    """Open a checkpoint directory, a file in GGUF, or a hub id (downloaded to the hub's cache when it is not there).
+    """Open a checkpoint directory, a file in GGUF, or a hub id, which is downloaded to the hub's cache.
 
     Raises:
         NotFound: no such checkpoint.
-        CheckpointError: there is no config.json.
-        InvalidArgument: it is not JSON, or no GGUF that we read.
+        CheckpointError: config.json is missing.
+        InvalidArgument: it is not JSON, or the file is no GGUF that we read.
     """
     directory = locate_checkpoint(str(model), (*SMALL_FILES, _SAFETENSORS_FILES))
     if directory.is_file():
@@ -118,20 +117,20 @@ _STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def with_stored_dtype(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """The config with the dtype of the first floats that are stored, as transformers has it, where it names none."""
+    """The config, with the dtype of the first stored floats if it names none, as in transformers."""
     if config.get("dtype") or config.get("torch_dtype"):
         return config
-    with suppress(CharoniaError, OSError, SafetensorError):  # which reading the weights will tell
+    with suppress(CharoniaError, OSError, SafetensorError):  # reading the weights will raise these
         first = find_weights(directory).files[0]
         if first.suffix == ".safetensors":
             with open_safetensors(first, "np") as opened:
-                found = (_STORED_DTYPES.get(opened.get_slice(name).get_dtype()) for name in sorted(opened.keys()))
-                return {**config, "dtype": next(filter(None, found), "float32")}
+                dtypes = (_STORED_DTYPES.get(opened.get_slice(name).get_dtype()) for name in sorted(opened.keys()))
+                return {**config, "dtype": next(filter(None, dtypes), "float32")}
     return config
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config.json of the text part of the model that `config` describes; None where there is none that we serve."""
+    """The config.json of the text part of the model that `config` describes, if it has one that we serve."""
     names = config.get("architectures")
     outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
     text = config.get("text_config", config)  # Qwen's older ones have its fields among the others
@@ -147,7 +146,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def text_tensor_name(stored: str) -> str:
-    """The name of a tensor of the text part in a checkpoint of that part alone; other tensors keep their names."""
+    """The name of a text part's tensor in a checkpoint of text alone; other tensors keep their names."""
     for prefix, own in _TEXT_PREFIXES.items():
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)
@@ -155,10 +154,10 @@ def text_tensor_name(stored: str) -> str:
 
 
 def open_safetensors(path: Path, framework: str) -> Any:
-    """What `safe_open` has of a file. The library holds Python's lock while it opens one and reads its header.
+    """Open a file by `safe_open`, which holds Python's lock while it reads the header.
 
     Raises:
-        InvalidArgument: it is no regular file, or its header is longer than any.
+        InvalidArgument: it is no regular file, or its header is too long.
         SafetensorError, OSError: it cannot be read.
     """
     refuse_long_header(path)
@@ -167,17 +166,18 @@ def open_safetensors(path: Path, framework: str) -> Any:
 
 
 class WeightFiles(NamedTuple):
-    """All files, each once. `by_tensor`: the file that holds a tensor, by an index; None where there is one file."""
+    """The files of a checkpoint's weights."""
 
     files: tuple[Path, ...]
     by_tensor: Mapping[str, Path] | None = None
+    """The file of each tensor, by an index; None for a single file."""
 
 
 def find_weights(directory: Path) -> WeightFiles:
-    """The files of a checkpoint's weights, whether they are there or not.
+    """The files of a checkpoint's weights, whether they exist or not.
 
     Raises:
-        CheckpointError: the directory has neither such a file nor an index, or one that `read_weight_index` refuses.
+        CheckpointError: the directory has neither such a file nor a valid index.
         InvalidArgument: it is an adapter's.
     """
     for name in _WHOLE_MODELS:

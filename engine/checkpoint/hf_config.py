@@ -9,14 +9,12 @@ from .model_spec import CheckpointError, ModelSpec
 
 
 def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
-    """The spec of a parsed config.json; `where` is its path, for errors.
-
-    Reads both the fields transformers 5 writes (`rope_parameters`, `dtype`) and the older ones (`rope_scaling`,
-    `rope_theta`, `torch_dtype`).
+    """The spec of a parsed config.json, with the fields of transformers 5 or the older ones; `where` is its path, for
+    errors.
 
     Raises:
         CheckpointError: a field is missing or has a value that is not supported.
-        UnsupportedVariant: it asks for something that none of our own files computes.
+        UnsupportedVariant: none of our own files computes the variant.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1:

@@ -1,4 +1,4 @@
-"""What all formats of quantised matrices in safetensors have in common: several tensors, found by the matrix's name."""
+"""The parts of quantised matrices in safetensors: in all formats several tensors, found by the matrix's name."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -24,14 +24,14 @@ class MatrixReader(Protocol):
     form: StoredForm
 
     def codes(self, rows: slice) -> GroupedRows:
-        """Some outputs, in `form.codes`, where it has some."""
+        """Some outputs in `form.codes`, which must not be None."""
 
     def floats(self, rows: slice) -> Tensor:
         """Some outputs as float32."""
 
 
 class MatrixParts(NamedTuple):
-    """The tensors of the matrix `name`, whose names begin alike, and its shape in the model."""
+    """The tensors of the matrix `name`, whose names have a common beginning, and its shape in the model."""
 
     weights: CheckpointWeights
     name: str
@@ -73,7 +73,7 @@ class CodedMatrix:
 
 
 def group_count(inputs: int, size: int) -> int:
-    """Of an output, whose inputs share a scale (0) or have one for each `size`."""
+    """The groups of an output whose inputs share a scale, `size` each; 0: all of them."""
     return 1 if size == 0 else -(-inputs // size)
 
 
@@ -93,17 +93,14 @@ def scale_rows(
 ) -> Tensor:
     """The scales of some outputs, float32 [rows, groups], from a tensor of one of `scale_shapes`."""
     if shape in ((), (1,), (1, 1)) and parts.outputs > 1:
-        one = parts.view(name, shape, dtypes).float().reshape(1, 1)
-        return one.expand(len(range(*rows.indices(parts.outputs))), 1)
+        scale = parts.view(name, shape, dtypes).float().reshape(1, 1)
+        return scale.expand(len(range(*rows.indices(parts.outputs))), 1)
     return parts.view(name, shape, dtypes, rows).float().reshape(-1, shape[1] if len(shape) == 2 else 1)
 
 
 def input_order(parts: MatrixParts, name: str, size: int) -> Tensor | None:
-    """The inputs, group by group, where `name` says the group of each; None: they come so.
-
-    Raises:
-        CheckpointError: a group has more or fewer inputs than the others.
-    """
+    """The inputs in the order of their groups, which `name` says; None: they are in order. Raises `CheckpointError` if
+    a group has more or fewer inputs than the others."""
     groups = parts.view(name, (parts.inputs,), INTEGERS).long()
     if bool((groups < 0).all()) or size == 0:
         return None  # not filled in: there is no order

@@ -1,4 +1,4 @@
-"""A model in numbers: frozen values, which `hf_config.py` reads from config.json. Knows nothing of tensors or files."""
+"""The sizes and parameters of a model, which `hf_config.py` reads from config.json. Knows no tensors or files."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from .recurrence import LayerState, RecurrenceSpec
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 NO_ROPE = "none"
-"""The kind of a `RopeSpec` that turns nothing: it has no angles but 0. No config.json names it."""
+"""The kind of a `RopeSpec` that rotates nothing. No config.json names it."""
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """The names of layers that attend in config.json's `layer_types`."""
@@ -33,22 +33,27 @@ class UnsupportedVariant(CheckpointError):
 
 
 class RopeSpec(NamedTuple):
-    """Rotary position embedding, with the fields of transformers' `rope_parameters`: `factor` and those after it belong
-    to the scaled kinds, `beta_fast` to `truncate` to yarn, the two lists of factors to longrope. The first
-    `partial_rotary_factor` of each head is rotated, by cosines and sines multiplied with `attention_factor`."""
+    """Rotary position embedding, with the fields of transformers' `rope_parameters`."""
 
     kind: str = "default"
+    """One of ROPE_TYPES, or NO_ROPE."""
     theta: float = 10000.0
     factor: float = 1.0
+    """Of all scaled kinds, as `original_max_position`."""
     low_freq_factor: float = 1.0
+    """Of llama3, as the next."""
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     partial_rotary_factor: float = 1.0
+    """The share of each head that is rotated, its first part."""
     attention_factor: float = 1.0
+    """Multiplies cosines and sines."""
     beta_fast: float = 32.0
+    """Of yarn, as the next two."""
     beta_slow: float = 1.0
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
+    """Of longrope, as the next."""
     long_factor: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
@@ -56,27 +61,30 @@ class RopeSpec(NamedTuple):
 
 
 class LayerAttention(NamedTuple):
-    """The attention of one layer; the default is causal over everything before. A token attends to the last `window`
-    tokens, itself included. Scores are multiplied by `scale` (None: head_dim ** -0.5) and then capped: softcap *
-    tanh(score / softcap). With `sinks` each query head has one more, learned score: that of a token that every token
-    attends to and whose value is 0."""
+    """The attention of one layer; the default is causal over everything before."""
 
     window: int | None = None
+    """A token attends to so many of the last tokens, itself included."""
     scale: float | None = None
+    """Multiplies scores; None: head_dim ** -0.5."""
     softcap: float | None = None
+    """Caps scaled scores: softcap * tanh(score / softcap)."""
     sinks: bool = False
+    """Whether each query head has a learned score more, of a token with value 0 that every token attends to."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts: each token goes to `per_token` of `count` experts, whose weights may be `normalised` to sum
-    1. `sparse_layers` tells of each layer whether it is a mixture; the others are dense."""
+    """A mixture of experts."""
 
     count: int
     per_token: int
+    """Experts that each token goes to."""
     intermediate_size: int
     normalised: bool
+    """Whether the weights of a token's experts are normalised to sum 1."""
     sparse_layers: tuple[bool, ...]
+    """Whether each layer is a mixture; the others are dense."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

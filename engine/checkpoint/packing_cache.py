@@ -1,8 +1,7 @@
-"""Packed weights on disk: a later start takes them from a file instead of packing a checkpoint again.
+"""Packed weights on disk: a later start reads them from a file instead of packing a checkpoint again.
 
-A file is arrays by their names, after a header with a checksum. It is written aside and renamed, and only its owner
-reads it. Its key is what the arrays were made from, so none is ever out of date; the oldest go when their bytes exceed
-the budget. Knows neither torch nor layers.
+A file is named arrays after a header with a checksum. Its key is what the arrays were made from, so it is never out of
+date; the least recently used go when all exceed the budget. Knows neither torch nor layers.
 """
 
 import json
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 Array: TypeAlias = npt.NDArray[Any]
 
 FORMAT = 1
-"""Changes with the layout of the file, of packed lines, and with the numbers that quantisation chooses."""
+"""Changes with the layout of the file or of packed lines, and with quantisation's results."""
 
 _PREFIX = struct.Struct("<16sQ32s")
 """Magic, the header's bytes, their SHA-256; the header is JSON, and arrays begin at the page after it."""
@@ -40,15 +39,14 @@ _MAGIC, _PAGE = b"charonia packed\n", 4096
 _CACHE_LINE = 64
 _SUFFIX, _PART = ".packed", ".part"
 _ABANDONED = 3600
-"""Seconds after which nobody is writing a part any more."""
+"""Seconds after which a part counts as abandoned."""
 _LARGEST_HEADER = 1 << 28
 _PIECE, _READERS = 1 << 23, 8
-"""Bytes that are read at a time, and at how many places at once: what takes time is mostly that the system finds memory
-for them."""
+"""Bytes of one read, and concurrent reads: most of the time the system finds memory for them."""
 
 
 class StoredArray(msgspec.Struct, frozen=True, array_like=True):
-    """An array of one dimension in the file, `offset` bytes after the header's last page."""
+    """A one-dimensional array in the file, `offset` bytes after the header's last page."""
 
     dtype: str
     offset: int
@@ -56,39 +54,40 @@ class StoredArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedMatrix(msgspec.Struct, frozen=True):
-    """A matrix whose weights are kept as `kept`, and the names of its arrays."""
+    """A matrix in the dtype `kept`, as named arrays."""
 
     kept: str
     arrays: dict[str, StoredArray]
 
 
 class PackingHeader(msgspec.Struct, frozen=True):
-    """`about`: the model and the way it was packed, for people. `content`: SHA-256 of all arrays as they lie in the
-    file, made when they were written; a start does not read them to compare."""
+    """The header of a file."""
 
     about: str
+    """The model and how it was packed, for people."""
     content: str
+    """SHA-256 of all arrays as they were written; a start does not compare it."""
     matrices: dict[str, PackedMatrix]
 
 
 class CacheEntry(NamedTuple):
-    """A file of the cache; `used`: when it was last read, in seconds since 1970."""
+    """A file of the cache."""
 
     path: Path
     bytes: int
     used: float
+    """When it was last read, in seconds since 1970."""
     about: str
 
 
 class PackedWeights:
-    """What a file of the cache holds, in memory that the caller gives."""
+    """The matrices of a file of the cache, read into memory of `allocate(size)`, uint8 [size].
+
+    Raises:
+        OSError, ValueError: the file is missing or damaged.
+    """
 
     def __init__(self, path: Path, allocate: Callable[[int], Array]) -> None:
-        """Read all of it. `allocate(size)`: memory, uint8 [size].
-
-        Raises:
-            OSError, ValueError: it is not there, or is none.
-        """
         with path.open("rb", buffering=0) as file:
             self.header, start = _read_header(file.fileno())
             size = os.fstat(file.fileno()).st_size - start
@@ -102,17 +101,14 @@ class PackedWeights:
 
     def arrays(self, matrix: PackedMatrix) -> dict[str, Array]:
         return {
-            name: np.frombuffer(self._numbers.data, each.dtype, each.size, each.offset)
-            for name, each in matrix.arrays.items()
+            name: np.frombuffer(self._numbers.data, array.dtype, array.size, array.offset)
+            for name, array in matrix.arrays.items()
         }
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the arrays of a file are what was written; reads all of them.
-
-    Raises:
-        OSError, ValueError: it is not there, or is none.
-    """
+    """Whether all arrays of a file are as they were written. Raises `OSError` or `ValueError` for a file that is
+    missing or none of the cache."""
     with path.open("rb") as file:
         header, start = _read_header(file.fileno())
         file.seek(start)
@@ -136,10 +132,10 @@ class PackingCache(NamedTuple):
     budget: int
 
     def find(self, key: str, allocate: Callable[[int], Array]) -> PackedWeights | None:
-        """What is kept under that key, marked as used. A file that is damaged is removed."""
+        """The weights under a key, which are marked as used. A damaged file is removed."""
         path = self._path(key)
         try:
-            found = PackedWeights(path, allocate)
+            packed = PackedWeights(path, allocate)
             os.utime(path)
         except FileNotFoundError:
             return None
@@ -147,19 +143,15 @@ class PackingCache(NamedTuple):
             log.warning("%s: these packed weights are not used, but made again: %s", path, error)
             path.unlink(missing_ok=True)
             return None
-        return found
+        return packed
 
     def keep(self, key: str, about: str, matrices: Mapping[str, tuple[str, Mapping[str, Array]]]) -> None:
-        """Write the arrays of each matrix, with the dtype its weights are kept as. A disk that refuses is logged, and
-        costs a later start its time alone."""
+        """Write each matrix's dtype and arrays. An error of the disk is logged, and only costs a later start time."""
         header, pieces = _lay_out(about, matrices)
         size = sum(len(piece) for piece in (header, *pieces))
         if size > self.budget:
-            log.warning(
-                "packed weights are not kept: %d bytes are more than the cache may have (--cache-max-bytes %d)",
-                size,
-                self.budget,
-            )
+            message = "packed weights are not kept: %d bytes are more than the cache may have (--cache-max-bytes %d)"
+            log.warning(message, size, self.budget)
             return
         part = self.directory / f"{key}.{secrets.token_hex(8)}{_PART}"
         try:
@@ -171,12 +163,12 @@ class PackingCache(NamedTuple):
             part.unlink(missing_ok=True)
 
     def entries(self) -> list[CacheEntry]:
-        """What is kept, the one used last first."""
-        found = [_entry(path) for path in self.directory.glob(f"*{_SUFFIX}")]
-        return sorted((each for each in found if each), key=lambda entry: -entry.used)
+        """All files, the most recently used first."""
+        entries = [_entry(path) for path in self.directory.glob(f"*{_SUFFIX}")]
+        return sorted((entry for entry in entries if entry), key=lambda entry: -entry.used)
 
     def clear(self) -> int:
-        """Remove everything; returns how many files that were."""
+        """Remove all files; returns how many there were."""
         paths = [path for suffix in (_SUFFIX, _PART) for path in self.directory.glob(f"*{suffix}")]
         for path in paths:
             path.unlink(missing_ok=True)
@@ -199,12 +191,12 @@ class PackingCache(NamedTuple):
 
 
 def _ordinary_memory(size: int) -> Array:
-    whole = np.empty(size + _CACHE_LINE, np.uint8)  # kernels read from the beginning of cache lines on
+    whole = np.empty(size + _CACHE_LINE, np.uint8)  # kernels read whole cache lines
     return whole[-whole.ctypes.data % _CACHE_LINE :][:size]
 
 
 class Packing:
-    """The packed matrices of one load: those that an earlier one kept, or else those that this one packs."""
+    """The packed matrices of one load: found in the cache, or packed now and to be kept there."""
 
     def __init__(
         self,
@@ -213,7 +205,7 @@ class Packing:
         about: str = "",
         allocate: Callable[[int], Array] = _ordinary_memory,
     ) -> None:
-        """Without a `cache` nothing is found, and nothing kept. `allocate`: the memory of what is found."""
+        """Without a `cache` nothing is found or kept. `allocate`: makes the memory of found matrices."""
         self._cache, self._key, self._about = cache, key, about
         self._found = None if cache is None else cache.find(key, allocate)
         self._made: dict[str, tuple[str, Mapping[str, Array]]] = {}
@@ -223,7 +215,7 @@ class Packing:
         return self._found is not None
 
     def find(self, name: str) -> tuple[str, dict[str, Array]] | None:
-        """The dtype that the weights of matrix `name` are kept as, and its arrays."""
+        """The dtype and the arrays of matrix `name`, if it was found."""
         matrix = None if self._found is None else self._found.header.matrices.get(name)
         return None if self._found is None or matrix is None else (matrix.kept, self._found.arrays(matrix))
 
@@ -232,57 +224,51 @@ class Packing:
             self._made[name] = kept, arrays
 
     def keep(self) -> None:
-        """Write what was added, when all of it is there."""
+        """Write what was added; called after the last matrix."""
         if self._cache is not None and self._made:
             self._cache.keep(self._key, self._about, self._made)
             self._made.clear()
 
 
 def open_packing_cache(directory: Path, budget: int) -> PackingCache:
-    """The cache in `directory`, which is made if it is not there.
-
-    Raises:
-        InvalidArgument: it can't be made, or somebody else may write to it: who does chooses the weights.
-    """
+    """The cache in `directory`, which is made if it is missing. Raises `InvalidArgument` if it cannot be made, or if
+    others, who could choose the weights, may write to it."""
     make_private_directory(directory, "cache_dir")
     return PackingCache(directory, budget)
 
 
 def packing_key(files: Iterable[Path], facts: Mapping[str, Any]) -> str:
-    """The key of what is packed from `files` as `facts` say: it changes with each file's identity, size, time and
-    header, and with what packs it. Contents are not read."""
-    made_from = [[*_identity(path)] for path in sorted(files)]
-    what = json.dumps([FORMAT, __version__, made_from, facts], sort_keys=True)
-    return sha256(what.encode()).hexdigest()[:40]
+    """The key of what is packed from `files` according to `facts`. It changes with our version and with each file's
+    identity, size, time and header; contents are not read."""
+    identities = [[*_identity(path)] for path in sorted(files)]
+    source = json.dumps([FORMAT, __version__, identities, facts], sort_keys=True)
+    return sha256(source.encode()).hexdigest()[:40]
 
 
 def _identity(path: Path) -> tuple[str, int, int, int, int, str]:
     with open_regular(path) as file:
-        found, begin = os.fstat(file.fileno()), file.read(8)
-        # The header of a safetensors file; of others, as much as may be one.
+        status, begin = os.fstat(file.fileno()), file.read(8)
+        # The header of a safetensors file; of others as much as a header may have.
         length = int.from_bytes(begin, "little") if path.suffix == ".safetensors" else 1 << 16
         header = sha256(begin + file.read(min(length, _LARGEST_HEADER))).hexdigest()
-    return path.name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, header
+    return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, header
 
 
 def _entry(path: Path) -> CacheEntry | None:
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
             header, _ = _read_header(file.fileno())
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
         return CacheEntry(path, path.stat().st_size, 0.0, "damaged, or of another version")
-    return CacheEntry(path, found.st_size, found.st_mtime, header.about)
+    return CacheEntry(path, status.st_size, status.st_mtime, header.about)
 
 
 def _read_header(file: int) -> tuple[PackingHeader, int]:
-    """The header, and where the arrays begin.
-
-    Raises:
-        ValueError: there is none, its checksum is another, or another version wrote it.
-    """
+    """The header, and where the arrays begin. Raises `ValueError` for a header that is missing, damaged or another
+    version's."""
     prefix = os.pread(file, _PREFIX.size, 0)
     if len(prefix) < _PREFIX.size or prefix[: len(_MAGIC)] != _MAGIC:
         raise ValueError("no packed weights of ours")
@@ -299,8 +285,11 @@ def _read_header(file: int) -> tuple[PackingHeader, int]:
 def _lay_out(
     about: str, matrices: Mapping[str, tuple[str, Mapping[str, Array]]]
 ) -> tuple[bytes, list[memoryview | bytes]]:
-    """The file's beginning, filled up to whole pages, and its arrays with what is between them."""
-    stored, pieces, offset, content = {}, [], 0, sha256()
+    """The file's first pages, and its arrays with the gaps between them."""
+    stored: dict[str, PackedMatrix] = {}
+    pieces: list[memoryview | bytes] = []
+    offset = 0
+    content = sha256()
     for name, (kept, arrays) in matrices.items():
         places = {}
         for part, array in arrays.items():
@@ -323,7 +312,7 @@ def _write(path: Path, pieces: Iterable[memoryview | bytes]) -> None:
             left = memoryview(piece)
             while left:  # a call of the system writes at most 2 GiB
                 left = left[out.write(left) :]
-        os.fsync(file)  # before the name is there: a machine that loses power must not leave a half under it
+        os.fsync(file)  # before the rename, or a loss of power might leave half a file under the name
 
 
 def _bytes_of(array: StoredArray) -> int:

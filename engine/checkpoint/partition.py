@@ -1,7 +1,5 @@
-"""How a model is shared out over ranks: the stages of a pipeline, and whether a split is possible at all.
-
-Numbers alone, checked before any weight is read. Imports no torch.
-"""
+"""The stages of a pipeline, and the check whether a model can be split over ranks, before any weight is read. Imports
+no torch."""
 
 from dataclasses import dataclass
 
@@ -11,12 +9,12 @@ from .model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """Stage `index` of a pipeline of `count`, with consecutive layers of the model. `layer_counts`: the number of each
-    stage's; empty for as even as can be, the last stages the shorter, since they have the head."""
+    """Stage `index` of a pipeline of `count`, with consecutive layers of the model."""
 
     index: int = 0
     count: int = 1
     layer_counts: tuple[int, ...] = ()
+    """The layers of each stage; empty: as even as possible, with fewer in the last stages, since they have the head."""
 
     @property
     def first(self) -> bool:
@@ -37,12 +35,11 @@ class PipelineStage:
 def check_partition(
     spec: ModelSpec, model: str, tensor: int, stage: PipelineStage, whole_experts: bool = False
 ) -> None:
-    """Whether `tensor` ranks in each stage can share the `model`'s layers, and `stage.count` stages its depth.
-
-    Slices need not be equal, but heads are whole: every rank has as many as the others, with key/value heads to them.
+    """Check that `tensor` ranks can share each layer, and `stage.count` stages all layers. Slices need not be equal,
+    but every rank has as many whole heads as the others, and key/value heads to them.
 
     Raises:
-        InvalidArgument: they can't; the message names the model and the numbers.
+        InvalidArgument: they cannot; the message names the model and the numbers.
     """
     if whole_experts and spec.experts is None:
         raise InvalidArgument(f"model {model}: it has no experts to share", field="enable_expert_parallel")

@@ -1,4 +1,4 @@
-"""Which reader a checkpoint's weights have, and the one for safetensors of which some matrices are quantised."""
+"""Chooses the reader of a checkpoint's weights, and reads safetensors with quantised matrices."""
 
 import logging
 
@@ -15,11 +15,11 @@ from .quantization_config import Awq, CompressedTensors, Gptq, ScaledFp8, Stored
 from .weights import CheckpointWeights, TensorSlice, WeightSource
 
 _SCALES_OF_OTHERS = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
-"""Names of what belongs to activations and the KV cache, which are quantised here in ways of their own, if at all."""
+"""Names of scales for activations and the KV cache, which are quantised in our own way, if at all."""
 
 
 class QuantizedWeights:
-    """A `WeightSource`: those in `weights`, whose config.json says that they are `stored` so."""
+    """A `WeightSource` over `weights`, which are `stored` quantised according to config.json."""
 
     def __init__(self, weights: CheckpointWeights, stored: StoredQuantization) -> None:
         self._weights, self._stored = weights, stored
@@ -61,11 +61,8 @@ class QuantizedWeights:
 def find_matrix(
     weights: CheckpointWeights, name: str, shape: tuple[int, ...], stored: StoredQuantization
 ) -> MatrixReader | None:
-    """The quantised matrix `name`; None: it is stored as plain floats, or is not there.
-
-    Raises:
-        CheckpointError: its tensors are not what the format says.
-    """
+    """The quantised matrix `name`; None: it is stored as plain floats, or is missing. Raises `CheckpointError` for
+    tensors that are not of the format."""
     if len(shape) != 2 or not name.endswith(".weight"):
         return None
     parts = MatrixParts(weights, name, *shape)
@@ -81,7 +78,7 @@ def find_matrix(
     if dtype in (*FP8, *FP8.values()):
         if isinstance(stored, ScaledFp8):
             return Fp8Matrix(parts, [Fp8Block(stored.block, True)])
-        return Fp8Matrix(parts, [Fp8Block(each.block, each.activations) for each in stored.forms if each.floats])
+        return Fp8Matrix(parts, [Fp8Block(form.block, form.activations) for form in stored.forms if form.floats])
     if dtype in ("I8", torch.int8) and isinstance(stored, CompressedTensors):
         return Int8Matrix(parts, stored)
     return None

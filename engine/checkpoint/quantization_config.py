@@ -1,7 +1,7 @@
 """Reads `quantization_config` of a config.json: how the weights beside it are stored. Knows nothing of tensors.
 
-A config does not say which matrices are quantised: the tensors that are there say that, and their shapes say how. Read
-is what shapes leave open, and what cannot be served is refused by name.
+The tensors themselves say which matrices are quantised, and their shapes mostly how. What shapes leave open is read
+here, and what cannot be served is refused by name.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,16 +11,18 @@ from .model_spec import CheckpointError
 
 
 class CompressedWeights(NamedTuple):
-    """One form of matrices in compressed-tensors: integers of `bits`, or floats of eight bits. A scale belongs to
-    `group_size` inputs of an output, to a `block` [outputs, inputs], or (0, None) to a whole output or matrix.
-    `activations`: they are to become what weights of eight bits are."""
+    """One form of matrices in compressed-tensors."""
 
     bits: int
     floats: bool
+    """Floats of eight bits, not integers."""
     symmetric: bool
     group_size: int
+    """Inputs of an output that share a scale; 0: those of a `block`, or of a whole output or matrix."""
     block: tuple[int, int] | None
+    """Outputs and inputs that share a scale."""
     activations: bool
+    """Whether activations become what weights of eight bits are."""
 
 
 class CompressedTensors(NamedTuple):
@@ -36,13 +38,15 @@ class CompressedTensors(NamedTuple):
 
 
 class Gptq(NamedTuple):
-    """GPTQ (arXiv 2210.17323). Zero points are stored less `less`. `group_size` 0: one for all inputs; `varied`: some
-    matrices have another, or other bits."""
+    """GPTQ (arXiv 2210.17323)."""
 
     bits: int
     group_size: int
+    """0: all inputs."""
     less: int
+    """Subtracted from stored zero points."""
     varied: bool
+    """Whether some matrices have other bits or groups."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -62,7 +66,7 @@ class Awq(NamedTuple):
 
 
 class ScaledFp8(NamedTuple):
-    """Floats of eight bits; a scale belongs to a `block` [outputs, inputs], or (None) to a whole matrix or output."""
+    """Floats of eight bits with a scale for each `block` [outputs, inputs]; None: for each matrix or output."""
 
     block: tuple[int, int] | None
     notes: tuple[str, ...] = ()
@@ -83,7 +87,7 @@ STORED_AS: Mapping[str, str] = {
     "gptq": "gptq",
     "gptq_marlin": "gptq",
 }
-"""vLLM's names, in `--quantization`, of what weights may be stored as -> `quant_method` of such a config, or gguf."""
+"""vLLM's names of stored forms, in `--quantization` -> `quant_method` of a config, or gguf."""
 
 GPTQ_BITS = (2, 3, 4, 8)
 _KV_CACHE = "its scales for the KV cache are left out: --kv-cache-dtype says how that is kept"
@@ -100,10 +104,10 @@ class _Quantization(NamedTuple):
         return CheckpointError(f"{self.where}: quantization_config: {message}")
 
     def part(self, name: str) -> "_Quantization | None":
-        found = self.values.get(name)
-        if found is not None and not isinstance(found, dict):
-            raise self.error(f"{name} must be an object, got {found!r}")
-        return None if found is None else _Quantization(found, self.where)
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(f"{name} must be an object, got {value!r}")
+        return None if value is None else _Quantization(value, self.where)
 
     def number(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name, default)
@@ -112,7 +116,7 @@ class _Quantization(NamedTuple):
         return value
 
     def group_size(self) -> int:
-        """0 where all inputs share a scale, which files write as -1 or null."""
+        """0 where all inputs share a scale, which is -1 or null in files."""
         size = self.number("group_size", -1) if self.values.get("group_size") is not None else -1
         if size != -1 and not 1 <= size <= 1 << 20:
             raise self.error(f"group_size must be -1 or positive, got {size}")
@@ -128,7 +132,7 @@ class _Quantization(NamedTuple):
         value = self.values.get(name)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
+        if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
             raise self.error(f"{name} must be two positive numbers, got {value!r}")
         return value[0], value[1]
 
@@ -140,17 +144,14 @@ class _Quantization(NamedTuple):
 
 def read_quantization(config: Mapping[str, Any], where: str) -> StoredQuantization | None:
     """How the weights beside a parsed config.json are stored; None: as plain floats. `where` is its path, for errors.
-
-    Raises:
-        CheckpointError: in a way that is not served, or a field has a wrong value.
-    """
-    found = _stored(config)
-    if not found:
+    Raises `CheckpointError` for a form that is not served, or a wrong field."""
+    stored = _stored(config)
+    if not stored:
         return None
-    fields = _Quantization(found, where)
-    if not isinstance(found, dict):
-        raise fields.error(f"it must be an object, got {found!r}")
-    method = str(found.get("quant_method", "unknown method"))
+    fields = _Quantization(stored, where)
+    if not isinstance(stored, dict):
+        raise fields.error(f"it must be an object, got {stored!r}")
+    method = str(stored.get("quant_method", "unknown method"))
     if method not in _READERS:
         supported = f"supported: {', '.join(_READERS)}"
         raise CheckpointError(f"{where}: quantised weights ({method}) are not supported; {supported}")
@@ -158,7 +159,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> StoredQuantizati
 
 
 def stored_bits(stored: StoredQuantization) -> int:
-    """The bits of a number that is packed into words; the fewest, where they differ."""
+    """The fewest bits of a number that is packed into words."""
     match stored:
         case CompressedTensors(forms):
             return min((form.bits for form in forms if not form.floats), default=8)
@@ -172,8 +173,8 @@ def stored_bits(stored: StoredQuantization) -> int:
 
 def stored_method(config: Mapping[str, Any]) -> str:
     """The `quant_method` of a parsed config.json; empty: its weights are plain floats."""
-    found = _stored(config)
-    return str(found.get("quant_method", "unknown method")) if isinstance(found, dict) and found else ""
+    stored = _stored(config)
+    return str(stored.get("quant_method", "unknown method")) if isinstance(stored, dict) and stored else ""
 
 
 def _stored(config: Mapping[str, Any]) -> Any:
@@ -219,7 +220,7 @@ def _compressed_tensors(fields: _Quantization) -> CompressedTensors:
 
 
 def _compressed_group(group: _Quantization) -> tuple[CompressedWeights, bool]:
-    """The form of its matrices, and whether activations have scales in the file."""
+    """The form of a group's matrices, and whether activations have scales in the file."""
     group.refuse("output_activations")
     group.one_of("format", (None, *_FORMATS), None)
     if (weights := group.part("weights")) is None:
@@ -227,7 +228,8 @@ def _compressed_group(group: _Quantization) -> tuple[CompressedWeights, bool]:
     floats = weights.one_of("type", ("int", "float"), "int") == "float"
     bits = weights.one_of("num_bits", (8,) if floats else (2, 3, 4, 5, 6, 7, 8), None)
     strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"), _usual_strategy(weights))
-    inputs, size = group.part("input_activations"), weights.group_size() if strategy == "group" else 0
+    inputs = group.part("input_activations")
+    size = weights.group_size() if strategy == "group" else 0
     if strategy == "group" and not size:
         raise weights.error("strategy group needs a group_size")
     block = weights.block("block_structure") if strategy == "block" else None
@@ -238,8 +240,8 @@ def _compressed_group(group: _Quantization) -> tuple[CompressedWeights, bool]:
         inputs.one_of("num_bits", (4, 8), None)
         static = inputs.values.get("dynamic") is not True
     symmetric = bool(weights.values.get("symmetric", True))
-    given = {} if inputs is None else inputs.values
-    alike = given.get("num_bits") == bits == 8 and (given.get("type", "int") == "float") is floats
+    activations = {} if inputs is None else inputs.values
+    alike = activations.get("num_bits") == bits == 8 and (activations.get("type", "int") == "float") is floats
     return CompressedWeights(bits, floats, symmetric, size, block, alike), static
 
 

@@ -1,6 +1,5 @@
-"""The memory that a checkpoint's weights will take, by the headers of its files, before anything is loaded. Imports no
-torch; `layers.product_matrix.ProductMatrix` says of each product what is counted here. Measured, it is
-`ServedForms.bytes`."""
+"""Counts the memory that a checkpoint's weights will take, by the headers of its files. `ServedForms.bytes` is the same
+after loading, by the rules of `layers.product_matrix.ProductMatrix`. Imports no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -21,25 +20,27 @@ _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
 
 _QUANTIZED_BYTES = {"int8": 1, "fp8": 1, "int4": 1}
-"""Of a matrix's number; int4 is calibrated in eight bits."""
+"""Bytes of a matrix's number; int4 is calibrated in eight bits."""
 
 _CODE_BYTES = {True: 0.625, False: 1.125}
-"""Bytes of a code in groups of 32 that has at most four bits, or more."""
+"""Whether a code has at most four bits -> its bytes, in groups of 32."""
 
 _WEIGHT_NAMES = (".weight", ".bias", ".qweight", ".weight_packed")
-"""Ends of the names of tensors that hold numbers, not what belongs to them."""
+"""Ends of the names of tensors that hold numbers, as opposed to scales."""
 
 _TEXT_PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightUse(NamedTuple):
-    """What weights are loaded for: floats of `dtype` ("auto": the checkpoint's), matrices quantised as `quantization`
-    says, if it is one of ours, and a GPU of `capability` (see `keeps_codes`), or the host."""
+    """The options that weights are loaded with."""
 
     dtype: str = "auto"
+    """Of floats; "auto": the checkpoint's."""
     quantization: str = "none"
+    """What matrices become, if it is one of ours."""
     capability: int | None = None
+    """A GPU's, see `keeps_codes`; None: the host."""
 
 
 class _StoredTensor(NamedTuple):
@@ -55,7 +56,7 @@ class _StoredTensor(NamedTuple):
 
 
 def count_weight_bytes(directory: Path, use: WeightUse) -> int:
-    """What the weights take in all; 0 where they are not there, or broken: loading them will say so."""
+    """The memory of all weights; 0 where they are missing or broken, which loading them will report."""
     try:
         if directory.exists() and (file := locate_checkpoint(str(directory))).is_file():
             return int(_gguf_bytes(read_gguf(file), use))
@@ -70,8 +71,8 @@ def count_weight_bytes(directory: Path, use: WeightUse) -> int:
             return int(_pickled_bytes(files, config, use))
         tensors = [*_headers(files)]
         if part is not None:
-            own = (each._replace(name=text_tensor_name(each.name)) for each in tensors)
-            tensors = [each for each in own if each.name.startswith(_TEXT_PARTS)]
+            own = (tensor._replace(name=text_tensor_name(tensor.name)) for tensor in tensors)
+            tensors = [tensor for tensor in own if tensor.name.startswith(_TEXT_PARTS)]
         return int(_plain_bytes(tensors, config, use) if stored is None else _quantised_bytes(tensors, stored, use))
     except (CharoniaError, OSError, SafetensorError):
         return 0
@@ -81,8 +82,8 @@ def _headers(files: Sequence[Path]) -> Iterator[_StoredTensor]:
     for file in files:
         with open_safetensors(file, "np") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                found = opened.get_slice(name)
-                yield _StoredTensor(name, str(found.get_dtype()), found.get_shape())
+                tensor = opened.get_slice(name)
+                yield _StoredTensor(name, str(tensor.get_dtype()), tensor.get_shape())
 
 
 def _float_dtype(config: Mapping[str, Any], use: WeightUse) -> str:
@@ -92,30 +93,32 @@ def _float_dtype(config: Mapping[str, Any], use: WeightUse) -> str:
 
 
 def _pickled_bytes(files: Sequence[Path], config: Mapping[str, Any], use: WeightUse) -> float:
-    """Of files without headers, all of whose numbers are taken to be of the config's dtype."""
-    size, stored = sum(file.stat().st_size for file in files), _float_dtype(config, WeightUse())
+    """The memory of weights in files without headers, all of whose numbers count as the config's dtype."""
+    size = sum(file.stat().st_size for file in files)
+    stored = _float_dtype(config, WeightUse())
     width = _QUANTIZED_BYTES.get(use.quantization, _WIDTHS.get(_float_dtype(config, use), 2))
     return size * width / _WIDTHS.get(stored, 2)
 
 
 def _plain_bytes(tensors: Sequence[_StoredTensor], config: Mapping[str, Any], use: WeightUse) -> float:
-    """A GPU's table of embeddings is floats; the host maps it, and what is read of it is no more than a matrix."""
+    """The memory of weights that are stored as floats. A GPU's table of embeddings stays floats; the host maps it, and
+    reads no more of it than a matrix."""
     floats = _WIDTHS.get(_float_dtype(config, use), 2)
     matrix = _QUANTIZED_BYTES.get(use.quantization, floats)
     total = 0.0
-    for each in tensors:
-        total += each.numbers * (matrix if len(each.shape) == 2 else floats)
-        if each.name == _TABLE and use.capability is not None and matrix != floats:
-            total += each.numbers * (floats if _is_tied(tensors) else floats - matrix)
+    for tensor in tensors:
+        total += tensor.numbers * (matrix if len(tensor.shape) == 2 else floats)
+        if tensor.name == _TABLE and use.capability is not None and matrix != floats:
+            total += tensor.numbers * (floats if _is_tied(tensors) else floats - matrix)
     return total
 
 
 def _is_tied(tensors: Sequence[_StoredTensor]) -> bool:
-    return all(each.name != _HEAD for each in tensors)
+    return all(tensor.name != _HEAD for tensor in tensors)
 
 
 def _quantised_bytes(tensors: Sequence[_StoredTensor], stored: StoredQuantization, use: WeightUse) -> float:
-    """What stands beside a matrix in the file takes no memory of its own."""
+    """The memory of quantised weights; tensors beside a matrix count as part of it."""
     dtype = "bfloat16" if use.dtype == "auto" else use.dtype
     floats, total = _WIDTHS.get(dtype, 2), 0.0
     bits = stored_bits(stored)
@@ -126,15 +129,15 @@ def _quantised_bytes(tensors: Sequence[_StoredTensor], stored: StoredQuantizatio
         kept["F8_E4M3"] = _QUANTIZED_BYTES[use.quantization]
     elif keeps_codes(dtype, True, use.capability) and (group := _fp8_group(stored)) is not None:
         kept["F8_E4M3"] = 1 + 4 / group
-    for each in tensors:
-        if each.name.endswith(_WEIGHT_NAMES):
-            numbers = each.numbers * (32 / bits if each.dtype == "I32" else 1)
-            total += numbers * kept.get(each.dtype, floats)
+    for tensor in tensors:
+        if tensor.name.endswith(_WEIGHT_NAMES):
+            numbers = tensor.numbers * (32 / bits if tensor.dtype == "I32" else 1)
+            total += numbers * kept.get(tensor.dtype, floats)
     return total
 
 
 def _fp8_group(stored: StoredQuantization) -> float | None:
-    """The fewest inputs that share a scale in fp8; None: activations are not to be fp8, and products are of floats."""
+    """The fewest inputs that share a scale in fp8; None: activations do not become fp8, and products are of floats."""
     match stored:
         case ScaledFp8(block):
             blocks = [block]
@@ -146,8 +149,8 @@ def _fp8_group(stored: StoredQuantization) -> float | None:
 
 
 def _gguf_bytes(file: GgufFile, use: WeightUse) -> float:
-    """Numbers in blocks stay in about as many bits, those of five and six in eight, where kernels multiply with them;
-    the table of embeddings becomes floats."""
+    """The memory of weights in GGUF. Where kernels multiply with blocks these stay, five and six bits as eight; the
+    table of embeddings becomes floats."""
     dtype = str(read_gguf_config(file)["dtype"]) if use.dtype == "auto" else use.dtype
     floats, integers, total = _WIDTHS.get(dtype, 2), keeps_codes(dtype, False, use.capability), 0.0
     for tensor in file.tensors.values():

@@ -1,7 +1,4 @@
-"""Reads tensors out of a checkpoint's files, slice by slice, and hands layers their weights.
-
-Knows nothing of architectures.
-"""
+"""Reads tensors out of a checkpoint's files, slice by slice, for layers. Knows nothing of architectures."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,15 +29,14 @@ STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 WHOLE = slice(None)
 
 TILE_BYTES = 1 << 24
-"""Bytes of a matrix that are converted at a time while it is read: the memory needed beside the result."""
-
+"""Bytes of a matrix that are converted at a time: the memory that reading needs beside the result."""
 
 SAMPLED = 64
-"""Rows of a matrix that are looked at to judge it."""
+"""Rows of a matrix by which it is judged."""
 
 
 class TensorSlice(NamedTuple):
-    """Some rows and, of a matrix, columns of a named tensor, which has `shape` in the checkpoint."""
+    """Some rows, and columns of a matrix, of a tensor that has `shape` in the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +53,7 @@ class TensorSlice(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Tells it from any other part of the checkpoint."""
+        """A name that no other slice of the checkpoint has."""
         rows, columns = self.row_range, self.column_range
         return f"{self.name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]"
 
@@ -73,52 +69,41 @@ class TensorSlice(NamedTuple):
 
 class WeightSource(Protocol):
     """The weights of a checkpoint by the names of their tensors, whatever its files are. Matrices may be stored as
-    integer codes (`code_forms.py`); as floats every tensor can be had."""
+    codes (`code_forms.py`); every tensor can be read as floats."""
 
     @property
     def files(self) -> list[Path]:
-        """All of them: packed weights are kept for exactly these."""
+        """All files of weights, which the key of packed weights names."""
 
     @property
     def bytes(self) -> int: ...
 
     @property
     def unread(self) -> list[str]:
-        """The names of tensors that nothing asked for, by `form`, `read` or `codes`."""
+        """The names of tensors that neither `form` nor `read` nor `codes` was called for."""
 
     @property
     def quantization(self) -> str | None:
-        """The integers that its matrices are stored as, for people; None: it stores floats, which may be quantised
-        while they are loaded."""
+        """The integers that matrices are stored as, for people; None: floats."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def form(self, piece: TensorSlice) -> StoredForm:
-        """How the tensor of `piece` is stored. Checks all that can be checked without reading numbers.
-
-        Raises:
-            CheckpointError: the tensor is missing, broken, or not of the expected shape or a supported dtype.
-        """
+        """How the tensor of `piece` is stored. Raises `CheckpointError` if it is missing, broken, or not of the
+        expected shape or a supported dtype."""
 
     def read(self, piece: TensorSlice) -> Tensor:
-        """`piece` as floats: a mapped view in the dtype they are stored in, or dequantised, float32 in memory of its
-        own. Callers take a few rows at a time.
-
-        Raises:
-            CheckpointError: as `form`.
-        """
+        """`piece` as floats: a mapped view in the stored dtype, or dequantised in float32. Callers take a few rows at a
+        time. Raises as `form`."""
 
     def codes(self, piece: TensorSlice) -> GroupedRows:
-        """The rows of `piece`, all columns of them, in the form that `form` has told.
-
-        Raises:
-            CheckpointError: as `form`, or a code means nothing.
-        """
+        """The rows of `piece` with all columns, in the codes of `form`. Raises `CheckpointError` as `form`, and for an
+        invalid code."""
 
 
 class CheckpointWeights:
-    """A `WeightSource`: the weights in one directory, safetensors or torch's .bin: a single file, or shards under an
-    index. Files are memory-mapped: `read` returns views, and nothing is copied before it is used."""
+    """A `WeightSource` over safetensors or torch's .bin in a directory, a file or shards under an index. Files are
+    memory-mapped, and `read` returns views."""
 
     def __init__(self, directory: Path, own_name: Callable[[str], str] = str) -> None:
         """`own_name`: from a tensor's name in the file to the name that `read` knows it by.
@@ -163,13 +148,10 @@ class CheckpointWeights:
         return self.view(piece, STORED)
 
     def view(self, piece: TensorSlice, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-        """A mapped view of `piece`, in the dtype it is stored in, one of `dtypes` by their names in safetensors.
-
-        Raises:
-            CheckpointError: the tensor is missing, or its shape or dtype is not what is expected.
-        """
-        stored, path, found = self._find(piece.name)
-        dtype, shape = _described(found)
+        """A mapped view of `piece` in its stored dtype, which must be one of `dtypes` (safetensors' name -> torch's).
+        Raises `CheckpointError` for a missing tensor, or another shape or dtype."""
+        stored, path, tensor = self._find(piece.name)
+        dtype, shape = _described(tensor)
         dtype = dtypes.get(str(dtype), dtype)
         if dtype not in dtypes.values():
             supported = f"which is not supported ({', '.join(dtypes)} are)"
@@ -179,20 +161,17 @@ class CheckpointWeights:
             raise CheckpointError(f"{path}: tensor {piece.name} has shape {list(shape)}, but {meant}")
         self._unread.discard(stored)
         if not shape:
-            return found if isinstance(found, Tensor) else self._open[path].get_tensor(stored)
-        view: Tensor = found[piece.rows] if len(shape) == 1 else found[piece.rows, piece.columns]
+            return tensor if isinstance(tensor, Tensor) else self._open[path].get_tensor(stored)
+        view: Tensor = tensor[piece.rows] if len(shape) == 1 else tensor[piece.rows, piece.columns]
         return view
 
     def described(self, name: str) -> tuple[torch.dtype | str, tuple[int, ...]]:
-        """The dtype of tensor `name`, by its name in safetensors or as torch has it, and its shape.
-
-        Raises:
-            CheckpointError: the tensor is missing.
-        """
+        """The dtype of tensor `name`, torch's or its name in safetensors, and its shape. Raises `CheckpointError` if it
+        is missing."""
         return _described(self._find(name)[2])
 
     def _find(self, name: str) -> tuple[str, Path, Any]:
-        """The name in the file, the file, and the tensor or what `safe_open` has of it."""
+        """The name in the file, the file, and the tensor, or `safe_open`'s slice of it."""
         stored = self._stored.get(name)
         if stored is None:
             raise CheckpointError(f"{self.where}: tensor {name} is missing from the weights")
@@ -204,14 +183,14 @@ class CheckpointWeights:
             raise CheckpointError(f"{path}: tensor {stored} is missing, though the index puts it here") from error
 
 
-def _described(found: Any) -> tuple[torch.dtype | str, tuple[int, ...]]:
-    if isinstance(found, Tensor):
-        return found.dtype, tuple(found.shape)
-    return found.get_dtype(), tuple(found.get_shape())
+def _described(tensor: Any) -> tuple[torch.dtype | str, tuple[int, ...]]:
+    if isinstance(tensor, Tensor):
+        return tensor.dtype, tuple(tensor.shape)
+    return tensor.get_dtype(), tuple(tensor.get_shape())
 
 
 def _open(path: Path) -> Any:
-    """The tensors of a file by their names: what `safe_open` returns, or a dict."""
+    """The tensors of a file by their names: `safe_open`'s result, or a dict."""
     try:
         refuse_lfs_pointer(path)
         return _load_torch_file(path) if path.suffix == ".bin" else open_safetensors(path, "pt")
@@ -222,16 +201,16 @@ def _open(path: Path) -> Any:
 
 
 def _load_torch_file(path: Path) -> dict[str, Tensor]:
-    """A file of `torch.save`, by torch's safe loader, which runs none of its code; the oldest form is not mapped."""
+    """The tensors of a file of `torch.save`, by torch's safe loader, which runs no code; old files are not mapped."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         code = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"{code[1]} is in it" if code else str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path}: truncated, or no weights that torch loads safely: {reason}") from error
-    if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{path}: it must hold tensors by their names, and nothing else")
-    return found
+    return tensors
 
 
 class ReadProgress:
@@ -280,17 +259,15 @@ class WeightLoader:
         return self.concatenate([TensorSlice(name, (size,))])
 
     def floats(self, name: str, *shape: int) -> Tensor:
-        """A small tensor of any shape in float32, in memory of its own: what must not be rounded to the model's dtype,
-        such as the logarithms of decays."""
+        """A small tensor in float32, which must not be rounded to the model's dtype, such as the logarithms of
+        decays."""
         piece = TensorSlice(name, shape)
         self.pass_over([piece])
         return self._weights.read(piece).to(self.device, torch.float32, copy=True)
 
     def mapped(self, piece: TensorSlice) -> Tensor:
-        """One slice: a mapped view of the file where dtype and device allow it, else a copy that all callers share.
-
-        Of a view only the rows that are used come into memory, so it counts for none.
-        """
+        """One slice: a mapped view of the file where dtype and device allow it, else a copy that all callers share. A
+        view counts as no memory, since only the rows in use are read."""
         key = (piece.name, piece.rows.start, piece.rows.stop)
         tensor = self._shared.get(key)
         if tensor is None:
@@ -303,7 +280,7 @@ class WeightLoader:
         return tensor
 
     def concatenate(self, pieces: Iterable[TensorSlice]) -> Tensor:
-        """The slices one below the other, in memory of their own."""
+        """The slices, concatenated by rows, in memory of their own."""
         pieces = list(pieces)
         shape = sum(len(piece.row_range) for piece in pieces), *([pieces[0].width] if len(pieces[0].shape) == 2 else [])
         whole = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -316,45 +293,45 @@ class WeightLoader:
         return whole
 
     def sample(self, piece: TensorSlice) -> Tensor:
-        """Some rows of a matrix, float32 on the device: no more than SAMPLED, spread over all."""
+        """At most SAMPLED rows, spread over a matrix, float32 on the device."""
         view = self._weights.read(piece)
         return view[:: -(-len(view) // SAMPLED)].to(self.device).float()
 
     def pass_over(self, pieces: Iterable[TensorSlice]) -> None:
-        """Count matrices as read that need not be, because they were packed before. They must be there all the same."""
+        """Count matrices as read that were packed before. They must exist all the same."""
         for piece in pieces:
             self.reading.count(piece, self._weights.form(piece))
 
     def tiles(self, pieces: Iterable[TensorSlice]) -> Iterator[tuple[int, Tensor]]:
-        """The tensors one below the other as floats, a few rows at a time: (index of the first in the whole, rows)."""
+        """The tensors, concatenated by rows, as floats: a few rows at a time, with the index of the first."""
         return ((first, self._weights.read(part)) for first, part in self._parts(pieces))
 
     def common_form(self, pieces: Sequence[TensorSlice]) -> CodeForm | None:
-        """The form that `code_tiles` can turn the codes of all these matrices into; None: some are stored as floats, or
-        there is no such form."""
+        """The form to which `code_tiles` can convert the codes of all pieces; None: some are stored as floats, or no
+        form is common."""
         parts = [self._code_range(piece) for piece in pieces]
         whole = [part for part in parts if part is not None]
         return common_form(whole) if len(whole) == len(parts) else None
 
     def code_tiles(self, pieces: Iterable[TensorSlice], to: CodeForm) -> Iterator[tuple[int, GroupedRows]]:
-        """As `tiles`, but the codes that are stored, in the form `to`."""
+        """As `tiles`, but codes, converted to the form `to`."""
         for first, part in self._parts(pieces):
-            found = self._code_range(part)
-            assert found is not None, "a common form is of codes"
-            yield first, turn_codes(self._weights.codes(part), found, to)
+            stored = self._code_range(part)
+            assert stored is not None, "a common form is of codes"
+            yield first, turn_codes(self._weights.codes(part), stored, to)
 
     def count_served(
         self, pieces: Iterable[TensorSlice], kept: str, bits: float, error: float | None, product: bool = True
     ) -> None:
-        """Matrices are kept as `kept`, `bits` a number (see `ServedForm`), to be read whole by each step if they belong
-        to a `product`."""
+        """Count matrices that are kept as `kept`, `bits` a number (see `ServedForm`). Each step reads those of a
+        `product` whole."""
         for piece in pieces:
             form = self._weights.form(piece)
             served = ServedForm(form.name, kept, error, form.plain)
             self.served.add(served, piece.size, form.bits, bits, product)
 
     def count_floats(self, pieces: Iterable[TensorSlice], product: bool = True) -> None:
-        """Matrices are floats of the model's dtype."""
+        """Count matrices that are floats of the model's dtype."""
         error = 0.0 if self.dtype == torch.float32 else torch.finfo(self.dtype).eps / 2
         self.count_served(pieces, dtype_name(self.dtype), 8 * self.dtype.itemsize, error, product)
 
@@ -365,7 +342,8 @@ class WeightLoader:
     def _parts(self, pieces: Iterable[TensorSlice]) -> Iterator[tuple[int, TensorSlice]]:
         first = 0
         for piece in pieces:
-            rows, form = piece.row_range, self._weights.form(piece)
+            rows = piece.row_range
+            form = self._weights.form(piece)
             row_bytes = (piece.shape[1] if len(piece.shape) == 2 else 1) * torch.float32.itemsize
             step = max(TILE_BYTES // row_bytes, 1)
             for start in range(rows.start, rows.stop, step):
@@ -376,5 +354,5 @@ class WeightLoader:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As config.json and options have it."""
+    """The dtype's name in config.json and options."""
     return str(dtype).removeprefix("torch.")
