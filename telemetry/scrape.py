@@ -120,8 +120,7 @@ class ModelInterval:
     def __init__(self, interval: Interval, model: ModelId) -> None:
         self.whole = interval
         self.model = model
-        labels = {"model": model.name, "version": model.version}
-        self.grown = partial(interval.grown, **labels)
-        self.grown_by = partial(interval.grown_by, **labels)
-        self.gauge = partial(interval.gauge, **labels)
-        self.last_by = partial(interval.last_by, **labels)
+        self.grown = partial(interval.grown, model=model.name, version=model.version)
+        self.grown_by = partial(interval.grown_by, model=model.name, version=model.version)
+        self.gauge = partial(interval.gauge, model=model.name, version=model.version)
+        self.last_by = partial(interval.last_by, model=model.name, version=model.version)
