@@ -122,8 +122,9 @@ class ServerExiting(Unavailable):
 
 def shutdown_error(cancelled: BaseException | None) -> ServerExiting | None:
     """The error of a request that the server's exit cancelled; None if the client left."""
-    arguments = () if cancelled is None else cancelled.args
-    return next((argument for argument in arguments if isinstance(argument, ServerExiting)), None)
+    if cancelled is None:
+        return None
+    return next((argument for argument in cancelled.args if isinstance(argument, ServerExiting)), None)
 
 
 class NotReady(Unavailable):
