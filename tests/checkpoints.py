@@ -138,6 +138,44 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.7,
         "logits_scaling": 2.0,
     },
+    "granite-hybrid-moe": LLAMA
+    | {
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "intermediate_size": 40,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
+    },
+    "lfm2-moe": LLAMA
+    | {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "routed_scaling_factor": 1.5,
+    },
+    "qwen3.5-moe": LLAMA
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48,
+    },
     "qwen3.5": LLAMA
     | {
         "model_type": "qwen3_5_text",

@@ -97,7 +97,7 @@ BUDGETS = {
     "kvcache": 370,
     "tokenization": 3_300,
     "scheduler": 2_030,
-    "engine": 18_600,
+    "engine": 19_100,
     "classic_backends": 7_450,
     "ensembles": 1_200,
     "routing": 250,

@@ -214,6 +214,10 @@ class ConfigFields(NamedTuple):
             self.number("moe_intermediate_size", self.number("intermediate_size")),
             self.flag("norm_topk_prob", True),
             tuple(layer not in dense and (layer + 1) % every == 0 for layer in self.layers),
+            self.flag("sigmoid_router"),
+            self.real("routed_scaling_factor") or 1.0,
+            self.flag("use_expert_bias"),
+            self.number("shared_expert_intermediate_size") if "shared_expert_intermediate_size" in self.config else 0,
         )
 
 

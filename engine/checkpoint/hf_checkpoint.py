@@ -39,6 +39,7 @@ _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen3_vl_text": ("Qwen3ForCausalLM", {}),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {}),
 }
 """The `model_type` of a text_config -> our architecture, and the usual values that such a config leaves out."""
 
@@ -51,6 +52,7 @@ _USUAL_TEXT_PART = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """Architecture -> the `model_type` of a text_config that leaves it out."""
 

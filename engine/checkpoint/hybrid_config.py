@@ -50,6 +50,13 @@ def _lfm2_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **own}
 
 
+def _lfm2_moe_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    tied = config.get("tie_embedding", config["tie_word_embeddings"])
+    dense = [*range(config["num_dense_layers"])]
+    own = {"rms_norm_eps": config["norm_eps"], "tie_word_embeddings": tied, "mlp_only_layers": dense}
+    return {**config, **own, "sigmoid_router": True}
+
+
 def _limit(value: Any) -> float:
     """A number of config.json, into which transformers writes infinity as an object."""
     return float(value["__float__"] if isinstance(value, dict) else value)
@@ -85,14 +92,34 @@ _NO_POSITIONS = "no positions"
 
 
 def _granite_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    own = {"intermediate_size": config["shared_intermediate_size"]}
+    shared = config["shared_intermediate_size"]
+    own: dict[str, Any] = {"intermediate_size": shared, "shared_expert_intermediate_size": shared}
+    own["moe_intermediate_size"] = config["intermediate_size"]
     if config["position_embedding_type"] != "rope":
-        own |= {"rope_parameters": {"rope_type": _NO_POSITIONS}}
+        own["rope_parameters"] = {"rope_type": _NO_POSITIONS}
     if not config["num_local_experts"]:
         config = {name: value for name, value in config.items() if name != "num_experts_per_tok"}
     return {**config, **own}
 
 
+_LFM2 = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+_QWEN3_5 = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 HYBRIDS = {
     "GraniteMoeHybridForCausalLM": ArchitectureDefaults(
         absent={
@@ -115,12 +142,8 @@ HYBRIDS = {
     ),
     "Lfm2ForCausalLM": ArchitectureDefaults(
         absent={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 128_000,
-            "rope_theta": 1e6,
-            "norm_eps": 1e-5,
+            **_LFM2,
             "intermediate_size": 12288,
-            "tie_word_embeddings": True,
             "block_auto_adjust_ff_dim": True,
             "block_ffn_dim_multiplier": 1.0,
             "block_multiple_of": 256,
@@ -128,17 +151,23 @@ HYBRIDS = {
         hybrid=_lfm2,
         translate=_lfm2_fields,
     ),
+    "Lfm2MoeForCausalLM": ArchitectureDefaults(
+        absent={**_LFM2, "num_dense_layers": 2, "use_expert_bias": True, "routed_scaling_factor": 1.0},
+        hybrid=_lfm2,
+        translate=_lfm2_moe_fields,
+    ),
     "Qwen3_5ForCausalLM": ArchitectureDefaults(
+        absent=_QWEN3_5, partial_rotary=True, rope_types={"mrope": "default"}, hybrid=_qwen3_5
+    ),
+    "Qwen3_5MoeForCausalLM": ArchitectureDefaults(
         absent={
-            "head_dim": 256,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "partial_rotary_factor": 0.25,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
+            **_QWEN3_5,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "intermediate_size": 512,
         },
         partial_rotary=True,
         rope_types={"mrope": "default"},

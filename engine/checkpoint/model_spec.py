@@ -85,6 +85,14 @@ class ExpertsSpec:
     """Whether the weights of a token's experts are normalised to sum 1."""
     sparse_layers: tuple[bool, ...]
     """Whether each layer is a mixture; the others are dense."""
+    sigmoid: bool = False
+    """Whether the weights are sigmoids of the router's scores, and not a softmax."""
+    scale: float = 1.0
+    """What the weights are multiplied by."""
+    biased: bool = False
+    """Whether a bias is added to the weights where experts are chosen, and there alone (arXiv 2408.15664)."""
+    shared_size: int = 0
+    """The width of an expert that every token goes through; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,10 @@ class DeltaNetSpec(NamedTuple):
     value_dim: int
     kernel: int
 
+    def weights(self, hidden: int) -> int:
+        """Numbers in the matrices of such a layer, of a model whose hidden states are `hidden` wide."""
+        return hidden * (2 * self.key_width + 3 * self.value_width + 2 * self.value_heads)
+
     @property
     def key_width(self) -> int:
         return self.key_heads * self.key_dim
@@ -52,6 +56,10 @@ class ShortConvolutionSpec(NamedTuple):
     kernel: int
     bias: bool
 
+    def weights(self, hidden: int) -> int:
+        """See `DeltaNetSpec.weights`."""
+        return 4 * hidden * self.channels
+
     @property
     def state(self) -> LayerState:
         return LayerState(self.channels, self.kernel - 1)
@@ -71,6 +79,10 @@ class Mamba2Spec(NamedTuple):
     convolution_bias: bool
     step_limits: tuple[float, float]
     """Steps are held between these."""
+
+    def weights(self, hidden: int) -> int:
+        """See `DeltaNetSpec.weights`."""
+        return hidden * (2 * self.inner + self.state.channels + self.heads)
 
     @property
     def inner(self) -> int:

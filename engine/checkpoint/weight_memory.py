@@ -107,7 +107,7 @@ def _plain_bytes(tensors: Sequence[_StoredTensor], config: Mapping[str, Any], us
     matrix = _QUANTIZED_BYTES.get(use.quantization, floats)
     total = 0.0
     for tensor in tensors:
-        total += tensor.numbers * (matrix if len(tensor.shape) == 2 else floats)
+        total += tensor.numbers * (matrix if len(tensor.shape) in (2, 3) else floats)
         if tensor.name == _TABLE and use.capability is not None and matrix != floats:
             total += tensor.numbers * (floats if _is_tied(tensors) else floats - matrix)
     return total

@@ -22,6 +22,7 @@ from .hf_checkpoint import find_weights, open_safetensors
 from .model_spec import CheckpointError
 from .packing_cache import Packing
 from .served_forms import ServedForm, ServedForms
+from .stacked_experts import StackedMatrix, stacked_matrices
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """The supported dtypes: safetensors' name -> torch's."""
@@ -117,9 +118,11 @@ class CheckpointWeights:
         self._files = dict.fromkeys(self._open[files[0]].keys(), files[0]) if by_tensor is None else by_tensor
         self._stored = {own_name(stored): stored for stored in self._files}
         self._unread = set(self._files)
+        self._stacked: dict[str, StackedMatrix] = {}
+        self._stacked = stacked_matrices(self._stored, lambda name: self.described(name)[1])
 
     def __contains__(self, name: str) -> bool:
-        return name in self._stored
+        return name in self._stored or name in self._stacked
 
     @property
     def files(self) -> list[Path]:
@@ -150,8 +153,13 @@ class CheckpointWeights:
     def view(self, piece: TensorSlice, dtypes: Mapping[str, torch.dtype]) -> Tensor:
         """A mapped view of `piece` in its stored dtype, which must be one of `dtypes` (safetensors' name -> torch's).
         Raises `CheckpointError` for a missing tensor, or another shape or dtype."""
-        stored, path, tensor = self._find(piece.name)
+        matrix = self._stacked.get(piece.name)
+        stored, path, tensor = self._find(piece.name if matrix is None else matrix.stored)
         dtype, shape = _described(tensor)
+        at: tuple[int, ...] = ()
+        if matrix is not None:
+            shape = shape[1:]
+            at = (matrix.number,)
         dtype = dtypes.get(str(dtype), dtype)
         if dtype not in dtypes.values():
             supported = f"which is not supported ({', '.join(dtypes)} are)"
@@ -162,12 +170,15 @@ class CheckpointWeights:
         self._unread.discard(stored)
         if not shape:
             return tensor if isinstance(tensor, Tensor) else self._open[path].get_tensor(stored)
-        view: Tensor = tensor[piece.rows] if len(shape) == 1 else tensor[piece.rows, piece.columns]
+        view: Tensor = tensor[*at, piece.rows] if len(shape) == 1 else tensor[*at, piece.rows, piece.columns]
         return view
 
     def described(self, name: str) -> tuple[torch.dtype | str, tuple[int, ...]]:
         """The dtype of tensor `name`, torch's or its name in safetensors, and its shape. Raises `CheckpointError` if it
         is missing."""
+        if (matrix := self._stacked.get(name)) is not None:
+            dtype, shape = _described(self._find(matrix.stored)[2])
+            return dtype, shape[1:]
         return _described(self._find(name)[2])
 
     def _find(self, name: str) -> tuple[str, Path, Any]:
@@ -254,6 +265,10 @@ class WeightLoader:
         other = copy(self)
         other.group = group
         return other
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has such a tensor, where it may be stored in more than one form."""
+        return name in self._weights
 
     def vector(self, name: str, size: int) -> Tensor:
         return self.concatenate([TensorSlice(name, (size,))])

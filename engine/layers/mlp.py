@@ -3,7 +3,7 @@ of such MLPs as experts (arXiv 1701.06538, 2101.03961)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from .step_context import StepContext
 if TYPE_CHECKING:
     from ..gpu.experts import TritonExperts
     from ..gpu.gate import TritonGate
+
+_NOT_NOTHING = 1e-6
+"""Added to the sum by which sigmoids are divided."""
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -96,15 +99,18 @@ class TorchGate:
 
 class MixtureOfExperts:
     """x [N, hidden] -> the weighted sum of its experts' outputs [N, hidden]. The router takes the likeliest experts of
-    each token by a softmax in float32. Every rank holds all of the router, so all ranks decide the same, and a slice of
-    every expert, or some experts whole: the sum over ranks is the same."""
+    each token by a softmax or sigmoids in float32. Every rank holds all of the router, so all ranks decide the same,
+    and a slice of every expert, or some experts whole: the sum over ranks is the same."""
 
     untraceable: str | None = "it has a mixture of experts"
 
-    def __init__(self, loader: WeightLoader, expert: GatedMLPSpec, spec: ExpertsSpec) -> None:
-        """`expert` is what all experts are like, with the name of the mixture."""
-        weight = TensorSlice(f"{expert.name}.gate.weight", (spec.count, expert.hidden))
+    def __init__(
+        self, loader: WeightLoader, expert: GatedMLPSpec, spec: ExpertsSpec, router: str = "gate", bias: str = ""
+    ) -> None:
+        """`expert` is what all experts are like, with the name of the mixture, which `router` and `bias` follow."""
+        weight = TensorSlice(f"{expert.name}.{router}.weight", (spec.count, expert.hidden))
         self._scores = build_matmul(loader, [weight], use=ROUTER)
+        self._bias = loader.floats(f"{expert.name}.{bias}", spec.count) if spec.biased else None
         self._spec = spec
         self._group = loader.group
         mine = range(spec.count)
@@ -120,10 +126,49 @@ class MixtureOfExperts:
         )
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        weights, chosen = self._scores(x).softmax(-1, dtype=torch.float32).topk(self._spec.per_token, -1)
-        if self._spec.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self._choose(self._scores(x).float())
         return self._group.all_reduce(self._experts(x, chosen, weights, context))
+
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of the experts of each token, [N, per token]."""
+        spec = self._spec
+        likely = scores.sigmoid_() if spec.sigmoid else scores.softmax(-1)
+        if self._bias is None:
+            weights, chosen = likely.topk(spec.per_token, -1)
+        else:
+            chosen = (likely + self._bias).topk(spec.per_token, -1).indices
+            weights = likely.gather(-1, chosen)
+        if spec.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + (_NOT_NOTHING if spec.sigmoid else 0.0))
+        return weights * spec.scale if spec.scale != 1 else weights, chosen
+
+
+class SharedExpert:
+    """A mixture's sum, and beside it an expert that every token goes through; `gated` by the sigmoid of a number of the
+    token's own, or not."""
+
+    untraceable: str | None = MixtureOfExperts.untraceable
+
+    def __init__(
+        self, loader: WeightLoader, experts: MixtureOfExperts, shared: GatedMLPSpec, gate: str | None = None
+    ) -> None:
+        """`gate`: the name of the matrix that makes those numbers."""
+        self._experts = experts
+        self._shared = GatedMLP(loader, shared)
+        self._gate = None
+        if gate is not None:
+            self._gate = build_matmul(loader, [TensorSlice(f"{gate}.weight", (1, shared.hidden))], use=ROUTER)
+        self.host_bound = experts.host_bound
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        shared = self._shared(x, context)
+        if self._gate is not None:
+            shared = shared * self._gate(x).sigmoid().to(x.dtype)
+        return self._experts(x, context).add_(shared)
+
+
+FeedForward: TypeAlias = GatedMLP | MixtureOfExperts | SharedExpert
+"""The second part of a layer, x [N, hidden] and the step's context -> [N, hidden]."""
 
 
 def build_experts(

@@ -1,5 +1,5 @@
-"""Granite 4's hybrids, dense: most layers are Mamba-2's, a few attend without positions; embeddings, branches, scores
-and logits are multiplied by numbers of config.json."""
+"""Granite 4's hybrids, dense or with experts: most layers are Mamba-2's, a few attend without positions; embeddings,
+branches, scores and logits are multiplied by numbers of config.json."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
 from ..layers.mamba2 import Mamba2
-from ..layers.mlp import GatedMLP, GatedMLPSpec
+from ..layers.mlp import FeedForward, GatedMLP, GatedMLPSpec, MixtureOfExperts, SharedExpert
 from ..layers.norm import Norm, rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
@@ -28,6 +28,23 @@ def build_granite_hybrid(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     return NativeDecoder(build_ends(spec, loader, last_norm, scales.embedding), layers)
 
 
+def build_feed_forward(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
+    """An MLP of every token's; in larger models beside it experts."""
+    name = f"model.layers.{index}"
+    shared = GatedMLPSpec(
+        f"{name}.shared_mlp",
+        spec.hidden_size,
+        spec.intermediate_size,
+        activation=spec.activation,
+        fused="input_linear",
+        down="output_linear",
+    )
+    if spec.experts is None:
+        return GatedMLP(loader, shared)
+    expert = shared._replace(name=f"{name}.block_sparse_moe", intermediate=spec.experts.intermediate_size)
+    return SharedExpert(loader, MixtureOfExperts(loader, expert, spec.experts, router="router.layer"), shared)
+
+
 class GraniteHybridLayer:
     def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary) -> None:
         name = f"model.layers.{index}"
@@ -40,17 +57,7 @@ class GraniteHybridLayer:
             projections = AttentionProjections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias)
             self._mixer = SelfAttention(loader, spec, index, projections, rotary)
         self._before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), spec.norm_eps)
-        self._mlp = GatedMLP(
-            loader,
-            GatedMLPSpec(
-                f"{name}.shared_mlp",
-                hidden,
-                spec.intermediate_size,
-                activation=spec.activation,
-                fused="input_linear",
-                down="output_linear",
-            ),
-        )
+        self._mlp = build_feed_forward(spec, loader, index)
         self._scale = spec.multipliers.residual
         self.untraceable = self._mixer.untraceable or self._mlp.untraceable
         self.host_bound = self._mlp.host_bound

@@ -1,12 +1,12 @@
-"""LFM2 and LFM2.5, dense (arXiv 2511.23404): most layers convolve a few tokens, the others attend, with heads that are
-normalised; SwiGLU in each."""
+"""LFM2 and LFM2.5, dense or with experts (arXiv 2511.23404): most layers convolve a few tokens, the others attend, with
+heads that are normalised; SwiGLU in each."""
 
 from torch import Tensor
 
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
-from ..layers.mlp import GatedMLP, GatedMLPSpec
+from ..layers.mlp import FeedForward, GatedMLP, GatedMLPSpec, MixtureOfExperts
 from ..layers.norm import rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
@@ -25,6 +25,15 @@ def build_lfm2(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     return NativeDecoder(build_ends(spec, loader, rms_norm, last_norm="model.embedding_norm.weight"), layers)
 
 
+def build_feed_forward(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
+    name = f"model.layers.{index}.feed_forward"
+    mlp = GatedMLPSpec(name, spec.hidden_size, spec.intermediate_size, gate="w1", up="w3", down="w2")
+    if spec.experts is None or not spec.experts.sparse_layers[index]:
+        return GatedMLP(loader, mlp)
+    expert = mlp._replace(intermediate=spec.experts.intermediate_size)
+    return MixtureOfExperts(loader, expert, spec.experts, bias="expert_bias")
+
+
 class Lfm2DecoderLayer:
     def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary) -> None:
         name = f"model.layers.{index}"
@@ -36,8 +45,7 @@ class Lfm2DecoderLayer:
         else:
             self._mixer = SelfAttention(loader, spec, index, _PROJECTIONS, rotary)
         self._before_mlp = rms_norm(loader.vector(f"{name}.ffn_norm.weight", hidden), spec.norm_eps)
-        mlp = GatedMLPSpec(f"{name}.feed_forward", hidden, spec.intermediate_size, gate="w1", up="w3", down="w2")
-        self._mlp = GatedMLP(loader, mlp)
+        self._mlp = build_feed_forward(spec, loader, index)
         self.untraceable = self._mixer.untraceable or self._mlp.untraceable
         self.host_bound = self._mlp.host_bound
 

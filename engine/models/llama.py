@@ -2,23 +2,20 @@
 with a mixture of experts in place of the MLP."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, RopeSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
-from ..layers.mlp import GatedMLP, GatedMLPSpec, MixtureOfExperts
+from ..layers.mlp import FeedForward, GatedMLP, GatedMLPSpec, MixtureOfExperts
 from ..layers.norm import rms_norm
 from ..layers.rotary import Rotary, build_rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
 from ..layers.step_context import StepContext
 from .interfaces import Decoder
 from .native_decoder import NativeDecoder
-
-FeedForward: TypeAlias = GatedMLP | MixtureOfExperts
-"""The second part of a layer, x [N, hidden] and the step's context -> [N, hidden]."""
 
 
 def build_dense_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:

@@ -1,5 +1,6 @@
-"""Qwen 3.5 and its successors, dense, as published from 2026 on: three of four layers keep the state of a gated delta
-rule (arXiv 2412.06464), every fourth attends, with gated heads of which a part is rotated. Norms are zero-centred."""
+"""Qwen 3.5 and its successors, dense or with experts, as published from 2026 on: three of four layers keep the state of
+a gated delta rule (arXiv 2412.06464), every fourth attends, with gated heads of which a part is rotated. Norms are
+zero-centred."""
 
 from torch import Tensor
 
@@ -7,7 +8,7 @@ from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.delta_net import GatedDeltaNet
 from ..layers.embed_and_head import build_ends
-from ..layers.mlp import GatedMLP
+from ..layers.mlp import FeedForward, GatedMLP, GatedMLPSpec, MixtureOfExperts, SharedExpert
 from ..layers.norm import offset_rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
@@ -21,6 +22,18 @@ def build_qwen3_5(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     rotary = shared_rotary(spec.rope, spec, loader)
     layers = [Qwen35DecoderLayer(spec, loader, index, rotary) for index in loader.stage.layers(spec.layers)]
     return NativeDecoder(build_ends(spec, loader, offset_rms_norm), layers)
+
+
+def build_feed_forward(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
+    dense = mlp_spec(spec, index)._replace(bias=False)
+    if spec.experts is None:
+        return GatedMLP(loader, dense)
+    expert = dense._replace(intermediate=spec.experts.intermediate_size)
+    if loader.has(f"{dense.name}.experts.0.gate_up_proj.weight"):
+        expert = expert._replace(fused="gate_up_proj")
+    shared = GatedMLPSpec(f"{dense.name}.shared_expert", spec.hidden_size, spec.experts.shared_size)
+    experts = MixtureOfExperts(loader, expert, spec.experts)
+    return SharedExpert(loader, experts, shared, gate=f"{dense.name}.shared_expert_gate")
 
 
 class Qwen35DecoderLayer:
@@ -39,7 +52,7 @@ class Qwen35DecoderLayer:
         self._before_mlp = offset_rms_norm(
             loader.vector(f"{name}.post_attention_layernorm.weight", spec.hidden_size), spec.norm_eps
         )
-        self._mlp = GatedMLP(loader, mlp_spec(spec, index)._replace(bias=False))
+        self._mlp = build_feed_forward(spec, loader, index)
         self.untraceable = self._mixer.untraceable or self._mlp.untraceable
         self.host_bound = self._mlp.host_bound
 

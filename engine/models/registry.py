@@ -35,6 +35,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Gemma3ForCausalLM": build_gemma3,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
     "Lfm2ForCausalLM": build_lfm2,
+    "Lfm2MoeForCausalLM": build_lfm2,
     "LlamaForCausalLM": build_llama,
     "MiMoForCausalLM": build_qwen2,
     "MistralForCausalLM": build_mistral,
@@ -43,6 +44,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Qwen2ForCausalLM": build_qwen2,
     "Qwen3ForCausalLM": build_qwen3,
     "Qwen3_5ForCausalLM": build_qwen3_5,
+    "Qwen3_5MoeForCausalLM": build_qwen3_5,
     "Qwen3MoeForCausalLM": build_qwen3_moe,
 }
 """The entry in config.json's `architectures` -> the function that builds the decoder, or the rank's share of it."""

@@ -68,9 +68,13 @@ def token_weights(spec: ModelSpec) -> int:
     dense = 3 * spec.hidden_size * spec.intermediate_size
     widths = [dense] * spec.layers
     if spec.experts is not None:
-        sparse = 3 * spec.hidden_size * spec.experts.intermediate_size * spec.experts.per_token
+        chosen = spec.experts.intermediate_size * spec.experts.per_token
+        sparse = 3 * spec.hidden_size * (chosen + spec.experts.shared_size)
         widths = [sparse if mixed else dense for mixed in spec.experts.sparse_layers]
-    return spec.layers * attention + sum(widths) + spec.vocab_size * spec.hidden_size
+    mixers = len(spec.cached_attention) * attention
+    if spec.recurrence is not None:
+        mixers += sum(state is not None for state in spec.states) * spec.recurrence.weights(spec.hidden_size)
+    return mixers + sum(widths) + spec.vocab_size * spec.hidden_size
 
 
 def read_bandwidth() -> float:

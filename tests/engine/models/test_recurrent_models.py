@@ -2,6 +2,7 @@
 from whichever snapshot a row begins."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from charonia.engine.attention.backend import CacheSpec
@@ -29,6 +31,7 @@ from charonia.scheduler.plan import NewSequence, ResolvedSampling
 
 CPU = torch.device("cpu")
 NAMES = ["qwen3.5", "lfm2", "granite-hybrid"]
+SPARSE = ["qwen3.5-moe", "lfm2-moe", "granite-hybrid-moe"]
 PARTS = ["qwen3.5-image"]
 """The language part of what takes images too."""
 LENGTHS = (130, 1, 23, 64, 100)
@@ -123,7 +126,7 @@ def right_logits(directory: Path, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("name", [*NAMES, *PARTS])
+@pytest.mark.parametrize("name", [*NAMES, *SPARSE, *PARTS])
 def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: str, backend: str) -> None:
     """Rows in one step, with our kernels and without any."""
     right = right_logits(checkpoint(name), torch.float32)
@@ -143,6 +146,24 @@ def test_a_decoder_with_states_is_one_program(engine: Callable[..., Engine], nam
     assert decoder.program is not None
     with patch.object(decoder, "program", None):
         assert torch.equal(recorded.whole(prompts()[0]), found)
+
+
+def test_experts_in_one_tensor_are_those_one_by_one(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Qwen 3.5's mixtures are published so; transformers writes them one by one."""
+    copy = Path(shutil.copytree(checkpoint("qwen3.5-moe"), tmp_path / "stacked"))
+    tensors = load_file(copy / "model.safetensors")
+    for layer in range(4):
+        mixture = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            part: [tensors.pop(f"{mixture}.{expert}.{part}.weight") for expert in range(6)]
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        pairs = zip(parts["gate_proj"], parts["up_proj"], strict=True)
+        tensors[f"{mixture}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        tensors[f"{mixture}.down_proj"] = torch.stack(parts["down_proj"])
+    save_file(tensors, copy / "model.safetensors")
+    tokens = prompts()[0]
+    assert torch.equal(Engine(copy).whole(tokens), Engine(checkpoint("qwen3.5-moe")).whole(tokens))
 
 
 @pytest.mark.parametrize("name", NAMES)
