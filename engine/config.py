@@ -16,7 +16,8 @@ and logits of a whole chunk would take more memory than all else in a step."""
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`memory_fraction` of the memory left after the weights, unless `bytes` or `blocks` says exactly. `dtype`: "auto"
     is the model's, "int8" and "fp8" halve what bfloat16 takes. `host_bytes`: of the host's memory, over all ranks, for
-    blocks that the cache has no room for."""
+    blocks that the cache has no room for. `state_fraction`: the part of the cache that is for snapshots of recurrent
+    states, if the model has any."""
 
     block_size: int = 16
     dtype: str = "auto"
@@ -25,6 +26,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int | None = None
     prefix_caching: bool = True
     host_bytes: int = 0
+    state_fraction: float = 0.25
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,12 +50,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FakeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fake executor's model and pace: a step takes `step_seconds`, and each token in it `token_seconds` more."""
+    """The fake executor's model and pace: a step takes `step_seconds`, and each token in it `token_seconds` more. A
+    sequence has a recurrent state where that has `state_bytes`."""
 
     vocab_size: int = 32_000
     max_model_len: int = 2048
     step_seconds: float = 0.0
     token_seconds: float = 0.0
+    state_bytes: int = 0
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -116,6 +116,8 @@ class EngineOptions:
     """Size of the KV cache in blocks, instead of a share."""
     kv_cache_host_bytes: Bytes | None = None
     """Size in bytes of host memory for blocks that a GPU's cache has no room for, until they are needed again."""
+    state_cache_fraction: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    """Share of the KV cache's memory for snapshots of recurrent states, of models that have them."""
     prefix_caching: bool | None = None
     """Share the cache of equal prompt beginnings."""
     speculative_config: str | None = None
@@ -146,6 +148,8 @@ class EngineOptions:
     """Vocabulary of the fake executor."""
     fake_max_model_len: AtLeastOne | None = None
     """Longest sequence of the fake executor."""
+    fake_state_bytes: Bytes | None = None
+    """Size of a sequence's recurrent state in the fake executor. Unset: its model has none."""
 
     def given(self) -> dict[str, Any]:
         """The options that were set."""
@@ -160,6 +164,7 @@ _CACHE_FIELDS = {
     "kv_cache_bytes": "bytes",
     "kv_cache_blocks": "blocks",
     "kv_cache_host_bytes": "host_bytes",
+    "state_cache_fraction": "state_fraction",
 }
 _SCHEDULER_FIELDS = {
     name: name
@@ -174,7 +179,9 @@ _PARALLEL_FIELDS = {
     "ray_address": "ray_address",
 }
 _LORA_FIELDS = {"max_loras": "max_loras", "max_lora_rank": "max_rank", "max_lora_bytes": "max_bytes"}
-_FAKE_FIELDS = {f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len")}
+_FAKE_FIELDS = {
+    f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len", "state_bytes")
+}
 
 
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgtKMGT])")

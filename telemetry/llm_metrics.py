@@ -85,6 +85,13 @@ class EngineState(NamedTuple):
     recomputed_tokens: int = 0
     sequence_seconds: Mapping[str, float] = {}
     """By `SequenceState`."""
+    state_snapshots: int = 0
+    """Snapshots of recurrent states that can be found."""
+    state_evictions: int = 0
+    state_hits: int = 0
+    """Sequences that began with one."""
+    state_misses: int = 0
+    """Prompt tokens whose blocks were found, but no state."""
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("charonia_requests_running", self.running)
@@ -95,6 +102,10 @@ class EngineState(NamedTuple):
         yield Reading("charonia_prefix_cache_queries_total", self.prefix_queries)
         yield Reading("charonia_prefix_cache_hits_total", self.prefix_hits)
         yield Reading("charonia_prefix_cache_host_hits_total", self.restored)
+        yield Reading("charonia_state_snapshots", self.state_snapshots)
+        yield Reading("charonia_state_snapshot_evictions_total", self.state_evictions)
+        yield Reading("charonia_state_snapshot_hits_total", self.state_hits)
+        yield Reading("charonia_state_missed_tokens_total", self.state_misses)
         yield Reading("charonia_preemptions_total", self.preemptions)
         yield Reading("charonia_core_restarts_total", self.core_restarts)
         yield Reading("charonia_replicas_ready", self.replicas_ready)

@@ -25,6 +25,12 @@ CHARONIA_FAMILIES = (
     MetricFamily(
         "charonia_prefix_cache_host_hits_total", "counter", "Prompt tokens found in the prefix cache's host memory"
     ),
+    MetricFamily("charonia_state_snapshots", "gauge", "Snapshots of recurrent states that prompts can begin with"),
+    MetricFamily("charonia_state_snapshot_evictions_total", "counter", "Snapshots that made room for others"),
+    MetricFamily("charonia_state_snapshot_hits_total", "counter", "Sequences that began with a snapshot"),
+    MetricFamily(
+        "charonia_state_missed_tokens_total", "counter", "Prompt tokens computed though the cache had their blocks"
+    ),
     MetricFamily("charonia_preemptions_total", "counter", "Running sequences put back in line for want of blocks"),
     MetricFamily("charonia_grammars_compiled_total", "counter", "Grammars of requests that were compiled"),
     MetricFamily("charonia_grammar_compile_seconds_total", "counter", "Time that compiling grammars took"),

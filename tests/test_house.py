@@ -93,7 +93,7 @@ NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b"
 BUDGETS = {
     "core": 1_810,
     "processes": 1_100,
-    "telemetry": 2_600,
+    "telemetry": 2_620,
     "kvcache": 370,
     "tokenization": 3_300,
     "scheduler": 2_030,
@@ -110,7 +110,7 @@ BUDGETS = {
     "extras/rollouts": 1_150,
     "bench": 5_600,
     "cli": 2_630,
-    "extras/optimizer": 3_900,
+    "extras/optimizer": 3_910,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}

@@ -95,6 +95,8 @@ class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
     free_blocks: int = 0
     step_seconds: float = 0.0
     """Recent step time (moving average); 0 before the first step."""
+    state_snapshots: int = 0
+    """Snapshots of recurrent states that can be found."""
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True):
@@ -138,6 +140,12 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     """By `SequenceState`."""
     failed_captures: int = 0
     """CUDA graphs that could not be captured, the warm-up's included."""
+    state_evictions: int = 0
+    """Snapshots of recurrent states that made room for others."""
+    state_hits: int = 0
+    """Sequences that began with one."""
+    state_misses: int = 0
+    """Prompt tokens whose blocks were found, but no state to go on from."""
 
 
 NO_STEP = StepStats()

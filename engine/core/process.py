@@ -27,13 +27,14 @@ from ...scheduler.speculation import PREDICTION, Drafter, Speculation
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
 from ..checkpoint.partition import PipelineStage, check_partition
-from ..config import CacheConfig, EngineConfig, LoraConfig
+from ..config import EngineConfig, LoraConfig
 from ..drafters.custom import GuardedDrafter
 from ..drafters.prediction import PredictionDrafter
 from ..grammars.backend import GrammarBackend
 from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
+from .cache_sizes import resolve_cache_sizes
 from .drafters import build_drafter
 from .grammar_pool import GrammarPool
 from .messages import CoreFailed, CoreLoading, CoreReady
@@ -45,8 +46,6 @@ _SHAPES = "256"
 """Shapes for which oneDNN and torch keep code: 0.3 MiB each, 1024 by default. A model has about five for each number of
 tokens in a step, each made again in a millisecond."""
 _EXECUTORS = ("auto", "inline", "ranks", "fake")
-_USEFUL_TIMES = 4
-"""A cache sized by share of memory stops at this many times the tokens that all rows could hold at full length."""
 
 
 def main(config: EngineConfig, directory: str) -> None:
@@ -121,14 +120,13 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     if capacity.machine:
         progress.report("machine", 1.0, capacity.machine)
     length = resolve_max_model_len(config.max_model_len, capacity)
-    blocks = resolve_cache_blocks(config.cache, capacity, config.scheduler.max_num_seqs * length)
+    sizes = resolve_cache_sizes(config, capacity, length)
     progress.report("cache", 0.0)
-    host_blocks = resolve_host_blocks(config, capacity)
-    executor.allocate(blocks, host_blocks)
-    beside = f", {host_blocks} in the host's memory" if host_blocks else ""
-    progress.report("cache", 1.0, f"{blocks} blocks of {config.cache.block_size} tokens{beside}")
-    cache = KVCacheManager(blocks, config.cache.block_size, config.cache.prefix_caching, host_blocks)
-    speculation = _speculation(config, capacity.vocab_size)
+    executor.allocate(sizes.blocks, sizes.host_blocks, sizes.snapshots)
+    progress.report("cache", 1.0, sizes.describe(config.cache.block_size))
+    caching = sizes.prefix_caching
+    cache = KVCacheManager(sizes.blocks, config.cache.block_size, caching, sizes.host_blocks, sizes.snapshots)
+    speculation = None if capacity.state_bytes else _speculation(config, capacity.vocab_size)
     scheduler = Scheduler(scheduler_config(config, length, capacity.ahead), cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
     core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
@@ -137,8 +135,9 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     gc_tuning.collect_and_freeze(frozen_too=False)
     progress.report("warm-up", 1.0)
     here = capacity.machine and config.parallel.backend == "mp"
-    cache_bytes = blocks * capacity.block_bytes * config.parallel.world if here else 0
-    return core, CoreReady(capacity.vocab_size, length, config.cache.block_size, blocks, cache_bytes)
+    states = (sizes.snapshots + config.scheduler.max_num_seqs) * capacity.state_bytes
+    cache_bytes = (sizes.blocks * capacity.block_bytes + states) * config.parallel.world if here else 0
+    return core, CoreReady(capacity.vocab_size, length, config.cache.block_size, sizes.blocks, cache_bytes)
 
 
 def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
@@ -192,45 +191,6 @@ def resolve_max_model_len(wanted: int | None, capacity: Capacity) -> int:
     return wanted or capacity.max_model_len
 
 
-def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> int:
-    """The number of blocks to allocate, when all rows at full length hold `useful_tokens`. Raises `InvalidArgument` if
-    not even one fits."""
-    if cache.blocks is not None:
-        blocks = cache.blocks
-    elif cache.bytes is not None:
-        blocks = cache.bytes // capacity.block_bytes
-    else:
-        share = int(capacity.free_bytes * cache.memory_fraction) // capacity.block_bytes
-        blocks = min(share, _USEFUL_TIMES * useful_tokens // cache.block_size + 1)
-    if blocks >= 1:
-        return blocks
-    block = f"no room for the cache: a block of {cache.block_size} tokens takes {capacity.block_bytes} bytes"
-    if cache.bytes is not None:
-        raise InvalidArgument(f"{block}, and kv_cache_bytes is {cache.bytes}", field="kv_cache_bytes")
-    field = "kv_cache_memory_fraction"
-    allowed = f"of {capacity.free_bytes} that are free it may have {field} {cache.memory_fraction:g}"
-    raise InvalidArgument(f"{block}, and {allowed}", field=field)
-
-
-def resolve_host_blocks(config: EngineConfig, capacity: Capacity) -> int:
-    """The number of blocks to have host memory for.
-
-    Raises:
-        InvalidArgument: not even one fits, or without prefix caching none would ever be found.
-    """
-    room = config.cache.host_bytes
-    field = "kv_cache_host_bytes"
-    if not room:
-        return 0
-    if not config.cache.prefix_caching:
-        raise InvalidArgument("blocks in the host's memory are found by prefix caching, which is off", field=field)
-    block_bytes = capacity.block_bytes * config.parallel.world
-    if room < block_bytes:
-        message = f"a block of {config.cache.block_size} tokens takes {block_bytes} bytes, and {field} is {room}"
-        raise InvalidArgument(message, field=field)
-    return room // block_bytes
-
-
 def build_executor(config: EngineConfig) -> Executor:
     """The executor that `config.executor` names; "auto" computes in this process if there is one rank.
 
@@ -254,7 +214,13 @@ def build_executor(config: EngineConfig) -> Executor:
 
         fake = config.fake
         return FakeExecutor(
-            Capacity(fake.vocab_size, fake.max_model_len, block_bytes=1 << 16, free_bytes=1 << 30),
+            Capacity(
+                fake.vocab_size,
+                fake.max_model_len,
+                block_bytes=1 << 16,
+                free_bytes=1 << 30,
+                state_bytes=fake.state_bytes,
+            ),
             block_size=config.cache.block_size,
             behaviour=FakeBehaviour(fake.step_seconds, fake.token_seconds),
             check_contents=False,

@@ -228,18 +228,23 @@ class EngineCore:
         if expired:
             updates = updates._replace(finished=updates.finished + [(key, "timeout") for key in expired])
         scheduler = self._scheduler
-        load = EngineLoad(scheduler.running, scheduler.waiting, self._cache.free_blocks, self._step_seconds)
+        cache = self._cache
+        kept = 0 if cache.states is None else len(cache.states)
+        load = EngineLoad(scheduler.running, scheduler.waiting, cache.free_blocks, self._step_seconds, kept)
         return RequestUpdates(self._step, updates, load, stats, self._totals())
 
     def _totals(self) -> CoreTotals:
         scheduled, constrained, executor = self._scheduler.totals, self._constraints.totals, self._executor
         grammars = NO_GRAMMARS if self._grammars is None else self._grammars.totals
-        speculation = self._scheduler.speculation
+        speculation, states = self._scheduler.speculation, self._cache.states
         return CoreTotals(
             preemptions=scheduled.preemptions,
             prefix_queries=scheduled.prefix_queries,
             prefix_hits=scheduled.prefix_hits,
             restored=scheduled.restored,
+            state_evictions=0 if states is None else states.evicted,
+            state_hits=0 if states is None else states.restored,
+            state_misses=scheduled.state_misses,
             grammars_compiled=grammars.compiled,
             grammar_seconds=grammars.seconds,
             grammar_hits=grammars.hits,

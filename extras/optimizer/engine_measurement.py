@@ -19,8 +19,9 @@ import numpy as np
 
 from ...core.errors import InvalidArgument
 from ...engine.config import EngineConfig
+from ...engine.core.cache_sizes import resolve_cache_sizes
 from ...engine.core.messages import AddRequest, FromCore, RequestRejected, RequestUpdates, Shutdown
-from ...engine.core.process import build_executor, resolve_cache_blocks, resolve_max_model_len, scheduler_config
+from ...engine.core.process import build_executor, resolve_max_model_len, scheduler_config
 from ...engine.core.step_loop import EngineCore
 from ...engine.worker.executor import Capacity, Executor
 from ...kvcache.manager import KVCacheManager
@@ -160,15 +161,17 @@ def measure_engine(config: EngineConfig, seconds: float, tell: Tell, seed: int =
     tell(0.0, "loading")
     with _loaded(config) as (executor, capacity):
         length = resolve_max_model_len(config.max_model_len, capacity)
+        sizes = resolve_cache_sizes(config, capacity, length)
         shape = EngineShape(
             scheduler=scheduler_config(config, length, capacity.ahead),
-            blocks=resolve_cache_blocks(config.cache, capacity, config.scheduler.max_num_seqs * length),
+            blocks=sizes.blocks,
+            snapshots=sizes.snapshots,
             block_size=config.cache.block_size,
-            prefix_caching=config.cache.prefix_caching,
+            prefix_caching=sizes.prefix_caching,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
         )
-        executor.allocate(shape.blocks)
+        executor.allocate(shape.blocks, snapshots=shape.snapshots)
         run = _EngineRun(executor, capacity.vocab_size, shape, Random(seed))
         samples = run.measure(seconds, tell)
     return EngineMeasurement(samples, shape, capacity.block_bytes, max(0.0, median(run.overheads)))
@@ -192,7 +195,7 @@ class _EngineRun:
         self._vocab_size = vocab_size
         self._shape = shape
         self._random = random
-        self._cache = KVCacheManager(shape.blocks, shape.block_size, shape.prefix_caching)
+        self._cache = KVCacheManager(shape.blocks, shape.block_size, shape.prefix_caching, snapshots=shape.snapshots)
         self._rule = ChunkRule(random)
         self._scheduler = RecordedScheduler(shape.scheduler, self._cache, self._rule)
         self._last_key = 0

@@ -37,10 +37,12 @@ _AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine as far as a simulation goes: its scheduler, the `blocks` of each replica's cache, and what may wait."""
+    """An engine as far as a simulation goes: its scheduler, the `blocks` of each replica's cache, the `snapshots` of
+    recurrent states beside them, if its model has any, and what may wait."""
 
     scheduler: SchedulerConfig
     blocks: _AtLeastOne
+    snapshots: Annotated[int, msgspec.Meta(ge=0)] = 0
     block_size: _AtLeastOne = 16
     prefix_caching: bool = True
     max_queued_requests: _AtLeastOne = 512
@@ -126,7 +128,9 @@ class SimulatedReplica:
         self._machine = machine
         self._watch = watch
         self._random = Random(seed)
-        self._cache = KVCacheManager(engine.blocks, engine.block_size, engine.prefix_caching)
+        self._cache = KVCacheManager(
+            engine.blocks, engine.block_size, engine.prefix_caching, snapshots=engine.snapshots
+        )
         self._scheduler = Scheduler(engine.scheduler, self._cache, make_budget)
         self._inbox: list[tuple[SequenceSpec, float]] = []
         self._flying = deque[_FlyingStep]()

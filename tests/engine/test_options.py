@@ -42,6 +42,7 @@ ALL = {
     "kv_cache_bytes": "1000000",
     "kv_cache_blocks": "77",
     "kv_cache_host_bytes": "5000000",
+    "state_cache_fraction": "0.1",
     "prefix_caching": "false",
     "tokenizer": "elsewhere",
     "chat_template": "{{ messages }}",
@@ -57,6 +58,7 @@ ALL = {
     "fake_token_seconds": "0",
     "fake_vocab_size": "384",
     "fake_max_model_len": "256",
+    "fake_state_bytes": "1000",
 }
 
 
@@ -95,6 +97,7 @@ def test_every_name_arrives() -> None:
             blocks=77,
             prefix_caching=False,
             host_bytes=5_000_000,
+            state_fraction=0.1,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=3,
@@ -104,7 +107,7 @@ def test_every_name_arrives() -> None:
             ahead=1,
             admission="no_evict",
         ),
-        fake=FakeConfig(vocab_size=384, max_model_len=256, step_seconds=0.5),
+        fake=FakeConfig(vocab_size=384, max_model_len=256, step_seconds=0.5, state_bytes=1000),
         lora=LoraConfig(max_loras=4, max_rank=16, max_bytes=1000),
         speculation=SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4),
         per_request_spec_decode_metrics="summary",

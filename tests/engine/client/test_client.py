@@ -28,13 +28,15 @@ SECONDS = 60.0
 Start = Callable[..., Awaitable[EngineClient]]
 
 
-def config(step_seconds: float = 0.0, max_num_seqs: int = 32, ahead: int = 0, **engine: object) -> EngineConfig:
+def config(
+    step_seconds: float = 0.0, max_num_seqs: int = 32, ahead: int = 0, state_bytes: int = 0, **engine: object
+) -> EngineConfig:
     return EngineConfig(
         model="",
         executor="fake",
         cache=CacheConfig(blocks=BLOCKS),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, ahead=ahead),
-        fake=FakeConfig(vocab_size=1000, max_model_len=512, step_seconds=step_seconds),
+        fake=FakeConfig(vocab_size=1000, max_model_len=512, step_seconds=step_seconds, state_bytes=state_bytes),
         **engine,
     )
 
@@ -335,3 +337,16 @@ async def test_closing_what_was_never_started() -> None:
     await client.close()
     with pytest.raises(Unavailable):
         await read_all(client, [1])
+
+
+async def test_a_prompt_begins_with_a_kept_state_and_is_counted(start: Start) -> None:
+    client = await start(state_bytes=1 << 16)
+    prompt = list(range(200))
+    answers = [await read_all(client, prompt) for _ in range(2)]
+    assert [sum((delta.token_ids for delta in answer), ()) for answer in answers] == [tuple(range(200, 208))] * 2
+    assert [answer[0].cached_tokens for answer in answers] == [0, 192]
+    await until(lambda: client.state().state_hits == 1)
+    state = client.state()
+    assert state.prefix_hits == 192
+    assert state.state_snapshots >= 1
+    assert state.state_evictions == state.state_misses == 0

@@ -10,7 +10,8 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculationConfig
-from charonia.engine.core.process import resolve_cache_blocks, resolve_max_model_len, scheduler_config
+from charonia.engine.core.cache_sizes import resolve_cache_blocks, resolve_cache_sizes
+from charonia.engine.core.process import resolve_max_model_len, scheduler_config
 from charonia.engine.worker.executor import Capacity
 from charonia.scheduler.config import SchedulerConfig
 
@@ -58,6 +59,51 @@ def test_a_cache_without_room_for_a_block_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"it may have kv_cache_memory_fraction 1e-05$") as share:
         resolve_cache_blocks(CacheConfig(memory_fraction=1e-5), CAPACITY, useful_tokens=64)
     assert (exact.value.field, share.value.field) == ("kv_cache_bytes", "kv_cache_memory_fraction")
+
+
+STATEFUL = CAPACITY._replace(state_bytes=2_000)
+
+
+def engine(cache: CacheConfig, rows: int = 4, speculation: SpeculationConfig | None = None) -> EngineConfig:
+    return EngineConfig(model="", cache=cache, scheduler=SchedulerConfig(max_num_seqs=rows), speculation=speculation)
+
+
+@pytest.mark.parametrize(
+    ("cache", "blocks", "snapshots"),
+    [
+        (CacheConfig(memory_fraction=0.5), 31, 5),  # 50,000 bytes, of which the rows take 8,000
+        (CacheConfig(bytes=28_000, state_fraction=0.5), 10, 5),
+        (CacheConfig(blocks=30), 30, 5),
+        (CacheConfig(bytes=28_000, state_fraction=0.0), 20, 0),
+        (CacheConfig(bytes=28_000, prefix_caching=False), 20, 0),
+    ],
+)
+def test_states_of_rows_come_first_and_snapshots_get_a_share(cache: CacheConfig, blocks: int, snapshots: int) -> None:
+    sizes = resolve_cache_sizes(engine(cache), STATEFUL, 1024)
+    assert (sizes.blocks, sizes.snapshots, sizes.prefix_caching) == (blocks, snapshots, snapshots > 0)
+
+
+def test_a_model_without_states_has_all_of_the_cache_for_blocks() -> None:
+    sizes = resolve_cache_sizes(engine(CacheConfig(bytes=28_000)), CAPACITY, 1024)
+    assert sizes == (28, 0, 0, True, 0)
+    assert sizes.describe(16) == "28 blocks of 16 tokens"
+    stateful = resolve_cache_sizes(engine(CacheConfig(bytes=28_000)), STATEFUL, 1024)
+    assert stateful.describe(16) == "15 blocks of 16 tokens, 2 snapshots of states of 0.002 MB"
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (engine(CacheConfig(bytes=28_000), rows=14), "max_num_seqs"),
+        (engine(CacheConfig(host_bytes=10_000)), "kv_cache_host_bytes"),
+        (engine(CacheConfig(), speculation=SpeculationConfig(method="ngram")), "speculative_config"),
+    ],
+)
+def test_what_does_not_go_with_states_is_refused_by_name(config: EngineConfig, field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        resolve_cache_sizes(config, STATEFUL, 1024)
+    assert refused.value.field == field
+    assert field in refused.value.message
 
 
 def test_the_length_is_the_models_or_less() -> None:

@@ -1,0 +1,124 @@
+"""How many blocks an engine's cache has, and how many states it keeps beside them."""
+
+from typing import NamedTuple
+
+from ...core.errors import InvalidArgument
+from ..config import CacheConfig, EngineConfig
+from ..worker.executor import Capacity
+
+_USEFUL_TIMES = 4
+"""A cache sized by share of memory stops at this many times the tokens that all rows could hold at full length."""
+
+_USEFUL_SNAPSHOTS = 32
+"""For each row, in the same way."""
+
+
+class CacheSizes(NamedTuple):
+    """What an executor is to allocate. `prefix_caching`: whether prompts share it."""
+
+    blocks: int
+    snapshots: int = 0
+    host_blocks: int = 0
+    prefix_caching: bool = True
+    state_bytes: int = 0
+
+    def describe(self, block_size: int) -> str:
+        """One line for people."""
+        line = f"{self.blocks} blocks of {block_size} tokens"
+        if self.host_blocks:
+            line += f", {self.host_blocks} in the host's memory"
+        if self.state_bytes:
+            line += f", {self.snapshots} snapshots of states of {self.state_bytes / 1e6:.3g} MB"
+        return line
+
+
+def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -> CacheSizes:
+    """The sizes for sequences of at most `length` tokens. A model with states has one for each row, before anything
+    else; of what is left, snapshots get a share, unless no prompt is to share anything.
+
+    Raises:
+        InvalidArgument: not even one block fits, or the model's states do not go with an option.
+    """
+    rows, caching = config.scheduler.max_num_seqs, config.cache.prefix_caching
+    if not capacity.state_bytes:
+        blocks = resolve_cache_blocks(config.cache, capacity, rows * length)
+        return CacheSizes(blocks, host_blocks=_host_blocks(config, capacity), prefix_caching=caching)
+    _check_states_go_with(config)
+    fraction = config.cache.state_fraction if caching else 0.0
+    if config.cache.blocks is not None:
+        blocks = config.cache.blocks
+        state_bytes = int(blocks * capacity.block_bytes * fraction / (1 - fraction))
+    else:
+        state_bytes, block_bytes = _divide_bytes(config, capacity, fraction)
+        blocks = resolve_cache_blocks(CacheConfig(bytes=block_bytes), capacity, rows * length)
+        if config.cache.bytes is None:
+            blocks = min(blocks, _useful_blocks(config.cache, rows * length))
+    snapshots = min(state_bytes // capacity.state_bytes, _USEFUL_SNAPSHOTS * rows)
+    return CacheSizes(blocks, snapshots, 0, snapshots > 0, capacity.state_bytes)
+
+
+def _check_states_go_with(config: EngineConfig) -> None:
+    if config.speculation is not None:
+        message = "drafts are not verified yet where a model's layers keep a recurrent state: leave this out"
+        raise InvalidArgument(f"speculative_config: {message}", field="speculative_config")
+    if config.cache.host_bytes:
+        message = "a model whose layers keep a recurrent state has no blocks in the host's memory: leave this out"
+        raise InvalidArgument(f"kv_cache_host_bytes: {message}", field="kv_cache_host_bytes")
+
+
+def _divide_bytes(config: EngineConfig, capacity: Capacity, fraction: float) -> tuple[int, int]:
+    """The bytes for snapshots and for blocks."""
+    cache, rows = config.cache, config.scheduler.max_num_seqs
+    total = int(capacity.free_bytes * cache.memory_fraction) if cache.bytes is None else cache.bytes
+    left = total - rows * capacity.state_bytes
+    for_snapshots = int(left * fraction)
+    if left - for_snapshots < capacity.block_bytes:
+        needed = f"the states of {rows} sequences take {rows} times {capacity.state_bytes} bytes"
+        message = f"no room for the cache: {needed}, of {total} that it may have; lower max_num_seqs"
+        raise InvalidArgument(message, field="max_num_seqs")
+    return for_snapshots, left - for_snapshots
+
+
+def _useful_blocks(cache: CacheConfig, useful_tokens: int) -> int:
+    return _USEFUL_TIMES * useful_tokens // cache.block_size + 1
+
+
+def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: int) -> int:
+    """The number of blocks to allocate, when all rows at full length hold `useful_tokens`.
+
+    Raises:
+        InvalidArgument: not even one fits.
+    """
+    if cache.blocks is not None:
+        blocks = cache.blocks
+    elif cache.bytes is not None:
+        blocks = cache.bytes // capacity.block_bytes
+    else:
+        share = int(capacity.free_bytes * cache.memory_fraction) // capacity.block_bytes
+        blocks = min(share, _useful_blocks(cache, useful_tokens))
+    if blocks >= 1:
+        return blocks
+    block = f"no room for the cache: a block of {cache.block_size} tokens takes {capacity.block_bytes} bytes"
+    if cache.bytes is not None:
+        raise InvalidArgument(f"{block}, and kv_cache_bytes is {cache.bytes}", field="kv_cache_bytes")
+    field = "kv_cache_memory_fraction"
+    allowed = f"of {capacity.free_bytes} that are free it may have {field} {cache.memory_fraction:g}"
+    raise InvalidArgument(f"{block}, and {allowed}", field=field)
+
+
+def _host_blocks(config: EngineConfig, capacity: Capacity) -> int:
+    """The number of blocks for which there is to be host memory.
+
+    Raises:
+        InvalidArgument: not even one fits, or without prefix caching none would ever be found.
+    """
+    room, field = config.cache.host_bytes, "kv_cache_host_bytes"
+    if not room:
+        return 0
+    if not config.cache.prefix_caching:
+        raise InvalidArgument("blocks in the host's memory are found by prefix caching, which is off", field=field)
+    block_bytes = capacity.block_bytes * config.parallel.world
+    if room < block_bytes:
+        message = f"a block of {config.cache.block_size} tokens takes {block_bytes} bytes, and {field} is {room}"
+        raise InvalidArgument(message, field=field)
+    return room // block_bytes
