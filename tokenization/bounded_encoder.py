@@ -1,7 +1,7 @@
-"""Encodes texts by a tokenizer that came from the internet: none costs more than a stated time and memory.
+"""Encodes texts by a tokenizer from the internet, within a stated time and memory.
 
-A tokenizer whose work is bounded beforehand (`encoding_bounds.py`) computes here, any other in a process of its own,
-which may be killed; so does a bounded one where a long text may grow. Thread-safe.
+A tokenizer whose work is known to be bounded (`encoding_bounds.py`) runs in this process. Any other, and a bounded one
+whose text may grow long, runs in a process that may be killed. Thread-safe.
 """
 
 import logging
@@ -23,15 +23,16 @@ from .encoding_bounds import read_bounds
 log = logging.getLogger(__name__)
 
 BYTES_OF_CHARACTER = 4096
-"""The memory that encoding may take in a process of its own, for each character of the text."""
-_LEAST_MEMORY, _MOST_MEMORY = 64 << 20, 1 << 30
+"""The memory that a separate process may take for each character of the text."""
+_LEAST_MEMORY = 64 << 20
+_MOST_MEMORY = 1 << 30
 _SECONDS = 5.0
 _MOST_GROWN = 1 << 24
-"""Characters that a text may become here, in the server's own memory."""
+"""The most characters that a text may become in this process."""
 _PLAIN_GROWTH = 4
-"""A tokenizer with no more growth than this is given texts of any length here."""
+"""The growth up to which texts of any length are encoded in this process."""
 _BRIEF = 1024
-"""Characters up to which encoding takes less time than letting other threads run."""
+"""Characters that are encoded faster than other threads are let run."""
 _SAMPLE = "The 1st text: d\u00e9j\u00e0 vu,\n\u65e5\u672c\u8a9e \U0001f98a  end"
 
 EncoderInput: TypeAlias = str | tuple[str, str]
@@ -39,20 +40,19 @@ EncoderInput: TypeAlias = str | tuple[str, str]
 
 
 class EncodedText(NamedTuple):
-    """The tokens of one text or pair; `segments` tells the two of a pair apart, as BERT's models want it."""
+    """The tokens of one text or pair; `segments` distinguishes the two texts, as BERT's models want it."""
 
     ids: Sequence[int]
     segments: Sequence[int]
 
 
 class BoundedEncoder:
-    """Encodes by `backend`, which stays as it is. `where`: its file, for messages.
-
-    Raises `InvalidArgument` if it cannot decode within bounds, see `read_bounds`.
-    """
+    """Encodes by `backend`, which stays unchanged; `where` is its file, for messages. Raises `InvalidArgument` if it
+    cannot decode within bounds, see `read_bounds`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, where: str) -> None:
-        self._backend, self._where = backend, where
+        self._backend = backend
+        self._where = where
         try:
             with NativeCall(f"{where}: the tokenizer failed"):
                 self._growth, self.unbounded = read_bounds(backend)
@@ -67,8 +67,8 @@ class BoundedEncoder:
         return not self.unbounded
 
     def try_out(self, example: str) -> None:
-        """Encode an example of the checkpoint's own, such as its chat template. Raises `InvalidArgument` if that fails
-        or takes too much: then no request would fare better."""
+        """Encode an example of the checkpoint's own, such as its chat template. Raises `InvalidArgument` if it fails or
+        exceeds the limits: requests would do no better."""
         if self.unbounded:
             message = "%s: texts are encoded in a process of their own, for %s is not known to be harmless"
             log.warning(message, self._where, ", ".join(self.unbounded))
@@ -91,25 +91,25 @@ class BoundedEncoder:
                 return self._backend.encode(text, add_special_tokens=special).ids
             return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
-    def encode(self, given: Sequence[EncoderInput], special: bool = True) -> list[EncodedText]:
-        """The tokens of each; `special` adds what the model wants around a text. Other threads run meanwhile.
+    def encode(self, inputs: Sequence[EncoderInput], special: bool = True) -> list[EncodedText]:
+        """The tokens of each input; `special` adds what the model wants around a text. Other threads run meanwhile.
 
         Raises:
-            InvalidArgument: encoding them takes too much time or memory.
+            InvalidArgument: encoding takes too much time or memory.
             Internal: the library failed.
-            TypeError, UnicodeEncodeError: one is not Unicode.
+            TypeError, UnicodeEncodeError: an input is not Unicode.
         """
-        if self._runs_apart(sum(len(each) if isinstance(each, str) else sum(map(len, each)) for each in given)):
-            return self._encode_apart(given, special)
+        if self._runs_apart(sum(len(item) if isinstance(item, str) else sum(map(len, item)) for item in inputs)):
+            return self._encode_apart(inputs, special)
         with NativeCall("the tokenizer failed"):
-            made = self._backend.encode_batch([*given], add_special_tokens=special)
-        return [EncodedText(each.ids, each.type_ids) for each in made]
+            encodings = self._backend.encode_batch([*inputs], add_special_tokens=special)
+        return [EncodedText(encoding.ids, encoding.type_ids) for encoding in encodings]
 
     def _runs_apart(self, characters: int) -> bool:
         return bool(self.unbounded) or (self._growth > _PLAIN_GROWTH and characters * self._growth > _MOST_GROWN)
 
-    def _encode_apart(self, given: Sequence[EncoderInput], special: bool) -> list[EncodedText]:
-        message = msgspec.msgpack.encode((given, special))
+    def _encode_apart(self, inputs: Sequence[EncoderInput], special: bool) -> list[EncodedText]:
+        message = msgspec.msgpack.encode((inputs, special))
         memory = min(_LEAST_MEMORY + BYTES_OF_CHARACTER * len(message), _MOST_MEMORY)
         with self._lock:
             if self._apart is None:
@@ -118,7 +118,7 @@ class BoundedEncoder:
             answer = self._apart.call(message, CallLimits(_SECONDS, memory))
         if answer.error is not None:
             raise answer.error.error()
-        return [EncodedText(*each) for each in answer.encoded]
+        return [EncodedText(*tokens) for tokens in answer.encoded]
 
 
 class _EncodingAnswer(msgspec.Struct, array_like=True):
@@ -127,14 +127,14 @@ class _EncodingAnswer(msgspec.Struct, array_like=True):
 
 
 class _EncodingProcess:
-    """The process of one tokenizer, started again after a text that cost it its life. It ends with this object."""
+    """The process of one tokenizer, restarted after a text that ended it. It ends with this object."""
 
     def __init__(self, tokenizer: str) -> None:
         self._tokenizer = tokenizer
         self._process: LimitedProcess | None = None
 
     def call(self, message: bytes, limits: CallLimits) -> _EncodingAnswer:
-        """The answer to a request of `_make_answer`. Raises `InvalidArgument` where that takes too much."""
+        """Answer a request of `_make_answer`. Raises `InvalidArgument` if it exceeds the limits."""
         try:
             if self._process is None or not self._process.alive:
                 self._process = LimitedProcess("charonia-tokens", _make_answer, self._tokenizer)
@@ -160,11 +160,11 @@ def _make_answer(tokenizer: str) -> Answer:
 
 
 def _answer(backend: tokenizers.Tokenizer, message: bytes) -> bytes:
-    given, special = msgspec.msgpack.decode(message)
+    received, special = msgspec.msgpack.decode(message)
     try:
-        inputs = [each if isinstance(each, str) else tuple(each) for each in given]
-        made = backend.encode_batch(inputs, add_special_tokens=special)
-        answer = _EncodingAnswer([(each.ids, each.type_ids) for each in made])
+        inputs = [item if isinstance(item, str) else tuple(item) for item in received]
+        encodings = backend.encode_batch(inputs, add_special_tokens=special)
+        answer = _EncodingAnswer([(encoding.ids, encoding.type_ids) for encoding in encodings])
     except CONTROL_FLOW:
         raise
     except BaseException as error:

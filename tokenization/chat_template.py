@@ -1,7 +1,5 @@
-"""Renders conversations by a checkpoint's chat template, as transformers would, in a sandbox.
-
-Knows nothing of token ids: messages in, text out. Templates come from the internet, so they see plain strings only.
-"""
+"""Renders conversations by a checkpoint's chat template, as transformers would, in a sandbox. Templates come from the
+internet, so they see plain values only."""
 
 import json
 from collections.abc import Mapping
@@ -22,10 +20,11 @@ from .gguf_file import GgufFile, read_gguf
 from .template_sandbox import MAX_PYTHON, TemplateSandbox, metered
 from .template_work import MAX_WORK, TIME_FUNCTION, TemplateLimitExceeded, WorkMeter
 
-DEFAULT, TOOL_USE = "default", "tool_use"
+DEFAULT = "default"
+TOOL_USE = "tool_use"
 _FILES = {DEFAULT: "chat_template.jinja", TOOL_USE: "additional_chat_templates/tool_use.jinja"}
 _RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
-"""Names that mean something else to transformers or jinja2, besides those that a template is given."""
+"""Names of variables with another meaning in transformers or jinja2."""
 ENVIRONMENT_FAULTS = (
     TemplateError,
     TypeError,
@@ -37,16 +36,15 @@ ENVIRONMENT_FAULTS = (
 )
 """The errors of a template with messages that it was not made for."""
 _EACH = 4
-"""How often a template may read or write each character of the messages, on top of its fixed allowance."""
+"""The work for each character of the messages, on top of a fixed allowance."""
 _END = "CHARONIA-FINAL-MESSAGE-ENDS "
-"""Appended to a message that is to be continued, to find its end in the rendered text. A template that trims messages
-removes the space."""
+"""Appended to a message that is to be continued, to find its end in the text. A template that trims messages removes
+the space."""
 
 
 class ChatTemplate:
-    """A compiled template. `tokens`: the special tokens that it may name, such as `bos_token`. `whose` names it in
-    errors; `field` is the request's, of a template that came with one. Raises `InvalidArgument` if it does not compile.
-    """
+    """A compiled template with the special tokens that it may name, such as `bos_token`. `whose` names it in errors;
+    `field` is that of a request that brought it. Raises `InvalidArgument` if it does not compile."""
 
     def __init__(
         self, source: str, tokens: Mapping[str, str], whose: str = "the model's", field: str | None = None
@@ -61,53 +59,52 @@ class ChatTemplate:
             raise InvalidArgument(f"{self._name} does not compile: {error}", field=field) from error
 
     def render(self, conversation: Conversation) -> str:
-        """The prompt of a conversation, up to the assistant's next turn or the rest of the last one.
+        """The prompt of a conversation, up to the assistant's next turn or within its last one.
 
-        Raises `InvalidArgument` if the template refuses the messages (`field` is messages) or does more than it may, a
-        variable has a name that is taken (`field` is chat_template_kwargs and the name), or the last message can't be
-        continued.
+        Raises `InvalidArgument` by `field`: messages that the template refuses or that can't be continued, the template
+        itself for too much work, chat_template_kwargs.NAME for a reserved name.
         """
-        given = self._tokens | {
+        variables = self._tokens | {
             "messages": [],
             "tools": [_declaration(tool) for tool in conversation.tools] or None,
             "documents": None,
             "add_generation_prompt": conversation.add_generation_prompt,
         }
         for name in conversation.variables:
-            if name in _RESERVED or name in given:
+            if name in _RESERVED or name in variables:
                 field = f"chat_template_kwargs.{name}"
                 raise InvalidArgument(f"{field}: the name is reserved", field=field)
         try:
-            text = self._render_turns(conversation, {**conversation.variables, **given})
+            text = self._render_turns(conversation, {**conversation.variables, **variables})
         except TemplateLimitExceeded as error:
             raise InvalidArgument(f"{self._name} does more than it may: {error}", field=self._field) from error
         except ENVIRONMENT_FAULTS as error:
             raise InvalidArgument(f"messages do not fit {self._name}: {error}", field="messages") from error
         return self._unfinished(text, conversation.messages[-1]) if conversation.continue_final_message else text
 
-    def _render_turns(self, conversation: Conversation, given: Mapping[str, Any]) -> str:
+    def _render_turns(self, conversation: Conversation, variables: Mapping[str, Any]) -> str:
         messages = conversation.messages
         size = sum(map(_message_size, messages)) + sum(map(_tool_size, conversation.tools))
         with metered(WorkMeter(MAX_WORK + _EACH * size)):
             try:
-                return self._template.render(given, messages=_turns(conversation, dict))
+                return self._template.render(variables, messages=_turns(conversation, dict))
             except TypeError:
                 if not any(message.tool_calls for message in messages):
                     raise
                 # DeepSeek's templates put the arguments of calls together with texts.
-                return self._template.render(given, messages=_turns(conversation, str))
+                return self._template.render(variables, messages=_turns(conversation, str))
 
     def _unfinished(self, text: str, last: ChatMessage) -> str:
-        """The text up to the end of its last message; without the space there, if the template leaves that out."""
-        begun, end, _ = text.rpartition(_END.rstrip())
-        if not end or last.content.strip() not in begun:
+        """The text up to the end of its last message, without the final space if the template drops that."""
+        beginning, end, _ = text.rpartition(_END.rstrip())
+        if not end or last.content.strip() not in beginning:
             field = "continue_final_message"
             raise InvalidArgument(f"{field}: {self._name} does not write the last message as it is", field=field)
-        return begun if text.startswith(_END, len(begun)) else begun.rstrip()
+        return beginning if text.startswith(_END, len(beginning)) else beginning.rstrip()
 
 
 def _turns(conversation: Conversation, arguments: type[dict[str, Any]] | type[str]) -> list[dict[str, Any]]:
-    """The messages as templates expect them. `arguments`: what those of calls are."""
+    """The messages as templates expect them; the arguments of calls are objects or texts."""
     turns = [_turn(message, arguments) for message in conversation.messages]
     if conversation.continue_final_message:
         turns[-1]["content"] += _END
@@ -143,7 +140,7 @@ def _declaration(tool: Tool) -> dict[str, Any]:
 
 
 def _parsed(text: str, otherwise: Any) -> Any:
-    """The object that is written in `text`."""
+    """The JSON object in `text`, or `otherwise`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -160,48 +157,44 @@ def _tool_size(tool: Tool) -> int:
     return len(tool.name) + len(tool.description) + len(tool.parameters)
 
 
-def read_template(given: str) -> str:
-    """The source of a template that is given as the name of a file or as itself.
-
-    Raises `InvalidArgument` if there is no such file, or it can't be read.
-    """
-    if set("{}\n") & set(given):
-        return given
+def read_template(template: str) -> str:
+    """The source of a template that is given as such or as the name of a file. Raises `InvalidArgument` if the file
+    can't be read."""
+    if set("{}\n") & set(template):
+        return template
     try:
-        return read_text(Path(given).expanduser())
+        return read_text(Path(template).expanduser())
     except (OSError, ValueError, InvalidArgument) as error:
         field = "chat_template"
-        message = f"{field}: {given!r} is neither a template nor a file that can be read: {error}"
+        message = f"{field}: {template!r} is neither a template nor a file that can be read: {error}"
         raise InvalidArgument(message, field=field) from None
 
 
 def find_templates(directory: Path) -> dict[str, str]:
-    """The sources of a checkpoint's chat templates by name: "default", and "tool_use" where conversations with tools
-    have one of their own. A file in GGUF has them in its metadata. In a directory, files of templates come first, then
-    tokenizer_config.json, then chat_template.json, which models that take images have.
-
-    Raises `InvalidArgument` where one of them is none; the message names the file."""
+    """The sources of a checkpoint's chat templates by name: "default" and, if conversations with tools have their own,
+    "tool_use". Template files come first, then tokenizer_config.json, then chat_template.json; a GGUF file has them in
+    its metadata. Raises `InvalidArgument` for a wrong one."""
     if directory.is_file():
         return _gguf_templates(read_gguf(directory))
     files = (read_json(directory / name) for name in ("tokenizer_config.json", "chat_template.json"))
     configured = next(filter(None, (file.get("chat_template") for file in files)), None)
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     if isinstance(configured, list):
         try:
-            found = {str(entry["name"]): str(entry["template"]) for entry in configured}
+            sources = {str(entry["name"]): str(entry["template"]) for entry in configured}
         except (TypeError, LookupError) as error:
             where = directory / "tokenizer_config.json"
             message = f"{where}: chat_template must be a text, or objects with name and template"
             raise InvalidArgument(message) from error
     elif isinstance(configured, str):
-        found = {DEFAULT: configured}
+        sources = {DEFAULT: configured}
     for name, file in _FILES.items():
         if (directory / file).is_file():
             try:
-                found[name] = read_text(directory / file)
+                sources[name] = read_text(directory / file)
             except (OSError, ValueError) as error:
                 raise InvalidArgument(f"{directory / file} cannot be read: {error}") from error
-    return {name: found[name] for name in _FILES if name in found}
+    return {name: sources[name] for name in _FILES if name in sources}
 
 
 def _gguf_templates(file: GgufFile) -> dict[str, str]:

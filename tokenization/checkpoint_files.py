@@ -1,4 +1,4 @@
-"""Finds a checkpoint's directory, or its file in GGUF, and reads JSON files. Knows nothing of weights."""
+"""Finds a checkpoint's directory or GGUF file, and reads JSON files."""
 
 import json
 import re
@@ -11,27 +11,29 @@ from ..core.errors import InvalidArgument, NotFound
 from ..core.gguf_files import GGUF_SUFFIX, shard_paths
 from ..core.regular_files import MAX_TEXT_BYTES, count_bytes, open_regular, read_regular, refuse_special_files
 
-_MOST_MEMBERS, _MOST_ELEMENTS = 100_000, 400_000
-"""Of a JSON file that describes a model: the library holds Python's lock while it reads them. The largest
-tokenizer_config.json that is published has 51,000 members."""
+_MOST_MEMBERS = 100_000
+_MOST_ELEMENTS = 400_000
+"""The limits of a JSON file that describes a model, since reading holds the GIL. The largest published
+tokenizer_config.json has 51,000 members."""
 
 SMALL_FILES = ("*.json", "*.jinja")
 
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.I)
-"""Files beside a model: what turns images into embeddings, and what quantisation was judged by."""
+"""GGUF files beside a model: projectors of images, and matrices that guided quantisation."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
-    """The directory of a checkpoint, or its first file in GGUF: given as such, as a directory where that is the only
-    model, or as a hub id, owner/name or owner/name@revision: of that, the `files` (patterns) that are not there yet are
-    fetched first. With :Q4_K_M, or the like, behind it, a hub id is of the file in GGUF that has this in its name.
+    """The directory of a checkpoint, or its first GGUF file.
 
-    Raises `NotFound` for neither a directory nor a file nor a model of the hub, `InvalidArgument` for an adapter
-    without a model, for a directory with something in it that is no regular file, and where it is not clear which file
-    is meant.
+    `model` is a path or a hub id, owner/name or owner/name@revision, whose missing `files` (patterns) are fetched
+    first. A hub id followed by :Q4_K_M, or the like, is the GGUF file with that in its name.
+
+    Raises:
+        NotFound: it is neither a directory, a file, nor a model of the hub.
+        InvalidArgument: it is an adapter without a model, has a special file in it, or several GGUF models.
     """
     path = Path(model).expanduser()
     if path.is_file():
@@ -54,10 +56,8 @@ def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """The first file of the only model in GGUF in a directory without other weights; None where there is none.
-
-    Raises `InvalidArgument` where there are several.
-    """
+    """The first file of the only GGUF model in a directory without other weights, or None. Raises `InvalidArgument` if
+    there are several."""
     if any(True for pattern in _OTHER_WEIGHTS for _ in directory.glob(pattern)):
         return None
     return _only_model(directory, directory.glob(f"*{GGUF_SUFFIX}"))
@@ -72,8 +72,7 @@ def _only_model(directory: Path, files: Iterable[Path]) -> Path | None:
 
 
 def locate_adapter(adapter: str) -> Path:
-    """The directory of an adapter, given as such or as a hub id, whose files are fetched first. Raises `NotFound` for
-    neither."""
+    """The directory of an adapter, given as a path or as a hub id, whose files are fetched first. Raises `NotFound`."""
     directory = Path(adapter).expanduser()
     if directory.is_dir():
         return directory
@@ -83,7 +82,7 @@ def locate_adapter(adapter: str) -> Path:
 
 
 def refuse_adapter(directory: Path) -> None:
-    """Raises `InvalidArgument` for a directory of a PEFT adapter, which has no model of its own."""
+    """Raises `InvalidArgument` for the directory of a PEFT adapter, which is no model."""
     config = directory / "adapter_config.json"
     if config.is_file():
         base = read_json(config).get("base_model_name_or_path")
@@ -94,7 +93,7 @@ def refuse_adapter(directory: Path) -> None:
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raises `InvalidArgument` for a file that is only a Git LFS pointer. The file exists."""
+    """Raises `InvalidArgument` for an existing file that is only a Git LFS pointer."""
     with open_regular(path) as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise InvalidArgument(f"{path} is a Git LFS pointer, not the file itself: run git lfs pull there")
@@ -119,18 +118,18 @@ def _fetch_gguf(hub_id: str, quantization: str) -> Path:
     spellings = dict.fromkeys((quantization, quantization.upper(), quantization.lower()))
     # It ends a name, with shards behind it, or is a directory's.
     endings = (f"{GGUF_SUFFIX}", f"-?????-of-?????{GGUF_SUFFIX}", f"/*{GGUF_SUFFIX}")
-    patterns = [f"{start}{each}{end}" for each in spellings for start in ("*[-._/]", "") for end in endings]
+    patterns = [f"{start}{spelling}{end}" for spelling in spellings for start in ("*[-._/]", "") for end in endings]
     directory = _fetch(hub_id, patterns)
     within = re.compile(rf"(^|[-._/]){re.escape(quantization)}(-\d{{5}}-of-\d{{5}})?({re.escape(GGUF_SUFFIX)}|/)", re.I)
-    found = (file for file in directory.rglob(f"*{GGUF_SUFFIX}") if within.search(str(file.relative_to(directory))))
-    if (model := _only_model(directory, found)) is None:
+    matches = (file for file in directory.rglob(f"*{GGUF_SUFFIX}") if within.search(str(file.relative_to(directory))))
+    if (model := _only_model(directory, matches)) is None:
         raise NotFound(f"{hub_id} has no file in GGUF with {quantization} in its name")
     return model
 
 
 def checkpoint_fingerprint(directory: Path) -> str:
-    """A digest of the names and sizes of a checkpoint's files, or of its revision if it is of the hub, which says all
-    while files are still to come."""
+    """A digest of the names and sizes of a checkpoint's files. For a model of the hub it is of the revision, which is
+    known before all files are there."""
     if directory.match("models--*/snapshots/*"):
         return sha256(directory.name.encode()).hexdigest()
     here = directory.iterdir() if directory.is_dir() else [directory]
@@ -139,10 +138,8 @@ def checkpoint_fingerprint(directory: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is no such file.
-
-    Raises `InvalidArgument` if the file does not hold one, or is larger than any that describes a model.
-    """
+    """The object in a JSON file; empty if there is no file. Raises `InvalidArgument` if the file holds none or is too
+    large."""
     if not path.is_file():
         return {}
     refuse_lfs_pointer(path)

@@ -1,7 +1,6 @@
 """Token ids to text, piece by piece, never half a character, and up to a stop string.
 
-After a prompt, the pieces are the text that decoding prompt and ids together would add to the prompt's; all of them
-together equal `decode` of all ids.
+After a prompt, the pieces are what decoding prompt and ids together would add to the prompt's text.
 """
 
 import codecs
@@ -18,13 +17,14 @@ _CONTEXT = 6
 def make_detokenizer(
     tokenizer: Tokenizer, prompt: Sequence[int] = (), special: bool = False
 ) -> "ByteDetokenizer | WindowDetokenizer":
-    """The cheapest detokenizer that is right for this tokenizer. `special`: the text has special tokens in it."""
-    context, table = prompt[-_CONTEXT:], tokenizer.bytes_with_special if special else tokenizer.bytes
+    """The cheapest detokenizer that is right for this tokenizer; `special` keeps special tokens in the text."""
+    context = prompt[-_CONTEXT:]
+    table = tokenizer.bytes_with_special if special else tokenizer.bytes
     return WindowDetokenizer(tokenizer, context, special) if table is None else ByteDetokenizer(table, context)
 
 
 class ByteDetokenizer:
-    """A detokenizer for byte-level vocabularies, where the bytes of a token do not depend on its neighbours."""
+    """A detokenizer for byte-level vocabularies, where a token's bytes do not depend on its neighbours."""
 
     def __init__(self, table: TokenBytes, context: Sequence[int]) -> None:
         self._table = table
@@ -32,18 +32,18 @@ class ByteDetokenizer:
         self.push(context)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete; half a character waits for the next call."""
+        """The text that these ids complete; an incomplete character waits for the next call."""
         table = self._table
         return self._decode(b"".join([table[token] for token in ids]))
 
     def finish(self) -> str:
-        """The rest of the text: bytes that never became a character come out as U+FFFD."""
+        """The rest of the text; bytes that form no character become U+FFFD."""
         return self._decode(b"", True)
 
 
 class WindowDetokenizer:
-    """A detokenizer for any tokenizer. Text may depend on the tokens before it (a leading space, bytes of one
-    character), so each piece is the difference between two decodings of a short window:
+    """A detokenizer for any tokenizer. A token's text may depend on the tokens before it, so each piece is the
+    difference between two decodings of a short window:
 
         | emitted already, kept as context | pending |
         0                              _emitted    len
@@ -80,10 +80,10 @@ class WindowDetokenizer:
 
 
 class StopStrings:
-    """Shows a growing text up to the first of several strings, and holds back what may yet become one of them.
+    """Passes a growing text up to the first of several strings, and holds back what may become one of them.
 
-    The first is the one that is complete first, of two that end together the longer: so it does not matter how the
-    text was cut into pieces. The string itself is shown only with `include`.
+    The string that is complete first wins, the longer one if two end together, so the split into pieces does not
+    matter. The string itself is passed only with `include`.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -102,18 +102,18 @@ class StopStrings:
         if self.found is not None or not self._stops:
             return "" if self._stops else piece
         text = self._held + piece
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            end, begin, self.found = min(found)
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            end, begin, self.found = min(matches)
             self._held = ""
             return text[: end if self._include else begin]
         places = range(max(0, len(text) - self._longest + 1), len(text))
-        begun = (at for at in places if any(stop.startswith(text[at:]) for stop in self._stops))
-        end = next(begun, len(text))
+        prefixes = (at for at in places if any(stop.startswith(text[at:]) for stop in self._stops))
+        end = next(prefixes, len(text))
         self._held = text[end:]
         return text[:end]
 
     def finish(self) -> str:
-        """The rest of the text at its end: what was held back was no stop string."""
+        """The rest of the text at its end, which was no stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,8 +1,8 @@
-"""What encoding a text may cost by a tokenizer that came from the internet, judged by its parts before it reads any.
+"""Bounds of what encoding by a tokenizer from the internet costs, judged by its parts before it reads a text.
 
-Most are bounded: each character becomes a few, and is looked at a few times. A normaliser may write a novel for each
-letter, though, and a regular expression may go back as often as its author likes. What is not known to be harmless
-counts as unbounded: `bounded_encoder.py` has it encode in a process that may be killed.
+A bounded one looks at each character a few times and makes a few of it. A normaliser may write much for each letter,
+though, and a regular expression may backtrack. A part that is not known to be harmless is unbounded:
+`bounded_encoder.py` runs it in a process that may be killed.
 """
 
 import base64
@@ -18,11 +18,13 @@ from ..core.errors import InvalidArgument
 from .gguf_tokenizer import published_patterns
 
 MAX_GROWTH = 64
-"""The most characters that one may become for a tokenizer to count as bounded. Unicode's own compatibility forms make
-18 of one."""
+"""The most characters that a bounded tokenizer makes of one. Unicode's compatibility forms make 18."""
 
-_LONGEST_PATTERN, _MOST_WAYS = 4096, 256
-_LONGEST_AFFIX, _LONGEST_WORD, _MOST_ADDED = 64, 1024, 1024
+_LONGEST_PATTERN = 4096
+_MOST_WAYS = 256
+_LONGEST_AFFIX = 64
+_LONGEST_WORD = 1024
+_MOST_ADDED = 1024
 _COMPATIBLE, _CANONICAL, _LOWERED, _BERT = 18, 4, 3, 12
 _GROWTH = {
     **dict.fromkeys(("NFKC", "NFKD"), _COMPATIBLE),
@@ -38,36 +40,39 @@ _CLASS = r"\[\^?(?:\\.|\[:\^?\w+:\]|&&|[^\[\]\\])+\]"
 _ITEM = rf"(?:{_CLASS}|\\[pP]\{{\^?\w+\}}|\\[^\dA-Zgk]|\\[DSWHN]|[^\\\[\](){{}}|*+?^$])"
 _SIMPLE = re.compile(rf"(?:{_ITEM}(?:\?|\{{\d(?:,\d)?\}})?)*(?:{_ITEM}(?:[*+]|\{{\d,\}}))?")
 _FIXED = re.compile(rf"(?:{_ITEM}|\((?:\?(?::|i:|<?[=!]))?(?:{_ITEM}|\|)*\))*")
-"""Alternatives of a few characters each, in whatever surroundings: nothing repeats."""
+"""Alternatives of a few characters each, between lookarounds, without repetition."""
 _WAYS = re.compile(r"\?|\{\d(?:,(\d))?\}")
 
 
 class EncodingBounds(NamedTuple):
-    """`growth`: the most characters that one of a text becomes. `unbounded`: what in the tokenizer is not known to be
-    harmless, for people; empty where all of it is."""
+    """The bounds of a tokenizer."""
 
     growth: float = 1.0
+    """The most characters that one of a text becomes."""
     unbounded: tuple[str, ...] = ()
+    """The parts that are not known to be harmless, described for people."""
 
 
 def read_bounds(backend: tokenizers.Tokenizer) -> EncodingBounds:
-    """The bounds of a tokenizer. Raises `InvalidArgument` for a decoder without bounds: what it does is done for each
-    token of an answer, in the event loop."""
+    """The bounds of a tokenizer. Raises `InvalidArgument` for a decoder without bounds, since decoding runs in the
+    event loop for each token."""
     normalizers = [*_parts(backend.normalizer, "normalizers")]
     growths = [_growth(part) for part in normalizers]
-    grown = prod(growths)
+    growth = prod(growths)
     unbounded = [
-        f"normalizer {_type(part)}" for part, growth in zip(normalizers, growths, strict=True) if growth == inf
+        f"normalizer {_type(part)}" for part, factor in zip(normalizers, growths, strict=True) if factor == inf
     ]
-    if not unbounded and grown > MAX_GROWTH:
-        unbounded.append(f"a normalizer that makes {grown:g} characters of one, more than {MAX_GROWTH}")
+    if not unbounded and growth > MAX_GROWTH:
+        unbounded.append(f"a normalizer that makes {growth:g} characters of one, more than {MAX_GROWTH}")
     patterns = filter(None, map(_regex, _parts(backend.pre_tokenizer, "pretokenizers")))
-    unbounded += [f"the pattern {each[:128]!r} of its pre-tokenizer" for each in patterns if not is_harmless(each)]
+    unbounded += [
+        f"the pattern {pattern[:128]!r} of its pre-tokenizer" for pattern in patterns if not is_harmless(pattern)
+    ]
     unbounded += _model_risks(backend.model)
     if sum(_added_by(part) for part in _parts(backend.post_processor, "processors")) > _MOST_ADDED:
         unbounded.append(f"a post-processor that adds more than {_MOST_ADDED} tokens")
     _check_decoder(backend)
-    return EncodingBounds(min(grown, MAX_GROWTH), tuple(unbounded))
+    return EncodingBounds(min(growth, MAX_GROWTH), tuple(unbounded))
 
 
 def _state(part: Any) -> dict[str, Any]:
@@ -76,7 +81,7 @@ def _state(part: Any) -> dict[str, Any]:
 
 
 def _parts(part: Any, inside: str) -> Iterator[dict[str, Any]]:
-    """The parts that work one after the other, by their fields in tokenizer.json; `inside`: where a sequence has its
+    """The parts that work one after the other, by their fields in tokenizer.json; `inside` is where a sequence has its
     own."""
     waiting = [] if part is None else [_state(part)]
     while waiting:
@@ -112,8 +117,8 @@ def _growth(normalizer: Mapping[str, Any]) -> float:
 
 
 def _longest_replacement(charsmap: bytes) -> float:
-    """Characters of the longest text in SentencePiece's compiled map: the size of its trie in 4 bytes, the trie, and
-    the texts, each with a zero behind it."""
+    """The length of the longest text in SentencePiece's compiled map: the size of its trie in 4 bytes, the trie, and
+    zero-terminated texts."""
     texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
     return max((len(text.decode(errors="replace")) for text in texts.split(b"\0")), default=1) or 1
 
@@ -129,7 +134,7 @@ def _model_risks(model: Any) -> Iterator[str]:
 
 
 def _added_by(processor: Mapping[str, Any]) -> int:
-    """Tokens that a template puts around a text; a text that it repeats counts as more than may be."""
+    """The tokens that a template puts around a text; a repeated text exceeds any limit."""
     if _type(processor) != "TemplateProcessing":
         return 0
     special = {name: len(token.get("ids", ())) for name, token in (processor.get("special_tokens") or {}).items()}
@@ -158,13 +163,13 @@ def _check_decoder(backend: tokenizers.Tokenizer) -> None:
 
 
 def is_harmless(pattern: str) -> bool:
-    """Whether finding all matches of a regular expression is known to take time in proportion to the text: each of its
-    alternatives is one of those that published checkpoints have, or a few characters, the last of which may repeat."""
+    """Whether a regular expression is known to find all matches in linear time: each alternative is one that published
+    checkpoints have, or a few characters, the last of which may repeat."""
     if len(pattern) > _LONGEST_PATTERN:
         return False
     parts = _alternatives(pattern)
-    known = (part in _HARMLESS or _BESIDE.get(part) in parts or _is_simple(part) for part in parts)
-    return pattern in published_patterns() or all(known)
+    harmless = (part in _HARMLESS or _BESIDE.get(part) in parts or _is_simple(part) for part in parts)
+    return pattern in published_patterns() or all(harmless)
 
 
 def _is_simple(part: str) -> bool:
@@ -173,13 +178,15 @@ def _is_simple(part: str) -> bool:
     group = re.fullmatch(r"\((?:\?i:|\?:)?(.*)\)\??", part)
     if group is not None:
         return all(_is_simple(inner) and not inner.endswith(("*", "+", ",}")) for inner in _alternatives(group[1]))
-    ways = prod(int(found[1] or 0) + 2 for found in _WAYS.finditer(part))
+    ways = prod(int(match[1] or 0) + 2 for match in _WAYS.finditer(part))
     return ways <= _MOST_WAYS and _SIMPLE.fullmatch(part) is not None
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """The alternatives of a pattern, but for those within groups and classes."""
-    parts, depth, start, at, in_class = [], 0, 0, 0, False
+    """The alternatives of a pattern, except those within groups and classes."""
+    parts = []
+    depth = start = at = 0
+    in_class = False
     while at < len(pattern):
         letter = pattern[at]
         if letter == "\\":
@@ -199,8 +206,8 @@ def _alternatives(pattern: str) -> list[str]:
 
 _BLANKS = r"\s+"
 _BESIDE = dict.fromkeys((r"\s*[\r\n]+", r"\s*[\r\n]", r"\s*\n+"), _BLANKS)
-"""Alternative -> the one that has to be there, too: it takes what the first one gives up after it has gone all the way
-back, which would be looked at again from each of its characters."""
+"""An alternative, and the one that must be beside it: it consumes what the first gives up after backtracking, which
+would be tried again from each of its characters."""
 _HARMLESS = frozenset(
     (
         r"\s+(?!\S)",
@@ -212,4 +219,4 @@ _HARMLESS = frozenset(
         r"[^\r\n\p{L}\p{N}]?+\p{L}+",
     )
 )
-"""Alternatives of checkpoints on the hub that end with something else than what repeats, and cannot fail behind it."""
+"""Alternatives of checkpoints on the hub that end in something other than their repetition and cannot fail there."""

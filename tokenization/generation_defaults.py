@@ -1,4 +1,4 @@
-"""A checkpoint's own generation parameters: where a text ends, and how to sample where a request leaves it open."""
+"""A checkpoint's own generation parameters: where a text ends, and the defaults of sampling."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ _SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float,
 
 
 class GenerationDefaults(NamedTuple):
-    """The model's own choices: `eos` tokens end a text; the others stand in for sampling parameters that are None."""
+    """The model's defaults: `eos` tokens end a text; the others replace sampling parameters that are None."""
 
     eos: tuple[int, ...]
     temperature: float = 1.0
@@ -27,27 +27,25 @@ class GenerationDefaults(NamedTuple):
     repetition_penalty: float = 1.0
 
     def limited_to(self, vocab_size: int) -> "GenerationDefaults":
-        """These defaults without `eos` tokens beyond the model's vocabulary, of which the log warns."""
+        """These defaults without `eos` tokens beyond the vocabulary, which are logged."""
         eos = tuple(token for token in self.eos if 0 <= token < vocab_size)
         strange = ", ".join(str(token) for token in self.eos if token not in eos)
         if strange:
             log.warning("eos_token_id %s is outside the vocabulary of %d tokens and ends no text", strange, vocab_size)
         return self._replace(eos=eos)
 
-    def resolve(self, asked: SamplingParams, name: str) -> Any:
-        """The sampling parameter `name` of a request, or the model's own where that is None."""
-        value = getattr(asked, name)
+    def resolve(self, sampling: SamplingParams, name: str) -> Any:
+        """The sampling parameter `name` of a request, or the model's own if that is None."""
+        value = getattr(sampling, name)
         return getattr(self, name) if value is None else value
 
 
 def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
-    """Read generation_config.json; eos is looked for there, then in config.json, then with the tokenizer. A file in
-    GGUF has all of it in its metadata.
-
-    Raises `InvalidArgument` for a field that is no number, or one that no request could have.
-    """
+    """Read generation_config.json, or a GGUF file's metadata. If it lacks eos, that is config.json's, then the
+    tokenizer's. Raises `InvalidArgument` for a value of the wrong kind or range."""
     if directory.is_file():
-        file, generation = directory, read_gguf_generation(read_gguf(directory), tokenizer.added_tokens(tokenizer.size))
+        file = directory
+        generation = read_gguf_generation(read_gguf(directory), tokenizer.added_tokens(tokenizer.size))
     else:
         file = directory / "generation_config.json"
         generation = read_json(file)
@@ -58,16 +56,16 @@ def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> Generatio
         eos = tokenizer.token_id("eos_token")
     try:
         ids = tuple(map(int, [eos] if isinstance(eos, int) else eos or ()))
-        given = {name: kind(value) for name, kind in _SAMPLING.items() if (value := generation.get(name)) is not None}
+        values = {name: kind(value) for name, kind in _SAMPLING.items() if (value := generation.get(name)) is not None}
     except (TypeError, ValueError, OverflowError) as error:
         where = f"{file}, or the eos_token_id of config.json"
         raise InvalidArgument(f"{where}: a field has a value of the wrong kind: {error}") from error
-    if wrong := [token for token in ids if not 0 <= token < 1 << 31]:
-        raise InvalidArgument(f"{file}, or config.json: eos_token_id {shorten(repr(wrong[0]))} is no token's number")
+    if invalid := [token for token in ids if not 0 <= token < 1 << 31]:
+        raise InvalidArgument(f"{file}, or config.json: eos_token_id {shorten(repr(invalid[0]))} is no token's number")
     if generation.get("do_sample") is False:
-        given["temperature"] = 0.0
+        values["temperature"] = 0.0
     try:
-        SamplingParams(**given)
+        SamplingParams(**values)
     except InvalidArgument as error:
         raise InvalidArgument(f"{file}: {error.message}") from None
-    return GenerationDefaults(ids, **given)
+    return GenerationDefaults(ids, **values)

@@ -1,7 +1,6 @@
-"""Reads GGUF files: their metadata and the table of their tensors, of one file or of its shards.
+"""Reads the metadata and the tensor table of a GGUF file, or of its shards, but no tensor's data.
 
-Every count, length and offset is held against the file before it is believed. Knows nothing of architectures, and reads
-no tensor's data. Specification: ggml, docs/gguf.md.
+Every count, length and offset is checked against the file first. Specification: ggml, docs/gguf.md.
 """
 
 import mmap
@@ -23,7 +22,7 @@ from .checkpoint_files import refuse_lfs_pointer
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _LARGEST_HEADER = 1 << 28
-"""Bytes that metadata and table of tensors may take. Vocabularies of 260,000 tokens take 20 million."""
+"""The most bytes of metadata and tensor table. Vocabularies of 260,000 tokens take 20 million."""
 _MOST_DIMS = 4
 _ALIGNMENT = 32
 _NUMBERS = {
@@ -39,11 +38,12 @@ _NUMBERS = {
     11: "<i8",
     12: "<f8",
 }
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 
 
 class TensorType(NamedTuple):
-    """A way to store numbers: blocks of `values` numbers in `bytes` bytes."""
+    """A storage type: blocks of `values` numbers in `bytes` bytes."""
 
     name: str
     values: int
@@ -51,9 +51,9 @@ class TensorType(NamedTuple):
 
     @property
     def kept_bytes(self) -> float:
-        """Of a number while it is computed with: there are kernels for four and for eight bits."""
-        each = self.bytes / self.values
-        return each if each < 0.7 else 1.125
+        """The bytes of a number in memory: kernels compute with four and with eight bits."""
+        stored_bytes = self.bytes / self.values
+        return stored_bytes if stored_bytes < 0.7 else 1.125
 
 
 TENSOR_TYPES = {
@@ -69,27 +69,28 @@ TENSOR_TYPES = {
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
 }
-"""ggml's number of a type -> the type, of those that are supported."""
+"""The supported types by ggml's number."""
 
 _OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
 _OTHER_TYPES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
 _OTHER_TYPES |= {28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
-"""Types that are refused by their names."""
+"""The names of types that are refused."""
 
 
 class StringArray(NamedTuple):
-    """An array of strings as it lies in the file: decoded only when somebody wants it."""
+    """An array of strings as stored, decoded on demand."""
 
     data: bytes
     length: int
 
     def read(self) -> list[str]:
-        found, at = [], 0
+        strings = []
+        at = 0
         for _ in range(self.length):
             end = at + 8 + int.from_bytes(self.data[at : at + 8], "little")
-            found.append(self.data[at + 8 : end].decode())
+            strings.append(self.data[at + 8 : end].decode())
             at = end
-        return found
+        return strings
 
 
 MetadataValue: TypeAlias = "int | float | bool | str | npt.NDArray[Any] | StringArray"
@@ -97,7 +98,7 @@ MetadataValue: TypeAlias = "int | float | bool | str | npt.NDArray[Any] | String
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor's place: `offset` bytes from the beginning of `file`. `shape` has the rows first, as torch's has."""
+    """A tensor's place, `offset` bytes from the beginning of `file`. `shape` has the rows first, as in torch."""
 
     name: str
     shape: tuple[int, ...]
@@ -119,13 +120,13 @@ class GgufFile:
     metadata: Mapping[str, MetadataValue]
     tensors: Mapping[str, GgufTensor]
     prefix: str = ""
-    """What every key begins with that is read: "", or an architecture's name and a dot."""
+    """The prefix of every key that is read: empty, or an architecture's name and a dot."""
 
     def error(self, message: str) -> InvalidArgument:
         return InvalidArgument(f"{self.path}: {message}")
 
     def get(self, key: str, default: object = None) -> Any:
-        """The value of a field, of whatever kind."""
+        """The value of a field, of any kind."""
         return self.metadata.get(f"{self.prefix}{key}", default)
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -150,34 +151,35 @@ class GgufFile:
         except UnicodeDecodeError as error:
             raise self.error(f"a string of {key} is not UTF-8: {error}") from error
 
-    def _value(self, key: str, default: Any, kinds: tuple[type, ...], wanted: str) -> Any:
-        """Raises `InvalidArgument` where the value is missing and has no default, or is of another kind."""
+    def _value(self, key: str, default: Any, kinds: tuple[type, ...], expected: str) -> Any:
+        """The value of a field. Raises `InvalidArgument` if it is missing without a default, or of another kind."""
         value = self.get(key, default)
         if value is None:
             raise self.error(f"its metadata has no {self.prefix}{key}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             got = repr(value)[:80] if isinstance(value, str | int | float) else "an array"
-            raise self.error(f"{self.prefix}{key} must be {wanted}, got {got}")
+            raise self.error(f"{self.prefix}{key} must be {expected}, got {got}")
         return value
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The model in a file, with all its shards if it is one of several.
+    """The model in a file, with all its shards.
 
     Raises:
         NotFound: a shard is missing.
-        InvalidArgument: it is no GGUF file, or a broken one, or has something that is not supported; says what.
+        InvalidArgument: it is no GGUF file, is broken, or has something unsupported; the message says what.
     """
     shards = shard_paths(path)
     first, *others = (_read_one(shard) for shard in shards)
-    count, tensors = first.number("split.count", 1), dict(first.tensors)
+    count = first.number("split.count", 1)
+    tensors = dict(first.tensors)
     if max(count, 1) != len(shards):
         raise first.error(f"its split.count is {count}, but its name means {len(shards)} files")
     for number, shard in enumerate(others, 1):
         if (shard.number("split.no"), shard.number("split.count")) != (number, count):
             raise shard.error(f"it is not part {number + 1} of {count}, as its name says")
-        if twice := next((name for name in shard.tensors if name in tensors), None):
-            raise shard.error(f"tensor {twice} is in another shard, too")
+        if duplicate := next((name for name in shard.tensors if name in tensors), None):
+            raise shard.error(f"tensor {duplicate} is in another shard, too")
         tensors |= shard.tensors
     if others and (total := first.number("split.tensors.count")) != len(tensors):
         raise first.error(f"its shards have {len(tensors)} tensors, not {total} as split.tensors.count says")
@@ -203,8 +205,11 @@ class _Header:
     """The beginning of a file, read from front to back."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
-        self._path, self._content, self._at = path, content, 0
-        self._size, self._end = len(content), min(len(content), _LARGEST_HEADER)
+        self._path = path
+        self._content = content
+        self._at = 0
+        self._size = len(content)
+        self._end = min(len(content), _LARGEST_HEADER)
 
     def read(self) -> tuple[dict[str, MetadataValue], dict[str, GgufTensor]]:
         if self._take(4) != _MAGIC:
@@ -228,32 +233,34 @@ class _Header:
         return metadata, self._tensors(tensors, alignment)
 
     def _tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
-        described = [self._tensor(alignment) for _ in range(count)]
+        descriptions = [self._tensor(alignment) for _ in range(count)]
         start = -(-self._at // alignment) * alignment
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         end = 0
-        for name, shape, kind, offset in sorted(described, key=lambda each: each[3]):
-            found[name] = tensor = GgufTensor(name, shape, kind, self._path, start + offset)
+        for name, shape, kind, offset in sorted(descriptions, key=lambda description: description[3]):
+            tensors[name] = tensor = GgufTensor(name, shape, kind, self._path, start + offset)
             if offset < end:
                 self._fail(f"tensor {name} overlaps another one")
             end = offset + tensor.bytes
             if start + end > self._size:
                 self._fail(f"truncated: tensor {name} ends at byte {start + end} of {self._size}")
-        if len(found) != len(described):
+        if len(tensors) != len(descriptions):
             self._fail("two of its tensors have the same name")
-        return found
+        return tensors
 
     def _tensor(self, alignment: int) -> tuple[str, tuple[int, ...], TensorType, int]:
-        name, dims = self._string(), self._number("<I")
+        name = self._string()
+        dims = self._number("<I")
         if not 1 <= dims <= _MOST_DIMS:
             self._fail(f"tensor {name} has {dims} dimensions; 1 to {_MOST_DIMS} are possible")
         shape = tuple(self._number("<Q") for _ in range(dims))[::-1]
-        number, offset = self._number("<I"), self._number("<Q")
+        number = self._number("<I")
+        offset = self._number("<Q")
         kind = TENSOR_TYPES.get(number)
         if kind is None:
-            called = _OTHER_TYPES.get(number, "unknown")
-            supported = ", ".join(each.name for each in TENSOR_TYPES.values())
-            self._fail(f"tensor {name} has type {called} ({number}), which is not supported; supported: {supported}")
+            type_name = _OTHER_TYPES.get(number, "unknown")
+            supported = ", ".join(tensor_type.name for tensor_type in TENSOR_TYPES.values())
+            self._fail(f"tensor {name} has type {type_name} ({number}), which is not supported; supported: {supported}")
         if min(shape) < 1 or prod(shape) > self._size * kind.values or shape[-1] % kind.values:
             self._fail(f"tensor {name} of type {kind.name} can't have shape {list(shape)}")
         if offset % alignment:
@@ -273,7 +280,8 @@ class _Header:
 
     def _array(self, kind: int, key: str) -> MetadataValue:
         if kind == _STRING:
-            count, start = self._count(8), self._at
+            count = self._count(8)
+            start = self._at
             for _ in range(count):
                 self._at += 8 + int.from_bytes(self._content[self._at : self._at + 8], "little")
                 if self._at > self._end:
@@ -291,7 +299,7 @@ class _Header:
             self._fail(f"a name or a text before byte {self._at} is not UTF-8: {error}")
 
     def _count(self, least: int) -> int:
-        """A number of things of at least so many bytes each."""
+        """Read a count of things of at least `least` bytes each."""
         count = self._number("<Q")
         if count > (self._end - self._at) // least:
             self._fail_at_end()

@@ -1,7 +1,7 @@
-"""Builds the tokenizer that a GGUF file's metadata describes, as its converter found it in a checkpoint.
+"""Builds the tokenizer that a GGUF file's metadata describes.
 
-There are two kinds: byte-level BPE, whose way to split text into words the file tells by a name alone, and
-SentencePiece's BPE, which merges what makes the piece of the highest score. Knows nothing of chat templates.
+There are two kinds: byte-level BPE, whose word splitting the file only names, and SentencePiece's BPE, which merges the
+pair that makes the piece of the highest score.
 """
 
 import logging
@@ -16,14 +16,14 @@ from .gguf_file import GgufFile
 log = logging.getLogger(__name__)
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-"""Kinds of tokens; 1 is a normal one, 5 one that is not used."""
+"""Kinds of tokens; 1 is a normal one, 5 an unused one."""
 
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token"}
 _ROLES |= {"padding": "pad_token", "cls": "cls_token", "mask": "mask_token"}
-"""The names of special tokens there (one is misspelt in the format) -> ours."""
+"""The format's names of special tokens (one is misspelt) and ours."""
 
 _MOST_CHARACTERS = 1 << 23
-"""Of all pieces of a SentencePiece vocabulary together: each place in each of them may be where it was merged."""
+"""The most characters of a SentencePiece vocabulary: each place in each piece may be where it was merged."""
 _SPACE = "\u2581"
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -33,21 +33,24 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _cases(suffix: str) -> str:
-    """Words whose capitals come first, each with the `suffix` that may follow it."""
+    """A pattern of words whose capitals come first, each with the optional `suffix`."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}{_UPPER}*{_LOWER}+{suffix}|{first}{_UPPER}+{_LOWER}*{suffix}"
 
 
 class WordRule(NamedTuple):
-    """How text becomes words before byte-level BPE. `patterns`: each splits what the ones before it left. `gpt2`: then
-    GPT-2's own pattern does. `composed`: characters are, before all of that (NFC). `whole`: a word that is in the
-    vocabulary is one token, whatever merges say. `begins`: a text begins with bos where the file doesn't say."""
+    """How text becomes words before byte-level BPE."""
 
     patterns: tuple[str, ...] = ()
+    """Each splits what the patterns before it left."""
     gpt2: bool = False
+    """GPT-2's own pattern splits last."""
     composed: bool = False
+    """Characters are composed first (NFC)."""
     whole: bool = False
+    """A word in the vocabulary is one token, whatever the merges."""
     begins: bool = False
+    """A text begins with bos, unless the file says otherwise."""
 
 
 _LLAMA3 = WordRule((rf"{_SUFFIXES}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",))
@@ -64,7 +67,7 @@ _RULES: Mapping[str, WordRule] = {
     "tekken": WordRule((rf"{_cases('')}|\p{{N}}|{_SLASHES}",), whole=True, begins=True),
     "gpt-4o": WordRule((rf"{_cases(f'{_SUFFIXES}?')}|\p{{N}}{{1,3}}|{_SLASHES}",)),
 }
-"""tokenizer.ggml.pre -> the rule that checkpoints with this name have in their tokenizer.json."""
+"""The rule of each tokenizer.ggml.pre, from the tokenizer.json of checkpoints with that name."""
 
 
 def published_patterns() -> frozenset[str]:
@@ -81,58 +84,56 @@ class _Vocabulary(NamedTuple):
 
     @property
     def ids(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        ids: dict[str, int] = {}
         for token, text in enumerate(self.tokens):
-            found.setdefault(text, token)
-        if len(found) < len(self.tokens):
+            ids.setdefault(text, token)
+        if len(ids) < len(self.tokens):
             message = "%s: %d of its tokens are in the vocabulary twice; text becomes the first of them"
-            log.warning(message, self.file.path, len(self.tokens) - len(found))
-        return found
+            log.warning(message, self.file.path, len(self.tokens) - len(ids))
+        return ids
 
     def of_kind(self, kind: int) -> list[str]:
-        return [text for text, each in zip(self.tokens, self.kinds, strict=True) if each == kind]
+        return [text for text, token_kind in zip(self.tokens, self.kinds, strict=True) if token_kind == kind]
 
 
 def read_gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, str]]:
-    """The file's tokenizer, and its special tokens that have a role: a name such as `bos_token` -> the text.
-
-    Raises `InvalidArgument` if it has none, or one that is not supported, or a broken one.
-    """
+    """The file's tokenizer, and its special tokens by role, such as `bos_token`. Raises `InvalidArgument` if it has
+    none, or one that is unsupported or broken."""
     model = file.text("tokenizer.ggml.model", "none")
     if model not in ("gpt2", "llama"):
-        told = (
+        problem = (
             "it has no tokenizer"
             if model == "none"
             else f"its tokenizer {model!r} is not supported; gpt2 and llama are"
         )
-        raise file.error(f"{told}: --tokenizer names a checkpoint that has one")
+        raise file.error(f"{problem}: --tokenizer names a checkpoint that has one")
     tokens = file.strings("tokenizer.ggml.tokens")
     kinds = file.numbers("tokenizer.ggml.token_type").tolist() if "tokenizer.ggml.token_type" in file.metadata else []
     if len(kinds) not in (0, len(tokens)):
         raise file.error(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens")
     vocabulary = _Vocabulary(file, tokens, kinds or [1] * len(tokens))
-    named = _named_tokens(file, tokens)
+    special_tokens = _named_tokens(file, tokens)
     try:
-        tokenizer, begins = _byte_level(vocabulary) if model == "gpt2" else _sentencepiece(vocabulary, named)
-        _add_special_tokens(tokenizer, vocabulary, named)
-        _add_ends(tokenizer, file, named, begins)
+        tokenizer, begins = _byte_level(vocabulary) if model == "gpt2" else _sentencepiece(vocabulary, special_tokens)
+        _add_special_tokens(tokenizer, vocabulary, special_tokens)
+        _add_ends(tokenizer, file, special_tokens, begins)
     except InvalidArgument:
         raise
     except Exception as error:  # the library raises nothing narrower
         raise file.error(f"its tokenizer can't be built: {error}") from error
-    return tokenizer, named
+    return tokenizer, special_tokens
 
 
 def _named_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
-    named = {}
+    special_tokens = {}
     for theirs, ours in _ROLES.items():
         key = f"tokenizer.ggml.{theirs}_token_id"
         if key in file.metadata:
             token = file.number(key)
             if not 0 <= token < len(tokens):
                 raise file.error(f"{key} is {token}, but there are {len(tokens)} tokens")
-            named[ours] = tokens[token]
-    return named
+            special_tokens[ours] = tokens[token]
+    return special_tokens
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
@@ -140,13 +141,13 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     name = file.text("tokenizer.ggml.pre", "")
     rule = _RULES.get(name)
     if rule is None:
-        told = f"its pre-tokenizer {name!r} is not supported (supported: {', '.join(_RULES)})"
+        problem = f"its pre-tokenizer {name!r} is not supported (supported: {', '.join(_RULES)})"
         raise file.error(
-            f"{told if name else 'it does not name its pre-tokenizer'}; --tokenizer names another checkpoint"
+            f"{problem if name else 'it does not name its pre-tokenizer'}; --tokenizer names another checkpoint"
         )
     merges = [_pair(merge) for merge in file.strings("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=rule.whole))
-    splits: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in rule.patterns]
+    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.gpt2)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
     if rule.composed:
@@ -160,9 +161,10 @@ def _pair(merge: str) -> tuple[str, str]:
     return merge[:1] + first, second
 
 
-def _sentencepiece(vocabulary: _Vocabulary, named: Mapping[str, str]) -> tuple[Tokenizer, bool]:
+def _sentencepiece(vocabulary: _Vocabulary, special_tokens: Mapping[str, str]) -> tuple[Tokenizer, bool]:
     file = vocabulary.file
-    scores, size = file.numbers("tokenizer.ggml.scores").tolist(), len(vocabulary.tokens)
+    scores = file.numbers("tokenizer.ggml.scores").tolist()
+    size = len(vocabulary.tokens)
     if len(scores) != size:
         raise file.error(f"tokenizer.ggml.scores has {len(scores)} entries for {size} tokens")
     if sum(map(len, vocabulary.tokens)) > _MOST_CHARACTERS:
@@ -180,7 +182,7 @@ def _sentencepiece(vocabulary: _Vocabulary, named: Mapping[str, str]) -> tuple[T
         for at in range(1, len(text))
         if text[:at] in ids and text[at:] in ids
     ]
-    unknown = named.get("unk_token") or next(iter(vocabulary.of_kind(_UNKNOWN)), None)
+    unknown = special_tokens.get("unk_token") or next(iter(vocabulary.of_kind(_UNKNOWN)), None)
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefixed = file.flag("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
@@ -190,18 +192,18 @@ def _sentencepiece(vocabulary: _Vocabulary, named: Mapping[str, str]) -> tuple[T
     return tokenizer, True
 
 
-def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, named: Mapping[str, str]) -> None:
+def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, special_tokens: Mapping[str, str]) -> None:
     own = vocabulary.of_kind(_USER_DEFINED)
     if isinstance(tokenizer.normalizer, normalizers.Sequence):  # a prefix would become part of each: these are merged
         own = [text for text in own if _SPACE not in text]
     tokenizer.add_tokens([AddedToken(text, normalized=_SPACE in text) for text in own if text])
-    special = dict.fromkeys([*vocabulary.of_kind(_CONTROL), *vocabulary.of_kind(_UNKNOWN), *named.values()])
+    special = dict.fromkeys([*vocabulary.of_kind(_CONTROL), *vocabulary.of_kind(_UNKNOWN), *special_tokens.values()])
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special if text])
 
 
-def _add_ends(tokenizer: Tokenizer, file: GgufFile, named: Mapping[str, str], begins: bool) -> None:
+def _add_ends(tokenizer: Tokenizer, file: GgufFile, special_tokens: Mapping[str, str], begins: bool) -> None:
     """Put bos before a text and eos after it, as the file says."""
-    bos, eos = named.get("bos_token"), named.get("eos_token")
+    bos, eos = special_tokens.get("bos_token"), special_tokens.get("eos_token")
     bos = bos if file.flag("tokenizer.ggml.add_bos_token", begins) else None
     eos = eos if file.flag("tokenizer.ggml.add_eos_token", False) else None
     around = [(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text]
@@ -221,22 +223,22 @@ _ENDS = (
     "<EOT>",
     "<｜end▁of▁sentence｜>",
 )
-"""Tokens that end an answer, whatever the file calls them: it names one or two, and checkpoints have more."""
+"""Tokens that end an answer. A file names one or two, and checkpoints have more."""
 
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _SAMPLING |= {"penalty_repeat": "repetition_penalty"}
 
 
 def read_gguf_generation(file: GgufFile, added: Mapping[str, int]) -> dict[str, Any]:
-    """The fields of generation_config.json that the file has; `added`: the ids of tokens that are no part of text.
-
-    Raises `InvalidArgument` for a token that is no number.
-    """
-    keys = [f"tokenizer.ggml.{each}_token_id" for each in ("eos", "eot", "eom")]
-    named = [file.number(key) for key in keys if key in file.metadata]
-    ends = dict.fromkeys([*named, *(added[text] for text in _ENDS if text in added)])
+    """The fields of generation_config.json that the file has; `added` is the ids of tokens that are no part of text.
+    Raises `InvalidArgument` for a token that is no number."""
+    keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")]
+    declared = [file.number(key) for key in keys if key in file.metadata]
+    ends = dict.fromkeys([*declared, *(added[text] for text in _ENDS if text in added)])
     sampling = {ours: file.metadata.get(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
-    left = [key for key in file.metadata if key.startswith("general.sampling.") and key.split(".")[-1] not in _SAMPLING]
-    if left:
-        log.warning("%s: its own defaults of sampling are not applied: %s", file.path, ", ".join(sorted(left)))
+    unsupported = [
+        key for key in file.metadata if key.startswith("general.sampling.") and key.split(".")[-1] not in _SAMPLING
+    ]
+    if unsupported:
+        log.warning("%s: its own defaults of sampling are not applied: %s", file.path, ", ".join(sorted(unsupported)))
     return {"eos_token_id": list(ends)} | {name: value for name, value in sampling.items() if value is not None}

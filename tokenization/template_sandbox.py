@@ -1,11 +1,10 @@
-"""The sandbox of chat templates, which come from the internet or with a request: it limits their access and their work.
+"""The sandbox of chat templates, which come from the internet or with a request.
 
-Jinja's own keeps a template from the server's objects, not from its time and memory: `'x' * 10 ** 10` is one operator.
-Here a `WorkMeter` counts while a template is rendered; `template_work.py` says what each step costs.
+Jinja's own limits what a template may access, not its time and memory: `'x' * 10 ** 10` is one operator. Here a
+`WorkMeter` counts the steps of a rendering by the costs in `template_work.py`.
 
-Nothing is computed while a template is compiled. Iterators become lists, and keys of dictionaries are text or numbers,
-as a long chain of the former, or a deep nest of tuples as the latter, would overflow CPython's own stack and end the
-process.
+Nothing is computed while a template is compiled. Iterators become lists, and keys are text or numbers, since a long
+chain of iterators or a deep nest of tuples would overflow CPython's stack.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,13 +36,13 @@ from .template_work import (
 )
 
 MAX_SOURCE = 1 << 16
-"""Characters of a template: compiling takes up to 30 microseconds for each."""
+"""The most characters of a template: compiling takes up to 30 us for each."""
 MAX_PYTHON = 1 << 16
-"""Characters of Python source that a request's template may become, about four for each of its own: no other thread
-runs while Python compiles it, for some 50 ms at most."""
+"""The most characters of a request's template as Python source, about four for each of its own. Compiling them holds
+the GIL for up to 50 ms."""
 
 _NODE = 2
-"""The work of any expression, in characters that take as long to copy, or more."""
+"""The work of any expression, in copied characters."""
 
 T = TypeVar("T")
 
@@ -61,7 +60,7 @@ def metered(meter: WorkMeter) -> Iterator[None]:
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """A jinja2 sandbox whose templates count their work: render what is `compiled` here in a `metered` block."""
+    """A jinja2 sandbox whose templates count their work. Render what it has `compiled` in a `metered` block."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -77,12 +76,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.tests = {**tests, **{name: _bounded_test(name, tests[name]) for name in METERED_TESTS}}
 
     def add_filter(self, name: str, work: Callable[..., Any]) -> None:
-        """Offer one more, or another one of that name."""
+        """Offer one more filter, or replace one."""
         self.filters[name] = _bounded_filter(name, work)
 
     def compiled(self, source: str, most: float = inf) -> Template:
-        """The template, which counts what it does, as Python of at most so many characters. Raises whatever jinja and
-        Python raise for a source that is none."""
+        """A template that counts its work, of at most `most` characters in Python. Raises whatever jinja and Python
+        raise for a wrong source."""
         if len(source) > MAX_SOURCE:
             raise TemplateLimitExceeded(f"it has {len(source)} characters, and may have {MAX_SOURCE} at most")
         template = _MeteringTransformer(self).visit(self.parse(source))
@@ -120,7 +119,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def pass_through(self, work: int) -> bool:
-        """A loop's body, or a macro's, is begun once more."""
+        """Count a turn of a loop's body, or a call of a macro's."""
         meter = _meter.get()
         meter.turn()
         meter.spend(work)
@@ -149,7 +148,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return value
 
     def spread(self, values: T) -> T:
-        """Values that are spread over the arguments of a call."""
+        """Count values that are spread over the arguments of a call."""
         meter = _meter.get()
         meter.spend(ELEMENT_WORK * len(values) if isinstance(values, str | range) else meter.weigh(values))
         return values
@@ -205,14 +204,14 @@ class _MeteringTransformer(NodeTransformer):
     visit_Call = visit_Filter = visit_Test = _spread_arguments
 
     def _call(self, method: str, arguments: Sequence[nodes.Expr]) -> nodes.Filter:
-        """A call of the environment's method, as a filter whose name no template can write: jinja calls filters
-        directly."""
+        """A call of the environment's method, as a filter, which jinja calls directly, with a name that no template can
+        write."""
         first, *others = arguments
         line = first.lineno
         return nodes.Filter(first, f" {method}", others, [], None, None, lineno=line, environment=self._environment)
 
     def _passing(self, body: Sequence[nodes.Node], line: int) -> nodes.ExprStmt:
-        """Counts what is in a body, but for the bodies in it, which count themselves."""
+        """Counts the expressions in a body, except in bodies within it, which count themselves."""
         work = nodes.Const(sum(map(_work, body)) + _NODE, lineno=line, environment=self._environment)
         return nodes.ExprStmt(self._call("pass_through", [work]), lineno=line, environment=self._environment)
 
@@ -228,7 +227,7 @@ def _work(node: nodes.Node) -> int:
 
 @pass_context
 def _shown(context: Context, value: T) -> T:
-    """Counts what goes into the text. It asks for the context so that nothing is put into the text ahead of time."""
+    """Counts a value that goes into the text. It takes the context so that jinja does not call it while compiling."""
     meter = _meter.get()
     meter.spend(len(value) if isinstance(value, str) else meter.weigh(value))
     return value
@@ -258,12 +257,12 @@ def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any
 
 
 def _first_argument(function: Callable[..., Any]) -> int:
-    """The index of the value that a filter or a test is applied to, behind what jinja passes of itself."""
+    """The index of the value that a filter or test is applied to, behind the object that jinja passes."""
     return int(hasattr(function, "jinja_pass_arg"))
 
 
 def _kept(meter: WorkMeter, made: Any) -> Any:
-    """The result of a filter or a method, an iterator as a list."""
+    """The result of a filter or a method, with an iterator as a list."""
     if isinstance(made, COPIED):
         meter.spend(len(made))
     elif isinstance(made, Iterator):

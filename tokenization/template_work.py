@@ -1,11 +1,10 @@
-"""The costs of a chat template's steps, and the meter that counts them down.
+"""The costs of a chat template's steps, and the meter that counts them.
 
-- turns: of loops, and calls of macros and methods;
-- work: characters that are made or looked through, elements of lists likewise, and what a loop's body or a macro has in
-  it each time it is passed through, so that what is between two turns is counted, too.
+- Turns are those of loops, and calls of macros and methods.
+- Work is characters that are made or searched, and the like for elements of lists and the expressions of a body.
 
-What a step will make is counted before it is made. What costs more than it makes, and no chat template needs, is left
-out: some filters, most methods of Python's values.
+The result of a step is counted before it is made. Filters and methods that cost more than they make, and that no chat
+template needs, are not offered.
 """
 
 import re
@@ -20,16 +19,16 @@ from jinja2.utils import Namespace
 
 MAX_TURNS = 1_000_000
 MAX_WORK = 1 << 26
-"""The work of one rendering, in characters: those of the largest body by default; a longer conversation adds to it."""
+"""The work of one rendering, in characters: those of the largest body by default. A conversation adds to it."""
 
 MAX_BITS = 1 << 12
-"""Bits of a number: arithmetic takes the square of its length."""
+"""The most bits of a number, since arithmetic takes the square of them."""
 _MAX_DEPTH = 100
-"""Levels of lists in lists that are compared, shown or searched."""
+"""The deepest nesting of lists that are compared, shown or searched."""
 ELEMENT_WORK = 64
 """The work of looking at an element of a list."""
 HASHED_PER_WORK = 16
-"""Pairs of elements of a set whose hashes are the same that are compared for one unit of work."""
+"""Pairs of elements with one hash that a set compares for one unit of work."""
 COPIED = (str, list, tuple)
 """The types that operators concatenate or repeat."""
 DROPPED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
@@ -50,23 +49,22 @@ _WRITING = frozenset({"capitalize", "center", "e", "escape", "forceescape", "ind
 }
 """Filters that convert their value to text."""
 _LISTING = ("list", "title", "wordcount")
-"""Filters that split a text: each of its pieces costs as much as sixteen characters and more."""
+"""Filters that split a text: each piece costs sixteen characters and more."""
 _FREE_NUMBERS = frozenset({"default", "d", "int", "float", "sum"})
-"""Filters whose number arguments do not make their result longer."""
+"""Filters whose number arguments do not lengthen their result."""
 _ITEMWISE = frozenset({"groupby", "join", "map", "max", "min", "reject", "rejectattr", "select", "selectattr"}) | {
     *("sort", "sum", "unique")
 }
-"""Filters that call Python for each element, by their arguments: a test, a filter, the path of an attribute."""
+"""Filters that run a test, a filter or the path of an attribute for each element."""
 _REVERSE_SEARCHES = ("rfind", "rindex", "rpartition", "rsplit")
-"""Methods of texts for which CPython may compare all of what it looks for at every place: only forward searches are
-linear."""
+"""Methods of texts that may compare all of their argument at each place: CPython's reverse searches are not linear."""
 _REMAINDER_TESTS = frozenset({"divisibleby", "even", "odd"})
-"""Tests that take a remainder, which is Python's formatting if their value is a text."""
+"""Tests that take a remainder, which is formatting if their value is a text."""
 METERED_TESTS = _REMAINDER_TESTS | {
     *("==", "eq", "equalto", "!=", "ne", "<", "lt", "lessthan", "<=", "le", ">", "gt", "greaterthan", ">=", "ge"),
     *("in", "sameas", "lower", "upper", "filter", "test"),
 }
-"""Tests that look through their values, hash or format them."""
+"""Tests that search their values, hash or format them."""
 
 TIME_FUNCTION = "strftime_now"
 _LONGEST_TIME_FORMAT = 1024
@@ -77,16 +75,14 @@ class TemplateLimitExceeded(TemplateError):
 
 
 class WorkMeter:
-    """Counts down the work that a template may still do in one rendering.
-
-    Its methods raise `TemplateLimitExceeded` if less is left, or a value is one that templates may not have.
-    """
+    """Counts down the work that a template may still do in one rendering. Its methods raise `TemplateLimitExceeded` if
+    too little is left, or a value is not allowed."""
 
     def __init__(self, work: int = MAX_WORK, turns: int = MAX_TURNS) -> None:
         self.work, self.turns = work, turns
         self._limits = work, turns
         self.deepest = 0
-        """Levels of lists in lists of the value that was weighed last."""
+        """The nesting of the value that was weighed last."""
 
     def spend(self, work: int) -> None:
         self.work -= work
@@ -99,8 +95,8 @@ class WorkMeter:
             raise TemplateLimitExceeded(f"its loops and macros take more than {self._limits[1]} turns")
 
     def weigh(self, value: Any) -> int:
-        """The size of a value in characters, with everything in it as often as it is in it. It is spent, too, since all
-        of it is looked at."""
+        """The size of a value in characters, with all that it contains as often as it does. Looking at it is counted as
+        work, too."""
         if isinstance(value, str):
             self.spend(len(value) // 8)
             return len(value)
@@ -124,7 +120,7 @@ class WorkMeter:
         return weight
 
     def check_number(self, value: Any) -> Any:
-        """`value`, unless it is a number too long to compute with."""
+        """The value, unless it is a number too long to compute with."""
         if type(value) is int and value.bit_length() > MAX_BITS:
             raise TemplateLimitExceeded(f"it computes with numbers of more than {MAX_BITS} bits")
         return value
@@ -152,7 +148,7 @@ def _elements(value: Any) -> Iterator[Any] | None:
 
 
 def spend_operator(meter: WorkMeter, operator: str, left: Any, right: Any) -> None:
-    """Spend the work of a binary operator."""
+    """Count the work of a binary operator."""
     if operator == "+" and isinstance(left, COPIED) and isinstance(right, COPIED):
         meter.spend(len(left) + len(right))
     elif operator == "%" and isinstance(left, str):
@@ -170,15 +166,15 @@ def spend_operator(meter: WorkMeter, operator: str, left: Any, right: Any) -> No
 
 
 def _repeated_size(value: Any, times: Any) -> int:
-    """The size of `times` repetitions of a value, in characters: an element counts eight."""
-    each = 1 if isinstance(value, str) else 8
-    return len(value) * max(times, 0) * each if isinstance(times, int) else 0
+    """The size of a repeated value in characters; an element counts eight."""
+    element_size = 1 if isinstance(value, str) else 8
+    return len(value) * max(times, 0) * element_size if isinstance(times, int) else 0
 
 
 def spend_filter(
     meter: WorkMeter, name: str, value: Any, arguments: Sequence[Any], named_arguments: Mapping[str, Any]
 ) -> None:
-    """Spend the work of a filter on `value`."""
+    """Count the work of a filter on `value`."""
     if isinstance(value, LoopContext):
         raise TemplateLimitExceeded(_LOOP_AS_LIST)
     every_argument = [*arguments, *named_arguments.values()]
@@ -238,10 +234,8 @@ def _path_separators(arguments: Sequence[Any]) -> int:
 
 
 def spend_hashing(meter: WorkMeter, values: Any) -> None:
-    """Spend the work of putting values into a set or a dictionary.
-
-    Numbers that are multiples of 2**61 - 1 have one hash, so that each may be compared with all before it. Hashes of
-    texts are secret."""
+    """Count the work of putting values into a set or a dictionary. Multiples of 2**61 - 1 have one hash, so each may be
+    compared with all before it; hashes of texts are secret."""
     if isinstance(values, str):
         meter.spend(len(values))
     elif isinstance(values, _SIZED):
@@ -249,7 +243,7 @@ def spend_hashing(meter: WorkMeter, values: Any) -> None:
 
 
 def spend_test(meter: WorkMeter, name: str, arguments: Sequence[Any]) -> None:
-    """Spend the work of a test, whose value is the first of its arguments."""
+    """Count the work of a test, whose value is the first argument."""
     if name in _REMAINDER_TESTS:
         spend_operator(meter, "%", arguments[0], arguments[1:] or (2,))
         return
@@ -258,10 +252,8 @@ def spend_test(meter: WorkMeter, name: str, arguments: Sequence[Any]) -> None:
 
 
 def spend_function(meter: WorkMeter, function: object, arguments: Sequence[Any]) -> None:
-    """Spend the work of a function that the environment offers.
-
-    The system's `strftime` makes up to 256 characters of each, by fields as wide as the number in them, and no other
-    thread runs meanwhile. Others may put their arguments into dictionaries."""
+    """Count the work of a function of the environment, which may put its arguments into a dictionary. The system's
+    `strftime` makes up to 256 characters of each in its format, as wide as the number there, and holds the GIL."""
     for argument in arguments:
         meter.weigh(argument)
         spend_hashing(meter, argument)
@@ -273,8 +265,8 @@ def spend_function(meter: WorkMeter, function: object, arguments: Sequence[Any])
 
 
 def spend_key(meter: WorkMeter, container: Any, key: Any) -> None:
-    """Spend the work of looking up a key or an attribute: its name is copied if there is none, and a number may have
-    the hash of all others."""
+    """Count the work of looking up a key or an attribute: an absent name is copied into the error, and a number may
+    have the hash of all others."""
     if isinstance(key, str):
         if len(key) > ELEMENT_WORK:
             meter.spend(len(key) // 8)
@@ -283,7 +275,8 @@ def spend_key(meter: WorkMeter, container: Any, key: Any) -> None:
 
 
 def spend_method(meter: WorkMeter, owner: Any, name: str, arguments: Sequence[Any]) -> None:
-    """Spend the work of a method of the value `owner`; raises `TemplateLimitExceeded` for one that is not offered."""
+    """Count the work of a method of the value `owner`. Raises `TemplateLimitExceeded` for a method that is not
+    offered."""
     allowed = next((names for kind, names in OFFERED_METHODS.items() if isinstance(owner, kind)), frozenset[str]())
     if name not in allowed:
         raise TemplateLimitExceeded(f"the method '{name}' of {type(owner).__name__} is not offered to templates")
@@ -325,7 +318,7 @@ def _spend_replacing(meter: WorkMeter, text: str, old: str, new: str) -> None:
 
 
 def _spend_printf(meter: WorkMeter, form: str, values: Any) -> None:
-    """Spend the work of `form % values`: a field is as wide as the number in it."""
+    """Count the work of `form % values`: a field is as wide as the number in it."""
     meter.spend(8 * len(form))
     if re.search(r"%[-+ #0-9.]*\*", form):
         raise TemplateLimitExceeded("it computes the width of a field")

@@ -1,8 +1,5 @@
-"""Text to token ids and back, by the `tokenizers` library alone.
-
-Knows nothing of requests or engines; never imports transformers or torch. Thread-safe once loaded. In an
-event loop long texts are handled in threads, so that the loop goes on.
-"""
+"""Text to token ids and back, by the `tokenizers` library alone, never by transformers or torch. Thread-safe once
+loaded. For an event loop, long texts are handled in threads."""
 
 import asyncio
 import re
@@ -29,11 +26,12 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
-"""Letter -> byte of byte-level vocabularies: printable bytes are Latin-1, all others stand from letter 256 on."""
+"""The letters of byte-level vocabularies and their bytes: printable bytes are Latin-1, all others are letters from 256
+on."""
 
 
 class TokenPiece(NamedTuple):
-    """A token's text, in which half a character shows as U+FFFD, and its bytes."""
+    """A token's text, in which an incomplete character shows as U+FFFD, and its bytes."""
 
     text: str
     data: bytes
@@ -51,8 +49,8 @@ def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes that each token of a byte-level vocabulary adds to a text: none for tokens that decoding leaves out,
-    and for those that are `hidden`."""
+    """The bytes that each token of a byte-level vocabulary adds to a text. Tokens that decoding leaves out, and
+    `hidden` ones, add none."""
 
     def __init__(self, backend: tokenizers.Tokenizer, hidden: Iterable[int] = ()) -> None:
         super().__init__(dict.fromkeys(hidden, b""))
@@ -72,7 +70,7 @@ def _raw(name: str) -> bytes:
 
 
 def _letters(name: str) -> bytes:
-    """The bytes of an entry that has a letter for each byte; an added token may be spelt otherwise and stands for
+    """The bytes of an entry with a letter for each byte; an added token may be spelt otherwise and stands for
     itself."""
     try:
         return bytes([_BYTES[letter] for letter in name])
@@ -83,15 +81,14 @@ def _letters(name: str) -> bytes:
 _PROBE = 16
 """Characters of a very long text that are encoded first, for each token of the longest prompt."""
 _TEMPLATES = 16
-"""Templates of requests that are kept compiled."""
+"""Templates of requests that stay compiled."""
 _TAIL = 128
-"""Characters of a text's end that are encoded first, for each token that is wanted of it."""
+"""Characters of a text's end that are encoded first, for each wanted token of it."""
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and chat template, as transformers reads them. `bytes`: what each token adds to a text,
-    if that does not depend on its neighbours; `bytes_with_special`: to a text with special tokens. `shown`: special
-    tokens that are in any text."""
+    """A checkpoint's tokenizer and chat template, as transformers reads them. `shown` are special tokens that stay in
+    any text."""
 
     def __init__(
         self,
@@ -107,21 +104,23 @@ class Tokenizer:
         self._templates = templates
         self._shown = shown
         added = backend.get_added_tokens_decoder().items()
-        self._hidden = frozenset(token for token, each in added if each.special and each.content not in shown)
+        self._hidden = frozenset(token for token, entry in added if entry.special and entry.content not in shown)
         self.showing = lru_cache(_TEMPLATES)(self._showing)
         compiled = partial(ChatTemplate, tokens=named, whose="the request's", field="chat_template")
         self._given = lru_cache(_TEMPLATES)(compiled)
         self.token_piece: Callable[[int], TokenPiece] = cache(partial(read_token_piece, backend))
         self.bytes: TokenBytes | None = None
+        """The bytes of each token, if they do not depend on its neighbours."""
         self.bytes_with_special: TokenBytes | None = None
+        """The same, with special tokens in the text."""
         if isinstance(backend.decoder, decoders.ByteLevel):
             self.bytes = TokenBytes(backend, self._hidden)
             self.bytes_with_special = TokenBytes(backend)
 
     @classmethod
     def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
-        """Read a checkpoint directory, and try its tokenizer out; raises as `read_tokenizer` and
-        `BoundedEncoder.try_out`. `chat_template`: a file or a template to use instead of its own."""
+        """Read a checkpoint, and try its tokenizer out. `chat_template`, a file or a template, replaces its own. Raises
+        as `read_tokenizer` and `BoundedEncoder.try_out`."""
         backend, named = read_tokenizer(directory)
         backend.no_truncation()
         backend.no_padding()
@@ -133,16 +132,17 @@ class Tokenizer:
 
     @property
     def bounded(self) -> bool:
-        """Whether encoding a short text takes little time: see `BoundedEncoder`."""
+        """Whether encoding a short text takes little time."""
         return self._encoder.bounded
 
     def prompt_ids(
         self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
     ) -> list[int]:
-        """The token ids of any kind of prompt, see `TokenizeRequest`; with `kept`, its last so many of them.
+        """The token ids of any kind of prompt; with `kept`, only the last ones.
 
-        Raises `InvalidArgument` for a conversation that the model cannot render, or text that is not Unicode, and
-        `ContextLengthExceeded` for text that has far more tokens than `limit`, before all of it was read.
+        Raises:
+            InvalidArgument: the model cannot render the conversation, or the text is not Unicode.
+            ContextLengthExceeded: the text has far more tokens than `limit`; it was not read to its end.
         """
         if not isinstance(prompt, str | Conversation):
             return list(prompt if kept is None else prompt[-kept:])
@@ -153,22 +153,16 @@ class Tokenizer:
         return self.text_ids(text, special, limit, field) if kept is None else self._last(text, special, kept)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` adds what the model wants around a prompt (such as bos). Raises as
-        `BoundedEncoder.encode`, but `InvalidArgument` for what is not Unicode.
-
-        Other threads run meanwhile if the text is long: of the library's ways in, only those for batches let them.
-        """
+        """The token ids of `text`; `special` adds what the model wants around a prompt. Other threads run meanwhile if
+        the text is long. Raises as `BoundedEncoder.encode`, but `InvalidArgument` for a text that is not Unicode."""
         try:
             return [*self._encoder.ids(text, special)]
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
 
     def text_ids(self, text: str, special: bool, limit: TokenLimit | None, field: str) -> list[int]:
-        """The token ids of the text in `field`; one that is far too long is refused by its beginning, as each character
-        costs the library a microsecond and 200 bytes.
-
-        A beginning counts if it has twice as many tokens as may be: its last ones may be others in the whole text.
-        """
+        """The token ids of the text in `field`. A text whose beginning has more than twice `limit` tokens is refused,
+        and not read on, since each character costs 1 us and 200 bytes. Up to that, it may have fewer as a whole."""
         length = len(text) if limit is None else _PROBE * limit.tokens
         while limit is not None and length < len(text):
             tokens = len(self.encode(text[:length], special))
@@ -178,7 +172,7 @@ class Tokenizer:
         return self.encode(text, special)
 
     def _last(self, text: str, special: bool, count: int) -> list[int]:
-        """The last tokens of a text, which do not depend on a beginning that is far away."""
+        """The last tokens of a text, which do not depend on a beginning far away."""
         if len(text) > _TAIL * count:
             end = self.encode(text[-_TAIL * count :], special=False)
             if len(end) > count:
@@ -186,7 +180,7 @@ class Tokenizer:
         return self.encode(text, special)[-count:]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """The text of `ids`, unknown ones left out; with special tokens if `special`."""
+        """The text of `ids`, without unknown ones; with special tokens if `special`."""
         if self._shown and not special:
             ids, special = [token for token in ids if token not in self._hidden], True
         try:
@@ -196,9 +190,9 @@ class Tokenizer:
             raise InvalidArgument("token ids must be between 0 and 2**32 - 1", field="tokens") from error
 
     def _showing(self, texts: tuple[str, ...]) -> "Tokenizer":
-        """This tokenizer, but with those of the `texts` that are special tokens in any text."""
+        """This tokenizer, but with those of the `texts` that are special tokens shown in any text."""
         added = self._backend.get_added_tokens_decoder().values()
-        shown = frozenset(each.content for each in added if each.special) & frozenset(texts)
+        shown = frozenset(entry.content for entry in added if entry.special) & frozenset(texts)
         return Tokenizer(self._backend, self._named, self._templates, shown, self._encoder) if shown else self
 
     def template_source(self, prompt: Prompt) -> str:
@@ -207,11 +201,11 @@ class Tokenizer:
         return "" if chat is None else chat.source
 
     def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
-        """The text of a prompt with these ids: itself, or the decoded ids, special tokens among them."""
+        """The text of a prompt with these ids: itself, or the decoded ids with special tokens."""
         return prompt if isinstance(prompt, str) else self.decode(ids, special=True)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
-        """The vocabulary's entry of each token, as it is spelt there; empty for ids without one."""
+        """The vocabulary's entry of each token; empty for unknown ids."""
         with NativeCall(_FAILED):
             return [self._backend.id_to_token(token) or "" for token in ids]
 
@@ -221,17 +215,17 @@ class Tokenizer:
         return self._templates[DEFAULT].source if DEFAULT in self._templates else ""
 
     def added_tokens(self, size: int) -> dict[str, int]:
-        """The ids below `size` of the tokens that are no part of other text, special ones among them."""
+        """The ids below `size` of added tokens, special ones included."""
         with NativeCall(_FAILED):
             added = self._backend.get_added_tokens_decoder().items()
-        return {each.content: token for token, each in added if token < size}
+        return {entry.content: token for token, entry in added if token < size}
 
     @property
     def separates_special_tokens(self) -> bool:
         """Whether decoding puts something between special tokens."""
         added = self._backend.get_added_tokens_decoder().items()
-        one = next((token for token, each in added if each.special), None)
-        return one is not None and self.decode([one] * 2, special=True) != self.decode([one], special=True) * 2
+        token = next((token for token, entry in added if entry.special), None)
+        return token is not None and self.decode([token] * 2, special=True) != self.decode([token], special=True) * 2
 
     @property
     def size(self) -> int:
@@ -239,13 +233,13 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     def token_id(self, name: str) -> int | None:
-        """The id of a named special token, such as `eos_token`."""
+        """The id of a special token by its role, such as `eos_token`."""
         text = self._named.get(name)
         with NativeCall(_FAILED):
             return None if text is None else self._backend.token_to_id(text)
 
     def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Token ids of each word as it would begin a text, and as it would follow a space, unless it is one itself."""
+        """The token ids of each word as it begins a text and as it follows a space, unless it is a space itself."""
         forms = (form for word in words for form in (word, f" {word.lstrip()}") if word.strip() or form == word)
         ids = (tuple(self.encode(form, special=False)) for form in forms)
         return list(dict.fromkeys(word for word in ids if word))
@@ -267,14 +261,14 @@ class Tokenizer:
 
 _THREADS = 2
 _SHORT = 256
-"""Characters, or tokens, that take less time to convert than to hand to another thread."""
+"""Characters or tokens that are converted faster than handed to another thread."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class AsyncTokenizer:
-    """The methods of `tokenizer` for one event loop. They raise as its own do, and `Unavailable` for long texts after
+    """The methods of `tokenizer` for one event loop. They raise as its own, and `Unavailable` for long texts after
     `close`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -295,9 +289,9 @@ class AsyncTokenizer:
     async def word_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         return await self._run(sum(map(len, words)), self._tokenizer.word_ids, words)
 
-    async def call(self, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """Run what encodes a few words of ours: here, where that takes little time."""
-        return await self._run(0, work, *given, **named)
+    async def call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Encode a few words of ours, in the event loop if that takes little time."""
+        return await self._run(0, work, *args, **kwargs)
 
     async def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         return await self._run(0 if isinstance(prompt, str) else len(ids), self._tokenizer.prompt_text, prompt, ids)
@@ -309,14 +303,14 @@ class AsyncTokenizer:
         return await self._run(len(ids), self._tokenizer.token_strings, ids)
 
     def close(self) -> None:
-        """Take no more long texts; those that were taken are finished."""
+        """Refuse further long texts; accepted ones are finished."""
         self._threads.shutdown(wait=False)
 
-    async def _run(self, size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    async def _run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if size <= self._short:
-            return work(*given, **named)
+            return work(*args, **kwargs)
         try:
-            future = self._threads.submit(work, *given, **named)
+            future = self._threads.submit(work, *args, **kwargs)
         except RuntimeError:
             raise Unavailable("the model is unloaded") from None
         return await asyncio.wrap_future(future)

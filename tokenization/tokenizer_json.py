@@ -16,23 +16,21 @@ from .gguf_file import read_gguf
 from .gguf_tokenizer import read_gguf_tokenizer
 
 _LARGEST_FILE, _MOST_ENTRIES, _MOST_ADDED = 1 << 26, 700_000, 1 << 14
-"""Bytes of a tokenizer.json, tokens of its vocabulary or merges, and added tokens: the largest that is published has
-33 MB, 262,144 tokens and 515,000 merges, and 6,400 added ones."""
+"""The limits of a tokenizer.json: bytes, tokens or merges, and added tokens. The largest published has 33 MB, 262,144
+tokens and 515,000 merges, and 6,400 added tokens."""
 _ADDED_TOKEN = b'"single_word"'
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a checkpoint, or of a file in GGUF: see `read_tokenizer_json` and `read_gguf_tokenizer`."""
+    """The tokenizer of a checkpoint's directory or GGUF file."""
     return read_gguf_tokenizer(read_gguf(checkpoint)) if checkpoint.is_file() else read_tokenizer_json(checkpoint)
 
 
 def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """A checkpoint's tokenizer, and its special tokens that have a role: a name such as `bos_token` -> the text.
-
-    Raises `NotFound` if there is no tokenizer.json, `InvalidArgument` if a file cannot be read.
-    """
+    """A checkpoint's tokenizer, and its special tokens by role, such as `bos_token`. Raises `NotFound` if there is no
+    tokenizer.json, `InvalidArgument` if a file cannot be read."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise NotFound(f"{directory} has no tokenizer.json, the only tokenizer format supported")
@@ -44,24 +42,23 @@ def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
     except Exception as error:  # the library raises nothing narrower
         raise InvalidArgument(f"{path} cannot be read: {error}") from error
     config = read_json(directory / "tokenizer_config.json")
-    named: dict[str, str] = {}
+    special_tokens: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = read_json(directory / name)
-        named |= {
+        special_tokens |= {
             role: _text(file[role], f"{directory / name}: {role}") for role in ROLES if file.get(role) is not None
         }
     where = directory / "tokenizer_config.json"
     try:
         with NativeCall("the library failed"):
-            _add_declared_tokens(tokenizer, config, named, f"{where}: ")
+            _add_declared_tokens(tokenizer, config, special_tokens, f"{where}: ")
     except (TypeError, ValueError, OverflowError, Internal) as error:
         raise InvalidArgument(f"{where}: its added tokens cannot be read: {error}") from error
-    return tokenizer, named
+    return tokenizer, special_tokens
 
 
 def _check_size(path: Path) -> None:
-    """Raises `InvalidArgument` for a file that would take the library long to read, which holds Python's lock
-    meanwhile."""
+    """Raises `InvalidArgument` for a file that takes the library long to read, since that holds the GIL."""
     content = read_regular(path, _LARGEST_FILE)
     if count_bytes(content, _ADDED_TOKEN) > _MOST_ADDED:
         raise InvalidArgument(f"it has more than {_MOST_ADDED} added tokens")
@@ -73,7 +70,9 @@ def _check_size(path: Path) -> None:
             raise InvalidArgument(f"it has about {count} {name}, and may have {_MOST_ENTRIES}")
 
 
-def _add_declared_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping[str, str], where: str) -> None:
+def _add_declared_tokens(
+    tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str], where: str
+) -> None:
     # `add_bos_token` and its like go unread: beside a tokenizer.json, whose post-processor decides, transformers too
     # ignores them.
     by_id = config.get("added_tokens_decoder") or {}
@@ -84,7 +83,7 @@ def _add_declared_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], named:
     declared = [(by_id[number], f"{where}added_tokens_decoder.{number}") for number in sorted(by_id, key=int)]
     new = [_added(token, place) for token, place in declared if tokenizer.token_to_id(_text(token, place)) is None]
     tokenizer.add_tokens(new)
-    special = [*named.values()]
+    special = [*special_tokens.values()]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         tokens = config.get(key) or []
         if not isinstance(tokens, dict | list) or len(tokens) > _MOST_ADDED:
@@ -109,8 +108,8 @@ def _text(token: Any, where: str) -> str:
 
 
 class EncoderTokenizer:
-    """A checkpoint's tokenizer.json, cutting what is longer than `length` tokens, special ones included. Of a pair, the
-    longer one is cut first. Thread-safe."""
+    """A checkpoint's tokenizer.json for encoder models. Inputs longer than `length` tokens, special ones included, are
+    cut; of a pair, the longer text first. Thread-safe."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, length: int, lowercase: bool = False, where: str = "tokenizer.json"
@@ -123,22 +122,20 @@ class EncoderTokenizer:
     @classmethod
     def load(cls, directory: Path, length: int, lowercase: bool = False) -> "EncoderTokenizer":
         """Read a checkpoint directory, and try its tokenizer out; raises as `read_tokenizer_json` and
-        `BoundedEncoder.try_out` do."""
+        `BoundedEncoder.try_out`."""
         backend, _ = read_tokenizer_json(directory)
         tokenizer = cls(backend, length, lowercase, str(directory / "tokenizer.json"))
         tokenizer._encoder.try_out("")
         return tokenizer
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[EncodedText]:
-        """The tokens of each text, or of each text and the one in the same place of `pairs`.
-
-        Raises `InvalidArgument` if one is not Unicode, or takes too much: see `BoundedEncoder.encode`.
-        """
+        """The tokens of each text, or of each text with the one at the same index of `pairs`. Raises `InvalidArgument`
+        if one is not Unicode, or exceeds the limits of `BoundedEncoder.encode`."""
         if self._lowercase:
             texts = [text.lower() for text in texts]
             pairs = pairs and [text.lower() for text in pairs]
-        given: list[EncoderInput] = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
+        inputs: list[EncoderInput] = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
         try:
-            return self._encoder.encode(given)
+            return self._encoder.encode(inputs)
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("a text is not valid Unicode", field="input") from error

@@ -1,5 +1,5 @@
-"""Files of weights as their names, indexes and headers show them, before a library opens one: those hold Python's lock
-while they read what a header says."""
+"""Checks of weight files by their names, indexes and headers, before a library opens them: libraries hold the GIL while
+they read headers."""
 
 import os
 from collections.abc import Mapping
@@ -13,16 +13,15 @@ from ..core.regular_files import count_bytes, file_within, open_regular, read_re
 from .checkpoint_files import refuse_lfs_pointer
 
 _LARGEST_HEADER = 1 << 23
-"""Bytes: some 80,000 tensors in a file."""
+"""The most bytes of a header: some 80,000 tensors."""
 
 _LARGEST_INDEX, _MOST_TENSORS, _MOST_SHARDS = 1 << 26, 1 << 18, 1 << 13
-"""Bytes of an index, and of tensors and files that it names: the largest checkpoint that is published has 190,000
-tensors in 62 files."""
+"""The limits of an index: bytes, tensors and files. The largest published checkpoint has 190,000 tensors in 62
+files."""
 
 
 def refuse_long_header(path: Path) -> None:
-    """Raises `InvalidArgument` for a file of safetensors whose header would take long to read, and as
-    `open_regular`."""
+    """Raises `InvalidArgument` for a safetensors file whose header takes long to read, and as `open_regular`."""
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if _LARGEST_HEADER < length <= os.fstat(file.fileno()).st_size:
@@ -30,8 +29,8 @@ def refuse_long_header(path: Path) -> None:
 
 
 def read_weight_index(path: Path) -> dict[str, Path]:
-    """The path of each tensor's file, by an index. Raises `InvalidArgument` if it is none, would take long to read, or
-    names a file that does not lie beside it or below."""
+    """The file of each tensor by an index. Raises `InvalidArgument` if it is none, takes long to read, or names a file
+    outside its directory."""
     refuse_lfs_pointer(path)
     weight_map = _read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -53,7 +52,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
 
 
 def check_weight_files(directory: Path) -> None:
-    """Look at all that a library may open in a directory. Raises as the above."""
+    """Check all files that a library may open in a directory. Raises as the above."""
     for path in directory.rglob("*.safetensors"):
         refuse_long_header(path)
     for path in directory.rglob("*.index.json"):

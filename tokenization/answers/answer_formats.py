@@ -1,4 +1,4 @@
-"""The formats of answers by the names that vLLM's parsers have, and the choice of one from a chat template."""
+"""The formats of answers by the names of vLLM's parsers, and the choice of one by a chat template."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ F = TypeVar("F")
 
 
 def short_id() -> str:
-    """The id of a call as Mistral's templates have them: exactly nine characters."""
+    """The id of a call in Mistral's templates: exactly nine characters."""
     return secrets.token_hex(5)[:9]
 
 
@@ -140,7 +140,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "jamba": JAMBA,
     "openai": HARMONY,
 }
-"""By the name for --tool-call-parser."""
+"""The formats by their names for --tool-call-parser."""
 
 THINK = ReasoningFormat("<think>", "</think>")
 HARMONY_ANALYSIS = ReasoningFormat(ANALYSIS, END, content=FINAL)
@@ -152,12 +152,12 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", optional=True),
     "openai_gptoss": HARMONY_ANALYSIS,
 }
-"""By the name for --reasoning-parser."""
+"""The formats by their names for --reasoning-parser."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerParsers:
-    """The names of a model's formats, as the flags have them.
+    """The names of a model's formats, from the flags.
 
     Raises:
         InvalidArgument: there is no format of a name.
@@ -172,14 +172,14 @@ class AnswerParsers:
             (self.reasoning, REASONING_FORMATS, "reasoning_parser"),
         ):
             if name not in (AUTO, NONE, *formats):
-                known = ", ".join([AUTO, NONE, *formats])
-                message = f"{field} must be one of {known}, got '{name}'{did_you_mean(name, formats)}"
+                names = ", ".join([AUTO, NONE, *formats])
+                message = f"{field} must be one of {names}, got '{name}'{did_you_mean(name, formats)}"
                 raise InvalidArgument(message, field=field)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes its answers. `reasons`: it does so before each one, unless the prompt says otherwise."""
+    """How a model writes its answers. `reasons`: each begins with reasoning, unless the prompt says otherwise."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -187,13 +187,13 @@ class AnswerFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All texts of it that may be special tokens."""
+        """All texts of the format that may be special tokens."""
         reasoning = () if self.reasoning is None else (self.reasoning.start, self.reasoning.end)
         return (*(self.tools.markers if self.tools else ()), *reasoning)
 
     def reader(self, use: ToolUse | None, inside: bool = False) -> AnswerReader | None:
-        """The reader of an answer, in which those tools may be called; None if all of it is content. `inside`: it
-        begins within the reasoning."""
+        """The reader of an answer that may call those tools; None if all of it is content. `inside`: the answer begins
+        within the reasoning."""
         callable_ = None if use is None or use.choice == "none" or self.tools is None else use
         tools = None if callable_ is None else self.tools
         new_id = random_id if tools is None else tools.new_id
@@ -207,7 +207,7 @@ class AnswerFormat:
 
 @lru_cache(64)
 def choose_format(template: str, parsers: AnswerParsers) -> AnswerFormat:
-    """The format of a model with this chat template, which is empty if it has none."""
+    """The format of a model with this chat template, which may be empty."""
     tools = TOOL_FORMATS.get(parsers.tools)
     if parsers.tools == AUTO and "tools" in template:
         tools = _written(template, _TOOL_MARKS)
@@ -222,7 +222,7 @@ def choose_format(template: str, parsers: AnswerParsers) -> AnswerFormat:
 
 
 def _written(template: str, marks: Sequence[tuple[tuple[str, ...], F]]) -> F | None:
-    """The first format all of whose marks a template has in it."""
+    """The first format whose marks are all in a template."""
     return next((form for texts, form in marks if all(text in template for text in texts)), None)
 
 
@@ -245,7 +245,7 @@ _TOOL_MARKS: Sequence[tuple[tuple[str, ...], ToolFormat]] = (
     (("ipython", '"parameters"'), LLAMA_3),
     (("```tool_code",), TOOL_CODE),
 )
-"""The texts by which a chat template shows which format its model was trained for, those of few models first."""
+"""The texts in a chat template that show its format, formats of few models first."""
 
 _REASONING_MARKS: Sequence[tuple[tuple[str, ...], ReasoningFormat]] = (
     (("<|channel|>", "analysis"), HARMONY_ANALYSIS),

@@ -1,8 +1,8 @@
-"""The reader of one answer: its text comes in pieces of any length, and goes as reasoning, content and calls of tools.
+"""The reader of one answer: text in pieces of any length becomes reasoning, content and tool calls.
 
-Knows no format: those say which markers begin a call, and read it. Nothing that was given on is ever taken back. A call
-is one from the moment that its name is known to be declared and its arguments begin; what turns out to be none before
-that is text like any other. One that breaks off later keeps what came of its arguments, and the rest is text.
+What was passed on is never taken back. A call begins when its name is known to be declared and its arguments begin;
+before that, text that turns out to be no call is content. A call that breaks off later keeps the arguments so far, and
+the rest is text.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from .literals import argument_types
 
 
 class AnswerDelta(NamedTuple):
-    """What came of an answer since the last piece of its text."""
+    """What the last piece of text added to an answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -28,22 +28,23 @@ class AnswerOver(Exception):
 
 
 class CallWriter:
-    """Writes the calls of one answer. `tools`: those that are declared."""
+    """Writes the calls of one answer."""
 
     def __init__(self, use: ToolUse | None, new_id: Callable[[], str], text: AnswerText) -> None:
         self.tools: Mapping[str, Tool] = {tool.name: tool for tool in use.tools} if use else {}
+        """The declared tools by name."""
         self.longest_name = max(map(len, self.tools), default=0)
         self._types: dict[str, Mapping[str, frozenset[str]]] = {}
         self._parallel = use is None or use.parallel
         self._new_id = new_id
         self._text = text
         self.begun = 0
-        """Calls so far."""
+        """The number of calls so far."""
         self._written: list[ToolCallDelta] = []
         self._arguments: list[str] = []
 
     def declared(self, name: str) -> str:
-        """The name.
+        """Return the name.
 
         Raises:
             MalformedCall: there is no such tool.
@@ -53,36 +54,37 @@ class CallWriter:
         return name
 
     def types(self, name: str) -> Mapping[str, frozenset[str]]:
-        """See `argument_types`, of a declared tool."""
+        """The `argument_types` of a declared tool."""
         if name not in self._types:
             self._types[name] = argument_types(self.tools[name].parameters)
         return self._types[name]
 
     def begin(self, name: str) -> None:
-        """A call of a declared tool: what was held is no text from here on."""
+        """Begin a call of a declared tool: the held text was part of it."""
         self._flush()
         self._written.append(ToolCallDelta(self.begun, self._new_id(), self.declared(name)))
         self._text.release()
         self.begun += 1
 
     def write(self, arguments: str) -> None:
-        """The next piece of the last call's arguments."""
+        """Add to the last call's arguments."""
         self._arguments.append(arguments)
 
     def end(self) -> None:
-        """The last call is complete: what follows may be text again.
+        """Complete the last call; text may follow.
 
         Raises:
-            AnswerOver: one is all that may be.
+            AnswerOver: only one call is allowed.
         """
         self._text.hold()
         if not self._parallel:
             raise AnswerOver
 
     def take(self) -> tuple[ToolCallDelta, ...]:
-        """What was written since it was called last."""
+        """The deltas since the last call of this method."""
         self._flush()
-        written, self._written = self._written, []
+        written = self._written
+        self._written = []
         return tuple(written)
 
     def _flush(self) -> None:
@@ -94,9 +96,8 @@ class CallWriter:
 
 
 class AnswerReader:
-    """The reader of one answer. `read` is its format's part: it takes from `text` and gives to `show`, `think` and
-    `calls`; `thinking` says where it is. `use`: the tools that may be called.
-    """
+    """The reader of one answer. `read`, its format's part, takes from `text` and gives to `show`, `think` and `calls`;
+    `thinking` tells whether it is within the reasoning."""
 
     def __init__(
         self, read: Callable[["AnswerReader"], Reading[None]], use: ToolUse | None, new_id: Callable[[], str]
@@ -111,15 +112,15 @@ class AnswerReader:
         self._step()
 
     def show(self, piece: str) -> None:
-        """Content."""
+        """Add to the content."""
         self._shown.append(piece)
 
     def think(self, piece: str) -> None:
-        """Reasoning."""
+        """Add to the reasoning."""
         self._thought.append(piece)
 
     def push(self, piece: str, last: bool = False) -> AnswerDelta:
-        """What the next piece of the text brings: not yet what may become part of a marker, unless it is the `last`."""
+        """What the next piece of text adds, without text that may become a marker, unless it is the `last` piece."""
         if self.over:
             return AnswerDelta()
         self.text.feed(piece)
@@ -127,7 +128,8 @@ class AnswerReader:
             self.text.end()
         self._step()
         delta = AnswerDelta("".join(self._shown), "".join(self._thought), self.calls.take())
-        self._shown, self._thought = [], []
+        self._shown = []
+        self._thought = []
         return delta
 
     def _step(self) -> None:

@@ -1,8 +1,7 @@
-"""The text of an answer as it grows, and what formats read of it: markers, runs of characters, given words.
+"""The growing text of an answer, and the steps that formats read it by: markers, runs of characters, words.
 
-Reading is a generator that yields where it needs more text. Each step depends on the characters alone and not on the
-pieces they came in, so whatever is made of these steps is right for any split. A character is looked at a bounded
-number of times: what waits for more text is never longer than the longest marker.
+Reading is a generator that yields where it needs more text. Steps depend on characters, not on the pieces that they
+came in. Waiting text is never longer than the longest marker, so each character is read a bounded number of times.
 """
 
 import re
@@ -19,14 +18,11 @@ _SPACES = re.compile(r"[ \t\r\n]*")
 
 
 class MalformedCall(Exception):
-    """What is read is no call that its format knows."""
+    """The text is no call of the format."""
 
 
 class ShortText:
-    """A text that is put together of pieces and not longer than `most` characters.
-
-    `add` raises MalformedCall: it is.
-    """
+    """A text made of pieces, of at most `most` characters; `add` raises MalformedCall beyond them."""
 
     def __init__(self, most: int) -> None:
         self._left = most
@@ -43,7 +39,7 @@ class ShortText:
 
 
 class Markers:
-    """Texts that part an answer. None of them contains another; there may be none at all."""
+    """Texts that divide an answer, possibly none. None of them contains another."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = tuple(texts)
@@ -58,18 +54,19 @@ class Markers:
         return re.compile("|".join({re.escape(text[0]) for text in self._texts}) or "(?!)")
 
     def begun(self, text: str, start: int) -> int:
-        """Where the end of a text, from `start` on, may be the beginning of a marker; its length if nowhere."""
+        """The place from `start` on at which the end of a text may be the beginning of a marker; its length if
+        nowhere."""
         at = max(start, len(text) - self._longest + 1)
-        while (found := self._first_letters.search(text, at)) is not None:
-            at = found.start()
-            if any(each.startswith(text[at:]) for each in self._texts):
+        while (match := self._first_letters.search(text, at)) is not None:
+            at = match.start()
+            if any(marker.startswith(text[at:]) for marker in self._texts):
                 return at
             at += 1
         return len(text)
 
 
 class AnswerText:
-    """The cursor of one answer. What is read while it is `held` can be had again."""
+    """The cursor of one answer. What is read after `hold` can be had again."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -82,7 +79,7 @@ class AnswerText:
         self._at = 0
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Note that nothing more comes."""
         self._ended = True
 
     def hold(self, text: str = "") -> None:
@@ -90,24 +87,25 @@ class AnswerText:
         self._held = [text]
 
     def release(self) -> str:
-        """What was read since `hold`; nothing is held any more."""
-        held, self._held = self._held or (), None
+        """The text read since `hold`, which is no longer kept."""
+        held = self._held or ()
+        self._held = None
         return "".join(held)
 
     def find(self, markers: Markers, sink: Sink) -> Reading[str]:
-        """Give `sink` the text up to the first marker, and return that; an empty one if the text ends before."""
+        """Give `sink` the text up to the first marker, and return that; empty if the text ends first."""
         while True:
-            found = self._search(markers.pattern)
-            if found is not None:
-                self._give(sink, found.start())
-                return self._take(found.end())
+            match = self._search(markers.pattern)
+            if match is not None:
+                self._give(sink, match.start())
+                return self._take(match.end())
             self._give(sink, len(self._text) if self._ended else markers.begun(self._text, self._at))
             if self._ended:
                 return ""
             yield
 
     def run(self, pattern: re.Pattern[str], sink: Sink) -> Reading[None]:
-        """Give `sink` all characters that come next and are in the class that `pattern` repeats."""
+        """Give `sink` the next characters that are in the class that `pattern` repeats."""
         while True:
             self._give(sink, self._match(pattern))
             if self._at < len(self._text) or self._ended:
@@ -119,14 +117,13 @@ class AnswerText:
         yield from self.run(_SPACES, sink)
 
     def peek(self, size: int = 1) -> Reading[str]:
-        """The next characters, fewer only where the text ends."""
+        """The next characters, unread; fewer only at the end of the text."""
         while len(self._text) - self._at < size and not self._ended:
             yield
         return self._text[self._at : self._at + size]
 
     def look(self, pattern: re.Pattern[str], most: int) -> Reading[str]:
-        """The characters that come next and are in the class that `pattern` repeats, `most` of them at most; they are
-        not read yet."""
+        """The next characters that are in the class that `pattern` repeats, at most `most`, unread."""
         while True:
             end = self._match(pattern, most)
             if end < len(self._text) or end - self._at >= most or self._ended:
@@ -134,7 +131,7 @@ class AnswerText:
             yield
 
     def accept(self, *words: str) -> Reading[str]:
-        """Skip the one of `words` that comes next and return it; nothing if none does. The first one wins."""
+        """Skip the first of `words` that comes next, and return it; empty if none does."""
         while True:
             for word in words:
                 if self._text.startswith(word, self._at):
@@ -146,23 +143,23 @@ class AnswerText:
             yield
 
     def skip(self, size: int) -> str:
-        """The next characters, which were seen already."""
+        """Read characters that were seen already."""
         return self._take(self._at + size)
 
     def _search(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         return pattern.search(self._text, self._at)
 
     def _match(self, pattern: re.Pattern[str], most: int = sys.maxsize) -> int:
-        found = pattern.match(self._text, self._at, min(self._at + most, len(self._text)))
-        return self._at if found is None else found.end()
+        match = pattern.match(self._text, self._at, min(self._at + most, len(self._text)))
+        return self._at if match is None else match.end()
 
     def _give(self, sink: Sink, end: int) -> None:
         if end > self._at:
             sink(self._take(end))
 
     def _take(self, end: int) -> str:
-        taken = self._text[self._at : end]
+        piece = self._text[self._at : end]
         self._at = end
         if self._held is not None:
-            self._held.append(taken)
-        return taken
+            self._held.append(piece)
+        return piece

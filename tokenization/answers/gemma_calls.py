@@ -1,4 +1,4 @@
-"""Calls as Gemma writes them: objects whose keys have no quotes, and whose strings stand between markers."""
+"""Calls as Gemma writes them: objects with unquoted keys, and strings between markers."""
 
 import json
 from collections.abc import Mapping
@@ -71,16 +71,17 @@ class GemmaCalls:
 
 
 class _GemmaGrammar:
-    """Grammars of values under the schema `root`, which may refer to parts of itself. What it says of texts is not in
-    them. Raises ValueError if they get too many parts."""
+    """Grammars of values under the schema `root`, which may refer to its own parts. Constraints of texts are ignored.
+    Raises ValueError for too many parts."""
 
     def __init__(self, quote: str, root: Mapping[str, Any]) -> None:
-        self._quote, self._root = quote, root
+        self._quote = quote
+        self._root = root
         self._left = _MOST_PARTS
 
     def object_part(self, schema: Mapping[str, Any], depth: int) -> Part:
-        def argument(key: str, each: Any) -> Part:
-            return sequence([const(f"{key}:"), self._value(each, depth - 1)])
+        def argument(key: str, value_schema: Any) -> Part:
+            return sequence([const(f"{key}:"), self._value(value_schema, depth - 1)])
 
         return sequence([const("{"), argument_list(schema, argument, ","), const("}")])
 
@@ -90,7 +91,7 @@ class _GemmaGrammar:
             raise ValueError(f"more than {_MOST_PARTS} values, those that are referred to included")
         schema = resolve_reference(schema, self._root)
         if "enum" in schema:
-            return either([const(self._written(each)) for each in schema["enum"]])
+            return either([const(self._written(value)) for value in schema["enum"]])
         types = (schema_types(schema, self._root) if depth else None) or _ANY
         return either([self._typed(kind, schema, depth) for kind in sorted(types)])
 
@@ -100,7 +101,7 @@ class _GemmaGrammar:
         if kind == "object":
             return self.object_part(schema, depth)
         if kind != "array":
-            return json_value({key: each for key, each in schema.items() if key in _NUMBERS} | {"type": kind})
+            return json_value({key: value for key, value in schema.items() if key in _NUMBERS} | {"type": kind})
         item = self._value(schema.get("items", {}), depth - 1)
         items = {"type": "tags_with_separator", "tags": [tag("", item, "")], "separator": ",", "at_least_one": True}
         return sequence([const("["), either([const(""), items]), const("]")])

@@ -1,7 +1,5 @@
-"""The parts of structural tags, and what formats make of them.
-
-https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
-"""
+"""The parts of structural tags (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html), and how formats lay out
+calls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -10,7 +8,8 @@ Part: TypeAlias = dict[str, Any]
 
 
 class CallSection(NamedTuple):
-    """What stands before and after calls. `trigger`: the beginning of `begin` by which a section is known in text."""
+    """The text before and after calls. `trigger` is the beginning of `begin` by which a section is recognised in
+    text."""
 
     begin: str
     end: str = ""
@@ -18,18 +17,20 @@ class CallSection(NamedTuple):
 
 
 class CallLayout(NamedTuple):
-    """How calls are written where a grammar says so. `sections`: the first one wherever there is nothing but calls.
-    `several`: a section has all calls, not each a section of its own. `single`: there is never more than one.
-
-    Of a format in which all text stands in messages: `preamble` comes before the last one, `content` begins one that is
-    content."""
+    """How a grammar lays out calls."""
 
     sections: tuple[CallSection, ...]
+    """The first one is used if there is nothing but calls."""
     separator: str = ""
+    """The text between calls."""
     several: bool = False
+    """One section has all calls, instead of one each."""
     single: bool = False
+    """There is at most one call."""
     preamble: Part | None = None
+    """What comes before the last message, if all text is in messages."""
     content: str = ""
+    """The beginning of a message of content, if all text is in messages."""
 
 
 _MOST_OPTIONAL = 64
@@ -49,7 +50,7 @@ def any_text() -> Part:
 
 
 NO_MEMBERS: Mapping[str, Any] = {"type": "object", "const": {}}
-"""The schema of an object without members, of which there is no more to write than two braces."""
+"""The schema of an object without members, which can only be two braces."""
 
 
 def json_value(schema: Any) -> Part:
@@ -71,31 +72,32 @@ def tag(begin: str, content: Part, end: str) -> Part:
 
 
 def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """The arguments that a schema names: name, schema, and whether it is required; the required ones first."""
-    properties, required = schema.get("properties"), schema.get("required")
+    """The arguments that a schema names, required ones first: name, schema, and whether it is required."""
+    properties = schema.get("properties")
+    required = schema.get("required")
     if not isinstance(properties, dict):
         return []
     needed = required if isinstance(required, list) else []
-    found = [(key, _with_definitions(each, schema), key in needed) for key, each in properties.items()]
-    return sorted(found, key=lambda each: not each[2])
+    arguments = [(key, _with_definitions(argument, schema), key in needed) for key, argument in properties.items()]
+    return sorted(arguments, key=lambda argument: not argument[2])
 
 
 def _with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema of an argument, that finds what it refers to."""
+    """The schema of an argument, with the definitions that it refers to."""
     if not isinstance(schema, dict):
         return {}
     return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
 
 
 def argument_list(schema: Mapping[str, Any], argument: Callable[[str, Any], Part], separator: str = "") -> Part:
-    """The arguments of a schema, each written by `argument`: the required ones, then others, or not."""
-    arguments = [(argument(key, each), required) for key, each, required in properties_of(schema)]
+    """The arguments of a schema, each written by `argument`: all required ones, then any others."""
+    arguments = [(argument(key, argument_schema), required) for key, argument_schema, required in properties_of(schema)]
     needed = [part for part, required in arguments if required]
     others = [part for part, required in arguments if not required]
     after = [either([sequence([const(separator), part]), const("")]) for part in others]
     if needed or not separator:
-        first, more = needed[:1], needed[1:]
-        return sequence([*first, *(sequence([const(separator), part]) for part in more), *after])
+        more = [sequence([const(separator), part]) for part in needed[1:]]
+        return sequence([*needed[:1], *more, *after])
     if len(others) > _MOST_OPTIONAL:
         raise ValueError(f"more than {_MOST_OPTIONAL} arguments, none of them required")
     # Whichever comes first has no separator before it.

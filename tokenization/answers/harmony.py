@@ -1,7 +1,5 @@
-"""Answers in gpt-oss's harmony: messages in channels. https://github.com/openai/harmony
-
-The channel analysis is reasoning; a message to a function is a call; what else is said is content.
-"""
+"""Answers in gpt-oss's harmony, which are messages in channels (https://github.com/openai/harmony). The channel
+analysis is reasoning, a message to a function is a call, anything else is content."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +14,8 @@ from .marked_answer import random_id
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 _RETURN, _CONSTRAIN = "<|return|>", "<|constrain|>"
 MARKERS = (START, CHANNEL, MESSAGE, END, CALL, _RETURN, _CONSTRAIN)
-ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
 FUNCTIONS = "functions."
 
 _TO = " to="
@@ -45,7 +44,7 @@ _PREAMBLE = sequence(
 
 
 class HarmonyCalls:
-    """Messages to functions, as a `ToolFormat`; `read_harmony` reads them with all else."""
+    """Messages to functions, as a `ToolFormat`; `read_harmony` reads them."""
 
     starts = openings = ()
     markers = MARKERS
@@ -62,7 +61,7 @@ class HarmonyCalls:
 
     def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
         headers = (f" {_CONSTRAIN}json", f"{CHANNEL}commentary {_CONSTRAIN}json", f"{CHANNEL}commentary json")
-        header = either([const(f"{each}{MESSAGE}") for each in headers])
+        header = either([const(f"{call_header}{MESSAGE}") for call_header in headers])
         return sequence([const(name), header, json_value(parameters)])
 
     def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
@@ -70,8 +69,10 @@ class HarmonyCalls:
 
 
 def read_harmony(answer: AnswerReader, inside: bool) -> Reading[None]:
-    """Read an answer, whose prompt has begun the first message's header. `inside`: and all of it, of an analysis."""
-    text, mark = answer.text, ""
+    """Read an answer whose prompt has begun the first message's header. `inside`: the prompt has the whole header, of
+    an analysis."""
+    text = answer.text
+    mark = ""
     if inside:
         mark = yield from _read_analysis(answer)
     else:
@@ -95,7 +96,7 @@ def _read_header(answer: AnswerReader) -> Reading[str]:
     """The rest of a header.
 
     Raises:
-        MalformedCall: it has no end, or none that is near.
+        MalformedCall: it has no end nearby.
     """
     header = ShortText(_LONGEST_HEADER)
     if (yield from answer.text.find(_HEADER_ENDS, header.add)) != MESSAGE:
@@ -104,7 +105,7 @@ def _read_header(answer: AnswerReader) -> Reading[str]:
 
 
 def _read_message(answer: AnswerReader, header: str) -> Reading[str]:
-    """Read what a message says, up to the marker behind it, which is returned."""
+    """Read a message up to the marker behind it, which is returned."""
     recipient = _RECIPIENT.search(header)
     name = recipient[1].removeprefix(FUNCTIONS) if recipient else ""
     if name in answer.calls.tools:
@@ -122,7 +123,8 @@ def _read_analysis(answer: AnswerReader) -> Reading[str]:
 
 
 def _read_call(answer: AnswerReader, name: str) -> Reading[None]:
-    text, calls = answer.text, answer.calls
+    text = answer.text
+    calls = answer.calls
     yield from text.spaces()
     following = yield from text.peek()
     if following not in ("{", "<"):

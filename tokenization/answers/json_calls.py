@@ -13,24 +13,25 @@ from .marked_answer import random_id
 
 _LONGEST_KEY = 64
 _ESCAPED = 6
-"""Characters of an escaped one."""
+"""The characters of an escaped character."""
 _ARGUMENTS = ("arguments", "parameters")
 _BEFORE_NAME = ("name", "type", "id")
-"""The keys that may come first in an object that no marker calls a call: all others make it content at once."""
+"""The keys that may come first in an object without a marker; any other makes it content at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Calls as objects with a name and arguments, each alone or several in a list, behind one of `starts` or
-    `openings`, with an `end` that may be missing. `separator`: between objects that are in no list. `arguments`: their
-    key where a grammar writes it."""
+    """Calls as objects with a name and arguments, single or in a list, behind one of `starts` or `openings`."""
 
     starts: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()
     end: str = ""
+    """The text behind the calls, which may be missing."""
     separator: str = ""
+    """The text between objects that are in no list."""
     layout: CallLayout = NO_LAYOUT
     arguments: str = "arguments"
+    """The key of the arguments in a grammar."""
     new_id: Callable[[], str] = field(default=random_id)
 
     @property
@@ -84,8 +85,10 @@ class JsonCalls:
 
 
 def _read_call(text: AnswerText, calls: CallWriter, marked: bool) -> Reading[None]:
-    """The rest of an object. Its name may come behind its arguments, which then wait for it."""
-    name, waiting, begun = "", list[str](), False
+    """Read the rest of an object. Arguments that come before the name wait for it."""
+    name = ""
+    waiting = list[str]()
+    begun = False
     while (key := (yield from _read_key(text))) is not None:
         if not (marked or name or key in _BEFORE_NAME):
             raise MalformedCall
@@ -115,7 +118,7 @@ def _read_call(text: AnswerText, calls: CallWriter, marked: bool) -> Reading[Non
 
 
 def _read_key(text: AnswerText) -> Reading[str | None]:
-    """The key that comes next, with its colon; None at the object's end."""
+    """The next key, read with its colon; None at the object's end."""
     yield from text.spaces()
     if (yield from text.accept("}")):
         return None

@@ -1,7 +1,7 @@
-"""Reads the values of arguments as models write them, and gives them on as JSON, character by character.
+"""Reads the values of arguments as models write them, and passes them on as JSON, character by character.
 
-JSON is given on as it is, but for what models get wrong and JSON forbids: bare control characters in strings, and
-backslashes before characters that need none. Values may be nested as deep as they like: nothing here recurs.
+JSON is passed on unchanged, except for bare control characters in strings and needless backslashes. Values may be
+nested arbitrarily deep, since nothing here recurs.
 """
 
 import json
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _WORD = re.compile(r"[-+.\w]*")
 _BARE_KEY = re.compile(r"[^\s:{}\[\],\"\\<|]*")
 _LONGEST_WORD = 128
-"""Characters of a number, of a word such as `true`, or of a key without quotes: they wait until they are whole."""
+"""The most characters of a number, a word such as `true`, or an unquoted key, which wait until they are complete."""
 _JSON_ESCAPES = frozenset('"\\/bfnrt')
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 _PYTHON_ESCAPES = {"\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"} | {
@@ -26,14 +26,18 @@ _PYTHON_ESCAPES = {"\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\
 
 
 class Dialect(NamedTuple):
-    """How values are written. `quotes`: what begins and ends a string. `words`: in place of JSON's. `escapes`: whether
-    a backslash is one in strings. `bare_keys`: an object's keys have no quotes."""
+    """How values are written."""
 
     quotes: tuple[str, ...] = ('"',)
+    """What begins and ends a string."""
     words: Mapping[str, str] = {"true": "true", "false": "false", "null": "null"}
+    """The words in place of JSON's."""
     escapes: bool = True
+    """Whether a backslash escapes in strings."""
     python: bool = False
+    """Whether escapes are Python's."""
     bare_keys: bool = False
+    """Whether an object's keys are unquoted."""
 
 
 JSON = Dialect()
@@ -46,10 +50,10 @@ def quoted(text: str) -> str:
 
 
 def read_value(text: AnswerText, sink: Sink, dialect: Dialect = JSON) -> Reading[None]:
-    """Give on the value that comes next.
+    """Pass on the next value.
 
     Raises:
-        MalformedCall: none does, or it breaks off; what was good of it is given on.
+        MalformedCall: there is none, or it breaks off; its valid part is passed on.
     """
     open_ends: list[str] = []
     while True:
@@ -74,7 +78,7 @@ def read_value(text: AnswerText, sink: Sink, dialect: Dialect = JSON) -> Reading
 
 
 def _read_end(text: AnswerText, sink: Sink, dialect: Dialect, open_ends: list[str]) -> Reading[bool]:
-    """What follows a value in those that are open; whether another one comes."""
+    """Read what follows a value in open lists and objects; whether another value comes."""
     while open_ends:
         yield from text.spaces(sink)
         if not (mark := (yield from text.accept(",", open_ends[-1]))):
@@ -105,19 +109,19 @@ def _read_key(text: AnswerText, sink: Sink, dialect: Dialect) -> Reading[None]:
 
 
 def read_string(text: AnswerText, sink: Sink, dialect: Dialect = JSON, quote: str = '"') -> Reading[None]:
-    """Give on the rest of a string, as it stands in a JSON string, and skip the `quote` that ends it."""
+    """Pass on the rest of a string in JSON's form, and skip the closing `quote`."""
     markers = _string_markers(quote, dialect.escapes)
     while True:
-        found = yield from text.find(markers, lambda piece: sink(quoted(piece)))
-        if found == quote:
+        marker = yield from text.find(markers, lambda piece: sink(quoted(piece)))
+        if marker == quote:
             return
-        if not found:
+        if not marker:
             raise MalformedCall
         sink((yield from _read_python_escape(text) if dialect.python else _read_json_escape(text)))
 
 
 def read_short(text: AnswerText, most: int) -> Reading[str]:
-    """The string that comes next, of so many characters in JSON at most.
+    """Read a JSON string of at most `most` characters.
 
     Raises:
         MalformedCall: there is none, or it is longer.
@@ -161,7 +165,7 @@ def _is_hex(code: str, size: int) -> bool:
 
 
 def _read_word(text: AnswerText, dialect: Dialect) -> Reading[str]:
-    """A number or a word, whole."""
+    """A whole number or word."""
     word = yield from text.look(_WORD, _LONGEST_WORD)
     if word not in dialect.words and not _NUMBER.fullmatch(word):
         raise MalformedCall
@@ -170,14 +174,14 @@ def _read_word(text: AnswerText, dialect: Dialect) -> Reading[str]:
 
 
 _MOST_PARTS = 256
-"""Schemas that are looked into for one argument, those of references and alternatives included."""
+"""The most schemas that are searched for one argument, references and alternatives included."""
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"} | {
     type(None): "null"
 }
 
 
 def argument_types(parameters: str) -> Mapping[str, frozenset[str]]:
-    """JSON's types that each argument may have, by a schema as JSON text; none for one that says nothing of it."""
+    """The JSON types that each argument may have, by a schema as JSON text; none if the schema does not say."""
     try:
         schema = json.loads(parameters)
         return {key: schema_types(value, schema) for key, value in schema["properties"].items()}
@@ -186,12 +190,13 @@ def argument_types(parameters: str) -> Mapping[str, frozenset[str]]:
 
 
 def schema_types(schema: Any, root: Any) -> frozenset[str]:
-    """JSON's types that a schema allows. `root`: what it refers to. Raises LookupError and TypeError for nonsense."""
+    """The JSON types that a schema allows; `root` has what it refers to. Raises LookupError and TypeError for
+    nonsense."""
     return frozenset(_types(schema, root))
 
 
 def resolve_reference(schema: Any, root: Any) -> Any:
-    """What a schema refers to within `root`, or itself. Raises LookupError and TypeError for nonsense."""
+    """The schema that another refers to within `root`, or itself. Raises LookupError and TypeError for nonsense."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
@@ -208,8 +213,8 @@ def _types(schema: Any, root: Any) -> Iterator[str]:
         part = waiting.pop()
         if not isinstance(part, dict):
             continue
-        if named := part.get("type"):
-            yield from [named] if isinstance(named, str) else named
+        if types := part.get("type"):
+            yield from [types] if isinstance(types, str) else types
         elif "enum" in part or "const" in part:
             yield from (_NAMES[type(value)] for value in part.get("enum", [part.get("const")]))
         elif (target := resolve_reference(part, root)) is not part:
@@ -219,7 +224,7 @@ def _types(schema: Any, root: Any) -> Iterator[str]:
 
 
 def typed_argument(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value. What does not fit any of the types is a string; without types, so is what is no JSON."""
+    """The JSON of a value. It is a string if it fits none of the types or, without types, is not JSON."""
     bare = text.strip()
     try:
         value = json.loads(bare, parse_constant=_refuse)

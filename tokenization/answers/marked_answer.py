@@ -1,4 +1,4 @@
-"""Answers whose reasoning and calls stand between markers, in a text that is content for the rest."""
+"""Answers whose reasoning and calls stand between markers; everything else is content."""
 
 import secrets
 from collections.abc import Mapping
@@ -9,36 +9,39 @@ from .answer_text import AnswerText, MalformedCall, Markers, Reading
 from .grammar_parts import CallLayout, Part
 
 _MOST_SPACES = 8
-"""White space that may stand before what begins an answer."""
+"""The most white space before what begins an answer."""
 
 
 class ReasoningFormat(NamedTuple):
-    """How a model writes its reasoning: between two texts. `optional`: unless it is asked to, the model does not.
-    `content`: what the content begins with, if `end` alone does not begin it; reasoning can't be left out then."""
+    """How a model writes its reasoning, between two texts."""
 
     start: str
     end: str
     optional: bool = False
+    """The model reasons only if asked to."""
     content: str = ""
+    """The beginning of the content, if `end` alone does not begin it; reasoning can't be left out then."""
 
     @property
     def opening(self) -> str:
-        """What begins the reasoning where the prompt does."""
+        """The text that opens the reasoning in a prompt."""
         return self.start if self.content else f"{self.start}\n"
 
 
 class ToolFormat(Protocol):
-    """How a model writes calls of tools. `starts`: the texts that begin them, wherever they are; `openings`: those that
-    do so only at the beginning of the content. `markers`: all texts of the format that may be special tokens."""
+    """How a model writes tool calls."""
 
     @property
-    def starts(self) -> tuple[str, ...]: ...
+    def starts(self) -> tuple[str, ...]:
+        """The texts that begin calls anywhere."""
 
     @property
-    def openings(self) -> tuple[str, ...]: ...
+    def openings(self) -> tuple[str, ...]:
+        """The texts that begin calls only at the beginning of the content."""
 
     @property
-    def markers(self) -> tuple[str, ...]: ...
+    def markers(self) -> tuple[str, ...]:
+        """The texts that may be special tokens."""
 
     @property
     def layout(self) -> CallLayout: ...
@@ -47,18 +50,18 @@ class ToolFormat(Protocol):
         """The id of a new call."""
 
     def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
-        """The grammar of one call, its section apart, with arguments of the schema `parameters`."""
+        """The grammar of one call, without its section; `parameters` is the schema of its arguments."""
 
     def read(self, text: AnswerText, calls: "CallWriter", start: str) -> Reading[None]:
-        """Read calls, `start` of which was read already.
+        """Read calls behind `start`, which was read already.
 
         Raises:
-            MalformedCall: they are none; what was not written into `calls` is text.
+            MalformedCall: there are none; what was not written into `calls` is text.
         """
 
 
 def random_id() -> str:
-    """The id of a call as OpenAI has them."""
+    """The id of a call in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -89,7 +92,7 @@ def _read_reasoning(answer: AnswerReader, reasoning: ReasoningFormat, tools: Too
 
 
 def _begins(answer: AnswerReader, markers: tuple[str, ...]) -> Reading[str]:
-    """Which of the markers comes next, behind white space; that is content if none does."""
+    """The marker that comes next behind white space, which is content if there is none."""
     if not markers:
         return ""
     answer.text.hold()
@@ -97,22 +100,22 @@ def _begins(answer: AnswerReader, markers: tuple[str, ...]) -> Reading[str]:
         if not (yield from answer.text.accept(" ", "\n", "\r", "\t")):
             break
     marker = yield from answer.text.accept(*markers)
-    held = answer.text.release()
+    spaces = answer.text.release()
     if not marker:
-        answer.show(held)
+        answer.show(spaces)
     return marker
 
 
 def _read_calls(answer: AnswerReader, tools: ToolFormat | None, start: str) -> Reading[bool]:
-    """Whether there were calls; if not, what was read of them is reasoning or content as what came before."""
+    """Read calls; whether there were any. If not, the text is reasoning or content like the text before."""
     assert tools is not None
     answer.text.hold(start)
-    begun = answer.calls.begun
+    calls_before = answer.calls.begun
     try:
         yield from tools.read(answer.text, answer.calls, start)
         yield from answer.text.spaces()
     except MalformedCall:
-        held = answer.text.release()
-        answer.think(held) if answer.thinking and answer.calls.begun == begun else answer.show(held)
+        unread = answer.text.release()
+        answer.think(unread) if answer.thinking and answer.calls.begun == calls_before else answer.show(unread)
     answer.text.release()
-    return answer.calls.begun > begun
+    return answer.calls.begun > calls_before

@@ -1,4 +1,4 @@
-"""Calls as a name and JSON behind it: newer Mistral, DeepSeek, Kimi."""
+"""Calls as a name followed by JSON: newer Mistral, DeepSeek, Kimi."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ _MARKER = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
 
 
 def read_name(text: AnswerText, calls: CallWriter) -> Reading[str]:
-    """The name of a declared tool that comes next.
+    """The name of the declared tool that comes next.
 
     Raises:
         MalformedCall: none does.
@@ -30,22 +30,25 @@ def read_name(text: AnswerText, calls: CallWriter) -> Reading[str]:
 
 @dataclass(frozen=True, slots=True)
 class NamedCalls:
-    """Calls behind `start`, each between `begin` and `end` if it has these, all of them before `close`.
-
-    A call is `prefix`, the name, an id behind `before_id` that is left out, `before_arguments`, the arguments, `fence`.
-    `lists`: calls may also be JSON objects, in a list or alone; `writes_lists`: and are where a grammar writes them.
-    """
+    """Calls behind `start`, each a name, an optional id that is dropped, and arguments."""
 
     start: str
     begin: str = ""
+    """Begins each call, if not empty."""
     prefix: str = ""
+    """Stands before the name."""
     before_arguments: str = ""
     before_id: str = ""
     fence: str = ""
+    """Stands behind the arguments."""
     end: str = ""
+    """Ends each call."""
     close: str = ""
+    """Ends all calls."""
     lists: JsonCalls | None = None
+    """Calls may also be JSON objects, single or in a list."""
     writes_lists: bool = False
+    """Grammars lay calls out as JSON objects."""
     layout: CallLayout = NO_LAYOUT
     new_id: Callable[[], str] = field(default=random_id)
     openings = ()

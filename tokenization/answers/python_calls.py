@@ -1,4 +1,4 @@
-"""Calls as Python's: Llama 3.2 and 4, Gemma's tool code."""
+"""Calls in Python's syntax: Llama 3.2 and 4, Gemma's tool code."""
 
 import json
 import re
@@ -20,8 +20,8 @@ _LONGEST_KEYWORD = 128
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """Calls with keyword arguments in a list, behind one of `starts` or `openings`, with an `end` that may be missing.
-    `bare`: on lines of their own instead."""
+    """Calls with keyword arguments in a list or, if `bare`, on lines of their own. They follow one of `starts` or
+    `openings`; `end` may be missing."""
 
     starts: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class PythonCalls:
 
 
 def _argument(parameters: Mapping[str, Any], key: str, schema: Any) -> Part:
-    """The grammar of an argument; JSON within lists and objects is close enough to Python to be read."""
+    """The grammar of an argument. JSON within lists and objects is close enough to Python."""
     boolean = schema_types(schema, parameters) == {"boolean"} and not schema.keys() & {"enum", "const"}
     return sequence([const(f"{key}="), either([const("True"), const("False")]) if boolean else json_value(schema)])
 
@@ -88,7 +88,7 @@ def _read_call(text: AnswerText, calls: CallWriter) -> Reading[None]:
 
 
 def _read_keyword(text: AnswerText) -> Reading[str]:
-    """The name of the argument that comes next, with its sign of equality; nothing at the end of the call."""
+    """The name of the next argument, read with its equals sign; empty at the end of the call."""
     yield from text.spaces()
     if (yield from text.accept(")")):
         return ""

@@ -1,7 +1,5 @@
-"""Calls as tags, an element for each argument: Qwen 3 Coder and its kin.
-
-Values are text without a type; the tool's schema says what they are.
-"""
+"""Calls as tags with an element for each argument: Qwen 3 Coder and its kin. Values are untyped text; the tool's schema
+gives their types."""
 
 import json
 import re
@@ -37,8 +35,8 @@ _FUNCTION, _FUNCTION_END, _PARAMETER = "<function=", "</function>", "<parameter=
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls:
-    """`<function=NAME>`, `<parameter=KEY>`, the value on lines of its own, `</parameter>`, `</function>`, all of it
-    between `start` and `end`, which models leave out at times."""
+    """`<function=NAME>`, `<parameter=KEY>`, the value on lines of its own, `</parameter>`, `</function>`, between
+    `start` and `end`, which models may leave out."""
 
     start: str = "<tool_call>"
     end: str = "</tool_call>"
@@ -96,10 +94,11 @@ class TaggedCalls:
 
 
 def _argument(parameters: Mapping[str, Any], key: str, schema: Any) -> Part:
-    """The grammar of an argument. What is not text is JSON; text that is not one of a few is free."""
-    types, values = schema_types(schema, parameters), schema.get("enum")
+    """The grammar of an argument: JSON unless it is text, which is free unless the schema lists its values."""
+    types = schema_types(schema, parameters)
+    values = schema.get("enum")
     if types == {"string"} and isinstance(values, list):
-        value = either([const(str(each)) for each in values])
+        value = either([const(str(listed)) for listed in values])
     elif types and "string" not in types:
         value = json_value(schema)
     else:
@@ -125,7 +124,7 @@ def _read_parameter(text: AnswerText, sink: Sink, types: Mapping[str, frozenset[
 
 
 def _read_string(text: AnswerText, sink: Sink) -> Reading[None]:
-    """A text up to its end tag, without the line break before that."""
+    """Read a text up to its end tag, without the line break before it."""
     waiting = ""
 
     def write(piece: str) -> None:

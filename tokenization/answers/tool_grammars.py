@@ -1,7 +1,5 @@
-"""Constraints that hold a model to calls of the declared tools, in the format that it writes.
-
-They are structural tags: which of their texts are special tokens is for the engine's grammars to find.
-"""
+"""Constraints of an answer to calls of the declared tools, in the model's format. They are structural tags; the
+engine's grammars find which of their texts are special tokens."""
 
 import json
 from collections.abc import Sequence
@@ -13,16 +11,17 @@ from .grammar_parts import NO_MEMBERS, Part, any_text, const, either, json_value
 from .marked_answer import ToolFormat
 
 _MOST_CHARACTERS = 1 << 18
-"""Characters of all parameters together: the engine's grammars take no more."""
+"""The most characters of all parameters together, which the engine's grammars limit."""
 
 
 def tool_constraint(form: ToolFormat, use: ToolUse, user: GuidedDecoding | None = None) -> GuidedDecoding | None:
-    """What an answer with these tools is held to, None if to nothing: calls where they are required; where they are
-    not, either calls or what the `user` wants of the content, or else text in which the calls of strict tools are held
-    to their parameters.
+    """The constraint of an answer with these tools, if any.
+
+    If calls are required, it has only calls; otherwise calls or the content that `user` constrains; without `user`,
+    text in which calls of strict tools fit their parameters.
 
     Raises:
-        InvalidArgument: the format, or the kind of the user's constraint, leaves no way to say so.
+        InvalidArgument: the format, or the kind of the user's constraint, does not allow it.
     """
     tools = [tool for tool in use.tools if use.named in ("", tool.name)]
     parallel = use.parallel and not use.named
@@ -48,12 +47,12 @@ def _constraint(form: ToolFormat, part: Part, parameter: str, strict: bool) -> G
 
 
 def _calls(form: ToolFormat, tools: Sequence[Tool], parallel: bool) -> Part:
-    """Calls alone, one at least."""
+    """At least one call, and nothing else."""
     return _section(form, _call_parts(form, tools), parallel)
 
 
 def _call_parts(form: ToolFormat, tools: Sequence[Tool], strict_only: bool = False) -> list[Part]:
-    """The grammar of a call of each tool. With `strict_only` the arguments of others are any object."""
+    """The grammar of a call of each tool. With `strict_only`, the arguments of other tools are any object."""
     size = sum(len(tool.parameters) for tool in tools)
     if size > _MOST_CHARACTERS:
         message = (
@@ -75,32 +74,33 @@ def _call_parts(form: ToolFormat, tools: Sequence[Tool], strict_only: bool = Fal
 
 _OPENING = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties", "minProperties")
 _COMPOSING = ("allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef")
-"""Keywords by which an object says itself what else it may have, or another schema says it."""
+"""Keywords by which an object, or another schema, states its further members."""
 
 
 def closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a tool whose objects have no members but those that they name, where they do not say otherwise:
-    a model that may write any goes on for as long as it likes."""
+    """A tool's parameters in which objects have only the members that they name, unless they say otherwise. With any
+    members allowed, a model may not come to an end."""
     alone = "allOf" not in json.dumps(parameters)  # whose parts would have to close each other's objects
-    inside = {name: _closed_inside(each) if alone else each for name, each in parameters.items()}
+    inside = {name: _closed_inside(member) if alone else member for name, member in parameters.items()}
     if not _may_close(parameters):
         return inside
     return inside | {"additionalProperties": False} if parameters.get("properties") else {**NO_MEMBERS}
 
 
 def _may_close(node: dict[str, Any]) -> bool:
-    named, required = node.get("properties", {}), node.get("required", [])
-    complete = isinstance(named, dict) and isinstance(required, list) and all(each in named for each in required)
+    members = node.get("properties", {})
+    required = node.get("required", [])
+    complete = isinstance(members, dict) and isinstance(required, list) and all(name in members for name in required)
     return complete and not node.keys() & {*_OPENING, *_COMPOSING}
 
 
 def _closed_inside(value: Any) -> Any:
-    """The value with its schemas of objects closed, those that name their members."""
+    """The value in which schemas of objects that name their members are closed."""
     if isinstance(value, list):
-        return [_closed_inside(each) for each in value]
+        return [_closed_inside(element) for element in value]
     if not isinstance(value, dict):
         return value
-    inside = {name: each if name in _DATA else _closed_inside(each) for name, each in value.items()}
+    inside = {name: member if name in _DATA else _closed_inside(member) for name, member in value.items()}
     names_members = isinstance(value.get("properties"), dict) and value.get("type") == "object"
     return inside | {"additionalProperties": False} if names_members and _may_close(value) else inside
 
@@ -110,9 +110,9 @@ _DATA = ("const", "enum", "default", "examples")
 
 
 def _section(form: ToolFormat, calls: Sequence[Part], parallel: bool, trigger: str = "") -> Part:
-    """A section with all calls, or sections with one each."""
+    """One section with all calls, or sections with one each."""
     layout = form.layout
-    section = next(each for each in layout.sections if each.trigger == trigger or not trigger)
+    section = next(candidate for candidate in layout.sections if candidate.trigger == trigger or not trigger)
     begin, end = ("", "") if layout.several else section[:2]
     part: Part = {
         "type": "tags_with_separator",
@@ -125,9 +125,11 @@ def _section(form: ToolFormat, calls: Sequence[Part], parallel: bool, trigger: s
 
 
 def _text_with_calls(form: ToolFormat, tools: Sequence[Tool], parallel: bool) -> Part:
-    """Text in which calls may begin. Those of tools that are not strict have any arguments."""
+    """Text in which calls may begin; those of tools that are not strict have any arguments."""
     calls = _call_parts(form, tools, strict_only=True)
-    layout, free, tags = form.layout, any_text(), list[Part]()
+    layout = form.layout
+    free = any_text()
+    tags = list[Part]()
     if layout.preamble is not None:
         sections = [_section(form, calls, parallel, section.trigger) for section in layout.sections]
         return either([*sections, sequence([const(layout.content), free])])
