@@ -100,6 +100,8 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._encoder = encoder or BoundedEncoder(backend, "tokenizer.json")
+        self.bounded = self._encoder.bounded
+        """Whether encoding a short text takes little time."""
         self._named = named
         self._templates = templates
         self._shown = shown
@@ -129,11 +131,6 @@ class Tokenizer:
         encoder = BoundedEncoder(backend, str(directory if directory.is_file() else directory / "tokenizer.json"))
         encoder.try_out(sources.get(DEFAULT, ""))
         return cls(backend, named, templates, encoder=encoder)
-
-    @property
-    def bounded(self) -> bool:
-        """Whether encoding a short text takes little time."""
-        return self._encoder.bounded
 
     def prompt_ids(
         self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
