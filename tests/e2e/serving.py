@@ -13,6 +13,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.e2e.server_template import CopiedProcess, copy_process
+
 TIMEOUT = 90.0
 """Seconds anything here may take on a machine that is busy with something else."""
 
@@ -21,9 +23,10 @@ TIMEOUT = 90.0
 class Server:
     """A server process, and everything it said."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | CopiedProcess
     output: Path
     scratch: Path
+    arguments: Sequence[str]
 
     @property
     def said(self) -> str:
@@ -106,22 +109,44 @@ def on_loopback(arguments: Sequence[str]) -> list[str]:
     return flags
 
 
+def _of_interpreter(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that count when a process begins and not later."""
+    return {name: value for name, value in environment.items() if name.startswith(("PYTHON", "LD_", "MALLOC_"))}
+
+
+OF_INTERPRETER = _of_interpreter(os.environ)
+
+
 @contextmanager
 def serving(
-    scratch: Path, *arguments: str, python: str = sys.executable, variables: Mapping[str, str] = {}
+    scratch: Path,
+    *arguments: str,
+    python: str = sys.executable,
+    variables: Mapping[str, str] = {},
+    started: bool = False,
 ) -> Iterator[Server]:
-    """A server with these arguments, and more variables of its environment; killed at the end if it still runs."""
+    """A server with these arguments, and more variables of its environment; killed at the end if it still runs. It is a
+    copy of a process that has imported a server, unless it is `started` as users start one, or its interpreter differs
+    from ours."""
     scratch.mkdir(parents=True, exist_ok=True)
     output = scratch.with_suffix(".log")
-    command = [python, "-m", "charonia", "serve", *arguments, *on_loopback(arguments)]
+    command = ["serve", *arguments, *on_loopback(arguments)]
+    environment = os.environ | {"TMPDIR": str(scratch)} | variables
+    process: subprocess.Popen[bytes] | CopiedProcess
     with output.open("wb") as file:
-        environment = os.environ | {"TMPDIR": str(scratch)} | variables
-        # A group of its own: a test may signal all of it.
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        if started or python != sys.executable or _of_interpreter(environment) != OF_INTERPRETER:
+            # A group of its own: a test may signal all of it.
+            process = subprocess.Popen(
+                [python, "-m", "charonia", *command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        else:
+            process = copy_process(command, file, environment)
     try:
-        yield Server(process, output, scratch)
+        yield Server(process, output, scratch, command)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -1,7 +1,6 @@
 """Files and batches by the real openai client. What becomes of them when something dies: test_proofs.py."""
 
 import json
-import re
 import socket
 import time
 from collections import Counter
@@ -117,7 +116,7 @@ def test_uploads_that_break_off_leave_nothing(server: Server) -> None:
     """A client that sends less than it said, and leaves; and others that send more than there may be."""
     with connect(server) as client, pytest.raises(openai.APIStatusError, match="files-max-bytes"):
         client.files.create(file=("x", b"x" * 600_000), purpose="batch")
-    [directory] = re.findall(r"--files-dir\0([^\0]+)", Path(f"/proc/{server.process.pid}/cmdline").read_text())
+    directory = server.arguments[server.arguments.index("--files-dir") + 1]
     folder = Path(directory) / "files"
     before = {path.name for path in folder.iterdir()}
     head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n%b\r\n\r\n"
