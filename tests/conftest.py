@@ -53,6 +53,8 @@ LONG_ONES = (
     "tests/extras/trtllm/e2e",
     "tests/scheduler/test_machine.py",
     "tests/test_packaging.py",
+    "tests/repository/object_storage",
+    "tests/engine/gpu",
 )
 """They begin first, so that the workers end together."""
 
@@ -61,7 +63,7 @@ SERVERS = {
     "demo": "docs/test_examples e2e/test_ask e2e/test_demo e2e/test_structured_outputs",
     "server": "e2e/test_access e2e/test_adapters e2e/test_analyze e2e/test_anthropic e2e/test_batches"
     " e2e/test_capacity e2e/test_chat_tools e2e/test_generate e2e/test_grpc e2e/test_life e2e/test_metrics"
-    " e2e/test_openai e2e/test_proofs",
+    " e2e/test_openai e2e/test_proofs e2e/test_speculation",
 }
 """Files whose tests share a session's fixture are run by one worker, which alone starts what it yields."""
 
