@@ -66,8 +66,9 @@ def settings(file: ImageFile, stage: int) -> dict[str, str]:
 def run_build(file: ImageFile, source: Path, environment: Path, given: Mapping[str, str], *, linked: bool) -> None:
     """Run the build stage in `source`, its environment at `environment`. With `linked` that sees our dependencies,
     which pip then neither looks up nor installs; `given` are build arguments, and variables of the shell."""
-    # By 0 pip understands that there is no isolation.
-    offline = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "CONSTRAINTS": os.devnull}
+    # By 0 pip understands that there is no isolation. Modules are compiled when they are imported, which few are.
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_COMPILE": "0"}
+    offline["CONSTRAINTS"] = os.devnull
     offline = offline if linked else {}
     variables = {**os.environ, **settings(file, 0), **offline, **given, "VENV": str(environment)}
     variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
