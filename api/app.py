@@ -237,7 +237,7 @@ def _measured_routes(administration: Administration, registry: CollectorRegistry
     """The server's load and metrics."""
 
     async def load(request: Request) -> Response:
-        """How many requests are being answered, as vLLM tells it."""
+        """The number of requests that are being answered, as vLLM tells it."""
         return json_response({"server_load": administration.requests_in_flight()})
 
     routes = [Route("/load", load, methods=["GET"])]

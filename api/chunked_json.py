@@ -205,7 +205,8 @@ class UnparsedContainer:
         """The elements of an array in their order, some at a time, each in as many arrays as in the body."""
         if self.is_object:
             raise malformed_json("an array was expected", self._begin)
-        begin, before = self._begin + 1, 1
+        begin = self._begin + 1
+        before = 1
         async for marks in self._text.marks(begin, _DEEPEST):
             ends = np.flatnonzero(marks.depths < self._depth)
             if len(ends):
@@ -217,11 +218,14 @@ class UnparsedContainer:
             if len(commas):
                 end, after = int(marks.at[commas[-1]]), int(marks.depths[commas[-1]]) - self._depth + 1
                 yield self._text.parse(self._piece(begin, end, b"[" * before, b"]" * after), begin - before)
-                begin, before = end + 1, after
+                begin = end + 1
+                before = after
 
     async def _parts(self, values: ValueBudget) -> AsyncIterator[tuple[int, int]]:
         """The container's text in parts, each up to a comma or bracket; one longer than a piece is a single value."""
-        begin, cut, held = self._begin + 1, -1, np.empty(0, np.int64)
+        begin = self._begin + 1
+        cut = -1
+        held = np.empty(0, np.int64)
         async for marks in self._text.marks(begin, self._depth):
             ends = np.flatnonzero(marks.depths < self._depth)
             if len(ends):

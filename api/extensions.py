@@ -15,7 +15,7 @@ from ..core.request_context import RequestContext
 
 
 class RouteExtensions:
-    """What `plans` serve: nothing before `serve` was called, which happens once. `state`: what `--state-dir` keeps."""
+    """The extensions of `plans`; `serve` is called once, before all else. `state`: what `--state-dir` keeps."""
 
     def __init__(self, plans: Iterable[RoutesPlan] = (), state: StateStore | None = None) -> None:
         self.plans = tuple(plans)
@@ -31,12 +31,12 @@ class RouteExtensions:
 
     @property
     def listed(self) -> Mapping[str, str]:
-        """What they add to the list of endpoints."""
+        """The names and paths that they add to the list of endpoints."""
         return {name: paths for plan in self.plans for name, paths in plan.listed.items()}
 
     def in_workers(self) -> "WorkerRoutes":
-        """What a worker is told of them, once they are served here. Raises `TypeError` for a route that no worker could
-        forward."""
+        """The routes that a worker forwards, once they are served here. Raises `TypeError` for one that no worker
+        could."""
         routes = [route for served in self._served for route in served.routes]
         for route in routes:
             if not isinstance(route, Route):
@@ -51,7 +51,7 @@ class RouteExtensions:
                 yield from served.measure()
 
     def end_listeners(self) -> list[Callable[[RequestContext], None]]:
-        """Those that are to be called with each request that has ended."""
+        """The functions that are called with each request that has ended."""
         return [served.request_ended for served in self._served if served.request_ended is not None]
 
     @asynccontextmanager

@@ -148,7 +148,9 @@ def _copy_input(declared: DeclaredInput, data: CudaSlice) -> Tensor:
 
 async def decode_long_json(declared: DeclaredInput, array: UnparsedContainer) -> Tensor:
     """The tensor whose elements are a long array of JSON, which is parsed in pieces."""
-    count, datatype, done = raw_tensors.element_count(declared), declared.datatype, 0
+    count = raw_tensors.element_count(declared)
+    datatype = declared.datatype
+    done = 0
     data = np.empty(count, NUMPY_TYPES[datatype])
     async for piece in array.flat_elements():
         values = json_tensors.flatten(piece)

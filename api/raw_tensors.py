@@ -21,7 +21,7 @@ _DTYPES = {datatype: np.dtype(dtype) for datatype, dtype in NUMPY_TYPES.items()}
 _LENGTH = struct.Struct("<I")
 _MOST_ELEMENTS = 2**63 - 1
 _MOST_SAFE_ELEMENTS = _MOST_ELEMENTS // 8
-"""As many elements of any datatype have a size in bytes that 63 bits can hold."""
+"""The most elements of any datatype whose size in bytes 63 bits can hold."""
 
 _PIECE = 1 << 14
 """Strings that are handled at a time: the interpreter's lock is kept for as long as that takes."""

@@ -1,4 +1,4 @@
-"""What commands that look at a server ask it by: a header of the command line, and one request over HTTP."""
+"""Requests of commands that look at a server: a header of the command line, and one request over HTTP."""
 
 import json
 from collections.abc import Mapping

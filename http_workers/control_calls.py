@@ -1,5 +1,5 @@
-"""What one worker asks the hub beside inference: requests of HTTP and control RPCs, which the endpoints answer that
-there would be without workers."""
+"""The calls of one worker that are no inference: requests of HTTP, and control RPCs. The endpoints that a server
+without workers has answer them."""
 
 import asyncio
 import re
@@ -24,13 +24,18 @@ _READING = re.compile(
 
 
 class ControlCalls:
-    """Those of one worker that are being answered. `app` and `control_rpc` answer them; `settle`: waited for before
-    the answer of one that changes what workers know."""
+    """The calls of one worker that are being answered, by `app` and `control_rpc`.
+
+    `settle` is awaited before the answer to a call that changes what workers know.
+    """
 
     def __init__(
         self, link: HubLink, app: ASGIApp, control_rpc: RpcAnswerer, settle: Callable[[], Awaitable[None]]
     ) -> None:
-        self._link, self._app, self._control_rpc, self._settle = link, app, control_rpc, settle
+        self._link = link
+        self._app = app
+        self._control_rpc = control_rpc
+        self._settle = settle
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._in_pieces: dict[int, AnsweredInPieces] = {}
 
@@ -49,12 +54,12 @@ class ControlCalls:
             self._in_pieces[message.key].on_wanted()
 
     def cancel(self, key: int) -> None:
-        """Nobody waits for the answer of this call, if it is one of these."""
+        """Stop answering this call, if it is one of these: nobody waits for it."""
         if key in self._tasks:
             self._tasks[key].cancel()
 
     def close(self) -> None:
-        """The worker is gone."""
+        """Stop answering: the worker is gone."""
         for task in self._tasks.values():
             task.cancel()
 

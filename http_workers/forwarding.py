@@ -1,5 +1,4 @@
-"""What a worker does not answer itself: requests and calls that are no inference cross to the hub, whose endpoints
-answer them."""
+"""Requests and calls that a worker forwards to the hub, whose endpoints answer them: all that is no inference."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -41,7 +40,7 @@ class HttpForwarder:
         return response
 
     async def answer_in_pieces(self, request: Request) -> ASGIApp:
-        """As `answer`, where bodies may be long, or be made while they are read."""
+        """Answer as `answer` does, where bodies may be long, or be made while they are read."""
         return ForwardedInPieces(self._hub, partial(_call, request.scope, b"", True))
 
 
@@ -63,7 +62,7 @@ def forwarded_rpcs(gateway: RemoteGateway) -> Mapping[str, BoundRpc]:
 
 
 async def answer_rpc(gateway: InProcessGateway, name: str, message: bytes) -> dict[str, Any]:
-    """In the hub: the fields of the response to a control RPC. Raises `CharoniaError`."""
+    """The fields of the response to a control RPC, made in the hub. Raises `CharoniaError`."""
     from tritonclient.grpc import service_pb2
 
     request = getattr(service_pb2, f"{name}Request").FromString(message)

@@ -19,12 +19,12 @@ from .state_messages import BEAT_SECONDS, HubSnapshot, LogLevels
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.2
-"""Between two looks at what is served; calls that change something look by themselves."""
+"""Seconds between two looks at what is served; calls that change something look by themselves."""
 
 _LOOKS_PER_BEAT = round(BEAT_SECONDS / _LOOK_SECONDS)
 
 _SETTLE_SECONDS = 30.0
-"""For which a change waits, at most, until every worker knows of it."""
+"""Seconds that a change waits, at most, until every worker knows of it."""
 
 
 class ConnectedWorker(Protocol):
@@ -42,10 +42,12 @@ class ConnectedWorker(Protocol):
 
 
 class ControlHub:
-    """What the workers of one gateway share. `app` and `control_rpc` answer what is not inference."""
+    """The state that the workers of one gateway share. `app` and `control_rpc` answer what is not inference."""
 
     def __init__(self, gateway: InProcessGateway, app: ASGIApp, control_rpc: RpcAnswerer) -> None:
-        self.gateway, self.app, self.control_rpc = gateway, app, control_rpc
+        self.gateway = gateway
+        self.app = app
+        self.control_rpc = control_rpc
         self.census = ModelCensus(gateway)
         self.sessions: set[ConnectedWorker] = set()
         self._snapshot: HubSnapshot | None = None
@@ -95,7 +97,8 @@ class ControlHub:
 
     async def settle(self) -> None:
         """Return when every worker answers by what holds now, or does not answer."""
-        number, deadline = self.push().number, time.monotonic() + _SETTLE_SECONDS
+        number = self.push().number
+        deadline = time.monotonic() + _SETTLE_SECONDS
         while any(session.acknowledged < number for session in self.sessions):
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):

@@ -41,7 +41,7 @@ from .sequence_messages import SequenceSteps
 from .tensors import TensorExchange
 
 _TELL_SECONDS = 0.01
-"""After which the hub hears of requests that ended as it expects, at the latest."""
+"""Seconds after which, at the latest, the hub hears of requests that ended as it expects."""
 
 PieceMessage: TypeAlias = HttpAnswer | HttpPiece | PieceWanted | CallFailed
 

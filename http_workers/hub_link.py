@@ -24,7 +24,10 @@ class AnsweredCall:
     def __init__(
         self, link: HubLink, key: int, what: str, notes: Callable[[], ResponseNotes | None] = lambda: None
     ) -> None:
-        self._link, self._key, self._what, self._notes = link, key, what, notes
+        self._link = link
+        self._key = key
+        self._what = what
+        self._notes = notes
 
     def __enter__(self) -> None:
         pass

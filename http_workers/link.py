@@ -53,7 +53,8 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
         """Called before messages leave; it may send more."""
         self.congested = False
         """Whether the other end does not read: what need not leave now should not."""
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_tokens)
         self._transport: asyncio.Transport | None = None
         self._waiting: list[T_out] = []
@@ -98,7 +99,7 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
                 self._loop.call_soon(self.flush)
 
     def schedule_from_any_thread(self) -> None:
-        """As `schedule`; without effect once the loop has ended."""
+        """Do as `schedule`, from any thread; it has no effect once the loop has ended."""
         if threading.get_ident() == self._thread:
             self.schedule()
             return
@@ -177,7 +178,8 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
                 return
         if self._rest:
             data, self._rest = self._rest + data, b""
-        at, view = 0, memoryview(data)
+        at = 0
+        view = memoryview(data)
         while len(data) - at >= _LENGTH.size:
             begin = at + _LENGTH.size
             (length,) = _LENGTH.unpack_from(data, at)

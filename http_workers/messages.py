@@ -29,8 +29,7 @@ from .tensors import SentTensor
 
 
 class RequestOrigin(msgspec.Struct, array_like=True, frozen=True):
-    """What a worker knows of a request that counts in the hub: fields of `RequestContext`. `headers` where a route
-    may go by them, or spans are sent."""
+    """The fields of a worker's `RequestContext` that count in the hub; `headers` where routes or spans need them."""
 
     endpoint: str
     tenant: str
@@ -123,14 +122,14 @@ class TensorsRead(msgspec.Struct, array_like=True, tag="tensors", frozen=True):
 
 
 class ResponsesRead(msgspec.Struct, array_like=True, tag="read", frozen=True):
-    """So many responses of a stream were read: as many more may come."""
+    """The worker has read so many responses of a stream: as many more may come."""
 
     key: int
     count: int
 
 
 class CancelCall(msgspec.Struct, array_like=True, tag="cancel", frozen=True):
-    """Nothing more is wanted of an `ModelCall`, or of another call that waits for its answer."""
+    """The worker wants nothing more of a `ModelCall`, or of another call that waits for its answer."""
 
     key: int
 
@@ -252,8 +251,8 @@ class CountedText(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ResponseNotes(msgspec.Struct, array_like=True, frozen=True):
-    """What is told beside responses, since the last notes: warnings for the client; the model and version that answer,
-    where a sequence goes to another arm of a route; what was generated."""
+    """News beside responses, since the last notes: warnings for the client, what was generated, and the model and
+    version that answer, where a sequence goes to another arm of a route."""
 
     warnings: list[str] = []
     model: str = ""
@@ -295,7 +294,7 @@ class AcquiredModel(msgspec.Struct, array_like=True, tag="acquired", frozen=True
     """The loaded model's."""
 
     model: str
-    """This and the next three: for the request's context."""
+    """A field of the request's context, as the next three are."""
 
     version: str
     adapter: str

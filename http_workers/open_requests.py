@@ -27,7 +27,7 @@ class OpenRequest:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Those that still run."""
+        """The tasks of the request that still run."""
         tasks = [self.finding, *(call.task for call in self.calls.values())]
         return [task for task in tasks if task is not None and not task.done()]
 
@@ -36,7 +36,7 @@ class OpenRequest:
             self.tickets.pop().release()
 
     def notes(self) -> ResponseNotes | None:
-        """What is to be told beside the next message."""
+        """The notes for the next message, if there is news."""
         context = self.context
         if not (context.warnings or context.all_sequences or context.route):
             return None

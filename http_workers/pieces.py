@@ -58,7 +58,9 @@ class AnsweredInPieces:
     for when that begins."""
 
     def __init__(self, key: int, link: HubLink, before_answer: Callable[[], Awaitable[None]] | None = None) -> None:
-        self._key, self._link, self._before_answer = key, link, before_answer
+        self._key = key
+        self._link = link
+        self._before_answer = before_answer
         self._arrived: asyncio.Queue[HttpPiece] = asyncio.Queue()
         self._whole = False
         self._wanted = asyncio.Event()
@@ -90,7 +92,9 @@ class AnsweredInPieces:
         if message["type"] == "http.response.start":
             self._start = message
             return
-        data, more, start = message.get("body", b""), message.get("more_body", False), self._start
+        data = message.get("body", b"")
+        more = message.get("more_body", False)
+        start = self._start
         if start is not None and not self._begun:
             self._begun = True
             if self._before_answer is not None:

@@ -47,7 +47,9 @@ class RemoteEngine:
         request: int = 0,
         refusal: SentError | None = None,
     ) -> None:
-        self._hub, self._model, self._info = hub, model, info
+        self._hub = hub
+        self._model = model
+        self._info = info
         self._request, self._refusal = request, refusal
 
     def for_request(self, key: int, refusal: SentError | None) -> "RemoteEngine":
@@ -88,12 +90,14 @@ class RemoteEngine:
         assert isinstance(ticket, RemoteTicket)
         assert ticket.generation is not None
         assert stats is not None
-        generation, key = ticket.generation, self._hub.next_key()
+        generation = ticket.generation
+        key = self._hub.next_key()
         stats.time_left(add.timeout)
         stats.record_submission(len(add.spec.prompt))
         stream = TokenStream(stats, ticket, add.spec.priority)
         self._hub.streams.add(key, stream)
-        wanted, task = generation.sampling.max_tokens != 0, generation.lora_task
+        wanted = generation.sampling.max_tokens != 0
+        task = generation.lora_task
         counts = generation.choice, generation.choice_count, generation.prompt_count
         lora = None if task is None else LoraTaskMessage(task.number, _array(task.weights), _array(task.config))
         self._hub.send(SubmitSequence(key, self._request, add, stats.opened, wanted, *counts, lora))

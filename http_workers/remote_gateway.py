@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 
 class AcquiredHere(NamedTuple):
-    """What the hub has acquired for a request; `text`: the language model here, with one user more."""
+    """A model that the hub has acquired for a request. `text`: the language model here, with one user more."""
 
     answer: AcquiredModel
     config: ModelConfig
     text: TextModelHere | None
 
     def give_back(self) -> None:
-        """Nobody is there to use it."""
+        """Release it: nobody is there to use it."""
         if self.text is not None:
             self.text.release()
 
@@ -103,11 +103,14 @@ class RemoteGateway:
         context.model, context.version = name, version
         # A name that the snapshot has is that of no route: only those go by bodies.
         body = context.body if served is None and self._snapshot is not None and self._snapshot.has_routes else None
-        hub, counts = self.connection, (context.prompt_count, context.choice_count)
+        hub = self.connection
+        counts = (context.prompt_count, context.choice_count)
         key = hub.key_of(context)
         call = AcquireCall(key, hub.origin_of(context), printable(name), version, *counts, body)
         acquired: AcquiredHere = await hub.ask(key, call, AcquiredHere.give_back)
-        context.body, answer, text = None, acquired.answer, acquired.text
+        context.body = None
+        answer = acquired.answer
+        text = acquired.text
         if text is not None:
             context.on_end(text.release)
         context.model, context.version, context.model_found = answer.model, answer.version, True
@@ -163,7 +166,7 @@ class RemoteGateway:
         return not self.exiting() and self._heard_lately and self.find(name, version) is not None
 
     async def unready_reason(self, name: str, version: str = "") -> str:
-        """As the last snapshot has it: whether the model itself says so, the hub alone can ask."""
+        """The reason by the last snapshot; only the hub can ask the model itself."""
         return "" if self.is_model_ready(name, version) else "Model version not ready"
 
     # For handles
@@ -178,7 +181,8 @@ class RemoteGateway:
         """Looked up at once: the next snapshot may not have it any more."""
         if not self.connection.is_awaited(message.key):
             return
-        text, config = self._texts.get(message.number), message.config
+        text = self._texts.get(message.number)
+        config = message.config
         known = next((model.config for model in self._served.models if model.number == message.number), None)
         if text is not None:
             text.users += 1

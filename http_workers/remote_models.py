@@ -145,7 +145,9 @@ class RemoteModelHandle:
     ) -> None:
         self.config, self.context = config, context
         self._hub, self._find = hub, find
-        self._version, self._number, self._stats = version, number, stats
+        self._version = version
+        self._number = number
+        self._stats = stats
 
     @property
     def name(self) -> str:
@@ -285,7 +287,9 @@ class TextModelHere:
 
     def __init__(self, served: ServedModel, engine: RemoteEngine) -> None:
         assert served.parts is not None
-        self.engine, self.users, self.dropped = engine, 0, False
+        self.engine = engine
+        self.users = 0
+        self.dropped = False
         self._served = served
         self._reported = 0, 0.0
         spec = replace(served.parts.spec, connect=lambda on_progress, metrics: engine)
@@ -301,7 +305,7 @@ class TextModelHere:
             raise Unavailable(message)
 
     def reader_delays(self) -> ReaderDelays:
-        """What its clients left unread since the last call."""
+        """The tokens that its clients left unread since the last call."""
         (tokens, seconds), metrics = self._reported, self.model.metrics
         self._reported = metrics.merged_tokens, metrics.unread.seconds
         return ReaderDelays(self._served.number, self._reported[0] - tokens, self._reported[1] - seconds)
@@ -312,7 +316,7 @@ class TextModelHere:
         self._unload_unused()
 
     def drop(self) -> None:
-        """It is served no longer; the requests that have it end with it."""
+        """Unload it with the last request that has it: it is served no longer."""
         self.dropped = True
         self._unload_unused()
 

@@ -27,7 +27,7 @@ class SubmitSequence(msgspec.Struct, array_like=True, tag="submit", frozen=True)
     """The key of the request."""
 
     add: AddRequest
-    """Its adapter goes by its name."""
+    """The sequence for the engine; its adapter goes by its name."""
 
     opened: float
     """When the worker began with it."""
@@ -36,7 +36,7 @@ class SubmitSequence(msgspec.Struct, array_like=True, tag="submit", frozen=True)
     """Whether it is not for its prompt alone."""
 
     choice: int
-    """This and the rest: as in `GenerateRequest`."""
+    """A field of `GenerateRequest`, as the rest are."""
 
     choice_count: int
     prompt_count: int
@@ -44,7 +44,7 @@ class SubmitSequence(msgspec.Struct, array_like=True, tag="submit", frozen=True)
 
 
 class AbortSequence(msgspec.Struct, array_like=True, tag="abort", frozen=True):
-    """Its reader left."""
+    """The reader of a sequence left."""
 
     key: int
 
@@ -60,7 +60,7 @@ class CancelRequests(msgspec.Struct, array_like=True, tag="cancel_id", frozen=Tr
 
 
 class SequenceSteps(msgspec.Struct, array_like=True, tag="steps", frozen=True):
-    """What became of sequences since the last such message."""
+    """The progress of sequences since the last such message."""
 
     at: float
     """When the message was made."""
@@ -68,7 +68,7 @@ class SequenceSteps(msgspec.Struct, array_like=True, tag="steps", frozen=True):
     keys: list[int]
 
     counts: list[int]
-    """How many of `tokens` each of `keys` got, one after the other."""
+    """The number of `tokens` that each of `keys` got, one after the other."""
 
     tokens: list[int]
 

@@ -34,7 +34,7 @@ class ServedModels(NamedTuple):
 
     @classmethod
     def of_pickle(cls, data: bytes) -> "ServedModels":
-        """Only from this server's own hub."""
+        """The models that `pickled` wrote; to be read only from this server's own hub."""
         served = pickle.loads(data)
         assert isinstance(served, cls)
         return served
@@ -62,7 +62,7 @@ class ModelCensus:
         return next((loaded for loaded, own in self._numbered.values() if own == number), None)
 
     def take(self) -> ServedModels:
-        """What is served now; forgets the rest."""
+        """Take stock of what is served now, and forget the rest."""
         registry, routes = self._gateway.registry, self._gateway.routes.served
         aliases: dict[str, list[str]] = {}
         for alias, name in registry.aliases.items():

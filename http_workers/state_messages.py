@@ -9,10 +9,10 @@ from ..telemetry.logging_setup import LogSettings
 from ..telemetry.loop_lag import LoopState
 
 BEAT_SECONDS = 1.0
-"""Between two heartbeats."""
+"""Seconds between two heartbeats."""
 
 HUNG_SECONDS = 60.0
-"""Of silence, after which the other end is taken to hang."""
+"""Seconds of silence after which the other end is taken to hang."""
 
 
 # From a worker
@@ -25,12 +25,12 @@ class SnapshotAcknowledged(msgspec.Struct, array_like=True, tag="taken", frozen=
 
 
 class WorkerListening(msgspec.Struct, array_like=True, tag="listening", frozen=True):
-    """Its sockets take connections."""
+    """The worker's sockets take connections."""
 
 
 class ReaderDelays(msgspec.Struct, array_like=True, frozen=True):
-    """What readers of the language model `model` left unread since they were last told of: tokens that came while
-    others were unread, and the seconds of their streams."""
+    """The backlog of readers of the language model `model` since the last report: tokens that came while others were
+    unread, and the seconds of their streams."""
 
     model: int
     merged_tokens: int
@@ -38,7 +38,7 @@ class ReaderDelays(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WorkerState(msgspec.Struct, array_like=True, tag="state", frozen=True):
-    """How the worker's event loop and its clients go; answers a `Heartbeat`."""
+    """The state of the worker's event loop and its clients; answers a `Heartbeat`."""
 
     loop: LoopState
     readers: list[ReaderDelays]
@@ -71,7 +71,7 @@ class LogLevels(msgspec.Struct, array_like=True, frozen=True):
 
 
 class HubSnapshot(msgspec.Struct, array_like=True, tag="snapshot", frozen=True):
-    """What a worker knows of the hub until the next one; `SnapshotAcknowledged` answers."""
+    """The state of the hub that a worker goes by until the next one; `SnapshotAcknowledged` answers."""
 
     number: int
     ready: bool

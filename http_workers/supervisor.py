@@ -29,10 +29,10 @@ _SILENT_DEATHS = 3
 """Workers that ended before they listened, after which the first start is given up."""
 
 _STOP_SECONDS = 5.0
-"""For a worker to leave by itself once it was told to: what is written may take that long to reach its clients."""
+"""Seconds for a worker to leave by itself once it was told to: what is written may take that long to reach clients."""
 
 _EXIT_SECONDS = 1.0
-"""For a process whose link has ended to say why it ends."""
+"""Seconds for a process whose link has ended to say why it ends."""
 
 _FIRST_RETRY, _LAST_RETRY, _STABLE = 0.1, 30.0, 5.0
 """Seconds before a lost worker is started again, at first and at most, and for which one has to last to count."""
@@ -50,7 +50,9 @@ class WorkerPool:
 
     def __init__(self, hub: ControlHub, count: int, main: WorkerMain, setup: object) -> None:
         self.hub = hub
-        self._count, self._main, self._setup = count, main, setup
+        self._count = count
+        self._main = main
+        self._setup = setup
         self._keepers: list[asyncio.Task[None]] = []
         self._sessions: dict[int, WorkerSession] = {}
         self._started = [asyncio.Event() for _ in range(count)]
@@ -69,7 +71,7 @@ class WorkerPool:
         await wait_for_first(self._all_started(), self.ended())
 
     def measure(self) -> Iterator[Measurement]:
-        """How often a worker was lost and started again, and the event loops of those there are, for a scrape."""
+        """The number of lost workers that were started again, and the event loops of all there are, for a scrape."""
         yield Measurement({}, [Reading("charonia_frontend_restarts_total", self._restarts)])
         for number, session in self._sessions.items():
             yield Measurement({}, [*session.loop_readings({"frontend": str(number + 1)})])
@@ -97,9 +99,12 @@ class WorkerPool:
 
     async def _keep(self, number: int) -> None:
         """Run one worker after the other, until there is to be none."""
-        backoff, deaths, name = RestartBackoff(_FIRST_RETRY, _LAST_RETRY, _STABLE), 0, f"frontend {number + 1}"
+        backoff = RestartBackoff(_FIRST_RETRY, _LAST_RETRY, _STABLE)
+        deaths = 0
+        name = f"frontend {number + 1}"
         while not self._stopping.is_set():
-            began, listened = time.monotonic(), False
+            began = time.monotonic()
+            listened = False
             try:
                 exit_code, listened = await self._run(number, name)
                 why = describe_exit(exit_code)
@@ -139,7 +144,8 @@ class WorkerPool:
 
     async def _watch(self, child: ChildProcess, session: WorkerSession, number: int, name: str) -> None:
         """Return when the process has ended, or its link."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
         loop.add_reader(child.sentinel, ended.set)
         try:
             await wait_for_first(session.listening.wait(), session.lost.wait(), ended.wait())

@@ -17,7 +17,7 @@ _DTYPES = {name: np.dtype(dtype) for name, dtype in NUMPY_TYPES.items() if name 
 _BYTES = np.dtype(np.uint8)
 
 PLACED_BYTES = 1 << 16
-"""From which on a tensor is copied into shared memory: through the socket it would be copied four times."""
+"""Bytes from which on a tensor is copied into shared memory: through the socket it would be copied four times."""
 
 ARENA_BYTES = 64 << 20
 """Shared memory of each direction of a link; what finds no room goes through the socket."""
@@ -49,7 +49,7 @@ class SentTensor(msgspec.Struct, array_like=True, frozen=True):
         return cls(tensor.name, tensor.datatype, tensor.shape, data.data)
 
     def tensor(self) -> Tensor:
-        """One that is not placed; numbers are a view of the message."""
+        """The tensor of a message that is not placed; numbers are a view of the message."""
         if self.data is None:
             strings: NDArray[Any] = np.empty(len(self.strings), np.object_)
             strings[:] = self.strings
@@ -109,12 +109,12 @@ class TensorExchange:
         return offsets
 
     def on_released(self, offsets: Iterable[int]) -> None:
-        """The other end let go of these."""
+        """Free these blocks: the other end let go of them."""
         for offset in offsets:
             self.arena.release(offset)
 
     def close(self) -> None:
-        """The other end is gone: give the memory back that nobody reads."""
+        """Give the memory back that nobody reads: the other end is gone."""
         gc_tuning.memory_releases.discard(self.arena.trim)
         self.arena.close()
         self._view.close()

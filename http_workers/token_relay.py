@@ -83,7 +83,9 @@ class TokenRelay:
         model: LlmModel,
         ticket: QueueTicket | None,
     ) -> None:
-        enter, add, request = sequence.resources.enter_context, message.add, _request_of(message)
+        enter = sequence.resources.enter_context
+        add = message.add
+        request = _request_of(message)
         try:
             if ticket is None:
                 ticket = enter(model.client.admit(request, context.tenant))
@@ -104,13 +106,13 @@ class TokenRelay:
             sequence.starting = None
 
     def abort(self, key: int) -> None:
-        """Its reader left, unless it has ended."""
+        """End a sequence whose reader left, unless it has ended."""
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             sequence.close()
 
     def close(self) -> None:
-        """The worker is gone."""
+        """End all sequences: the worker is gone."""
         for key in list(self._sequences):
             self.abort(key)
 

@@ -95,7 +95,9 @@ class WorkerSession:
         self._loop: LoopState | None = None
         self._asked_at: float | None = None
         self._unanswered = 0
-        self._hub, self._gateway, self._name = hub, hub.gateway, name
+        self._hub = hub
+        self._gateway = hub.gateway
+        self._name = name
         self._request_failed = f"{name}: a request failed"
         self._traces = hub.gateway.shared_state.traces
         self._logs_here = self._traces.sends_spans
@@ -148,13 +150,15 @@ class WorkerSession:
             self.link.abort()
 
     def loop_readings(self, labels: Labels) -> Iterator[Reading]:
-        """Its event loop for a scrape; one that does not answer is late by as long."""
+        """The readings of its event loop for a scrape; one that does not answer is late by as long."""
         if self._loop is not None and not self.lost.is_set():
             silence = 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
             yield from msgspec.structs.replace(self._loop, lag=max(self._loop.lag, silence)).readings(labels)
 
     def _on_state(self, message: WorkerState) -> None:
-        self._loop, self._asked_at, self._unanswered = message.loop, None, 0
+        self._loop = message.loop
+        self._asked_at = None
+        self._unanswered = 0
         for delays in message.readers:
             loaded = self._hub.census.model(delays.model)
             if loaded is not None and isinstance(loaded.model, LlmModel):
@@ -286,7 +290,8 @@ class WorkerSession:
         opened.finding = start_eagerly(self._acquire(call, opened))
 
     async def _acquire(self, call: AcquireCall, opened: OpenRequest) -> None:
-        context, hub = opened.context, self._hub
+        context = opened.context
+        hub = self._hub
         context.body = call.body
         with AnsweredCall(self.link, call.key, f"{self._name}: a model could not be looked up"):
             handle = opened.handle = await self._gateway.acquire(context, call.model, call.version)
@@ -296,7 +301,8 @@ class WorkerSession:
             if is_text:
                 handle.start()
             context.logged = not (follows or self._logs_here)
-            number, stats = hub.census.number_of(loaded), loaded.model.stats()
+            number = hub.census.number_of(loaded)
+            stats = loaded.model.stats()
             if number not in hub.announced:
                 hub.push()
             config = b"" if number in hub.announced and not context.route else pickle.dumps(handle.config)

@@ -63,7 +63,9 @@ class StickyHash:
 
     def choose(self, key: bytes) -> int:
         """The index of the arm that has the key."""
-        hashed, best, least = int.from_bytes(blake2b(key, digest_size=8).digest()), 0, math.inf
+        hashed = int.from_bytes(blake2b(key, digest_size=8).digest())
+        best = 0
+        least = math.inf
         for index, scale, label in self._arms:
             cost = scale * log(((((hashed ^ label) * _GOLDEN) & _MASK) + 1) / _HASHES)
             if cost < least:
@@ -80,7 +82,7 @@ def header_value(headers: Headers, names: tuple[bytes, str]) -> bytes | None:
 
 
 def header_names(name: str) -> tuple[bytes, str]:
-    """How a header's name may stand in `Headers`."""
+    """The forms in which a header's name may stand in `Headers`."""
     return name.lower().encode(), name.lower()
 
 
@@ -134,7 +136,8 @@ def _matcher(rule: RouteRule) -> _Matcher:
             return value is not None and text in (None, value)
 
         return matches_field
-    names, equals = header_names(rule.header), None if rule.equals is None else rule.equals.encode()
+    names = header_names(rule.header)
+    equals = None if rule.equals is None else rule.equals.encode()
 
     def matches_header(headers: Headers, _: str, __: FieldFinder) -> bool:
         value = header_value(headers, names)

@@ -37,7 +37,7 @@ def no_field(path: FieldPath) -> None:
 
 
 def body_fields(body: Mapping[str, Any]) -> FieldFinder:
-    """Of a body that was parsed."""
+    """A finder of fields in a body that was parsed."""
 
     def find(path: FieldPath) -> str | None:
         value: Any = body
@@ -49,7 +49,7 @@ def body_fields(body: Mapping[str, Any]) -> FieldFinder:
 
 
 def infer_fields(request: InferRequest) -> FieldFinder:
-    """Of a v2 request."""
+    """A finder of fields in a v2 request."""
 
     def find(path: FieldPath) -> str | None:
         name = path.parameter

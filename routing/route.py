@@ -1,4 +1,4 @@
-"""What a route says: its arms with their weights, what keeps a client on one arm, and rules that name an arm."""
+"""The shape of a route: its arms with their weights, what keeps a client on one arm, and rules that name an arm."""
 
 import math
 from typing import Literal
@@ -50,8 +50,7 @@ class RouteArm(RouteTarget, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class StickyKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What clients are told apart by: the value of a header, or of a field of the body (`FieldPath`), or the tenant of
-    their API key."""
+    """The key that keeps a client on one arm: a header, a field of the body (`FieldPath`), or the API key's tenant."""
 
     header: str = ""
     tenant: bool = False
@@ -138,7 +137,7 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def targets(self) -> tuple[RouteTarget, ...]:
-        """All that it names."""
+        """All models that it names."""
         return self.arms if self.shadow is None else (*self.arms, self.shadow)
 
     def __str__(self) -> str:

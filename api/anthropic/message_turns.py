@@ -17,8 +17,8 @@ from ..openai.known_fields import Shape, ShapeByType, shape_of
 JsonObject: TypeAlias = dict[str, Any]
 
 _BILLING = "x-anthropic-billing-header:"
-"""How a block of the system's begins that Claude Code changes with every request: it is not for the model, and would
-part every prompt from the prefix cache."""
+"""The beginning of a system block that Claude Code changes with every request. It is not for the model, and would part
+every prompt from the prefix cache."""
 
 _UNSEEN = "[{}: it is here, but this model reads text alone and cannot see it]"
 """Stands where something was that is no text: an agent goes on, and its model knows why."""
@@ -86,7 +86,7 @@ class ToolReferenceBlock(_ContentBlock, frozen=True, kw_only=True):
 
 
 class ForeignBlock(_ContentBlock, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """What one of Anthropic's own tools did, in an answer of its API."""
+    """The account of one of Anthropic's own tools, in an answer of its API."""
 
 
 BlockKinds: TypeAlias = Mapping[str, type[_ContentBlock]]
@@ -167,7 +167,7 @@ class ChatTurns:
         self.origins: dict[str, str] = {}
         """By the path of a message, or of a part of it: the path of what it was made of."""
         self.warnings: list[str] = []
-        """What was left out."""
+        """The parts that were left out, for the client."""
         self._turns: list[_Turn] = []
         self._called: set[str] = set()
         self._noted: set[str] = set()

@@ -33,7 +33,7 @@ _DELTAS: dict[BlockKind, tuple[str, str]] = {
 
 
 class BlockPiece(NamedTuple):
-    """What a chunk adds to a content block; the block begins with it if it `opens` one. `call`: of a tool_use."""
+    """A piece of a content block, from one chunk; it begins the block if it `opens` one. `call`: of a tool_use."""
 
     kind: BlockKind
     text: str

@@ -174,7 +174,9 @@ class StreamInferCall:
         self, model: ModelHandle, message: ProtoMessage, context: RequestContext
     ) -> AsyncGenerator[ProtoMessage, None]:
         """The responses to one request, each marked whether it is the last."""
-        config, final, begun = model.config, False, False
+        config = model.config
+        final = False
+        begun = False
         limit = self._caller.max_response_size
         call = await _read_call(self._lookup, model, message, self._caller)
         async with aclosing(model.infer(call.request)) as responses:

@@ -125,7 +125,9 @@ def _parameter(key: str, parameter: ProtoMessage) -> ParameterValue:
 def _outputs(message: ProtoMessage, regions: SharedMemoryRegistry) -> dict[str, RequestedOutput]:
     outputs: dict[str, RequestedOutput] = {}
     for output in message.outputs:
-        name, classes, memory = output.name, 0, None
+        name = output.name
+        classes = 0
+        memory = None
         if name in outputs:
             raise InvalidArgument(f"output '{name}' already exists in request", field=name)
         if _CLASSES in output.parameters:
@@ -191,7 +193,9 @@ def _inputs(message: ProtoMessage, regions: SharedMemoryRegistry, deferred: Defe
 
 def _decode_contents(declared: DeclaredInput, pieces: Iterable[ProtoMessage]) -> Tensor:
     """The tensor of an input whose typed contents come in these pieces, of which there is at least one."""
-    datatype, count, done = declared.datatype, raw_tensors.element_count(declared), 0
+    datatype = declared.datatype
+    count = raw_tensors.element_count(declared)
+    done = 0
     dtype = np.dtype(NUMPY_TYPES.get(datatype, np.uint8))
     wide = NUMPY_TYPES[_NARROW[datatype]] if datatype in _NARROW else dtype
     strings, numbers = [], []

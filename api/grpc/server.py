@@ -48,7 +48,7 @@ _COMPRESSION = {
     "high": grpc.Compression.Gzip,
 }
 _FLUSH_SECONDS = 2
-"""How long responses that are written may take to reach their clients when the server stops."""
+"""Seconds for written responses to reach their clients when the server stops."""
 
 
 class GrpcServer:

@@ -115,8 +115,10 @@ class AccessMiddleware:
 
 
 def _shown_key(scope: Scope) -> str | None:
-    """What the request shows of a key, as an `authorization` header has it; on Anthropic's paths the header `x-api-key`
-    may. Raises `InvalidArgument` for several: a proxy in front may have checked another one than is taken here."""
+    """The key that a request shows, as an `authorization` header has it; Anthropic's paths also take `x-api-key`.
+
+    Raises `InvalidArgument` for several: a proxy in front may have checked another one than is taken here.
+    """
     shown = _values(scope, b"authorization")
     if len(shown) > 1:
         raise InvalidArgument(f"{len(shown)} Authorization headers: send one")

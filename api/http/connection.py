@@ -155,7 +155,7 @@ class CancelOnDisconnect:
 
 
 class EventEncoder(Protocol[T_contra]):
-    """How the items of a stream are encoded for the client."""
+    """An encoder of the items of one stream into the events that the client gets."""
 
     def encode_item(self, item: T_contra) -> bytes | Awaitable[bytes]:
         """Server-sent events for one item, maybe none; awaited where encoding takes long."""

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 async def stays_connected() -> Message:
-    """What is received from a client that has sent its body, and does not leave: nothing."""
+    """Never returns: a client that has sent its body, and does not leave, sends nothing more."""
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
@@ -68,7 +68,7 @@ class ControlRequest(NamedTuple):
 
 
 class ControlResponse(NamedTuple):
-    """Its response with its whole body."""
+    """A response with its whole body."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -96,17 +96,17 @@ async def ask_app(app: ASGIApp, request: ControlRequest, tenant: Tenant) -> Cont
 
 
 class InternalAnswer(NamedTuple):
-    """What an endpoint answered to the server itself."""
+    """The answer of an endpoint to the server itself."""
 
     status: int
     body: bytes
     request_id: str
     error: CharoniaError | None = None
-    """What the endpoint raised, if it did."""
+    """The error that the endpoint raised, if it did."""
     begun: bool = False
     """Whether an engine had begun with the request."""
     warning: str = ""
-    """What a client that waits reads in the header."""
+    """The warning that a client who waits reads in the header."""
 
 
 async def ask_endpoint(
@@ -116,7 +116,8 @@ async def ask_endpoint(
 
     Cancelling the task that waits for it cancels the request.
     """
-    client, request_id = LocalClient(body), uuid4().hex
+    client = LocalClient(body)
+    request_id = uuid4().hex
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     with lookup.open_request(endpoint_name(path), headers) as context:
         context.tenant, context.tenant_weight = tenant

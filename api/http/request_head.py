@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from httptools import parse_url
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's head, and of the trailers and chunk extensions of its body."""
+"""Limit of a request's head, and of the trailers and chunk extensions of its body."""
 MAX_HEADERS = 128
 MAX_CHUNKS = 65536
 """Chunks of a request's body that are not empty, as many as tritonserver takes."""

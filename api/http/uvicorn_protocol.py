@@ -109,7 +109,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_chunked_length=True)
 
     def _drop_length(self, cycle: Any) -> None:
-        """Of a body in chunks no length holds, and the connection is used no further: a proxy may have gone by that
+        """Drop the length of a body in chunks, and use the connection no further: a proxy may have gone by that length
         (https://www.rfc-editor.org/rfc/rfc9112#section-6.3)."""
         headers = cycle.scope["headers"]
         left = [header for header in headers if header[0] != b"content-length"]

@@ -22,7 +22,7 @@ ANY = "*"
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^:\[\]]*)(:(?P<port>[0-9]{1,5}))?")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".home.arpa", ".lan")
-"""Of names that nobody can own in the public DNS: those of machines nearby, containers and services of a cluster."""
+"""Ends of names that nobody can own in the public DNS: of machines nearby, containers and services of a cluster."""
 
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _FOREIGN_SITES = (b"cross-site", b"same-site")
@@ -148,7 +148,7 @@ class WebPageRules:
 
 
 def _page_name(origin: bytes | None) -> str:
-    """What a refusal calls a page."""
+    """The words of a refusal for a page."""
     named = "" if origin is None else ascii(origin.decode("latin-1")[:200])
     return f"a web page of the origin {named}" if named else "a web page of another site"
 

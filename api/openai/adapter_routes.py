@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _REFUSED = "requests change no adapters of this server; it would have to run with --allow-runtime-lora"
 _NO_ROUTE = 404
-"""As in vLLM, where the routes are not there then."""
+"""The status of vLLM, which has no such routes then."""
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True):

@@ -11,11 +11,11 @@ from .json_body import field_error
 _INPUT = "input"
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _PIECE = re.compile(r'(?:[^"\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])*')
-"""As much of a JSON string as can be read by itself: half a character is left for the next piece."""
+"""The part of a JSON string that can be read by itself: half a character is left for the next piece."""
 
 
 def custom_description(description: str, syntax: str, definition: str) -> str:
-    """What the model is told of a tool whose input has a grammar."""
+    """The description of a tool, with the grammar of its input, if it has one."""
     grammar = f"The input has to match this grammar ({syntax}):\n{definition}" if definition else ""
     return "\n".join(text for text in (description, grammar) if text)
 
@@ -45,7 +45,7 @@ class CustomInput:
         self._begun = False
 
     def push(self, arguments: str) -> str:
-        """What of the input has come."""
+        """The text of the input that these arguments complete."""
         self._rest += arguments
         if not self._begun:
             begin = _BEGIN.match(self._rest)
@@ -62,7 +62,7 @@ class CustomInput:
         return text
 
     def finish(self) -> str:
-        """What is left when the call has ended."""
+        """The rest of the input, when the call has ended."""
         rest, self._rest = self._rest, ""
         return "" if self._begun else rest.removesuffix("{}")
 

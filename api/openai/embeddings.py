@@ -50,7 +50,7 @@ ENCODER_NO_OP_VALUES: NoOpValues = {
     "late_chunking": (False,),
     "truncate": ("END", "end", True),
 }
-"""What changes vectors and scores, and is not served. Texts are cut at their end if they are too long."""
+"""Fields that would change vectors and scores, and are not served. Long texts are cut at their end."""
 
 _EMBEDDINGS_NO_OP_VALUES: NoOpValues = {
     **ENCODER_NO_OP_VALUES,

@@ -137,7 +137,7 @@ def body_shape(
     inner: Mapping[str, Shape | ShapeByType] = _NO_OPS,
     notes: Mapping[str, str] = _NO_OPS,
 ) -> Shape:
-    """What a body may have that is read by `supported_members` with the same names and values."""
+    """The shape of a body that `supported_members` reads with the same names and values."""
     return Shape(frozenset((*names, *IGNORED_FIELDS, *no_ops)), inner, notes)
 
 

@@ -32,8 +32,7 @@ class Shape(NamedTuple):
 
 
 class ShapeByType(NamedTuple):
-    """What an object may have, by its member `type`, or by `default` where it has none; one of another type is the
-    endpoint's to refuse."""
+    """The shape of an object by its member `type`, or by `default` without one. The endpoint refuses other types."""
 
     shapes: Mapping[str, Shape]
     default: str = ""
@@ -44,7 +43,7 @@ class ShapeByType(NamedTuple):
 
 
 def shape_of(kind: type[msgspec.Struct], inner: Mapping[str, "Shape | ShapeByType"] = _NOTHING) -> Shape:
-    """What an object may have that becomes a struct."""
+    """The shape of an object that becomes a struct."""
     return Shape(frozenset(("type", *kind.__struct_fields__)), inner)
 
 

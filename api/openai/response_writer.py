@@ -64,7 +64,8 @@ class CompletionFormat:
         }
 
     def no_logprobs(self, spec: ResponseSpec) -> JsonObject | None:
-        """Those of the event that only says why a text has ended: columns without rows, for readers of each event's."""
+        """The logprobs of the event that only says why a text has ended: columns without rows, for readers of every
+        event."""
         return None if spec.logprobs is None else self.logprobs(_END, 0, spec)
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
@@ -312,7 +313,7 @@ class OpenAIResponseWriter:
         return {"metrics": {"speculative_decoding": single}}
 
     def _predicted(self) -> dict[str, int]:
-        """What became of the prediction in answers that have ended, if there was one."""
+        """The tokens of predictions that ended answers accepted and rejected, if there were predictions."""
         predicted = [usage for usage in self._usage.values() if usage.accepted_prediction_tokens is not None]
         names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
         return {name: sum(getattr(usage, name) for usage in predicted) for name in names} if predicted else {}

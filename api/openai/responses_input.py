@@ -109,7 +109,7 @@ class InputMessages:
             self._opening.append((text, origin))
 
     def end(self) -> None:
-        """No item follows."""
+        """Put what the system says in front; no item may follow."""
         if self._opening:
             texts = "\n\n".join(text for text, _ in self._opening)
             self.messages.insert(0, {"role": "system", "content": texts})

@@ -40,7 +40,7 @@ _INCLUDABLE = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-"""What `include` may name; but for logprobs, answers have nothing of it."""
+"""Names that `include` may have; answers have only the logprobs."""
 
 _NO_STATE = "this server keeps no state: send the whole input, and no {}"
 NO_OP_VALUES: NoOpValues = {
@@ -125,7 +125,7 @@ class ParsedResponses(TranslatedChat, frozen=True, kw_only=True):
     """A parsed body of /v1/responses."""
 
     echo: JsonObject
-    """What the answer repeats of it."""
+    """The members of the answer that repeat the request."""
     logprobs: bool
     """Whether the answer has the logprobs of its text."""
     calls: Mapping[str, CallKind]

@@ -218,7 +218,7 @@ class PredictedContent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""What `reasoning_effort` may be."""
+"""Values of `reasoning_effort`."""
 
 StringOrList: TypeAlias = str | tuple[str, ...] | None
 
@@ -302,8 +302,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template may use: the request's own variables, and what its fields ask for in the words of the
-        templates that know it. Raises `InvalidArgument` for another effort than there are."""
+        """The variables of the chat template: the request's own, and what its fields say in the words of templates.
+
+        Raises `InvalidArgument` for an effort that there is not.
+        """
         thinks = self._thinks
         variables = {} if thinks is None else thinking_variables(thinks)
         effort, field = self.reasoning_effort, "reasoning_effort"

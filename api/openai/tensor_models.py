@@ -194,7 +194,7 @@ class _TextDecoder:
             raise Internal(message) from None
 
     def end(self) -> str:
-        """What stands for a last character that is cut off, as a length limit leaves it; mostly nothing."""
+        """The replacement of a last character that a length limit cut off; mostly nothing."""
         pending, _ = self._decoder.getstate()
         return pending.decode(errors="replace")
 

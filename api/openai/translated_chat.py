@@ -42,7 +42,7 @@ class TranslatedChat(msgspec.Struct, frozen=True, kw_only=True):
     chat: ParsedCompletion
     names: FieldNames
     warnings: tuple[str, ...]
-    """What was left out, for the client."""
+    """The parts that were left out, for the client."""
 
 
 def parse_translated(members: Mapping[str, Any], names: FieldNames, request_id: str) -> ParsedCompletion:

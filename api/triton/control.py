@@ -257,7 +257,9 @@ def _refuse_repository(request: Request) -> None:
 def _decoded(key: str, text: str) -> bytes:
     """The bytes of a file, whose base64 NVIDIA's C++ client breaks into lines. Decoded in pieces: each call keeps the
     interpreter's lock."""
-    parts, rest, padded = [], "", False
+    parts = []
+    rest = ""
+    padded = False
     try:
         for begin in range(0, len(text), _PIECE):
             rest += "".join(text[begin : begin + _PIECE].split())

@@ -65,7 +65,7 @@ class ExplainEndpoint:
         return json_response({"reports": msgspec.to_builtins(reports)})
 
     async def _watch(self, seconds: float | None) -> Interval:
-        """So many seconds from now on; for None, the time since the last request if that is recent."""
+        """The readings of so many seconds from now on; for None, since the last request if that is recent."""
         last, now = self._last, self._clock()
         if seconds is not None or last is None or not _SECONDS <= now - last.at <= _RECENT:
             if self._waiting >= _MOST_WAITING:
