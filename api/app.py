@@ -51,8 +51,9 @@ from .metadata import ServerInfo
 from .openai.adapter_routes import AdapterRoutes
 from .openai.embeddings import EncoderRoutes
 from .openai.invocations import InvocationRoutes
+from .openai.model_list import ModelListRoutes
 from .openai.responses_routes import ResponsesRoutes
-from .openai.routes import ModelListRoutes, OpenAIRoutes
+from .openai.routes import OpenAIRoutes
 from .openai.scoring import ScoringRoutes
 from .openapi import DocsRoutes
 from .prometheus import NO_METRICS, MetricRegistries, metrics_response

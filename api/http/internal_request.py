@@ -81,12 +81,9 @@ async def ask_app(app: ASGIApp, request: ControlRequest, tenant: Tenant) -> Cont
     Never raises but for the cancellation of the task that waits: then the client has left.
     """
     client = LocalClient(request.body)
+    scope = control_scope(request.method, request.path, request.query, request.headers, tenant)
     try:
-        await app(
-            control_scope(request.method, request.path, request.query, request.headers, tenant),
-            client.receive,
-            client.send,
-        )
+        await app(scope, client.receive, client.send)
     except CONTROL_FLOW:
         raise
     except BaseException:

@@ -32,7 +32,7 @@ _PADDING = -1
 async def acquire_encoder(lookup: ModelLookup, request: Request, name: str | None) -> ModelHandle:
     """The model of a request, which need not name the only one that makes vectors or scores."""
     if not name:
-        encoders = [config.name for config in lookup.model_configs() if _has_output(config, EMBEDDING, SCORE)]
+        encoders = [config.name for config in lookup.model_configs() if makes(config, EMBEDDING, SCORE)]
         if len(encoders) != 1:
             raise field_error("model", "must be given: this server has several encoders, or none")
         name = encoders[0]
@@ -40,13 +40,9 @@ async def acquire_encoder(lookup: ModelLookup, request: Request, name: str | Non
         return await lookup.acquire(context_of(request.scope), name)
 
 
-def makes(model: ModelHandle, output: str) -> bool:
-    """Whether the model has this output."""
-    return _has_output(model.config, output)
-
-
-def _has_output(config: ModelConfig, *names: str) -> bool:
-    return any(spec.name in names for spec in config.outputs)
+def makes(config: ModelConfig, *outputs: str) -> bool:
+    """Whether a model has one of these outputs."""
+    return any(spec.name in outputs for spec in config.outputs)
 
 
 def check_count(name: str, count: int) -> None:
@@ -104,7 +100,7 @@ async def score_pairs(
 
 def _check_encoder(model: ModelHandle, output: str, what: str, inputs: Sequence[str]) -> None:
     inputs_there = {spec.name for spec in model.config.inputs}
-    if not makes(model, output) or not inputs_there.issuperset(inputs):
+    if not makes(model.config, output) or not inputs_there.issuperset(inputs):
         lacks = f"it lacks {', '.join(inputs)} or the output {output}"
         raise field_error("model", f"'{model.config.name}' makes no {what}: {lacks}")
 
@@ -113,7 +109,7 @@ async def _encode(
     model: ModelHandle, batches: Sequence[dict[str, Tensor]], output: str
 ) -> tuple[NDArray[np.float32], int]:
     """Run the batches at the same time; the first error ends the others."""
-    outputs = (output, COUNT) if makes(model, COUNT) else (output,)
+    outputs = (output, COUNT) if makes(model.config, COUNT) else (output,)
     requests = [InferRequest(inputs=inputs, outputs=outputs) for inputs in batches]
     try:
         async with RequestTaskGroup() as group:

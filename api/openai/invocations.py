@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from ...core.errors import InvalidArgument
 from ...core.gateway import ModelLookup
 from ..http.request_context import context_of, endpoint_name
-from .encoder_calls import EMBEDDING
+from .encoder_calls import EMBEDDING, makes
 from .json_body import JsonBody, read_ahead
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
@@ -55,4 +55,4 @@ class InvocationRoutes:
     def _makes_embeddings(self, name: object) -> bool:
         """Whether the model called so makes vectors; what becomes of an unknown one is for its endpoint to say."""
         models = [model for model in self._lookup.model_configs() if not name or name in (model.name, *model.aliases)]
-        return not models or any(spec.name == EMBEDDING for model in models for spec in model.outputs)
+        return not models or any(makes(model, EMBEDDING) for model in models)

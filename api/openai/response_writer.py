@@ -13,7 +13,6 @@ import msgspec
 import orjson
 
 from ...core.drafts import DraftSummary
-from ...core.gateway import ServedAdapter
 from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.model import ModelConfig
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
@@ -381,21 +380,3 @@ def system_fingerprint(config: ModelConfig, software: str) -> str:
     settings = config.raw.get("parameters"), config.parameters
     known = orjson.dumps((software, config.backend, config.fingerprint, settings), option=orjson.OPT_SORT_KEYS)
     return f"fp_{sha256(known).hexdigest()[:10]}"
-
-
-def max_model_len(config: ModelConfig) -> int | None:
-    """The tokens that prompt and answer of a language model may have together; None for other models."""
-    length = config.parameters.get("max_model_len")
-    return None if length is None else int(length)
-
-
-def model_card(config: ModelConfig, name: str) -> dict[str, Any]:
-    """A model as /v1/models lists it, by one of its names; `root` is its own."""
-    card = {"id": name, "object": "model", "created": config.created, "owned_by": "charonia"}
-    return card | {"root": config.name, "parent": None, "max_model_len": max_model_len(config)}
-
-
-def adapter_card(served: ServedAdapter) -> dict[str, Any]:
-    """An adapter as /v1/models lists it."""
-    card = model_card(served.config, served.name)
-    return card | {"root": served.adapter.path, "parent": served.config.name}

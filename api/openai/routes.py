@@ -1,4 +1,4 @@
-"""/v1/models, /v1/completions and /v1/chat/completions of OpenAI's API, /tokenize and /detokenize of vLLM's.
+"""/v1/completions and /v1/chat/completions of OpenAI's API, /tokenize and /detokenize of vLLM's.
 
 Translates between the protocol and the gateway; decides nothing.
 """
@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ...core.errors import CharoniaError, NotReady
-from ...core.gateway import Administration, ModelHandle, ModelLookup, ResponseStream
+from ...core.errors import CharoniaError
+from ...core.gateway import ModelHandle, ModelLookup, ResponseStream
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, join_chunks
 from ...core.tasks import merge_streams
@@ -22,8 +22,9 @@ from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
-from .json_body import BodyFormat, JsonBody, field_error, model_field, read_members
+from .json_body import BodyFormat, JsonBody, model_field, read_members
 from .known_fields import Shape
+from .model_list import max_model_len, only_model
 from .request_parsing import (
     CHAT_SHAPE,
     COMPLETION_SHAPE,
@@ -38,9 +39,6 @@ from .response_writer import (
     ChatFormat,
     CompletionFormat,
     OpenAIResponseWriter,
-    adapter_card,
-    max_model_len,
-    model_card,
     system_fingerprint,
 )
 from .schemas import DetokenizeBody
@@ -129,47 +127,6 @@ class OpenAIRoutes:
         if known is None or known[0] is not config:
             known = self._fingerprints[key] = config, system_fingerprint(config, self._info.version)
         return known[1]
-
-
-class ModelListRoutes:
-    """The endpoints that tell of the models, and their handlers."""
-
-    def __init__(self, administration: Administration) -> None:
-        self._administration = administration
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{model:path}", self.model, methods=["GET"]),
-            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
-        ]
-
-    async def models(self, request: Request) -> Response:
-        configs = self._administration.model_configs()
-        data = [model_card(config, name) for config in configs for name in (config.name, *config.aliases)]
-        return json_response({"object": "list", "data": [*data, *map(adapter_card, self._administration.adapters())]})
-
-    async def model(self, request: Request) -> Response:
-        with model_field():
-            name = request.path_params["model"]
-            config = self._administration.model_config(name)
-        named = (adapter_card(adapter) for adapter in self._administration.adapters() if adapter.is_called(name))
-        return json_response(next(named, None) or model_card(config, name))
-
-    async def tokenizer_info(self, request: Request) -> Response:
-        with model_field():
-            name = request.query_params.get("model") or only_model(self._administration)
-            return json_response(await self._administration.tokenizer_info(name))
-
-
-def only_model(lookup: ModelLookup) -> str:
-    """The name of the only model that there is. Raises `InvalidArgument`, and `NotReady` while there may come one."""
-    models = lookup.model_configs()
-    if not models and not lookup.ready():
-        raise NotReady("the server is not ready")
-    if len(models) != 1:
-        raise field_error("model", "must be given: this server has several, or none")
-    return models[0].name
 
 
 class CompletionEvents:

@@ -102,7 +102,7 @@ class ScoringRoutes:
         pairs = body.pairs()
         model = await acquire_encoder(self._lookup, request, body.model)
         async with CancelOnDisconnect(request.receive):
-            if makes(model, EMBEDDING):
+            if makes(model.config, EMBEDDING):
                 values, tokens = await _cosines(model, pairs)
             else:
                 values, tokens = await score_pairs(model, pairs, "scores of pairs", "a pair")
@@ -129,7 +129,7 @@ class ScoringRoutes:
         check_encoding(body.encoding_format)
         inputs = several_inputs(body.input)
         model = await acquire_encoder(self._lookup, request, body.model)
-        output, task = (EMBEDDING, "embed") if makes(model, EMBEDDING) else (SCORE, "classify")
+        output, task = (EMBEDDING, "embed") if makes(model.config, EMBEDDING) else (SCORE, "classify")
         if body.task not in (None, task):
             raise field_error("task", f": model '{model.config.name}' does {task}, not {body.task[:40]}")
         async with CancelOnDisconnect(request.receive):
