@@ -62,11 +62,8 @@ class ErrorCode(StrEnum):
 
 
 class CharoniaError(Exception):
-    """An error whose message is shown to the client.
-
-    Messages quote clients and checkpoints, so they are cut to `longest` characters. `field` names the offending request
-    field (OpenAI's `param`).
-    """
+    """An error whose message is shown to the client, cut to `longest` characters. `field` names the offending request
+    field (OpenAI's `param`)."""
 
     code: ErrorCode = ErrorCode.UNKNOWN
     retry_after: float = 0.0

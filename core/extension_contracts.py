@@ -1,10 +1,9 @@
-"""What packages add to the server by the entry points `charonia.routes` and `charonia.request_observers`: HTTP
-endpoints, and observers of requests.
+"""What packages add to the server by entry points: HTTP endpoints (`charonia.routes`), and observers of requests.
 
     EXTENSION = RoutesExtension(GreetingOptions, "Greetings", plan_greetings)
 
-The fields of its options are flags of the server, which calls `plan` with them before it opens a port. It then calls
-`RoutesPlan.serve` once, in the process that has the models. Routes are Starlette's or FastAPI's.
+The server calls `plan` with the options' flags before it opens a port, then `RoutesPlan.serve` once, in the process
+that has the models. Routes are Starlette's or FastAPI's.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Mapping, Sequence

@@ -108,20 +108,18 @@ class ModelHandle(Protocol):
 
 
 class ModelLookup(Protocol):
-    """The models of the server, for endpoints and for models that ask others. Every process with endpoints has one; in
-    an HTTP worker it answers by its last snapshot.
+    """The models of the server, for endpoints and for models that ask others. Every process with endpoints has one.
 
-    An empty `version` is the latest. Lookups raise `NotFound` for an unknown model or version, `Unavailable` for one
-    that is not served, and `NotReady` while it is loading.
+    An empty `version` is the latest. Lookups raise `NotFound` for an unknown model or version, `Unavailable` if it is
+    not served, and `NotReady` while it loads.
     """
 
     def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
         """The context of a request to `endpoint`, counted and recorded when its block ends."""
 
     async def acquire(self, context: RequestContext, name: str, version: str = "") -> ModelHandle:
-        """Look up the model or adapter that a request names, once for each request. The context gets its name and
-        version, and releases the handle when the request ends. Waits for a model that loads on its first request;
-        raises `NotReady` if that takes long."""
+        """Look up the model or adapter of a request, once. The context gets its name and version, and releases the
+        handle at the end. Waits for a model that loads on request; `NotReady` if that takes long."""
 
     def check_room(self, context: RequestContext) -> None:
         """As `ModelHandle.check_room`, before the body of a text request is read, on a server with one language
@@ -175,10 +173,8 @@ class Administration(ModelLookup, Protocol):
         """Every version that the repositories hold, or that was loaded."""
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
-        """Load or reload a model of the repositories; return when it is served.
-
-        `config` is a whole config as JSON in place of the file's, until the model is unloaded or its directory changes.
-        `files` is a whole model directory by relative path, in place of the repository's.
+        """Load or reload a model of the repositories; return when it is served. `config` (JSON) replaces the file's
+        until the model is unloaded or its directory changes; `files` (by relative path) replace the directory.
 
         Raises:
             Unavailable: the server was not started with explicit model control.

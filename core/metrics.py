@@ -1,8 +1,5 @@
-"""What models count: readings for a scrape, and statistics with the names of v2's statistics extension.
-
-Instruments are plain numbers of one event loop: recording takes no lock and about 0.1 us. Names and help of the metrics
-are in telemetry/metric_families.py.
-"""
+"""What models count: readings for a scrape, and statistics with the names of v2's statistics extension. Instruments are
+plain numbers of one event loop. Their metrics are named in telemetry/metric_families.py."""
 
 import math
 import time
@@ -283,10 +280,10 @@ class DrafterTotals(msgspec.Struct, array_like=True):
 
 def sum_by_drafter(counted: Iterable[Mapping[str, DrafterTotals]]) -> dict[str, DrafterTotals]:
     """Sums by the drafters' names."""
-    found: dict[str, DrafterTotals] = {}
-    for name, one in (pair for each in counted for pair in each.items()):
-        other = found.get(name, DrafterTotals())
-        places = [*map(sum, zip_longest(one.accepted_by_place, other.accepted_by_place, fillvalue=0))]
-        tokens = one.draft_tokens + other.draft_tokens, one.accepted_tokens + other.accepted_tokens
-        found[name] = DrafterTotals(one.drafts + other.drafts, *tokens, one.seconds + other.seconds, places)
-    return found
+    sums: dict[str, DrafterTotals] = {}
+    for name, totals in (pair for by_name in counted for pair in by_name.items()):
+        so_far = sums.get(name, DrafterTotals())
+        places = [*map(sum, zip_longest(totals.accepted_by_place, so_far.accepted_by_place, fillvalue=0))]
+        tokens = totals.draft_tokens + so_far.draft_tokens, totals.accepted_tokens + so_far.accepted_tokens
+        sums[name] = DrafterTotals(totals.drafts + so_far.drafts, *tokens, totals.seconds + so_far.seconds, places)
+    return sums

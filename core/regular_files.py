@@ -83,6 +83,6 @@ _PIECE = 1 << 20
 """Bytes that are searched at a time, since no other thread runs meanwhile."""
 
 
-def count_bytes(content: bytes, wanted: bytes) -> int:
+def count_bytes(content: bytes, pattern: bytes) -> int:
     """How often a short pattern occurs, except across two pieces. Other threads run meanwhile."""
-    return sum(content.count(wanted, at, at + _PIECE) for at in range(0, len(content), _PIECE))
+    return sum(content.count(pattern, at, at + _PIECE) for at in range(0, len(content), _PIECE))

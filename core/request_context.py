@@ -121,12 +121,9 @@ class ExecutionTimes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """One request from its arrival at an endpoint to its end; a context manager that closes itself. Lives in one event
-    loop.
-
-    An exception in its block, or `fail`, makes its `end` an error; the ends of its `sequences`, or `finish`, make it an
-    answer; otherwise the client left.
-    """
+    """One request from arrival to end; a context manager that closes itself, in one event loop. An exception in its
+    block, or `fail`, makes it fail; the ends of its `sequences`, or `finish`, make it answered; otherwise the client
+    left."""
 
     endpoint: str
     headers: Headers = ()
@@ -336,8 +333,8 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _fold_known(fold: Callable[[list[_Number]], _Number], values: list[_Number | None]) -> _Number | None:
-    known = [value for value in values if value is not None]
-    return fold(known) if known else None
+    known_values = [value for value in values if value is not None]
+    return fold(known_values) if known_values else None
 
 
 def end_for_error(error: BaseException, submitted: bool) -> RequestEnd:

@@ -145,11 +145,11 @@ Parameters: TypeAlias = Mapping[str, str]
 
 
 class Runtime:
-    """One instance of a model. Blocking; called by the thread that loaded it or, if `inline`, by the event loop's. An
-    exception that is no `CharoniaError` is the model's own failure; the instance is used again.
+    """One instance of a model. Blocking; called by the thread that loaded it or, if `inline`, by the event loop's.
+    Errors other than `CharoniaError` are the model's own; the instance is used again.
 
-    If its loader is `by_request`, it takes requests as they are and may answer them later. When its process ends, it
-    reports that to all requests without a last answer.
+    With a `by_request` loader it takes whole requests and may answer them later, the unanswered ones with an error when
+    its process ends.
     """
 
     traits = RuntimeTraits()

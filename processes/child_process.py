@@ -45,12 +45,11 @@ _PROGRAM = (
 
 
 class ChildProcess:
-    """A process started from an argument vector: waited for, killed and closed by this object alone, from any thread.
+    """A process started from an argument vector, for any thread. Raises `OSError` if it cannot be started.
 
-    It inherits `descriptors` and no others, and starts with SIGINT and SIGTERM blocked. It is killed when this
-    interpreter exits and, if `grouped`, together with its process group. `multiprocessing` and `subprocess`, which reap
-    their children from any thread, do not know it. `sentinel` is a descriptor that is readable once it has ended.
-    Raises `OSError` if it cannot be started.
+    It inherits `descriptors` alone, starts with SIGINT and SIGTERM blocked, and is killed when this interpreter exits,
+    with its process group if `grouped`. `multiprocessing` and `subprocess`, which reap their own children, do not know
+    it. `sentinel` is a descriptor that is readable once it has ended.
     """
 
     def __init__(
@@ -143,12 +142,9 @@ def describe_exit(exit_code: int | None) -> str:
 def python_child(
     name: str, target: Callable[..., None], *arguments: Any, inherited: Sequence[int] = ()
 ) -> ChildProcess:
-    """Run `target(*arguments)`, both pickled, in a new interpreter, or in a child prepared under this name. `ps` shows
-    the first 15 characters of `name`. Raises `OSError` if the process cannot be started.
-
-    The child inherits the descriptors of `Connection`s among the arguments and, with their numbers, those in
-    `inherited`.
-    """
+    """Run `target(*arguments)`, which are pickled, in a new interpreter or a prepared one; `ps` shows 15 characters of
+    `name`. The child inherits the `inherited` descriptors and those of `Connection` arguments. Raises `OSError` if it
+    cannot be started."""
     call = io.BytesIO()
     pickler = _ArgumentPickler(call)
     pickler.dump((target, arguments))

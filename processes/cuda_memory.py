@@ -88,9 +88,9 @@ def cuda_driver() -> CudaDriver:
 
 
 class CudaMemory:
-    """An allocation of another process on a GPU, open while this object lives; `size` in bytes, `device` is CUDA's
-    number. Blocks, so not for an event loop. Raises `CudaError` if there is no such GPU, or the handle is wrong or this
-    process's own."""
+    """An allocation of another process on a GPU, open while this object lives; `size` in bytes. Blocks, so not for an
+    event loop. Raises `CudaError` for an unknown GPU (by CUDA's number), or a handle that is wrong or this process's
+    own."""
 
     def __init__(self, handle: bytes, device: int, driver: CudaDriver) -> None:
         number, self._context, self._pointer = ctypes.c_int(), ctypes.c_void_p(), _Pointer()

@@ -1,8 +1,5 @@
-"""Memory management of serving processes.
-
-Cycles are rare while serving, and each round of Python's cycle collector walks over all that lasts, so lasting objects
-are frozen. The C library keeps freed memory, so it is returned to the system after large requests.
-"""
+"""Memory management of serving processes: what lasts is kept from Python's cycle collector, which would walk over it in
+vain, and what the C library keeps for later returns to the system after large requests."""
 
 import gc
 from collections.abc import Callable

@@ -103,8 +103,8 @@ def own_anonymous_memory(root: Path = _ROOT) -> int:
 
 
 def map_large_blocks_separately() -> None:
-    """Give each large block a mapping of its own, so that its pages return when it is freed. By default glibc puts
-    large blocks among small ones once a large one was freed, and keeps up to 64 MiB for each thread."""
+    """Give each large block a mapping of its own, which returns to the system when freed. By default glibc soon puts
+    large blocks among small ones, and keeps up to 64 MiB for each thread."""
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
         _libc.mallopt(_M_TRIM_THRESHOLD, _LARGE)

@@ -40,7 +40,7 @@ class CallLost(Exception):
 
 class LimitedProcess:
     """A process, `name` in `ps`, that answers calls one at a time by the function that `make(*arguments)` returns
-    there. For one thread at a time, except `kill`. The constructor does not wait for its start.
+    there. For one thread at a time. The constructor does not wait for its start.
 
     Raises:
         CallLost: it cannot be started.

@@ -1,8 +1,7 @@
-"""Resources that instances of models take turns at, after Triton's rate limiter.
+"""Resources that instances of models take turns at, after Triton's rate limiter. The waiting instance with the fewest
+executions for its priority comes first, and none that needs the same resources passes it.
 
-An executing instance holds what its group's `rate_limiter` names. The waiting instance with the fewest executions for
-its priority comes first, and none that needs the same resources passes it. Source:
-https://github.com/triton-inference-server/server/blob/main/docs/user_guide/rate_limiter.md.
+Source: https://github.com/triton-inference-server/server/blob/main/docs/user_guide/rate_limiter.md.
 """
 
 import threading

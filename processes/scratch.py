@@ -1,8 +1,5 @@
-"""Temporary directories in TMPDIR: sockets of an engine core, files of a load request.
-
-The process that made one holds a lock on it, so the next server recognises those that a killed one left behind. A
-process number would be ambiguous later, or in another container.
-"""
+"""Temporary directories in TMPDIR: sockets of an engine core, files of a load request. Each is locked by the process
+that made it, so the next server recognises those that a killed one left behind."""
 
 import fcntl
 import os

@@ -1,8 +1,5 @@
-"""Explains what limits each model: the time of its requests between two scrapes, charged to causes.
-
-Each second of a request is charged to the most specific cause that explains it; a cause's share is its part of all
-seconds. The rules are in docs/explain.md.
-"""
+"""Explains what limits each model: the time of its requests between two scrapes, charged to causes. Each second goes to
+the most specific cause that explains it, by the rules in docs/explain.md."""
 
 from collections.abc import Iterator, Mapping
 from statistics import fmean

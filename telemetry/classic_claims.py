@@ -1,8 +1,5 @@
-"""The time of a classic model's or an ensemble's requests, charged to causes.
-
-A batch that could have been larger costs time: requests in the queue wait for one execution more than needed, requests
-in the batch for those that they were to share it with.
-"""
+"""The time of a classic model's or an ensemble's requests, charged to causes. A batch that could have been larger costs
+its requests the wait for others, and those in the queue another execution."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,8 +1,7 @@
 """The logging of this process: settings, handlers, levels and formats.
 
-The thread that logs formats a line, another thread writes it. A pipe without a reader blocks nothing and costs bounded
-memory: lines without room are counted, and the count is logged once the pipe moves again. A file that cannot be written
-is reported on stderr.
+Another thread writes the lines, so that a pipe without a reader blocks nothing: lines without room are counted and
+reported later. A file that cannot be written is reported on stderr.
 """
 
 import json
@@ -39,11 +38,8 @@ _LOST_LINES_MESSAGE = "%d lines of the log are lost: they could not be written, 
 
 
 class LogWriter(logging.Handler):
-    """A handler that never waits for its stream. At most `most` characters wait to be written; newer lines are lost.
-
-    If the stream is a `file` opened for appending, it is reopened when the path has another file or none, as after
-    logrotate, and closed at the end.
-    """
+    """A handler that never waits for its stream; at most `most` characters wait, newer lines are lost. A `file` that is
+    no longer at its path, as after logrotate, is opened anew; it is closed at the end."""
 
     def __init__(self, stream: TextIO, most: int = _MAX_WAITING_CHARACTERS, file: str = "") -> None:
         super().__init__()

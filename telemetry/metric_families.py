@@ -268,8 +268,8 @@ def parse_metrics_config(words: Iterable[str]) -> MetricsConfig:
         elif name == "summary_quantiles":
             config = config._replace(quantiles=_read_quantiles(value))
         else:
-            known = ", ".join((*(f"{switch}=true|false" for switch in _SWITCHES), "summary_quantiles=0.5:0.05,..."))
-            raise InvalidArgument(f"--metrics-config {word}: expected one of {known}")
+            settings = ", ".join((*(f"{switch}=true|false" for switch in _SWITCHES), "summary_quantiles=0.5:0.05,..."))
+            raise InvalidArgument(f"--metrics-config {word}: expected one of {settings}")
     return config
 
 

@@ -1,8 +1,7 @@
-"""Makes the spans of ended requests, and sends them to an OpenTelemetry collector by OTLP over HTTP, in a thread. They
-hold no text of prompts and answers. Imported only for tracing, since OpenTelemetry may not be installed.
+"""Makes the spans of ended requests, without texts, and sends them to an OpenTelemetry collector by OTLP over HTTP, in
+a thread. Imported only for tracing.
 
-Names follow OpenTelemetry's semantic conventions for generative AI, and vLLM where those have none
-(https://opentelemetry.io/docs/specs/semconv/gen-ai/).
+Names: https://opentelemetry.io/docs/specs/semconv/gen-ai/, and vLLM's where that has none.
 """
 
 import logging

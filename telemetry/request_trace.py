@@ -1,8 +1,5 @@
-"""The trace of a request, and trace files in tritonserver's format: a JSON array of events.
-
-A trace is the objects of one `id`: the request, its times in nanoseconds of the monotonic clock, its tensors. A tensor
-becomes text when it passes, since clients may overwrite shared memory later.
-"""
+"""The trace of a request, and trace files in tritonserver's format: a JSON array of events, with times in nanoseconds
+of the monotonic clock. Tensors become text when they pass, since clients may overwrite shared memory."""
 
 import errno
 import json

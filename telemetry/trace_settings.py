@@ -127,8 +127,8 @@ class TraceSettings:
 class _Scope:
     """The settings of one model, or of all, and the requests counted under them."""
 
-    given: dict[str, Any] = field(default_factory=dict)
-    seen: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    requests: int = 0
     traced: int = 0
 
 
@@ -154,7 +154,7 @@ class TraceControl:
     def settings(self, model: str = "") -> TraceSettings:
         """The settings that apply to a model; `trace_count` is the remaining number."""
         scope = self._models.get(model, self._all)
-        settings = replace(self._base, **{**self._all.given, **scope.given})
+        settings = replace(self._base, **{**self._all.values, **scope.values})
         remaining = settings.trace_count if settings.trace_count < 0 else max(0, settings.trace_count - scope.traced)
         return replace(settings, trace_count=remaining)
 
@@ -168,11 +168,11 @@ class TraceControl:
         if self._base.spans is not None:
             raise Unsupported(f"trace settings can not be updated in mode {OPENTELEMETRY_MODE}")
         parsed = {name: _parse_setting(name, values) for name, values in change.items()}
-        values = (self._models.get(model, _Scope()) if model else self._all).given | parsed
+        values = (self._models.get(model, _Scope()) if model else self._all).values | parsed
         scope = _Scope({name: value for name, value in values.items() if value is not None})
         if not model:
             self._all = scope
-        elif scope.given:
+        elif scope.values:
             self._models[model] = scope
         else:
             self._models.pop(model, None)
@@ -191,8 +191,8 @@ class TraceControl:
         scope = self._models.get(model, self._all)
         if not settings.enabled:
             return None
-        scope.seen += 1
-        if scope.seen % settings.trace_rate:
+        scope.requests += 1
+        if scope.requests % settings.trace_rate:
             return None
         scope.traced += 1
         return settings

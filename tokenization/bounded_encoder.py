@@ -1,8 +1,5 @@
-"""Encodes texts by a tokenizer from the internet, within a stated time and memory.
-
-A tokenizer whose work is known to be bounded (`encoding_bounds.py`) runs in this process. Any other, and a bounded one
-whose text may grow long, runs in a process that may be killed. Thread-safe.
-"""
+"""Encodes texts by a tokenizer from the internet, within a stated time and memory. Work that is not known to be bounded
+(`encoding_bounds.py`), or a text that may grow long, goes to a process that may be killed. Thread-safe."""
 
 import logging
 import os

@@ -26,14 +26,12 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
-    """The directory of a checkpoint, or its first GGUF file.
-
-    `model` is a path or a hub id, owner/name or owner/name@revision, whose missing `files` (patterns) are fetched
-    first. A hub id followed by :Q4_K_M, or the like, is the GGUF file with that in its name.
+    """The directory of a checkpoint, or its first GGUF file. `model` is a path or a hub id, NAME, NAME@REVISION or
+    NAME:Q4_K_M (a GGUF file's quantisation), whose missing `files` are fetched first.
 
     Raises:
         NotFound: it is neither a directory, a file, nor a model of the hub.
-        InvalidArgument: it is an adapter without a model, has a special file in it, or several GGUF models.
+        InvalidArgument: it is an adapter, has a special file in it, or has several GGUF models.
     """
     path = Path(model).expanduser()
     if path.is_file():

@@ -80,11 +80,8 @@ class WindowDetokenizer:
 
 
 class StopStrings:
-    """Passes a growing text up to the first of several strings, and holds back what may become one of them.
-
-    The string that is complete first wins, the longer one if two end together, so the split into pieces does not
-    matter. The string itself is passed only with `include`.
-    """
+    """Passes a growing text up to the first of several strings, which is passed only with `include`, and holds back
+    what may become one. The string that is complete first wins, the longer one if two end together."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
@@ -115,5 +112,6 @@ class StopStrings:
 
     def finish(self) -> str:
         """The rest of the text at its end, which was no stop string."""
-        held, self._held = self._held, ""
-        return held
+        rest = self._held
+        self._held = ""
+        return rest

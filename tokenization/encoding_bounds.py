@@ -1,8 +1,7 @@
-"""Bounds of what encoding by a tokenizer from the internet costs, judged by its parts before it reads a text.
+"""Judges by a tokenizer's parts whether encoding takes bounded time and memory for each character.
 
-A bounded one looks at each character a few times and makes a few of it. A normaliser may write much for each letter,
-though, and a regular expression may backtrack. A part that is not known to be harmless is unbounded:
-`bounded_encoder.py` runs it in a process that may be killed.
+A normaliser may write much for each letter, and a regular expression may backtrack. Parts that are not known to be
+harmless run in a process that may be killed (`bounded_encoder.py`).
 """
 
 import base64

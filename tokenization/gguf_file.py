@@ -142,8 +142,8 @@ class GgufFile:
         return bool(self._value(key, default, (bool,), "true or false"))
 
     def numbers(self, key: str) -> npt.NDArray[Any]:
-        found: npt.NDArray[Any] = self._value(key, None, (np.ndarray,), "an array of numbers")
-        return found
+        numbers: npt.NDArray[Any] = self._value(key, None, (np.ndarray,), "an array of numbers")
+        return numbers
 
     def strings(self, key: str) -> list[str]:
         try:

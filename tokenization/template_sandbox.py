@@ -1,10 +1,8 @@
 """The sandbox of chat templates, which come from the internet or with a request.
 
-Jinja's own limits what a template may access, not its time and memory: `'x' * 10 ** 10` is one operator. Here a
-`WorkMeter` counts the steps of a rendering by the costs in `template_work.py`.
-
-Nothing is computed while a template is compiled. Iterators become lists, and keys are text or numbers, since a long
-chain of iterators or a deep nest of tuples would overflow CPython's stack.
+Jinja's own does not limit time and memory: `'x' * 10 ** 10` is one operator. Here a `WorkMeter` counts the steps of a
+rendering by the costs in `template_work.py`. Long chains of iterators and deep keys, which would overflow CPython's
+stack, are not allowed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,8 +95,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter = _meter.get()
         spend_operator(meter, operator, left, right)
-        made = super().call_binop(context, operator, meter.check_number(left), meter.check_number(right))
-        return meter.check_number(made)
+        result = super().call_binop(context, operator, meter.check_number(left), meter.check_number(right))
+        return meter.check_number(result)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         meter = _meter.get()
@@ -112,7 +110,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             spend_method(meter, owner, method.__name__, arguments)
         else:
             spend_function(meter, __obj, arguments)
-        return _kept(meter, super().call(__context, __obj, *args, **kwargs))
+        return _counted_result(meter, super().call(__context, __obj, *args, **kwargs))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         spend_key(_meter.get(), obj, self.key(argument))
@@ -251,7 +249,7 @@ def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any
     def bounded(*args: Any, **kwargs: Any) -> Any:
         meter = _meter.get()
         spend_filter(meter, name, args[first], args[first + 1 :], kwargs)
-        return _kept(meter, filter_(*args, **kwargs))
+        return _counted_result(meter, filter_(*args, **kwargs))
 
     return bounded
 
@@ -261,14 +259,14 @@ def _first_argument(function: Callable[..., Any]) -> int:
     return int(hasattr(function, "jinja_pass_arg"))
 
 
-def _kept(meter: WorkMeter, made: Any) -> Any:
+def _counted_result(meter: WorkMeter, result: Any) -> Any:
     """The result of a filter or a method, with an iterator as a list."""
-    if isinstance(made, COPIED):
-        meter.spend(len(made))
-    elif isinstance(made, Iterator):
+    if isinstance(result, COPIED):
+        meter.spend(len(result))
+    elif isinstance(result, Iterator):
         elements = []
-        for element in made:
+        for element in result:
             meter.spend(ELEMENT_WORK)
             elements.append(element)
         return elements
-    return meter.check_number(made)
+    return meter.check_number(result)

@@ -1,10 +1,7 @@
-"""The costs of a chat template's steps, and the meter that counts them.
+"""The costs of a chat template's steps, counted before each step.
 
-- Turns are those of loops, and calls of macros and methods.
-- Work is characters that are made or searched, and the like for elements of lists and the expressions of a body.
-
-The result of a step is counted before it is made. Filters and methods that cost more than they make, and that no chat
-template needs, are not offered.
+Turns are those of loops, and calls of macros and methods. Work is characters that are made or searched, and the like
+for elements of lists and expressions. Filters and methods that cost more than they make are not offered.
 """
 
 import re

@@ -93,7 +93,7 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        named: dict[str, str],
+        special_tokens: dict[str, str],
         templates: Mapping[str, ChatTemplate],
         shown: frozenset[str] = frozenset(),
         encoder: BoundedEncoder | None = None,
@@ -102,13 +102,13 @@ class Tokenizer:
         self._encoder = encoder or BoundedEncoder(backend, "tokenizer.json")
         self.bounded = self._encoder.bounded
         """Whether encoding a short text takes little time."""
-        self._named = named
+        self._special_tokens = special_tokens
         self._templates = templates
         self._shown = shown
         added = backend.get_added_tokens_decoder().items()
         self._hidden = frozenset(token for token, entry in added if entry.special and entry.content not in shown)
         self.showing = lru_cache(_TEMPLATES)(self._showing)
-        compiled = partial(ChatTemplate, tokens=named, whose="the request's", field="chat_template")
+        compiled = partial(ChatTemplate, tokens=special_tokens, whose="the request's", field="chat_template")
         self._given = lru_cache(_TEMPLATES)(compiled)
         self.token_piece: Callable[[int], TokenPiece] = cache(partial(read_token_piece, backend))
         self.bytes: TokenBytes | None = None
@@ -123,14 +123,14 @@ class Tokenizer:
     def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":
         """Read a checkpoint, and try its tokenizer out. `chat_template`, a file or a template, replaces its own. Raises
         as `read_tokenizer` and `BoundedEncoder.try_out`."""
-        backend, named = read_tokenizer(directory)
+        backend, special_tokens = read_tokenizer(directory)
         backend.no_truncation()
         backend.no_padding()
         sources = {DEFAULT: read_template(chat_template)} if chat_template else find_templates(directory)
-        templates = {name: ChatTemplate(source, named) for name, source in sources.items()}
+        templates = {name: ChatTemplate(source, special_tokens) for name, source in sources.items()}
         encoder = BoundedEncoder(backend, str(directory if directory.is_file() else directory / "tokenizer.json"))
         encoder.try_out(sources.get(DEFAULT, ""))
-        return cls(backend, named, templates, encoder=encoder)
+        return cls(backend, special_tokens, templates, encoder=encoder)
 
     def prompt_ids(
         self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
@@ -158,8 +158,8 @@ class Tokenizer:
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
 
     def text_ids(self, text: str, special: bool, limit: TokenLimit | None, field: str) -> list[int]:
-        """The token ids of the text in `field`. A text whose beginning has more than twice `limit` tokens is refused,
-        and not read on, since each character costs 1 us and 200 bytes. Up to that, it may have fewer as a whole."""
+        """The token ids of a text; `special` adds what the model wants around a prompt. Other threads run while a long
+        text is encoded. Raises as `BoundedEncoder.encode`, but `InvalidArgument` if the text is not Unicode."""
         length = len(text) if limit is None else _PROBE * limit.tokens
         while limit is not None and length < len(text):
             tokens = len(self.encode(text[:length], special))
@@ -190,7 +190,7 @@ class Tokenizer:
         """This tokenizer, but with those of the `texts` that are special tokens shown in any text."""
         added = self._backend.get_added_tokens_decoder().values()
         shown = frozenset(entry.content for entry in added if entry.special) & frozenset(texts)
-        return Tokenizer(self._backend, self._named, self._templates, shown, self._encoder) if shown else self
+        return Tokenizer(self._backend, self._special_tokens, self._templates, shown, self._encoder) if shown else self
 
     def template_source(self, prompt: Prompt) -> str:
         """The source of the chat template that renders a prompt; empty if none does."""
@@ -231,7 +231,7 @@ class Tokenizer:
 
     def token_id(self, name: str) -> int | None:
         """The id of a special token by its role, such as `eos_token`."""
-        text = self._named.get(name)
+        text = self._special_tokens.get(name)
         with NativeCall(_FAILED):
             return None if text is None else self._backend.token_to_id(text)
 

@@ -201,8 +201,8 @@ class AnswerFormat:
             return AnswerReader(partial(read_harmony, inside=inside), callable_, new_id)
         if tools is None and self.reasoning is None:
             return None
-        read = partial(read_marked, reasoning=self.reasoning, tools=tools, inside=inside)
-        return AnswerReader(read, callable_, new_id)
+        format_reader = partial(read_marked, reasoning=self.reasoning, tools=tools, inside=inside)
+        return AnswerReader(format_reader, callable_, new_id)
 
 
 @lru_cache(64)

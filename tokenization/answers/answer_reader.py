@@ -1,8 +1,8 @@
-"""The reader of one answer: text in pieces of any length becomes reasoning, content and tool calls.
+"""The reader of one answer: text in pieces of any length becomes reasoning, content and tool calls, and is never taken
+back.
 
-What was passed on is never taken back. A call begins when its name is known to be declared and its arguments begin;
-before that, text that turns out to be no call is content. A call that breaks off later keeps the arguments so far, and
-the rest is text.
+A call begins with the arguments of a declared tool; text that turns out to be no call before that is content. A call
+that breaks off keeps its arguments so far.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,9 +83,9 @@ class CallWriter:
     def take(self) -> tuple[ToolCallDelta, ...]:
         """The deltas since the last call of this method."""
         self._flush()
-        written = self._written
+        deltas = tuple(self._written)
         self._written = []
-        return tuple(written)
+        return deltas
 
     def _flush(self) -> None:
         if not self._arguments:

@@ -1,7 +1,7 @@
 """The growing text of an answer, and the steps that formats read it by: markers, runs of characters, words.
 
-Reading is a generator that yields where it needs more text. Steps depend on characters, not on the pieces that they
-came in. Waiting text is never longer than the longest marker, so each character is read a bounded number of times.
+Reading is a generator that yields where it needs more text. Steps depend on characters, not on how they were split, and
+at most the longest marker waits.
 """
 
 import re
@@ -88,9 +88,9 @@ class AnswerText:
 
     def release(self) -> str:
         """The text read since `hold`, which is no longer kept."""
-        held = self._held or ()
+        text = "".join(self._held or ())
         self._held = None
-        return "".join(held)
+        return text
 
     def find(self, markers: Markers, sink: Sink) -> Reading[str]:
         """Give `sink` the text up to the first marker, and return that; empty if the text ends first."""

@@ -88,18 +88,18 @@ def _read_call(text: AnswerText, calls: CallWriter, marked: bool) -> Reading[Non
     """Read the rest of an object. Arguments that come before the name wait for it."""
     name = ""
     waiting = list[str]()
-    begun = False
+    has_begun = False
     while (key := (yield from _read_key(text))) is not None:
         if not (marked or name or key in _BEFORE_NAME):
             raise MalformedCall
         if key == "name" and not name:
             name = calls.declared((yield from read_short(text, _ESCAPED * calls.longest_name)))
-        elif key in _ARGUMENTS and not begun and not waiting:
+        elif key in _ARGUMENTS and not has_begun and not waiting:
             if (yield from text.peek()) != "{":
                 yield from _read_null(text)
             elif name:
                 calls.begin(name)
-                begun = True
+                has_begun = True
                 yield from read_value(text, calls.write)
                 calls.end()
             else:
@@ -111,7 +111,7 @@ def _read_call(text: AnswerText, calls: CallWriter, marked: bool) -> Reading[Non
             if not (yield from text.accept("}")):
                 raise MalformedCall
             break
-    if not begun:
+    if not has_begun:
         calls.begin(calls.declared(name))
         calls.write("".join(waiting) or "{}")
         calls.end()

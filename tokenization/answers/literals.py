@@ -1,8 +1,5 @@
-"""Reads the values of arguments as models write them, and passes them on as JSON, character by character.
-
-JSON is passed on unchanged, except for bare control characters in strings and needless backslashes. Values may be
-nested arbitrarily deep, since nothing here recurs.
-"""
+"""Reads the values of arguments as models write them, and passes them on as JSON, character by character. Only bare
+control characters and needless backslashes in strings are changed. Nesting is unlimited, since nothing here recurs."""
 
 import json
 import re

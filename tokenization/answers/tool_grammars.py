@@ -15,10 +15,8 @@ _MOST_CHARACTERS = 1 << 18
 
 
 def tool_constraint(form: ToolFormat, use: ToolUse, user: GuidedDecoding | None = None) -> GuidedDecoding | None:
-    """The constraint of an answer with these tools, if any.
-
-    If calls are required, it has only calls; otherwise calls or the content that `user` constrains; without `user`,
-    text in which calls of strict tools fit their parameters.
+    """The constraint of an answer with these tools, if any: calls alone if they are required, else calls or the content
+    of `user`, else text whose calls of strict tools fit their parameters.
 
     Raises:
         InvalidArgument: the format, or the kind of the user's constraint, does not allow it.
