@@ -88,11 +88,11 @@ class WarmContenders:
 
     @property
     def precisions(self) -> list[Precision]:
-        return list(dict.fromkeys(each.spec.precision for each in self.contenders))
+        return list(dict.fromkeys(contender.spec.precision for contender in self.contenders))
 
     def comparison(self, checkpoint: str, turns: list[OfflineRun]) -> OfflineComparison:
-        about = {each.spec.label: each.about for each in self.contenders}
-        ways = {each: self.gauge.ways["int8" if self.stored_bytes else each] for each in self.precisions}
+        about = {contender.spec.label: contender.about for contender in self.contenders}
+        ways = {precision: self.gauge.ways["int8" if self.stored_bytes else precision] for precision in self.precisions}
         return OfflineComparison(checkpoint=checkpoint, threads=self.gauge.threads, about=about, ways=ways, turns=turns)
 
 
@@ -121,11 +121,11 @@ def warm_contenders(
     Raises:
         InvalidArgument, Unavailable: a peer is unknown or does not start, or our own engine cannot run.
     """
-    asked, opened = parse_peer_specs(work.precisions, peers), open_checkpoint(checkpoint)
+    specs, opened = parse_peer_specs(work.precisions, peers), open_checkpoint(checkpoint)
     stored = sum(file.stat().st_size for file in _files(checkpoint)) if opened.stored_as else None
     with ExitStack() as stack:
         started = []
-        for entry in asked:
+        for entry in specs:
             log(f"starting {entry.label} ...")
             setup = PeerSetup(
                 checkpoint=str(checkpoint),
@@ -150,8 +150,8 @@ def checkpoint_digest(checkpoint: Path) -> str:
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    found = checkpoint.resolve()
-    return [found] if found.is_file() else sorted(found.glob("*"))
+    path = checkpoint.resolve()
+    return [path] if path.is_file() else sorted(path.glob("*"))
 
 
 def _warm(contender: PeerProcess, work: OfflineOptions, vocab: int, log: Log) -> bool:
@@ -169,10 +169,10 @@ def _warm(contender: PeerProcess, work: OfflineOptions, vocab: int, log: Log) ->
 
 def play_round(field: WarmContenders, job: OfflineJob, seed: int, log: Log) -> Iterator[OfflineRun]:
     """One turn of every contender, with the machine's limits measured between them."""
-    asked = prompts(job, field.spec.vocab_size, seed)
+    prompt_ids = prompts(job, field.spec.vocab_size, seed)
     before, ours = field.peaks(), GenerationTime((), 0.0)
     for contender in field.contenders:
-        spent = contender.generate(asked, job.new)
+        spent = contender.generate(prompt_ids, job.new)
         after, entry = field.peaks(), contender.spec
         ours = spent if entry.name == OURS else ours
         machine = best_peaks(before[entry.precision], after[entry.precision])
@@ -241,8 +241,8 @@ def main(
     with exit_on_error():
         if plot:
             require_matplotlib()
-        with prepare_checkpoint(checkpoint, shape, scratch, log) as (found, folder):
-            seen = compare(found, folder, work, peer, log)
+        with prepare_checkpoint(checkpoint, shape, scratch, log) as (source, folder):
+            seen = compare(source, folder, work, peer, log)
     show(console, seen)
     if json:
         write_json(json, seen)

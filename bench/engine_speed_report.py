@@ -86,18 +86,18 @@ def show(console: Console, seen: OfflineComparison) -> None:
     """Print speeds with shares of the limit, ratios, and what the machine gave."""
     job = seen.jobs[0]
     title = f"output tokens/s and share of the limit, {job.prompt} prompt + {job.new} new tokens, medians"
-    table = table_of(("sequences",), [str(each.sequences) for each in seen.jobs], title)
+    table = table_of(("sequences",), [str(job.sequences) for job in seen.jobs], title)
     for name, precision in seen.rows:
         if name == OURS:
             table.add_section()
-            limits = (seen.cell(name, precision, each).limit for each in seen.jobs)
+            limits = (seen.cell(name, precision, job).limit for job in seen.jobs)
             table.add_row(f"the machine's limit, {precision}", *(f"{limit:.1f}" for limit in limits))
-        cells = [seen.cell(name, precision, each) for each in seen.jobs]
+        cells = [seen.cell(name, precision, job) for job in seen.jobs]
         table.add_row(f"{name} {precision}", *(f"{cell.speed:.1f} {cell.share:4.0%}" for cell in cells))
     table.add_section()
     for name, precision in seen.rows:
         if name != OURS:
-            ratios = (seen.ratio(name, precision, each) for each in seen.jobs)
+            ratios = (seen.ratio(name, precision, job) for job in seen.jobs)
             table.add_row(f"{OURS} / {name}, {precision}", *(f"{ratio:.2f}" for ratio in ratios))
     console.print(table)
     console.print(_machine(seen), highlight=False)

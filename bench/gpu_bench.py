@@ -146,9 +146,9 @@ class GpuBench:
     def decode_steps(self, rows: int, drafts: int = 0, context: int | None = None) -> Iterator[Figure]:
         """Steps that are begun one ahead, each with so many drafts a row; the first ones capture what is recorded."""
         work, executor, context = self.work, self.executor, context or self.work.context
-        each = -(-(context + work.steps + 20 + drafts) // BLOCK)
-        self.allocate(rows * each)
-        plans = [*decode_plans(rows, context, work.steps + 14, each)]
+        blocks = -(-(context + work.steps + 20 + drafts) // BLOCK)
+        self.allocate(rows * blocks)
+        plans = [*decode_plans(rows, context, work.steps + 14, blocks)]
         if drafts:
             plans = [with_drafts(plan, drafts) for plan in plans]
         runner = executor.rank.runner
@@ -196,12 +196,12 @@ class GpuBench:
         """A decode step, and one that computes a part of a prompt, too; kernel by kernel."""
         rows, context, runner = self.work.batches[1], self.work.context, self.executor.rank.runner
         chunk = min(context, self.work.prompt // 8)
-        each = -(-max(context + 4, 4 * chunk) // BLOCK)
+        blocks = -(-max(context + 4, 4 * chunk) // BLOCK)
         for name, plans in (
-            (f"decode step of {rows}", decode_plans(rows, context, 4, each)),
-            (f"step of {rows} and {chunk:,} tokens of a prompt", mixed_plans(rows, context, 4, each, chunk)),
+            (f"decode step of {rows}", decode_plans(rows, context, 4, blocks)),
+            (f"step of {rows} and {chunk:,} tokens of a prompt", mixed_plans(rows, context, 4, blocks, chunk)),
         ):
-            self.allocate((rows + 1) * each)
+            self.allocate((rows + 1) * blocks)
             if runner.computer.graphs is not None:
                 runner.computer.graphs.capture_now(rows, context + 4)
             runner.run_step(next(plans))
@@ -217,9 +217,9 @@ class GpuBench:
             title = f"{self.work.name} {name} at {context:,}"
             write_picture(spans, title, file)
             lanes = lane_microseconds(spans)
-            told = ", ".join(f"{lane} {microseconds / 1e3:.2f}" for lane, microseconds in lanes.items())
+            lane_times = ", ".join(f"{lane} {microseconds / 1e3:.2f}" for lane, microseconds in lanes.items())
             kernels = sum(microseconds for lane, microseconds in lanes.items() if lane != HOST)
-            yield Figure(f"{title}: kernels at work", kernels / 1e3, "ms", more=f"{told} ms; {file.name}")
+            yield Figure(f"{title}: kernels at work", kernels / 1e3, "ms", more=f"{lane_times} ms; {file.name}")
 
     def served(self) -> Iterator[Figure]:
         """The model in a server of its own, over a checkpoint that is made for it."""
@@ -259,11 +259,11 @@ class GpuBench:
         most = max(self.work.prompt, sequences)
         rule = SchedulerConfig(max_num_seqs=sequences, max_num_batched_tokens=most, max_model_len=self.length, ahead=1)
         scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
-        asked = [
+        specs = [
             SequenceSpec(key=key, prompt=np.array(prompt, np.int32), max_tokens=self.work.new)
             for key, prompt in enumerate(self.prompts(sequences))
         ]
-        seconds = run_to_end(scheduler, self.executor, asked).seconds
+        seconds = run_to_end(scheduler, self.executor, specs).seconds
         yield Figure(f"offline, {sequences} sequences", sequences * self.work.new / seconds, "tokens/s")
 
     def transformers_offline(self) -> Iterator[Figure]:
@@ -275,10 +275,11 @@ class GpuBench:
         with self.device:
             model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
         new = self.work.new
-        asked = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        generation = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
         began = perf_counter()
-        found = model.generate_batch(self.prompts(self.work.offline), generation_config=asked, progress_bar=False)
-        made = sum(len(each.generated_tokens) for each in found.values())
+        prompts = self.prompts(self.work.offline)
+        answers = model.generate_batch(prompts, generation_config=generation, progress_bar=False)
+        made = sum(len(answer.generated_tokens) for answer in answers.values())
         name = f"transformers' continuous batching, {self.work.offline} sequences"
         yield Figure(name, made / (perf_counter() - began), "tokens/s")
 
@@ -289,15 +290,15 @@ class GpuBench:
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         sizes = heads, kv_heads, config["head_dim"], BLOCK
         spec = CacheSpec((LayerAttention(),) * layers, *sizes, self.dtype, self.device, kept)
-        backend, each = create_backend("auto", spec), -(-(start + count) // BLOCK)
-        backend.allocate(rows * each)
-        tables = torch.randperm(rows * each, device=self.device).view(rows, each)
-        known = torch.zeros(rows, each * BLOCK, dtype=torch.int32, device=self.device)
+        backend, blocks = create_backend("auto", spec), -(-(start + count) // BLOCK)
+        backend.allocate(rows * blocks)
+        tables = torch.randperm(rows * blocks, device=self.device).view(rows, blocks)
+        known = torch.zeros(rows, blocks * BLOCK, dtype=torch.int32, device=self.device)
         columns = np.arange(rows), np.full(rows, start), np.full(rows, count)
         step = backend.begin_step(StepBatch(*columns, known, tables, BLOCK))
         q, k, v = (
-            torch.randn(rows * count, each, spec.head_dim, dtype=self.dtype, device=self.device)
-            for each in (heads, kv_heads, kv_heads)
+            torch.randn(rows * count, head_count, spec.head_dim, dtype=self.dtype, device=self.device)
+            for head_count in (heads, kv_heads, kv_heads)
         )
         seconds = self.kernel_seconds(lambda: [step(layer, q, k, v) for layer in range(layers)])
         return seconds / layers, backend.block_bytes / BLOCK / layers
@@ -305,8 +306,8 @@ class GpuBench:
     def prompts(self, sequences: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(1)
         size = (sequences, self.work.new)
-        found: list[list[int]] = torch.randint(1, self.work.config["vocab_size"], size, generator=generator).tolist()
-        return found
+        prompts: list[list[int]] = torch.randint(1, self.work.config["vocab_size"], size, generator=generator).tolist()
+        return prompts
 
     @cached_property
     def executor(self) -> RandomExecutor:
@@ -321,14 +322,14 @@ class GpuBench:
     def allocate(self, blocks: int) -> int:
         """Make a cache of so many blocks, or of as many as fit; an earlier one is freed first."""
         self.executor.allocate(1)
-        found = min(blocks, self.most_blocks)
-        self.executor.allocate(found)
-        return found
+        allocated = min(blocks, self.most_blocks)
+        self.executor.allocate(allocated)
+        return allocated
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.work.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.work.dtype)
+        return dtype
 
     @property
     def weight_bytes(self) -> int:

@@ -147,9 +147,9 @@ def decode_plans(rows: int, context: int, steps: int, blocks: int) -> Iterator[S
         )
 
 
-def with_drafts(plan: StepPlan, each: int) -> StepPlan:
+def with_drafts(plan: StepPlan, count: int) -> StepPlan:
     """The plan with so many drafts a row, all of which were wrong when the next one begins."""
-    drafts = np.full(len(plan.rows), each, np.int32)
+    drafts = np.full(len(plan.rows), count, np.int32)
     drafted, counts = np.ones(int(drafts.sum()), np.int32), plan.counts + drafts
     return plan._replace(counts=counts, num_logits=counts, drafts=drafts, drafted=drafted)
 

@@ -35,10 +35,10 @@ class Figure(NamedTuple):
 
     @property
     def measured(self) -> str:
-        told = f"{self.value:,.4g} {self.unit}" if self.value < 10_000 else f"{self.value:,.0f} {self.unit}"
+        text = f"{self.value:,.4g} {self.unit}" if self.value < 10_000 else f"{self.value:,.0f} {self.unit}"
         if self.share is not None:
-            told += f", {self.share:.2f} of {self.of}"
-        return f"{told}; {self.more}" if self.more else told
+            text += f", {self.share:.2f} of {self.of}"
+        return f"{text}; {self.more}" if self.more else text
 
     @property
     def verdict(self) -> str:
@@ -88,12 +88,12 @@ class GpuReport:
 
     @property
     def last_line(self) -> str:
-        told = f"failed: {', '.join(self.failures)}" if self.failures else "nothing failed"
-        told += f"; left out for want of time: {', '.join(self.left_out)}" if self.left_out else ""
-        return told if self._is_finished else f"{told}; it was stopped before its end"
+        text = f"failed: {', '.join(self.failures)}" if self.failures else "nothing failed"
+        text += f"; left out for want of time: {', '.join(self.left_out)}" if self.left_out else ""
+        return text if self._is_finished else f"{text}; it was stopped before its end"
 
     def _write_table(self) -> None:
-        rows = (f"| {each.name} | {each.verdict} | {each.measured} |" for each in self._figures)
+        rows = (f"| {figure.name} | {figure.verdict} | {figure.measured} |" for figure in self._figures)
         lines = (self._about, "", "| row | bar | measured |", "|---|---|---|", *rows, "", self.last_line, "")
         beside = self._table.with_name(f".{self._table.name}.new")
         beside.write_text("\n".join(lines))

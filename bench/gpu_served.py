@@ -80,7 +80,7 @@ def served_figures(
         host=place.host, port=place.http_port, door="completions", manner=RequestOptions(first_model(place))
     )
 
-    def asked(streams: int, requests: int, new: int) -> LoadRun:
+    def load_of(streams: int, requests: int, new: int) -> LoadRun:
         return LoadRun(
             target=target,
             jobs=uniform_jobs([0.0] * requests, load.prompt, new),
@@ -89,9 +89,9 @@ def served_figures(
         )
 
     seeds, most = count(), max(load.requests)
-    run_here(asked(most, most, _WARM_UP_TOKENS))  # whose steps compile kernels
+    run_here(load_of(most, most, _WARM_UP_TOKENS))  # whose steps compile kernels
     for streams, requests in load.requests.items():
-        wanted = asked(streams, requests, load.new)
+        wanted = load_of(streams, requests, load.new)
         outcomes = run(wanted, _GENERATORS) if streams > 1 else [run_here(wanted)]
         records = [record for outcome in outcomes for record in outcome.records]
         figures = compute_figures(records)

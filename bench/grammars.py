@@ -154,12 +154,12 @@ class GrammarBench:
     def first_masks(self, times: int) -> list[float]:
         """Processor seconds of a new sequence's matcher and first mask, the schema being cached."""
         grammar, mask = self.pool.compile(self.constraint).result(), np.zeros(-(-self._vocab_size // 32), np.int32)
-        found: list[float] = []
+        seconds: list[float] = []
         for _ in range(times):
             began = time.thread_time()
             grammar.matcher().fill_mask(mask)
-            found.append(time.thread_time() - began)
-        return found
+            seconds.append(time.thread_time() - began)
+        return seconds
 
     def close(self) -> None:
         self.pool.close()
@@ -244,8 +244,8 @@ def main(
     log = log_to(console)
     with (
         exit_on_error(),
-        prepare_checkpoint(checkpoint, shape, scratch, log) as (found, _),
-        closing(GrammarBench(found, work)) as bench,
+        prepare_checkpoint(checkpoint, shape, scratch, log) as (source, _),
+        closing(GrammarBench(source, work)) as bench,
     ):
         for arm in ARMS:
             bench.run(arm, seed=work.repeats)
@@ -256,7 +256,7 @@ def main(
     log(f"vocabulary read in {bench.vocabulary_seconds:.2f} s, schema compiled in {bench.compile_seconds:.3f} s")
     log(f"first mask of the cached schema: median {median(masks) * 1e6:.0f} us of CPU, worst {max(masks) * 1e6:.0f} us")
     if json:
-        turns: Any = {arm: [turn._asdict() for turn in each] for arm, each in runs.items()}
+        turns: Any = {arm: [turn._asdict() for turn in arm_runs] for arm, arm_runs in runs.items()}
         json.write_bytes(msgspec.json.encode({"turns": turns, "first_mask_seconds": masks}))
 
 

@@ -169,22 +169,22 @@ def _seconds(stack: ProductStack, inputs: dict[int, Tensor]) -> float:
 
 def show(console: Console, precision: Precision, figures: list[ProductFigure]) -> None:
     """Our best product may be the machine's best: then it is the peak."""
-    peak = max(chain(*((each.limits.peak, each.operations / each.ours) for each in figures)))
+    peak = max(chain(*((figure.limits.peak, figure.operations / figure.ours) for figure in figures)))
     columns = ["rows", "ms", "torch ms", "torch / ours", "over the first", "GB/s", "of", "GOP/s", "of", "of the limit"]
     table = table_of((), columns, f"{precision}, all products of a step")
-    for each in figures:
-        limits = MachinePeaks(each.limits.read, peak)
+    for figure in figures:
+        limits = MachinePeaks(figure.limits.read, peak)
         table.add_row(
-            str(each.rows),
-            f"{each.ours * 1e3:.2f}",
-            f"{each.torchs * 1e3:.2f}",
-            f"{each.torchs / each.ours:.2f}",
-            f"{each.ours / figures[0].ours:.2f}",
-            f"{weight_bytes(precision, each.rows) / each.ours / 1e9:.1f}",
+            str(figure.rows),
+            f"{figure.ours * 1e3:.2f}",
+            f"{figure.torchs * 1e3:.2f}",
+            f"{figure.torchs / figure.ours:.2f}",
+            f"{figure.ours / figures[0].ours:.2f}",
+            f"{weight_bytes(precision, figure.rows) / figure.ours / 1e9:.1f}",
             f"{limits.read / 1e9:.1f}",
-            f"{each.operations / each.ours / 1e9:.0f}",
+            f"{figure.operations / figure.ours / 1e9:.0f}",
             f"{peak / 1e9:.0f}",
-            f"{each._replace(limits=limits).least(precision) / each.ours:.0%}",
+            f"{figure._replace(limits=limits).least(precision) / figure.ours:.0%}",
         )
     console.print(table)
 

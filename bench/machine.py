@@ -82,7 +82,7 @@ class MachineRecord(msgspec.Struct, kw_only=True):
         """How often every contender has done the job."""
         turns = self.offline.turns if self.offline else []
         done = [(turn.name, turn.precision) for turn in turns if turn.job == job]
-        return min((done.count(each) for each in set(done)), default=0)
+        return min((done.count(item) for item in set(done)), default=0)
 
 
 def read_record(path: Path, facts: MachineFacts) -> MachineRecord | None:
@@ -120,19 +120,19 @@ def _offline(record: MachineRecord) -> Iterator[tuple[str, str]]:
     job = seen.jobs[0]
     yield f"{job.prompt} + {job.new} tokens, tokens/s at", at
     for name, precision in seen.rows:
-        cells = [seen.cell(name, precision, each) for each in seen.jobs]
+        cells = [seen.cell(name, precision, job) for job in seen.jobs]
         if name == OURS:
             yield f"the machine's limit, {precision}", _each([cell.limit for cell in cells], ".1f")
         shares = _each([100 * cell.share for cell in cells], ".0f")
         yield f"{name} {precision}, of its limit", f"{_each([cell.speed for cell in cells], '.1f')}, {shares} %"
     for name, precision in seen.rows:
         if name != OURS:
-            ratios = [seen.ratio(name, precision, each) for each in seen.jobs]
+            ratios = [seen.ratio(name, precision, job) for job in seen.jobs]
             yield f"{OURS} over {name}, {precision}", _each(ratios, ".2f")
     for precision in record.facts.precisions[1:]:
         if (OURS, precision) in seen.rows:
             first = record.facts.precisions[0]
-            ratios = [seen.cell(OURS, precision, each).speed / seen.cell(OURS, first, each).speed for each in seen.jobs]
+            ratios = [seen.cell(OURS, precision, job).speed / seen.cell(OURS, first, job).speed for job in seen.jobs]
             yield f"{OURS}, {precision} over {first}", _each(ratios, ".2f")
     reads = [turn.machine.read / 1e9 for turn in seen.turns]
     peaks = "".join(
@@ -160,8 +160,9 @@ def _served(record: MachineRecord) -> Iterator[tuple[str, str]]:
             yield f"{verdict.what}, {precision}", f"{verdict.value:.2f}"
     for precision, trace in record.traces.items():
         for name, spread in (("TTFT", trace.ttft), ("ITL", trace.itl), ("end to end", trace.end_to_end)):
-            told = _each([1e3 * each for each in (spread.p50, spread.p90, spread.p99)], ",.0f") if spread else "none"
-            yield f"{record.facts.trace}, {precision}: {name} p50 / p90 / p99, ms", told
+            quantiles = (spread.p50, spread.p90, spread.p99) if spread else ()
+            milliseconds = _each([1e3 * quantile for quantile in quantiles], ",.0f") or "none"
+            yield f"{record.facts.trace}, {precision}: {name} p50 / p90 / p99, ms", milliseconds
 
 
 def _each(values: Sequence[float], form: str) -> str:
@@ -239,16 +240,16 @@ class MachineRun:
                 self._part("trace", precision, self.record.traces, self._trace)
 
     def _part(
-        self, kind: str, precision: Precision, found: dict[Precision, _Found], measure: Callable[[Precision], _Found]
+        self, kind: str, precision: Precision, results: dict[Precision, _Found], measure: Callable[[Precision], _Found]
     ) -> None:
-        if precision in found:
+        if precision in results:
             return
         if self._spent() + _EXPECTED[kind] > self._wanted.seconds:
             self._log(f"{kind}, {precision}: not measured, the time is over")
             return
         self._log(f"{kind}, {precision} ...")
         try:
-            found[precision] = measure(precision)
+            results[precision] = measure(precision)
         except CharoniaError as error:
             self._log(f"{kind}, {precision}: {error.message}")
         self._save()
@@ -340,11 +341,11 @@ def main(
 
     log = log_to(console)
     scratch.mkdir(parents=True, exist_ok=True)
-    with exit_on_error(), prepare_checkpoint(checkpoint, shape, scratch, log) as (found, _):
-        facts = machine_facts(found, wanted)
+    with exit_on_error(), prepare_checkpoint(checkpoint, shape, scratch, log) as (source, _):
+        facts = machine_facts(source, wanted)
         record = read_record(record_path(scratch), facts)
         log("begun anew" if record is None else f"going on after {record.spent / 60:.1f} minutes")
-        run = MachineRun(record or MachineRecord(facts=facts), found, scratch, wanted, log)
+        run = MachineRun(record or MachineRecord(facts=facts), source, scratch, wanted, log)
         run.run()
     table = as_markdown(run.record)
     (scratch / "machine.md").write_text(table)

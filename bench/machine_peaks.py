@@ -29,7 +29,7 @@ class PeakMeter:
         self._big = torch.ones(1 << 27, device=device)
         size = 8 if device == "cuda" else 1
         self._ops = 2 * (size * _ROWS) * (size * _IN) * (size * _OUT)
-        self._products = {each: self._fastest(each, device, size) for each in precisions}
+        self._products = {precision: self._fastest(precision, device, size) for precision in precisions}
 
     @property
     def ways(self) -> dict[Precision, str]:
@@ -48,7 +48,7 @@ class PeakMeter:
         left = torch.randn(size * _ROWS, size * _IN, device=device)
         right = torch.randn(size * _OUT, size * _IN, device=device)
         timed = [(_once(product), name, product) for name, product in _ways(precision, left, right)]
-        _, name, product = min(timed, key=lambda each: each[0])
+        _, name, product = min(timed, key=lambda candidate: candidate[0])
         return name, product
 
 
@@ -75,7 +75,7 @@ def _float_ways(dtype: torch.dtype, left: Tensor, right: Tensor) -> Iterator[tup
 
 
 def _integer_ways(left: Tensor, right: Tensor) -> Iterator[tuple[str, Product]]:
-    a, b = ((each * 32).clamp(-127, 127).to(torch.int8) for each in (left, right))
+    a, b = ((matrix * 32).clamp(-127, 127).to(torch.int8) for matrix in (left, right))
     yield "_int_mm", lambda: _waited(torch._int_mm(a, b.t()))
     if left.device.type == "cpu" and "x86" in torch.backends.quantized.supported_engines:
         packed = _fbgemm(right)

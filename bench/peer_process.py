@@ -61,13 +61,13 @@ def parse_peer_specs(precisions: Sequence[Precision], peers: Sequence[str]) -> l
     Raises:
         InvalidArgument: a peer that we do not know, or whose interpreter is not there.
     """
-    found = [_peer(each) for each in peers]
+    named = [_peer(peer) for peer in peers]
     return [
         entry
         for precision in precisions
         for entry in (
             PeerSpec(OURS, precision, Path(sys.executable)),
-            *(PeerSpec(name, precision, python) for name, python in found if precision in PEERS[name]),
+            *(PeerSpec(name, precision, python) for name, python in named if precision in PEERS[name]),
         )
     ]
 

@@ -44,9 +44,9 @@ def main() -> None:
         peer = _peer_class(sys.argv[1])(PeerSetup(**json.loads(sys.argv[2])))
         _say(line, about=peer.about)
         for text in sys.stdin:
-            asked = json.loads(text)
+            job = json.loads(text)
             begun = perf_counter()
-            tokens = peer.generate(asked["prompts"], asked["new"])
+            tokens = peer.generate(job["prompts"], job["new"])
             _say(line, tokens=tokens, seconds=perf_counter() - begun)
     except Exception as error:
         _say(line, error=f"{type(error).__name__}: {error}")

@@ -206,8 +206,8 @@ class VllmPeer:
 
     def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
         sampling = self._vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        answers = self._engine.generate(asked, sampling, use_tqdm=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = self._engine.generate(inputs, sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
 

@@ -82,13 +82,13 @@ def windows_of(checkpoint: Path, texts: list[str], most: int) -> list[Tensor]:
     """About `most` tokens, from the beginning of each text alike; no window spans two texts."""
     tokenizer = TokenizerBundle.load(str(checkpoint)).tokenizer
     ids = [torch.tensor(tokenizer.encode(text)) for text in texts]
-    found: list[Tensor] = []
+    windows: list[Tensor] = []
     for start in range(0, max(map(len, ids)), WINDOW):
-        for each in ids:
-            window = each[start : start + WINDOW]
-            if len(window) > 1 and sum(map(len, found)) < most:
-                found.append(window)
-    return found
+        for text_ids in ids:
+            window = text_ids[start : start + WINDOW]
+            if len(window) > 1 and sum(map(len, windows)) < most:
+                windows.append(window)
+    return windows
 
 
 def held_out_modules() -> Iterator[str]:
@@ -113,7 +113,9 @@ def compare(
     integers already are computed with as such in `dtype`, and as floats in float32, which comes first."""
     if open_weights(open_checkpoint(checkpoint)).quantization is not None:
         precisions = {"dequantised": torch.float32, "integers": dtype}
-        return tuple(score(name, ScoredModel(checkpoint, each, "none"), windows) for name, each in precisions.items())
+        return tuple(
+            score(name, ScoredModel(checkpoint, precision, "none"), windows) for name, precision in precisions.items()
+        )
     names = {"none": str(dtype).removeprefix("torch."), "int8": "int8", "int4": "int4"}
     return tuple(score(name, ScoredModel(checkpoint, dtype, how), windows) for how, name in names.items())
 
@@ -141,9 +143,9 @@ def main(
     plain, *quantized = compare(checkpoint, windows_of(checkpoint, texts, tokens))
     title = f"{len(texts)} texts, {plain.tokens} tokens predicted in windows of {WINDOW}"
     table = table_of((), ("precision", "perplexity", "nats a token", "ratio"), title)
-    for each in (plain, *quantized):
-        ratio = each.perplexity / plain.perplexity
-        table.add_row(each.name, f"{each.perplexity:.3f}", f"{each.nats:.4f}", f"{ratio:.4f}")
+    for scored in (plain, *quantized):
+        ratio = scored.perplexity / plain.perplexity
+        table.add_row(scored.name, f"{scored.perplexity:.3f}", f"{scored.nats:.4f}", f"{ratio:.4f}")
     report_console().print(table)
 
 

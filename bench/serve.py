@@ -130,7 +130,7 @@ def plan_requests(work: LoadFlags) -> list[PlannedRequest]:
     Raises:
         InvalidArgument: it has no pace, or several, or no end; or the trace cannot be read.
     """
-    if sum(each is not None for each in (work.rate, work.trace, work.concurrency)) != 1:
+    if sum(choice is not None for choice in (work.rate, work.trace, work.concurrency)) != 1:
         raise InvalidArgument("give one of --rate, --trace and --concurrency")
     if work.trace is not None:
         limit = min(filter(None, (work.limit, work.requests)), default=None)
@@ -202,7 +202,7 @@ def load(
 
 @contextmanager
 def _place(url: str | None, server: ServerFlags, console: Console) -> Iterator[ServerAddress]:
-    if sum(each is not None for each in (url, server.model_repository, server.checkpoint)) != 1:
+    if sum(choice is not None for choice in (url, server.model_repository, server.checkpoint)) != 1:
         raise InvalidArgument("give one of a server's URL, --model-repository and --checkpoint")
     if url is not None:
         place = parse_server_url(url, server.grpc_port, server.allow_remote)

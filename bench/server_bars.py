@@ -38,7 +38,7 @@ from .trial import TrialVerdict, show_verdicts
 
 TrialName: TypeAlias = Literal["throughput", "prefill", "beside", "mixed", "prefix", "hostile"]
 _TRIALS: tuple[TrialName, ...] = ("throughput", "prefill", "beside", "mixed", "prefix", "hostile")
-SERVER_FLAGS = {name: [f"--{key}={value}" for key, value in each.items()] for name, each in PRECISIONS.items()}
+SERVER_FLAGS = {name: [f"--{key}={value}" for key, value in settings.items()] for name, settings in PRECISIONS.items()}
 _CHUNK = 512
 """Most tokens in a step, of the server and of the engine beside it."""
 
@@ -56,24 +56,24 @@ def run_trials(
     flags = [*SERVER_FLAGS[precision], "--max-num-batched-tokens", str(_CHUNK), *shlex.split(server_args)]
     log(f"starting a server with {shlex.join(flags)} ...")
     with own_server(str(checkpoint), *flags) as place:
-        asked = TrialTarget(place, first_model(place), open_checkpoint(checkpoint).spec.vocab_size)
+        target = TrialTarget(place, first_model(place), open_checkpoint(checkpoint).spec.vocab_size)
         verdicts = []
         for trial in trials:
             log(f"{trial}:")
-            verdicts += _run(trial, asked, checkpoint, precision, sizes, log)
+            verdicts += _run(trial, target, checkpoint, precision, sizes, log)
         return verdicts
 
 
 def _run(
-    trial: TrialName, asked: TrialTarget, checkpoint: Path, precision: Precision, sizes: TrialSizes, log: Log
+    trial: TrialName, target: TrialTarget, checkpoint: Path, precision: Precision, sizes: TrialSizes, log: Log
 ) -> list[TrialVerdict]:
     if trial == "throughput":
         with PeerProcess(
             PeerSpec(OURS, precision, Path(sys.executable)), _setup(checkpoint, precision, sizes)
         ) as engine:
-            return throughput(asked, engine, sizes, usable_cores().threads, log)
+            return throughput(target, engine, sizes, usable_cores().threads, log)
     others = {"prefill": prefill, "beside": beside, "mixed": mixed, "prefix": prefix, "hostile": hostile}
-    return others[trial](asked, sizes, log)
+    return others[trial](target, sizes, log)
 
 
 def _setup(checkpoint: Path, precision: Precision, sizes: TrialSizes) -> PeerSetup:
@@ -123,8 +123,8 @@ def main(
     console = report_console()
 
     log = log_to(console)
-    with exit_on_error(), prepare_checkpoint(checkpoint, shape, scratch, log) as (found, _):
-        verdicts = run_trials(found, precision, trials, sizes, server_args, log)
+    with exit_on_error(), prepare_checkpoint(checkpoint, shape, scratch, log) as (source, _):
+        verdicts = run_trials(source, precision, trials, sizes, server_args, log)
     show_verdicts(console, verdicts)
     if json:
         json.write_bytes(msgspec.json.encode(verdicts))

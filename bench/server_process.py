@@ -166,8 +166,8 @@ def list_models(place: ServerAddress, api_key: str = "") -> list[str]:
         NotFound, Unavailable: there is none, or no such server.
     """
     try:
-        told = json.loads(fetch(place, "/v1/models", headers=_headers(api_key)))
-        names = [str(each["id"]) for each in told["data"]]
+        answer = json.loads(fetch(place, "/v1/models", headers=_headers(api_key)))
+        names = [str(model["id"]) for model in answer["data"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise Unavailable(f"{_netloc(place)} does not list its models: {error}; name one with --model") from None
     if not names:
@@ -179,8 +179,8 @@ def model_length(place: ServerAddress, model: str, api_key: str = "") -> int | N
     """The tokens of a model's longest sequence, which our server and vLLM's tell beside those of a text; None where
     there is no such answer."""
     try:
-        told = json.loads(fetch(place, "/tokenize", {"model": model, "prompt": "a"}, headers=_headers(api_key)))
-        return int(told["max_model_len"])
+        answer = json.loads(fetch(place, "/tokenize", {"model": model, "prompt": "a"}, headers=_headers(api_key)))
+        return int(answer["max_model_len"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -282,9 +282,9 @@ def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [each.getsockname()[1] for each in sockets]
+        for sock in sockets:
+            sock.bind((LOOPBACK, 0))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 def until_open(place: ServerAddress, alive: LivenessCheck) -> None:
@@ -331,11 +331,11 @@ def cpu_seconds(pid: int | None) -> CpuSeconds | None:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that are not reaped yet; /proc lists them per thread."""
-    found: list[int] = []
+    children: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile has none
-            found += map(int, (task / "children").read_text().split())
-    return found
+            children += map(int, (task / "children").read_text().split())
+    return children
 
 
 def process_name(pid: int) -> str:

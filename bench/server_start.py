@@ -106,8 +106,8 @@ def main(
             console.print("".join(f"    {line}\n" for line in one.said.splitlines()), end="")
         if imports_too:
             with _timed_imports():
-                for each in imports(start(what, *flags).said):
-                    console.print(f"{each.milliseconds:8.0f} ms {'  ' * each.depth}{each.module}")
+                for imported in imports(start(what, *flags).said):
+                    console.print(f"{imported.milliseconds:8.0f} ms {'  ' * imported.depth}{imported.module}")
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def speed(outcome: WorkerOutcome) -> float:
     return sum(record.tokens for record in outcome.records) / max(record.ended for record in outcome.records)
 
 
-def throughput(asked: TrialTarget, engine: PeerProcess, sizes: TrialSizes, cores: int, log: Log) -> list[TrialVerdict]:
+def throughput(target: TrialTarget, engine: PeerProcess, sizes: TrialSizes, cores: int, log: Log) -> list[TrialVerdict]:
     """A closed loop beside the engine without a server, on the same prompts, submitted at once in both.
 
     The server is held to the share of the machine that the generator leaves. The machine's speed is not constant: each
@@ -117,14 +117,14 @@ def throughput(asked: TrialTarget, engine: PeerProcess, sizes: TrialSizes, cores
     engine.generate([[1] * sizes.prompt], 2)
     for streams in sizes.streams:
         jobs = uniform_jobs([0.0] * streams, sizes.prompt, sizes.new)
-        seeds = list(islice(asked.seeds, sizes.repeats))
+        seeds = list(islice(target.seeds, sizes.repeats))
 
         def served(number: int, jobs: Sequence[PlannedRequest] = jobs, seeds: Sequence[int] = seeds) -> float:
-            outcome = asked.put(jobs, seed=seeds[number], concurrency=len(jobs), warm_up=1)
+            outcome = target.put(jobs, seed=seeds[number], concurrency=len(jobs), warm_up=1)
             return without_generator(speed(outcome), outcome.cpu / outcome.seconds, cores)
 
         def alone(number: int, jobs: Sequence[PlannedRequest] = jobs, seeds: Sequence[int] = seeds) -> float:
-            return engine.generate([_ids(asked, job, seeds[number]) for job in jobs], sizes.new).speed
+            return engine.generate([_ids(target, job, seeds[number]) for job in jobs], sizes.new).speed
 
         contenders = {f"{streams} streams over HTTP, net": served, "the engine without doors": alone}
         over_http, without_doors = take_turns(
@@ -135,8 +135,8 @@ def throughput(asked: TrialTarget, engine: PeerProcess, sizes: TrialSizes, cores
     return verdicts
 
 
-def _warm(asked: TrialTarget) -> None:
-    asked.put(uniform_jobs([0.0], 16, 2))
+def _warm(target: TrialTarget) -> None:
+    target.put(uniform_jobs([0.0], 16, 2))
 
 
 def without_generator(tokens: float, generator: float, cores: int) -> float:
@@ -144,24 +144,24 @@ def without_generator(tokens: float, generator: float, cores: int) -> float:
     return tokens / (1 - generator / cores)
 
 
-def _ids(asked: TrialTarget, job: PlannedRequest, seed: int) -> list[int]:
-    prompt = Prompts(vocab=asked.vocab, seed=seed).write(job)
+def _ids(target: TrialTarget, job: PlannedRequest, seed: int) -> list[int]:
+    prompt = Prompts(vocab=target.vocab, seed=seed).write(job)
     assert isinstance(prompt, list)
     return prompt
 
 
-def prefill(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
+def prefill(target: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """The p99 gap between tokens of running streams while a long prompt is computed, over the same streams' median
     without it."""
     ratios = []
     running = uniform_jobs([0.0] * sizes.running, sizes.prompt, sizes.running_new)
-    _warm(asked)
+    _warm(target)
     for _ in range(sizes.repeats):
-        alone = asked.put(running).records
+        alone = target.put(running).records
         usual = median(steady_gaps(alone))
         begun, ended = max(record.times[0] for record in alone), min(record.ended for record in alone)
         long = PlannedRequest(sizes.running, begun + (ended - begun) / 4, sizes.long, 1)
-        slow = float(np.percentile(gaps_during(asked.put([*running, long]).records, long.index), 99))
+        slow = float(np.percentile(gaps_during(target.put([*running, long]).records, long.index), 99))
         log(f"gaps of {sizes.running} streams: median {usual * 1e3:.1f} ms, p99 beside a prefill {slow * 1e3:.1f} ms")
         ratios.append(slow / usual)
     return [
@@ -204,19 +204,19 @@ def _gaps_within(records: Sequence[LoadRecord], begin: float, end: float) -> lis
     ]
 
 
-def beside(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
+def beside(target: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """The TTFT of a long prompt beside streams that run ten times as long, over its own alone; and the p99 gap between
     tokens of those streams over their median without it."""
     first, gaps = [], []
-    _warm(asked)
+    _warm(target)
     for _ in range(sizes.repeats):
-        alone = ttft(asked.put([PlannedRequest(0, 0.0, sizes.long, 1)]).records[0])
-        usual = median(steady_gaps(asked.put(uniform_jobs([0.0] * sizes.beside, sizes.prompt, sizes.new)).records))
+        alone = ttft(target.put([PlannedRequest(0, 0.0, sizes.long, 1)]).records[0])
+        usual = median(steady_gaps(target.put(uniform_jobs([0.0] * sizes.beside, sizes.prompt, sizes.new)).records))
         running = uniform_jobs([0.0] * sizes.beside, sizes.prompt, sizes.new + int(10 * alone / usual))
         long = PlannedRequest(sizes.beside, sizes.new * usual, sizes.long, 1)
-        records = asked.put([*running, long]).records
+        records = target.put([*running, long]).records
         (late,) = (record for record in records if record.index == long.index)
-        slow = float(np.percentile(steady_gaps([each for each in records if each is not late]), 99))
+        slow = float(np.percentile(steady_gaps([record for record in records if record is not late]), 99))
         log(f"TTFT of {sizes.long} tokens: {alone * 1e3:.0f} ms alone, {ttft(late) * 1e3:.0f} ms beside streams")
         log(f"gaps of {sizes.beside} streams: median {usual * 1e3:.1f} ms alone, p99 {slow * 1e3:.1f} ms with it")
         first.append(ttft(late) / alone)
@@ -239,22 +239,22 @@ class _StreamFigures(NamedTuple):
     speed: float
 
 
-def hostile(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
+def hostile(target: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """The p99 gap between tokens of running streams, and their throughput, while a client asks with one hostile
     constraint after another, over those without."""
     running = uniform_jobs([0.0] * sizes.beside, sizes.prompt, sizes.running_new)
 
     def alone(number: int) -> _StreamFigures:
-        outcome = asked.put(running)
+        outcome = target.put(running)
         return _StreamFigures(float(np.percentile(steady_gaps(outcome.records), 99)), speed(outcome))
 
     def troubled(number: int) -> _StreamFigures:
-        with _hostile_client(asked) as answers:
+        with _hostile_client(target) as answers:
             figures = alone(number)
         log(f"{len(answers)} answers: {Counter(answers)}")
         return figures
 
-    _warm(asked)
+    _warm(target)
     without, beside_hostile = take_turns(
         {"alone": alone, "beside hostile constraints": troubled},
         sizes.repeats,
@@ -271,18 +271,18 @@ def hostile(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdic
 
 
 @contextmanager
-def _hostile_client(asked: TrialTarget) -> Iterator[list[int]]:
+def _hostile_client(target: TrialTarget) -> Iterator[list[int]]:
     """One that asks without a pause; yields the statuses of its answers."""
     statuses: list[int] = []
     left = threading.Event()
 
     def ask() -> None:
-        connection = HTTPConnection(asked.place.host, asked.place.http_port, timeout=120)
+        connection = HTTPConnection(target.place.host, target.place.http_port, timeout=120)
         for regex in cycle(_HOSTILE):
             if left.is_set():
                 break
             number = time.monotonic_ns()  # of its own: the server remembers what it refused
-            body = {"model": asked.model, "prompt": [1], "max_tokens": 1, "guided_regex": f"{number}{regex}"}
+            body = {"model": target.model, "prompt": [1], "max_tokens": 1, "guided_regex": f"{number}{regex}"}
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             answer.read()
@@ -298,16 +298,16 @@ def _hostile_client(asked: TrialTarget) -> Iterator[list[int]]:
         client.join()
 
 
-def mixed(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
+def mixed(target: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """The median TTFT of short prompts that arrive right behind long ones, over what they have alone."""
     lengths = np.linspace(32, 255, sizes.shorts).astype(int).tolist()
     shorts = [PlannedRequest(index, 0.0, length, sizes.new) for index, length in enumerate(lengths)]
     longs = [PlannedRequest(len(shorts) + index, 0.0, sizes.long, sizes.new) for index in range(sizes.longs)]
 
     def first_tokens(jobs: Sequence[PlannedRequest]) -> float:
-        return median(ttft(record) for record in asked.put(jobs).records if record.index < len(shorts))
+        return median(ttft(record) for record in target.put(jobs).records if record.index < len(shorts))
 
-    _warm(asked)
+    _warm(target)
     alone, behind = take_turns(
         {"alone": lambda _: first_tokens(shorts), "behind long ones": lambda _: first_tokens([*longs, *shorts])},
         sizes.repeats,
@@ -322,13 +322,13 @@ _OWN = 16
 """Tokens of a sharing prompt that are its own."""
 
 
-def prefix(asked: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
+def prefix(target: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdict]:
     """Throughput of prompts with a beginning that is cached already, over that of prompts with nothing in common."""
     jobs = uniform_jobs([0.0] * sizes.sharing, sizes.shared + _OWN, sizes.new)
 
     def shared_speed(shared: int) -> float:
         # The request that warms up has the same beginning.
-        return speed(asked.put(jobs, concurrency=sizes.sharing, shared=shared, warm_up=1))
+        return speed(target.put(jobs, concurrency=sizes.sharing, shared=shared, warm_up=1))
 
     cached, computed = take_turns(
         {"cached": lambda _: shared_speed(sizes.shared), "computed": lambda _: shared_speed(0)},

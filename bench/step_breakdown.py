@@ -129,7 +129,7 @@ def _table(precision: Precision, threads: int, machine: MachinePeaks) -> Table:
 
 def _row(table: Table, step: StepTimes, least: float) -> None:
     seconds = (least, step.whole, *step.parts.values(), step.rest)
-    table.add_row(str(step.tokens), *(f"{1000 * each:.2f}" for each in seconds))
+    table.add_row(str(step.tokens), *(f"{1000 * part:.2f}" for part in seconds))
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ class StepClock:
 
     def medians(self, steps: int) -> dict[str, float]:
         """Microseconds of a step, its parts and the rest, over the last `steps`."""
-        found = [{**parts, "step": whole, "loop": whole - sum(parts.values())} for whole, parts in self._steps[-steps:]]
-        return {name: 1e6 * float(np.median([each.get(name, 0.0) for each in found])) for name in ("step", *PARTS)}
+        times = [{**parts, "step": whole, "loop": whole - sum(parts.values())} for whole, parts in self._steps[-steps:]]
+        return {name: 1e6 * float(np.median([step.get(name, 0.0) for step in times])) for name in ("step", *PARTS)}
 
 
 class ColdExecutor(FakeExecutor):

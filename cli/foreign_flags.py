@@ -1,8 +1,7 @@
-"""Flags of tritonserver and vLLM that go by another name here, mean nothing here, or ask for what is not served, and
-the messages for unknown flags. Where a flag means the same it has vLLM's name and is an option; those here are not.
+"""Flags of tritonserver and vLLM that are no options here, and the messages for unknown flags.
 
-A command line that was written for tritonserver is accepted as it is: flags without effect are warned of, those that
-would change results are refused. Free of any server: the command line reads it.
+A flag that means the same there and here is an option, by their name. A command line that was written for tritonserver
+is accepted: flags without effect are warned of, those that would change results are refused. Free of any server.
 """
 
 import logging

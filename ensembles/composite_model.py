@@ -51,7 +51,7 @@ class CompositeModel:
 
     def stats(self) -> ModelStats:
         """Ready while the models that it needs are."""
-        ready = self._loaded and all(self._gateway.is_model_ready(*each) for each in self._composition.asked)
+        ready = self._loaded and all(self._gateway.is_model_ready(*needed) for needed in self._composition.asked)
         metrics = self._metrics
         cancelled = metrics.failures[FailureReason.CANCELED]
         return ModelStats(ready, metrics.success.count, metrics.failures.total() - cancelled, cancelled)
@@ -62,8 +62,8 @@ class CompositeModel:
 
     async def unready_reason(self) -> str:
         """Why one of the models that it needs says that it is not ready. They are asked side by side, each once."""
-        asked = set(self._composition.asked if self._loaded else ())
-        reasons = await asyncio.gather(*(self._gateway.unready_reason(*each) for each in asked))
+        models = set(self._composition.asked if self._loaded else ())
+        reasons = await asyncio.gather(*(self._gateway.unready_reason(*needed) for needed in models))
         return next(filter(None, reasons), "")
 
     def readings(self) -> Iterator[Reading]:

@@ -1,9 +1,7 @@
-"""An ensemble: finds the models of its steps for each request, and runs them, each as soon as it has its inputs.
+"""An ensemble: finds the models of its steps for each request, and runs each step as soon as it has its inputs.
 
-Steps of one pass run in parallel where they can; passes of a stream overlap where steps wait, and their responses
-leave in the order in which the stream began them. What a client does not read holds up its own passes, and so the
-stream. When a step fails or the client leaves, everything else of the request is cancelled. Knows nothing of how models
-are served, but through the gateway's handles of them.
+Passes of a stream overlap, and their responses leave in the order in which the stream began them. A client that does
+not read holds up its own passes. When a step fails or the client leaves, everything else of the request is cancelled.
 """
 
 import asyncio
@@ -68,9 +66,9 @@ class EnsembleRun:
 
     def _first_pass(self) -> Pass:
         """The pass that the request itself begins. As Triton's, responses say of which sequence they are."""
-        asked = self._request.parameters
-        flags = {name: bool(asked.get(name, False)) for name in ("sequence_start", "sequence_end")}
-        return Pass(dict(self._request.inputs), {"sequence_id": asked.get("sequence_id", 0), **flags})
+        parameters = self._request.parameters
+        flags = {name: bool(parameters.get(name, False)) for name in ("sequence_start", "sequence_end")}
+        return Pass(dict(self._request.inputs), {"sequence_id": parameters.get("sequence_id", 0), **flags})
 
     async def answer(self) -> InferResponse:
         """The response of an ensemble without decoupled steps, without the outputs that no step has sent.

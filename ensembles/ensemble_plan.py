@@ -1,10 +1,8 @@
 """The plan of an ensemble: its steps in an order in which they can run, checked against the models that they name.
 
-A decoupled step answers with a stream, so what follows it runs once for each of its responses: it opens a new stage.
-A tensor belongs to the stage of the step that makes it; tensors of earlier stages are the same in all its passes.
-
-The rules are those of https://github.com/triton-inference-server/server/blob/main/docs/user_guide/ensemble_models.md;
-where Triton has a text for an error, this is it.
+What follows a decoupled step runs once for each of its responses, and so opens a new stage; tensors of earlier stages
+are the same in all passes. Rules and error texts are Triton's:
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/ensemble_models.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,18 +48,22 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnsemblePlan:
-    """`stages`: the first, then each within the one before it. `optional`: for each step, the inputs of its model that
-    may be missing. `asking`: the steps whose models are made of other models. `max_passes`: of one stage, at once.
-    `outputs`: the ensemble's, by name. `batch_changes`: for each step, and for the ensemble's outputs, the tensors that
-    gain a batch dimension of 1 there (1) or lose it (-1), by the receiver's names."""
+    """How the requests to one ensemble run. Steps are named by their numbers in the config."""
 
     name: str
     stages: tuple[Stage, ...]
+    """The first, then each within the one before it."""
     optional: Mapping[int, frozenset[str]]
+    """By step, the inputs of its model that may be missing."""
     asking: frozenset[int]
+    """The steps whose models are made of other models."""
     outputs: tuple[str, ...]
+    """The names of the ensemble's outputs."""
     max_passes: int
+    """The passes of one stage that run at once."""
     batch_changes: Mapping[int, Mapping[str, int]]
+    """By step, and for the ensemble's outputs: the tensors, by the receiver's names, that gain a batch dimension of 1
+    there (1), or lose it (-1)."""
 
     @property
     def decoupled(self) -> bool:
@@ -161,15 +163,15 @@ def _divide_into_stages(
 
     def only_stage(tensors: Sequence[str], receiver: str) -> int:
         """The stage whose passes a receiver of these tensors belongs to."""
-        found = {stage_of[tensor]: tensor for tensor in tensors if stage_of[tensor]}
-        if len(found) > 1:
-            origins = [(tensor, source) for stage, tensor in found.items() if (source := stages[stage][0])]
+        by_stage = {stage_of[tensor]: tensor for tensor in tensors if stage_of[tensor]}
+        if len(by_stage) > 1:
+            origins = [(tensor, source) for stage, tensor in by_stage.items() if (source := stages[stage][0])]
             named = " and ".join(
                 f"'{tensor}' from '{source.model}' (step {source.number})" for tensor, source in origins
             )
             text = "receives inputs originated from different decoupled models"
             raise _error(f"in ensemble {config.name}, {receiver} {text}: {named}")
-        return next(iter(found), 0)
+        return next(iter(by_stage), 0)
 
     for step in steps:
         stage = only_stage(list(step.inputs.values()), f"step of model '{step.model}'")

@@ -148,8 +148,8 @@ class ModelRequests:
             left = timeout - int(1e6 * (time.monotonic() - self._context.arrived_at))
             if left <= 0:
                 raise RequestTimeout
-            asked = own.get("timeout")
-            parameters["timeout"] = min(left, asked) if isinstance(asked, int) and asked > 0 else left
+            shorter = own.get("timeout")
+            parameters["timeout"] = min(left, shorter) if isinstance(shorter, int) and shorter > 0 else left
         return parameters
 
     def _drop(self, opened: "_OpenRequest") -> None:
@@ -173,11 +173,9 @@ class ModelRequests:
 class AskedModel:
     """A model of the server, as a pipeline's code sees it.
 
-    `inputs` are tensors by name: numpy arrays of the model's types, or plain values (str, bytes, numbers, bools, lists)
-    that have their place in them; the dimensions that a value lacks are 1. A plain value by another name is a parameter
-    of the request, as in the body of `generate`; None stands for nothing. `outputs`: those to ask for, if not all.
-
-    An error of the model is raised as it would be answered to a client: `charonia.core.errors`.
+    `inputs` are tensors by name: arrays, or plain values (str, bytes, numbers, bools, lists) whose missing dimensions
+    are 1. A plain value by another name is a parameter of the request; None stands for nothing. `outputs`: those to ask
+    for, if not all. Errors are those that a client would get: `charonia.core.errors`.
     """
 
     def __init__(
@@ -198,15 +196,15 @@ class AskedModel:
 
     async def infer(self, inputs: Mapping[str, Any], *, outputs: Collection[str] | None = None) -> NamedTensors:
         """Its one response; of a language model the whole text."""
-        found: NamedTensors | None = None
+        answer: NamedTensors | None = None
         async with self._requests.open(self, inputs, outputs, stream=False) as responses:
             async for response in responses:
-                if found is not None:
+                if answer is not None:
                     raise Internal(f"model '{self.name}' has answered more than once: ask it by 'stream'")
-                found = response
-        if found is None:
+                answer = response
+        if answer is None:
             raise Internal(f"model '{self.name}' has not answered")
-        return found
+        return answer
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Collection[str] | None = None) -> "ModelStream":
         """Its responses, as they come; of a language model the text piece by piece."""

@@ -98,31 +98,31 @@ def to_tensor(spec: TensorSpec, value: Any, batched: bool) -> Tensor:
 
 
 def _strings(value: Any) -> NDArray[Any]:
-    found = np.array(value, np.object_, copy=None)
-    flat = found.ravel()
+    array = np.array(value, np.object_, copy=None)
+    flat = array.ravel()
     if all(type(element) is bytes for element in flat):
-        return found
+        return array
     strings = np.empty(flat.shape, np.object_)
     for index, element in enumerate(flat):
         if not isinstance(element, str | bytes):
             raise ValueError(f"must be strings, got {type(element).__name__}")
         strings[index] = element.encode() if isinstance(element, str) else bytes(element)
-    return strings.reshape(found.shape)
+    return strings.reshape(array.shape)
 
 
 def _numbers(datatype: str, value: Any) -> NDArray[Any]:
     """An array of plain numbers, which must be in the type's range, and whole where the type is."""
     wanted = np.dtype(NUMPY_TYPES[datatype])
-    found = np.asarray(value)
+    array = np.asarray(value)
     if datatype == "BF16":
         raise ValueError("must be BF16, which is given as its bits, an array of uint16")
-    if found.dtype.kind not in _KINDS[wanted.kind] and found.size:
-        raise ValueError(f"must be {datatype}, got {found.dtype.name if found.dtype.kind in 'biuf' else repr(value)}")
+    if array.dtype.kind not in _KINDS[wanted.kind] and array.size:
+        raise ValueError(f"must be {datatype}, got {array.dtype.name if array.dtype.kind in 'biuf' else repr(value)}")
     try:
         with np.errstate(over="raise"):
-            converted = found.astype(wanted)
+            converted = array.astype(wanted)
     except FloatingPointError:
         raise ValueError(f"is beyond {datatype}: {value}") from None
-    if wanted.kind in "iu" and not (converted == found).all():
+    if wanted.kind in "iu" and not (converted == array).all():
         raise ValueError(f"is beyond {datatype}: {value}")
     return converted

@@ -63,13 +63,13 @@ def _syntax_error(file: Path, error: SyntaxError | ValueError) -> str:
 
 def _names_bound(node: ast.stmt) -> Iterator[str]:
     """Names that a statement may bind; those of blocks, such as `try`, included."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.AsyncFunctionDef | ast.FunctionDef):
-            yield each.name
-        elif isinstance(each, ast.alias):
-            yield each.asname or each.name
-        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            yield each.id
+    for part in ast.walk(node):
+        if isinstance(part, ast.AsyncFunctionDef | ast.FunctionDef):
+            yield part.name
+        elif isinstance(part, ast.alias):
+            yield part.asname or part.name
+        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            yield part.id
 
 
 class _SourceLoader(SourceFileLoader):
@@ -137,9 +137,9 @@ class PipelineCode:
 
     def function(self, name: str) -> Callable[..., Any] | None:
         """A function that the code defines; one of that name which it imports from elsewhere is none."""
-        found = getattr(self._module, name, None)
-        own = callable(found) and getattr(found, "__module__", "").partition(".")[0] == self._package
-        return found if own else None
+        function = getattr(self._module, name, None)
+        own = callable(function) and getattr(function, "__module__", "").partition(".")[0] == self._package
+        return function if own else None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -153,7 +153,7 @@ class PipelineCode:
     def where(self, error: BaseException) -> str:
         """The place in the code that an exception came through last, as " (file:line)"; empty if there is none."""
         frames = traceback.extract_tb(error.__traceback__)
-        places = [place for each in frames if (place := self.place(each.filename, each.lineno or 0))]
+        places = [place for frame in frames if (place := self.place(frame.filename, frame.lineno or 0))]
         return f" ({places[-1]})" if places else ""
 
     def place(self, filename: str, line: int) -> str:

@@ -1,8 +1,7 @@
 """A pipeline: `pipeline.py` of its version's directory, run in the server's own event loop.
 
-Its code is trusted as the server's own is: nothing keeps it from holding the event loop, or from reading memory. It
-runs in a task of its own for each request. When the client leaves, that task is cancelled; code that goes on
-nevertheless is left to itself after a while, and asks no models any more.
+Its code is trusted as the server's own is. It runs in a task for each request, which is cancelled when the client
+leaves; code that goes on nevertheless is left to itself after a while, and asks no models any more.
 """
 
 import asyncio
@@ -96,7 +95,7 @@ class PipelineRun:
             raise Internal(f"{self._name} has yielded {wrong}{self._at(values)}")
         for name in value:
             if name not in self._specs:
-                known = ", ".join(f"'{each}'" for each in self._specs)
+                known = ", ".join(f"'{spec}'" for spec in self._specs)
                 raise Internal(f"{self._name} has yielded '{name}'{self._at(values)}; its outputs are {known}")
         tensors = []
         for name in self._wanted:

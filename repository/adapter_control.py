@@ -21,7 +21,7 @@ class AdapterControl:
 
     def served(self) -> list[ServedAdapter]:
         """Those of all models."""
-        return [each for entry in self._registry.entries.values() for each in self._served_of(entry)]
+        return [adapter for entry in self._registry.entries.values() for adapter in self._served_of(entry)]
 
     def _served_of(self, entry: ModelEntry) -> Iterator[ServedAdapter]:
         for name, adapter in entry.adapters.items():
@@ -58,7 +58,7 @@ class AdapterControl:
         """The model that an adapter is loaded for: the one of that `name`, or the only one that takes adapters."""
         if name:
             return self._registry.find_loaded(name)
-        names = [each.name for each in self._registry.entries.values() if each.takes_adapters]
+        names = [entry.name for entry in self._registry.entries.values() if entry.takes_adapters]
         if not names:
             raise NotFound("no model takes adapters: they need --enable-lora")
         if len(names) > 1:

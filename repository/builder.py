@@ -93,11 +93,11 @@ class ModelBuilder:
     def prepare(
         self, source: ModelSource, version: VersionSource, services: ModelServices, sharers: int = 1
     ) -> ModelFactory:
-        """Read a version's files and reserve its memory; blocks for as long as that and imports take.
+        """Read a version's files and reserve its memory. It blocks for as long as that and imports take.
 
-        `services`: of the server that will serve it. `sharers`: models, this one among them, that load side by side and
-        share the host's free memory if they take all that they are granted. Raises `CharoniaError` if the model cannot
-        be built; the message says where its config is wrong.
+        `services`: of the server that will serve it. `sharers`: models that load side by side, this one among them, and
+        divide the host's free memory. Raises `CharoniaError` if the model cannot be built; the message says where its
+        config is wrong.
         """
         try:
             backend = self._find_backend(source, version)

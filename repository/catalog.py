@@ -74,10 +74,10 @@ class RepositoryCatalog:
 
     def model_names(self) -> list[str]:
         """Every model's name once: the single checkpoint's first, the others by name."""
-        found = {path.name for repository in self._repositories for path in _model_folders(repository) or ()}
-        found |= {name for bucket in self._buckets for name in bucket.model_names()}
+        names = {path.name for repository in self._repositories for path in _model_folders(repository) or ()}
+        names |= {name for bucket in self._buckets for name in bucket.model_names()}
         single = [] if self._single is None else [self._single.name]
-        return [*single, *sorted(found - set(single))]
+        return [*single, *sorted(names - set(single))]
 
     def empty_repositories(self) -> list[str]:
         """Those that can be read, and hold no model."""
@@ -111,21 +111,21 @@ class RepositoryCatalog:
             InvalidArgument: a file is wrong; the message names it.
             CharoniaError: see `BucketRepository.read_file`.
         """
-        found: dict[str, Route] = {}
+        routes: dict[str, Route] = {}
         files = [(repository / ROUTES_FILE, str(repository / ROUTES_FILE)) for repository in self._repositories]
         fetched = [(bucket.read_file(ROUTES_FILE), bucket.place(ROUTES_FILE)) for bucket in self._buckets]
         files += [(file, place) for file, place in fetched if file is not None]
         for file, place in files:
             read = read_route_file(file, place)
-            twice = sorted(found.keys() & read.keys())
+            twice = sorted(routes.keys() & read.keys())
             if twice:
                 message = f"route '{twice[0]}' is in the {ROUTES_FILE} of another repository, too"
                 raise InvalidArgument(f"{place}: {message}")
-            found |= read
-        names = self.servable_names(*found.values())
-        for name, route in found.items():
-            check_route(name, route, found, names)
-        return found
+            routes |= read
+        names = self.servable_names(*routes.values())
+        for name, route in routes.items():
+            check_route(name, route, routes, names)
+        return routes
 
     def servable_names(self, *routes: Route) -> frozenset[str]:
         """The names of models that arms of `routes` may have: of a bucket that is away any, for it may have them."""
@@ -136,7 +136,7 @@ class RepositoryCatalog:
         """The stamps of all files in a model's directory: equal as long as nothing changes. None if there are none."""
         try:
             stamps = [stamp for path in self._directories(name) for stamp in file_stamps(path, path.parent)]
-            return (*stamps, *(each for bucket in self._holders(name) for each in bucket.stamps(name))) or None
+            return (*stamps, *(stamp for bucket in self._holders(name) for stamp in bucket.stamps(name))) or None
         except OSError:  # reading the model reports it
             return None
 
@@ -179,21 +179,22 @@ class RepositoryCatalog:
             InvalidArgument: it cannot be a model; the message names file, line and field.
         """
         single = self._single if self._single is not None and name == self._single.name else None
-        found = [directory] if directory is not None else self._directories(name)
-        places = [*map(str, found), *(() if single is None or directory else [single.versions[0].path])]
+        directories = [directory] if directory is not None else self._directories(name)
+        places = [*map(str, directories), *(() if single is None or directory else [single.versions[0].path])]
         places += [] if directory is not None else [bucket.place(name) for bucket in self._holders(name)]
         if len(places) > 1:
             message = f"model '{name}' is not unique across all model repositories: {' and '.join(places)}"
             raise AlreadyExists(f"{message}; none of them is served until one is left")
-        if self._single is not None and name in self._single.aliases and found:
-            message = f"model '{name}' in {found[0]}: the checkpoint {self._single.versions[0].path} is called so, too"
+        if self._single is not None and name in self._single.aliases and directories:
+            checkpoint = self._single.versions[0].path
+            message = f"model '{name}' in {directories[0]}: the checkpoint {checkpoint} is called so, too"
             raise AlreadyExists(f"{message}, by --served-model-name, and answers to that name")
         if single is not None and override is None:
             return single
-        if not found:
+        if not directories:
             raise NotFound(f"no model repository has a folder '{name}'")
         try:
-            return read_model(found[0], override, self._config_name, place, self.routed_versions(name))
+            return read_model(directories[0], override, self._config_name, place, self.routed_versions(name))
         except (OSError, ValueError, RuntimeError) as error:  # of a loop of links, or a name that no file can have
             raise InvalidArgument(f"cannot read model '{name}': {error}") from None
 

@@ -27,11 +27,11 @@ def find_config(directory: Path, name: str = "") -> Path | None:
     `InvalidArgument` if there are two."""
     custom = [directory / "configs" / f"{name}{Path(file).suffix}" for file in CONFIG_FILE_NAMES] if name else []
     for files in (custom, [directory / file for file in CONFIG_FILE_NAMES]):
-        found = [file for file in files if file.is_file()]
-        if len(found) > 1:
-            raise InvalidArgument(f"{found[0]} and {found[1].name} are both there: a model has one config")
-        if found:
-            return found[0]
+        present = [file for file in files if file.is_file()]
+        if len(present) > 1:
+            raise InvalidArgument(f"{present[0]} and {present[1].name} are both there: a model has one config")
+        if present:
+            return present[0]
     return None
 
 
@@ -153,14 +153,14 @@ def _scalar_to_json(value: Any, field: Any) -> Any:
 def line_of(text: str, path: str) -> int:
     """The line of a field, 0 if it is not found. Each of the words that dots separate in `path` is searched after the
     one before, as far as they are found."""
-    position, found = 0, 0
+    position, line = 0, 0
     for word in path.split(".") if path else ():
         match = re.compile(rf"\b{re.escape(word)}\b").search(text, position)
         if match is None:
             break
         position = match.end()
-        found = text.count("\n", 0, match.start()) + 1
-    return found
+        line = text.count("\n", 0, match.start()) + 1
+    return line
 
 
 def v2_datatype(tensor: RawConfig) -> str:

@@ -332,6 +332,6 @@ def _check_openai(config: RawConfig) -> None:
     message = f"{name} has the parameter 'openai', but no output 'text_output' of TYPE_STRING"
     _require("text_output" in texts[1], "output", message)
     takes = ("messages", "text_input") if api == "chat" else ("text_input",)
-    wanted = " or ".join(f"'{each}'" for each in takes)
+    wanted = " or ".join(f"'{kind}'" for kind in takes)
     message = f"{name} has the parameter 'openai' of '{api}', but no input {wanted} of TYPE_STRING"
     _require(not texts[0].isdisjoint(takes), "input", message)

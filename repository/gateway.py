@@ -35,9 +35,7 @@ class InProcessGateway:
     """The models of the server, and the requests to them.
 
     With `strict`, the server is ready when its registry is, else at once; nothing is ready while the process is not
-    `healthy`. Each of `end_listeners` is called with the context of every request that ended. `model_control` is set in
-    mode explicit, `on_demand` where requests load models, `route_control` where there are repositories;
-    `in_flight` counts the requests that are being answered.
+    `healthy`. Each of `end_listeners` is called with the context of every request that ended.
     """
 
     def __init__(
@@ -56,8 +54,11 @@ class InProcessGateway:
         self.route_control = RouteControl(self.routes, self.lifecycle, RepositoryCatalog())
         self._adapters = AdapterControl(self.registry)
         self.model_control: ModelControl | None = None
+        """Set in mode explicit."""
         self.on_demand: OnDemandLoader | None = None
+        """Set where requests load models."""
         self.in_flight = InFlightCounter()
+        """The requests that are being answered."""
         self._strict = strict
         self._healthy = healthy
         self._end_listeners = [*end_listeners]
@@ -102,11 +103,11 @@ class InProcessGateway:
         return self.registry.find_config(name, version)
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        found: ServedRoute | ModelVersion | None = None if version else self.routes.served.get(name)
-        entry = None if found else self.registry.find(name)
+        served: ServedRoute | ModelVersion | None = None if version else self.routes.served.get(name)
+        entry = None if served else self.registry.find(name)
         if entry is not None:
-            found = entry.find_version(version)
-        return not self._exiting and self._healthy() and found is not None and found.ready
+            served = entry.find_version(version)
+        return not self._exiting and self._healthy() and served is not None and served.ready
 
     async def unready_reason(self, name: str, version: str = "") -> str:
         if not self.is_model_ready(name, version):
@@ -126,16 +127,16 @@ class InProcessGateway:
 
     def model_statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         if not name:
-            return [each for entry in self.registry.entries.values() for each in entry.statistics()]
+            return [counted for entry in self.registry.entries.values() for counted in entry.statistics()]
         if route := self.routes.served.get(name):
-            return [each for each in route.statistics() if version in ("", each.version)]
+            return [arm for arm in route.statistics() if version in ("", arm.version)]
         entry = self.registry.find(name)
         if entry is None or not entry.served_versions:
             raise InvalidArgument(f"requested model '{name}' is not available")
-        found = entry.statistics(version)
+        versions = entry.statistics(version)
         if version and version not in entry.served_versions:
             raise InvalidArgument(f"requested model version is not available for model '{name}'")
-        return found
+        return versions
 
     @property
     def loads_on_request(self) -> bool:
@@ -204,7 +205,7 @@ class InProcessGateway:
             return
         latest = [entry.latest for entry in entries.values() if entry.latest is not None]
         loaded = [version.loaded for version in latest if version.loaded is not None]
-        texts = [each for each in loaded if each.capabilities.text is not None or each.config.openai_api]
+        texts = [model for model in loaded if model.capabilities.text is not None or model.config.openai_api]
         if len(loaded) == len(latest) and len(texts) == 1 and texts[0].capabilities.queue is not None:
             try:
                 texts[0].capabilities.queue.check_room(context.tenant)

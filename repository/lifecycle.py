@@ -1,8 +1,7 @@
-"""Loading and unloading of models: a new version serves before the old one goes, and the old one until it is drained.
+"""Loading and unloading of models: a new version serves before the old one goes, which finishes its requests first.
 
-Models load side by side as far as there are cores and memory for it. Those that take as much memory as they are granted
-divide what is left; a model that does not fit waits until those that load have stated what they need. On a machine with
-GPUs one loads at a time: the memory that a load has made unavailable there is what the model holds.
+Models load side by side as far as cores and memory allow; one that does not fit waits until those that load have stated
+what they need. On GPUs one loads at a time: what its load made unavailable there is what it holds.
 """
 
 import asyncio
@@ -177,12 +176,11 @@ class ModelLifecycle:
         release: Callable[[], None] = lambda: None,
         on_stall: Callable[[], None] = lambda: None,
     ) -> float:
-        """Serve the versions of `source`, and no others of its model; those that are served unchanged stay.
+        """Serve the versions of `source`, and no others of its model. Those that are served unchanged stay.
 
-        `release` is called once, when all that was loaded has been unloaded or if nothing was loaded, and `on_stall`
-        when there was no progress for long: the load goes on, and others begin beside it. Returns the
-        seconds of the load, without the wait for its turn. Raises `LoadFailure` if a version did not load; everything
-        is as before.
+        `release` is called once, when all that was loaded has been unloaded, or when nothing was. `on_stall` is called
+        when there was no progress for long: the load goes on, and others begin beside it. Returns the seconds of the
+        load without its wait. Raises `LoadFailure`: then everything is as before.
         """
         entry, shared = self._registry.get_or_add(source.name), SharedRelease(release)
         self._registry.aliases.update(dict.fromkeys(source.aliases, source.name))
@@ -218,12 +216,12 @@ class ModelLifecycle:
                     loaded.resources.callback(shared.drop_holder)
                 new[version.number] = loaded
         except BaseException:
-            await asyncio.gather(*[_unload(each) for number, each in new.items() if served.get(number) is not each])
+            await asyncio.gather(*[_unload(model) for number, model in new.items() if served.get(number) is not model])
             raise
         entry.routed = source.routed
         for old in entry.publish(new):
             self._retire(entry, old)
-        raw = [each.config.raw for each in new.values()]
+        raw = [model.config.raw for model in new.values()]
         await self.run_blocking(_log_ignored_fields, source, self._builder, raw)
 
     async def _load_version(

@@ -1,8 +1,7 @@
 """The memory that models share, the host's and each GPU's: what each model has reserved, and whether one more fits.
 
-A model states its bytes before it loads. Host memory that a model was promised and has not touched yet, as a language
-model's cache, counts as taken: the kernel would call it free. On a GPU models take everything while they load, one at a
-time, so the memory that a load has made unavailable is what the model holds.
+A model states its bytes before it loads. Host memory that it was promised counts as taken, touched or not: the kernel
+would call it free. On a GPU the memory that a load made unavailable is what the model holds.
 """
 
 from collections import Counter

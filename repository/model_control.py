@@ -127,10 +127,10 @@ class ModelControl:
             raise
         await self._unload_unasked(source.name, source.steps)
 
-    async def _unload_unasked(self, name: str, asked: Collection[str]) -> None:
+    async def _unload_unasked(self, name: str, needed: Collection[str]) -> None:
         """Unload what was loaded only because the ensemble `name` asked it; it now asks these."""
         for step, ensembles in self._loaded_for.items():
-            if step not in asked:
+            if step not in needed:
                 ensembles.discard(name)
         for step in [step for step, ensembles in self._loaded_for.items() if not ensembles]:
             await self.unload(step)

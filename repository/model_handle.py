@@ -162,10 +162,10 @@ class LoadedModelHandle:
 
 
 class RoutedModelHandle(LoadedModelHandle):
-    """A handle of the arm of a route, which answers with the route's name. `arm`: None if the request tells.
+    """A handle of the arm of a route, which answers with the route's name. `arm`: None until `infer` reads the request.
 
-    `infer` learns that, and whether the request is of a sequence, and takes the arm where that began: `config` is of
-    the arm that answers from then on, or from the first response on if the arm has to be loaded.
+    `infer` also takes the arm where a request's sequence began. `config` is of the arm that answers, from the first
+    response on if that has to be loaded.
     """
 
     __slots__ = ("_arm", "_route")

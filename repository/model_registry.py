@@ -197,8 +197,8 @@ class ModelEntry:
 
     def drop(self, numbers: Collection[str]) -> list[LoadedModel]:
         """Serve these versions no longer; returns those of them that were loaded."""
-        loaded = {number: each for number, each in self.loaded_versions.items() if number not in numbers}
-        described = {number: each.described for number, each in self.versions.items() if number not in numbers}
+        loaded = {number: model for number, model in self.loaded_versions.items() if number not in numbers}
+        described = {number: state.described for number, state in self.versions.items() if number not in numbers}
         old = self.publish(loaded)
         if not loaded:
             self.describe({number: config for number, config in described.items() if config is not None})
@@ -337,7 +337,7 @@ class ModelRegistry:
         if entry is None and self.starting:  # nor are adapters and other names known before their models
             raise NotReady(f"Request for unknown model: '{name}' is not found while the server starts")
         if entry is None:
-            owners = [f"'{each.name}:{name}'" for each in self._adapter_owners(name)]
+            owners = [f"'{entry.name}:{name}'" for entry in self._adapter_owners(name)]
             hint = f"; several models have such an adapter: ask for {' or '.join(owners)}" if owners else ""
             raise NotFound(f"Request for unknown model: '{name}' is not found{hint}")
         version, loading = entry.find_version(number), self.starting or entry.change_lock.locked()

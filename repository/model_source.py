@@ -41,19 +41,22 @@ class VersionSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The source of one model. `config`: as written, with its backend filled in. `versions`: lowest first. A checkpoint
-    on its own has no `directory` and no `config_file`, and maybe `aliases`, which are other names of its model.
-    `pinned`: the config keeps it in memory where others come and go on demand. `routed`: the versions that are there
-    because routes name them, and not by its version policy."""
+    """The source of one model."""
 
     name: str
     config: RawConfig
+    """As it is written, with its backend filled in."""
     versions: tuple[VersionSource, ...]
+    """The lowest first."""
     directory: Path | None = None
+    """None for a checkpoint on its own, as `config_file`."""
     config_file: Path | None = None
     aliases: tuple[str, ...] = ()
+    """Other names of the model, which a checkpoint on its own may have."""
     pinned: bool = False
+    """Whether the config keeps it in memory where others come and go on demand."""
     routed: frozenset[str] = frozenset()
+    """The versions that are there because routes name them, and not by the version policy."""
 
     @property
     def backend(self) -> str:
@@ -232,11 +235,11 @@ def _is_model_folder(folder: Path) -> bool:
 def checkpoint_source(
     model: str, names: Sequence[str] = (), parameters: Mapping[str, str] | None = None, backend: str = ""
 ) -> ModelSource:
-    """The source of a checkpoint directory, a file in GGUF, or a hub id (`owner/name` or `owner/name@revision`, of a
-    model in GGUF with `:Q4_K_M` or the like behind it).
+    """The source of a checkpoint directory, a file in GGUF, or a hub id.
 
-    The first of `names` is the model's, the others are its aliases. By default it is named after the last part, and
-    served by the backend that its files call for. Raises `InvalidArgument` if `model` is neither.
+    A hub id is `owner/name` or `owner/name@revision`, with `:Q4_K_M` or the like behind it for a file in GGUF. The
+    first of `names` is the model's, by default its last part; the others are aliases. Without `backend` its files say
+    what serves it. Raises `InvalidArgument` if `model` is none of these.
     """
     path = Path(model)
     if not is_checkpoint(path) and path.is_dir() and _is_model_folder(path):

@@ -123,7 +123,7 @@ class OnDemandLoader:
         return load
 
     def _end(self, load: asyncio.Task[None]) -> None:
-        self._loads = {name: each for name, each in self._loads.items() if each is not load}
+        self._loads = {name: running for name, running in self._loads.items() if running is not load}
         if not load.cancelled():
             load.exception()  # told to whoever waits, and nobody may
 
@@ -193,8 +193,8 @@ class OnDemandLoader:
 
     def _idle(self) -> Sequence[ModelEntry]:
         """The models that may make room, the one that was idle longest first."""
-        found = [entry for entry in self._registry.entries.values() if self._may_go(entry)]
-        return sorted(found, key=_idle_since)
+        entries = [entry for entry in self._registry.entries.values() if self._may_go(entry)]
+        return sorted(entries, key=_idle_since)
 
     def _may_go(self, entry: ModelEntry) -> bool:
         loaded = entry.loaded_versions.values()

@@ -17,19 +17,19 @@ _BATCH_NOTE = (
 
 def validate_request(config: ModelConfig, request: InferRequest) -> None:
     """Raises `InvalidArgument` for the first thing that does not fit."""
-    given = request.inputs
+    inputs = request.inputs
     if request.outputs:
         _check_names(config, "output", request.outputs, config.outputs)
-    known = len([spec for spec in config.inputs if spec.name in given])
-    if known != len(given):
-        _check_names(config, "input", given, config.inputs)
+    known = len([spec for spec in config.inputs if spec.name in inputs])
+    if known != len(inputs):
+        _check_names(config, "input", inputs, config.inputs)
     if known != len(config.inputs):
         _check_count(config, request)
-    if config.max_batch_size > 0 and given:
+    if config.max_batch_size > 0 and inputs:
         _check_batch(config, request)
     for spec in config.inputs:
-        if spec.name in given:
-            _check_tensor(config, spec, given[spec.name], request)
+        if spec.name in inputs:
+            _check_tensor(config, spec, inputs[spec.name], request)
 
 
 def _check_names(config: ModelConfig, side: str, names: Iterable[str], specs: Iterable[TensorSpec]) -> None:

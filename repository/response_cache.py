@@ -163,16 +163,16 @@ class CachedModel:
         """Raises as the model does; errors are not cached."""
         begun = time.monotonic_ns()
         key = cache_key(request, context.tenant)
-        found = self._cache.get(self, key)
+        kept = self._cache.get(self, key)
         looked = time.monotonic_ns() - begun
-        if found is not None:
+        if kept is not None:
             self._hits.record(looked)
             self._last_hit_at = time.time()
-            yield found
+            yield kept
             return
         alone: InferResponse | None = None
-        asked = cast("ResponseStream[InferResponse]", self._model.infer(request, context))
-        async with aclosing(asked) as responses:
+        stream = cast("ResponseStream[InferResponse]", self._model.infer(request, context))
+        async with aclosing(stream) as responses:
             first = True
             async for response in responses:
                 if response.final and first:
@@ -200,7 +200,7 @@ class CachedModel:
     def statistics(self) -> VersionStatistics:
         """The model's, and the requests that it was not asked."""
         own = self._model.statistics()
-        hits, misses = (StatisticDuration(each.count, each.ns) for each in (self._hits, self._misses))
+        hits, misses = (StatisticDuration(lookups.count, lookups.ns) for lookups in (self._hits, self._misses))
         success = StatisticDuration(own.inference.success.count + hits.count, own.inference.success.ns + hits.ns)
         queue = replace(own.inference.queue, count=own.inference.queue.count + hits.count)
         inference = own.inference._replace(success=success, queue=queue, cache_hit=hits, cache_miss=misses)

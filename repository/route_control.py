@@ -131,13 +131,12 @@ class RouteControl:
     async def put(self, name: str, route: Route, who: str, expect: int | None = None) -> int:
         """Serve a route by that name from now on, new or in place of the one of that name; its version.
 
-        Versions that it names are loaded before, where others of their models are. `who` is told in the log. `expect`:
-        the version that it has now, 0 for none. Once begun, it ends, whatever becomes of the task that waits for it.
+        Versions that it names are loaded before. `who` is told in the log. `expect`: the version that it has now, 0 for
+        none. Once begun, it ends, whatever becomes of the task that waits for it.
 
         Raises:
             Unsupported: the server has no `--state-dir`.
-            InvalidArgument: the route is refused, for what its file would be refused for; a version that it names is
-                not there, or does not load or fit in memory; or there are too many routes.
+            InvalidArgument: its file would be refused for the same, a version cannot be loaded, or routes are too many.
             Conflict: the route is at another version than was expected.
             Internal: it cannot be kept.
         """
@@ -192,8 +191,8 @@ class RouteControl:
         record = self._records.routes.get(name) or RouteRecord(self._records.forgotten, None, None, "")
         version = 0 if record.route is None else record.version
         if expect is not None and expect != version:
-            found = f"at version {version}" if version else "not there"
-            raise Conflict(f"route '{name}' is {found}, and version {expect} was expected", field="version")
+            state = f"at version {version}" if version else "not there"
+            raise Conflict(f"route '{name}' is {state}, and version {expect} was expected", field="version")
         return record
 
     async def _keep_and_serve(self, records: RouteRecords) -> None:

@@ -125,7 +125,7 @@ class ServedRoute:
     def difference(self) -> str:
         """What keeps its arms from being those of one route, as far as they are served; empty for nothing."""
         configs = self.configs()
-        return next(filter(None, (describe_difference(configs[0], each) for each in configs[1:])), "")
+        return next(filter(None, (describe_difference(configs[0], config) for config in configs[1:])), "")
 
     def count(self, context: RequestContext) -> None:
         """Count a request that has ended."""
@@ -138,7 +138,7 @@ class ServedRoute:
     def _add_counts(self, model: str, version: str) -> ArmMetrics:
         if len(self._counted) >= _MAX_COUNTED:
             arms = {(arm.model, arm.version and str(arm.version)) for arm in self.route.arms}
-            gone = (each for each in self._counted if each not in arms and (each[0], 0) not in arms)
+            gone = (arm for arm in self._counted if arm not in arms and (arm[0], 0) not in arms)
             del self._counted[next(gone, next(iter(self._counted)))]
         return self._counted.setdefault((model, version), ArmMetrics())
 
@@ -173,8 +173,8 @@ class ServedRoute:
     @property
     def ready(self) -> bool:
         """Whether every arm that has a weight is."""
-        found = zip(self.route.arms, self.versions(), strict=True)
-        return all(version is not None and version.ready for arm, version in found if arm.weight)
+        versions = zip(self.route.arms, self.versions(), strict=True)
+        return all(version is not None and version.ready for arm, version in versions if arm.weight)
 
     def config(self) -> ModelConfig:
         """That of the first arm that is served; raises the first arm's error if none is."""
@@ -185,8 +185,7 @@ class ServedRoute:
 
     def configs(self) -> list[ModelConfig]:
         """Those of the arms that are served, in memory or not."""
-        found = [None if version is None else version.config for version in self.versions()]
-        return [config for config in found if config is not None]
+        return [version.config for version in self.versions() if version is not None and version.config is not None]
 
 
 class RouteTable:
@@ -245,7 +244,7 @@ class RouteTable:
 
 def describe_difference(one: ModelConfig, other: ModelConfig) -> str:
     """What keeps two models from being arms of one route; empty for nothing."""
-    first, second = (f"{each.name}:{each.version}" for each in (one, other))
+    first, second = (f"{config.name}:{config.version}" for config in (one, other))
     if one.decoupled != other.decoupled:
         return f"of '{first}' and '{second}' one is decoupled, and one is not"
     for kind, ours, theirs in (("input", one.inputs, other.inputs), ("output", one.outputs, other.outputs)):

@@ -55,13 +55,13 @@ class RoutedVersions:
 
     def missing(self, route: Route) -> dict[str, list[str]]:
         """The versions that a route names and that are not served, by models of which others are."""
-        found: dict[str, dict[str, None]] = {}
+        missing: dict[str, dict[str, None]] = {}
         for target in route.targets:
             entry = self._registry.find(target.model)
             served = [] if entry is None else entry.served_versions
             if target.version and served and str(target.version) not in served:
-                found.setdefault(target.model, {})[str(target.version)] = None
-        return {model: list(numbers) for model, numbers in found.items()}
+                missing.setdefault(target.model, {})[str(target.version)] = None
+        return {model: list(numbers) for model, numbers in missing.items()}
 
     async def provide(self, route: Route) -> None:
         """Load the versions that a route names, of models that are served; the others of them stay as they are.
@@ -106,18 +106,19 @@ class RoutedVersions:
         """The versions that are served for routes, none of which names them any more."""
         entry, named = self._registry.entries.get(model), self._named(model)
         served = [] if entry is None else entry.served_versions
-        return frozenset(each for each in served if entry and each in entry.routed and int(each) not in named)
+        return frozenset(number for number in served if entry and number in entry.routed and int(number) not in named)
 
 
 def _beside(entry: ModelEntry, source: ModelSource, numbers: Collection[str]) -> ModelSource:
     """The source of these versions and of those that are served, which stay as they are. Raises `InvalidArgument` for
     one that is not there."""
-    there, loaded = {version.number: version for version in source.versions}, entry.loaded_versions
+    there = {version.number: version for version in source.versions}
     absent = [number for number in numbers if number not in there]
     if absent:
         raise InvalidArgument(f"model '{source.name}' has no version {absent[0]}")
     served = [there.get(number, VersionSource(number, "")) for number in entry.served_versions]
-    kept = [replace(each, mark=loaded[each.number].source_mark) if each.number in loaded else each for each in served]
+    marks = {number: model.source_mark for number, model in entry.loaded_versions.items()}
+    kept = [replace(version, mark=marks.get(version.number, version.mark)) for version in served]
     versions = sorted([*kept, *(there[number] for number in numbers)], key=lambda version: int(version.number))
     routed = frozenset({*entry.routed, *numbers})
     return replace(source, versions=tuple(versions), pinned=entry.pinned or source.pinned, routed=routed)

@@ -103,8 +103,8 @@ class GenerateEndpoint:
     def body(self, prompt: Prompt, new: int, manner: RequestOptions) -> dict[str, Any]:
         name = "text_input" if isinstance(prompt, str) else "input_ids"
         # Not the number of output tokens: events that would hold half a character alone are not sent, ids are.
-        asked = {"return_num_input_tokens": True, "return_output_ids": True} if manner.counted else {}
-        return {name: prompt, "stream": True, **sampling(new, manner), **asked}
+        counted = {"return_num_input_tokens": True, "return_output_ids": True} if manner.counted else {}
+        return {name: prompt, "stream": True, **sampling(new, manner), **counted}
 
     def read(self, event: Any, heard: RequestResult) -> bool:
         heard.prompt_tokens = event.get("num_input_tokens", -1)

@@ -43,8 +43,8 @@ class HttpResponseReader:
             self._take_length(now)
 
     def _take_head(self) -> bool:
-        head, found, rest = self._buffer.partition(_HEAD_END)
-        if not found:
+        head, separator, rest = self._buffer.partition(_HEAD_END)
+        if not separator:
             return False
         status_line, *lines = head.split(b"\r\n")
         self.status, self._buffer = int(status_line.split(b" ", 2)[1]), rest

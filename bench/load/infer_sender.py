@@ -24,15 +24,15 @@ class InferPayload(msgspec.Struct, frozen=True):
 
 def encode_infer_payload(inputs: Sequence[Tensor]) -> InferPayload:
     """A request with all of its tensors in binary, the answer's too."""
-    parts = [_raw_bytes(each) for each in inputs]
+    parts = [_raw_bytes(tensor) for tensor in inputs]
     described = [
         {
-            "name": each.name,
-            "shape": each.shape,
-            "datatype": each.datatype,
+            "name": tensor.name,
+            "shape": tensor.shape,
+            "datatype": tensor.datatype,
             "parameters": {"binary_data_size": len(part)},
         }
-        for each, part in zip(inputs, parts, strict=True)
+        for tensor, part in zip(inputs, parts, strict=True)
     ]
     header = orjson.dumps({"inputs": described, "parameters": {"binary_data_output": True}})
     return InferPayload(b"".join([header, *parts]), len(header))

@@ -147,7 +147,7 @@ def _follow(pipes: Sequence[Connection], watch: Watch) -> list[WorkerOutcome]:
     progress = {pipe.fileno(): RequestProgress() for pipe in pipes}
     outcomes: dict[int, WorkerOutcome] = {}
     while len(outcomes) < len(pipes):
-        for pipe in wait([each for each in pipes if each.fileno() not in outcomes]):
+        for pipe in wait([pipe for pipe in pipes if pipe.fileno() not in outcomes]):
             assert isinstance(pipe, Connection)
             message = _receive(pipe)
             if isinstance(message, RequestProgress):

@@ -350,7 +350,6 @@ def _is_awaited(task: Any, execution: Any) -> bool:
         waiting = pending.pop()
         if waiting is task:
             return task is not None
-        pending += [
-            each for each in (getattr(waiting, "_fut_waiter", None), *getattr(waiting, "_children", ())) if each
-        ]
+        awaited = (getattr(waiting, "_fut_waiter", None), *getattr(waiting, "_children", ()))
+        pending += filter(None, awaited)
     return False

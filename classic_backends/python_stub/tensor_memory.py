@@ -1,8 +1,7 @@
 """Memory that the server and a model's process both map, one for each direction, in blocks.
 
 The `BlockWriter` of one side allocates blocks, the `BlockReader` of the other makes arrays over them. A block is
-released when the last of its arrays is gone. The memory grows to what is in use at once, and stays so until it is
-trimmed.
+released with the last of its arrays. The memory grows to what is in use at once, until it is trimmed.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class BatchRoutes:
     async def list_files(self, request: Request, runner: BatchRunner) -> Response:
         files = runner.store.list_files(tenant_of(request.scope).name)
         if purpose := request.query_params.get("purpose"):
-            files = [each for each in files if each.purpose.value == purpose]
+            files = [file for file in files if file.purpose.value == purpose]
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidArgument(f"order must be asc or desc, got {order[:20]!r}", field="order")
@@ -128,7 +128,7 @@ class BatchRoutes:
         output_seconds = lifetime_of(after.get("anchor"), after.get("seconds"), store.limits.seconds, field)
         if store.find_file(tenant.name, body.input_file_id).purpose is not FilePurpose.BATCH:
             raise InvalidArgument("the input file must have been uploaded with purpose=batch", field="input_file_id")
-        unfinished = [each for each in store.unfinished.values() if each.tenant == tenant.name]
+        unfinished = [batch for batch in store.unfinished.values() if batch.tenant == tenant.name]
         if len(unfinished) >= _MAX_UNFINISHED or len(store.list_batches(tenant.name)) >= _MAX_BATCHES:
             raise ApiError(f"{len(unfinished)} batches have not ended: wait for some", 429, "batch_limit_exceeded")
         made = store.time_ns()
@@ -202,10 +202,10 @@ def _batch_of(request: Request, runner: BatchRunner) -> BatchRecord:
 
 def _page(request: Request, items: Sequence[Listed], default: int, most: int) -> Response:
     """The page of a list that the query asks for: `limit` items behind `after`."""
-    given = request.query_params.get("limit", str(default))
-    if not (given.isascii() and given.isdigit() and len(given) < 8 and 1 <= int(given) <= most):
-        raise InvalidArgument(f"limit must be an integer from 1 to {most}, got {given[:20]!r}", field="limit")
-    start, limit = 0, int(given)
+    limit_text = request.query_params.get("limit", str(default))
+    if not (limit_text.isascii() and limit_text.isdigit() and len(limit_text) < 8 and 1 <= int(limit_text) <= most):
+        raise InvalidArgument(f"limit must be an integer from 1 to {most}, got {limit_text[:20]!r}", field="limit")
+    start, limit = 0, int(limit_text)
     if after := request.query_params.get("after"):
         start = next((place + 1 for place, item in enumerate(items) if item.id == after), -1)
         if start < 0:
@@ -213,4 +213,4 @@ def _page(request: Request, items: Sequence[Listed], default: int, most: int) ->
     page = items[start : start + limit]
     ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
     more = len(items) > start + limit
-    return json_response({"object": "list", "data": [each.view() for each in page], **ends, "has_more": more})
+    return json_response({"object": "list", "data": [record.view() for record in page], **ends, "has_more": more})

@@ -136,10 +136,10 @@ def parse_line(text: bytes) -> BatchLine | BatchError:
     try:
         return msgspec.json.decode(text.removeprefix(_BOM), type=BatchLine)
     except msgspec.ValidationError as error:
-        found = describe_validation_error(error)
-        missing = found.reason == "is missing"
+        mismatch = describe_validation_error(error)
+        missing = mismatch.reason == "is missing"
         code = "missing_required_parameter" if missing else "invalid_request"
-        return BatchError(code, f"{found.path or 'the line'} {found}", found.path or None)
+        return BatchError(code, f"{mismatch.path or 'the line'} {mismatch}", mismatch.path or None)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return BatchError("invalid_json_line", "This line is not parseable as valid JSON.")
 
@@ -148,10 +148,10 @@ def _body_fields(line: BatchLine) -> _BodyFields | BatchError:
     try:
         return msgspec.json.decode(line.body, type=_BodyFields)
     except msgspec.ValidationError as error:
-        found = describe_validation_error(error)
-        param = f"body.{found.path}" if found.path else "body"
-        missing = found.reason == "is missing"
-        return BatchError("missing_required_parameter" if missing else "invalid_request", f"{param} {found}", param)
+        mismatch = describe_validation_error(error)
+        param = f"body.{mismatch.path}" if mismatch.path else "body"
+        missing = mismatch.reason == "is missing"
+        return BatchError("missing_required_parameter" if missing else "invalid_request", f"{param} {mismatch}", param)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return BatchError("invalid_json_line", "This line is not parseable as valid JSON.")
 

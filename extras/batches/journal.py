@@ -1,8 +1,7 @@
-"""The output and error files of a batch while it runs: one line for each request that has ended, and so the memory of
-which ones have. Everything here blocks, and belongs into a thread.
+"""The output and error files of a batch while it runs: a line for each request that has ended.
 
-A line's id ends with the number of the request in the input file. What a process that died left of a line is cut off
-when the file is read again, and the request runs again: each stands in the files once.
+A line's id ends with the number of its request in the input file, so the files say what is left. Half a line of a
+process that died is cut off, and its request runs again. Everything here blocks, and belongs into a thread.
 """
 
 import os
@@ -56,8 +55,8 @@ def encode_outcome(batch_id: str, index: int, custom_id: str, outcome: LineOutco
         error = orjson.dumps({"code": outcome.code, "message": outcome.message})
         return head + b',"response":null,"error":' + error + b"}\n"
     body = (outcome.body or b"null").replace(b"\r", b" ").replace(b"\n", b" ")  # within strings JSON has them escaped
-    told = {"warning": printable(outcome.warning)} if outcome.warning else {}
-    response = orjson.dumps({"status_code": outcome.status, "request_id": outcome.request_id, **told})[:-1]
+    warning = {"warning": printable(outcome.warning)} if outcome.warning else {}
+    response = orjson.dumps({"status_code": outcome.status, "request_id": outcome.request_id, **warning})[:-1]
     return head + b',"response":' + response + b',"body":' + body + b'},"error":null}\n'
 
 

@@ -80,12 +80,7 @@ class BatchError(msgspec.Struct, frozen=True):
 
 
 class BatchRecord(msgspec.Struct, kw_only=True):
-    """A batch of `tenant`, written to disk whenever its state changes.
-
-    `output_id` and `error_id` name its files from the beginning; clients see them once they are there.
-    `output_seconds`: how long these live. `ends_as`: the state that it comes to when its files are whole; None while it
-    runs on. `times`: when it came into each state. `completed` and `failed`: requests that were answered, well or not.
-    """
+    """A batch, written to disk whenever its state changes."""
 
     id: str
     tenant: str
@@ -96,17 +91,23 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     completion_window: str
     expires_at: int
     output_id: str
+    """The name of its file, as `error_id`, from the beginning; clients see it once the file is there."""
     error_id: str
     output_seconds: int
+    """How long these files live."""
     model: str | None = None
     metadata: dict[str, str] | None = None
     status: BatchStatus = BatchStatus.VALIDATING
     ends_as: BatchStatus | None = None
+    """The state that it comes to when its files are whole; None while it runs on."""
     times: dict[str, int] = {}
+    """When it came into each state, by the state's name."""
     errors: list[BatchError] = []
     total: int = 0
     completed: int = 0
+    """Requests that were answered well."""
     failed: int = 0
+    """Requests that were answered otherwise."""
     has_output: bool = False
     has_errors: bool = False
 

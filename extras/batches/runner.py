@@ -120,7 +120,7 @@ class BatchRunner:
     def measure(self) -> Iterator[Measurement]:
         """The readings of a scrape."""
         readings = [Reading("charonia_batch_requests_total", n, {"outcome": name}) for name, n in self._answers.items()]
-        states = [each.status.value for each in self.store.unfinished.values()]
+        states = [batch.status.value for batch in self.store.unfinished.values()]
         gauges = [Reading("charonia_batches_unfinished", states.count(name), {"status": name}) for name in _UNFINISHED]
         files = Reading("charonia_files_bytes", self.store.used)
         yield Measurement({}, (*readings, *gauges, files))

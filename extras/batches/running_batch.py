@@ -26,25 +26,26 @@ _NOT_EXECUTED = {
 
 
 class RunningBatch:
-    """A batch from its start, or the server's, to its end.
-
-    `done` has a byte for each request, set once its line is in a journal. `running`: the tasks of those under way, at
-    most `window` of them: it shrinks when a model refuses more, and grows with each answer. `losses`: how often an
-    engine ended under a request. `stop`: set to cancel. `failure`: why it cannot go on. `charged`: bytes counted for
-    its files.
-    """
+    """A batch from its start, or the server's, to its end."""
 
     def __init__(self, record: BatchRecord, store: FileStore, most: int) -> None:
         self.record, self.store, self.most = record, store, most
         self.input = store.path(record.input_file_id)
         self.output, self.errors = Journal(store.path(record.output_id)), Journal(store.path(record.error_id))
         self.done = bytearray()
+        """A byte for each request, set once its line is in a journal."""
         self.running: set[asyncio.Task[None]] = set()
+        """The tasks of the requests under way, at most `window` of them."""
         self.window = float(most)
+        """It shrinks when a model refuses more, and grows with each answer."""
         self.losses: dict[int, int] = {}
+        """How often an engine ended under a request, by the request's number."""
         self.stop = asyncio.Event()
+        """Set to cancel the batch."""
         self.failure: Exception | None = None
+        """Why the batch cannot go on."""
         self.charged = 0
+        """Bytes that were counted for its files."""
         self.resume_at = 0.0
         self._offsets = array("Q")
         self._next = 0
@@ -134,7 +135,7 @@ class RunningBatch:
             for start in range(0, len(left), _FILL_LINES):
                 part = left[start : start + _FILL_LINES]
                 ids = [self.read(index)[0].custom_id for index in part]
-                lines = [encode_outcome(self.record.id, *each, outcome) for each in zip(part, ids, strict=True)]
+                lines = [encode_outcome(self.record.id, *line, outcome) for line in zip(part, ids, strict=True)]
                 self.errors.append(b"".join(lines), answers=0)
                 for index in part:
                     self.done[index] = 1

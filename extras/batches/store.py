@@ -1,9 +1,7 @@
 """Files and batches on disk: one directory of one server, everything in it readable by its owner alone.
 
-A file is there once its record is: the content is written aside under a name that nobody looks for, then renamed, and
-the record, a small JSON file beside it, comes last. What a server that died left half done is removed when the next one
-opens the directory. Names of files are ids that were made here. The index lives in one event loop; methods that begin
-with `write_`, and `open_store`, block, and belong into a thread.
+A file is there once its record is, a small JSON file that is written last; what a server that died left half done is
+removed by the next one. The index lives in one event loop; `write_...` and `open_store` block: call them in a thread.
 """
 
 import asyncio
@@ -84,9 +82,9 @@ class FileStore:
         self._threads.shutdown()
         os.close(self._lock)
 
-    async def in_thread(self, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    async def in_thread(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """The result of what blocks. The threads are the store's own: a disk that is slow holds up nothing else."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *given, **named))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *arguments, **named))
 
     def in_thread_later(self, work: Callable[[], object]) -> None:
         """Let `work` run, whatever becomes of the task that asks for it."""
@@ -135,10 +133,10 @@ class FileStore:
         """Raises `ApiError` 404 for an id that is unknown, another tenant's, or of a file whose time is over; 500 for a
         damaged one."""
         self._check_damage("file", file_id)
-        found = self._files.get(tenant, {}).get(file_id)
-        if found is None or self._is_over(found):
+        file = self._files.get(tenant, {}).get(file_id)
+        if file is None or self._is_over(file):
             raise ApiError(f"No such File object: {file_id[:100]}", 404, field="id")
-        return found
+        return file
 
     def _check_damage(self, kind: str, id_: str) -> None:
         """Raises `ApiError`. Ids are unguessable: who has one has had it from here."""
@@ -149,14 +147,16 @@ class FileStore:
 
     def list_files(self, tenant: str) -> list[StoredFile]:
         """A tenant's files, the oldest first."""
-        return [each for each in self._files.get(tenant, {}).values() if not self._is_over(each)]
+        return [file for file in self._files.get(tenant, {}).values() if not self._is_over(file)]
 
     def _is_over(self, file: StoredFile) -> bool:
         return file.expires_at <= self.clock() and not self.in_use(file.id)
 
     def in_use(self, file_id: str) -> bool:
         """Whether a batch that has not ended reads the file, or writes it."""
-        return any(file_id in (each.input_file_id, each.output_id, each.error_id) for each in self.unfinished.values())
+        return any(
+            file_id in (batch.input_file_id, batch.output_id, batch.error_id) for batch in self.unfinished.values()
+        )
 
     def write_file(self, file: StoredFile) -> None:
         """The content is whole: write the record, after which the file is there on the next start too."""
@@ -188,10 +188,10 @@ class FileStore:
     def find_batch(self, tenant: str, batch_id: str) -> BatchRecord:
         """Raises `ApiError` 404 for an id that is unknown or another tenant's, and 500 for one that is damaged."""
         self._check_damage("batch", batch_id)
-        found = self._batches.get(tenant, {}).get(batch_id)
-        if found is None:
+        batch = self._batches.get(tenant, {}).get(batch_id)
+        if batch is None:
             raise ApiError(f"No such Batch object: {batch_id[:100]}", 404, field="id")
-        return found
+        return batch
 
     def list_batches(self, tenant: str) -> list[BatchRecord]:
         """A tenant's batches, the oldest first."""
@@ -223,10 +223,10 @@ class FileStore:
     def expired(self) -> tuple[list[StoredFile], list[BatchRecord]]:
         """The files whose time is over, and the batches that ended so long ago as a file may live."""
         oldest = self.now() - self.limits.seconds
-        files = [each for files in self._files.values() for each in files.values()]
-        batches = [each for batches in self._batches.values() for each in batches.values() if each.status.ended]
-        over = [each for each in files if self._is_over(each)]
-        ended = [each for each in batches if max(each.times.values()) <= oldest]
+        files = [file for files in self._files.values() for file in files.values()]
+        batches = [batch for batches in self._batches.values() for batch in batches.values() if batch.status.ended]
+        over = [file for file in files if self._is_over(file)]
+        ended = [batch for batch in batches if max(batch.times.values()) <= oldest]
         return over, ended
 
 
@@ -265,7 +265,7 @@ def open_store(directory: Path, limits: FileLimits, clock: Callable[[], float] =
 
 def _read_records(store: FileStore, directory: Path, kind: type[Record]) -> Iterable[Record]:
     """The records of a directory, the oldest first. What cannot be read is told of, left where it is, and `damaged`."""
-    found: list[Record] = []
+    records: list[Record] = []
     for path in directory.glob("*" + _RECORD):
         try:
             record = msgspec.json.decode(_read_record(path), type=kind)
@@ -274,8 +274,8 @@ def _read_records(store: FileStore, directory: Path, kind: type[Record]) -> Iter
         except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
             _note_damage(store, path, error)
             continue
-        found.append(record)
-    return sorted(found, key=attrgetter("made"))
+        records.append(record)
+    return sorted(records, key=attrgetter("made"))
 
 
 def _read_record(path: Path) -> bytes:
@@ -312,7 +312,7 @@ def _remove_leftovers(store: FileStore) -> None:
     """Remove contents without a record, but for those that unfinished batches write, or may write: it is unknown which
     those of a damaged batch are. A folder is not ours."""
     damaged_batches = any((store.directory / _BATCHES / (id_ + _RECORD)).exists() for id_ in store.damaged)
-    written = {name for each in store.unfinished.values() for name in (each.output_id, each.error_id)}
+    written = {name for batch in store.unfinished.values() for name in (batch.output_id, batch.error_id)}
     folder = store.directory / _FILES
     there = {path.name for path in folder.iterdir()}
     for name in there:

@@ -249,7 +249,7 @@ class Upload:
 def shown_name(filename: bytes) -> str:
     """A client's name of a file as it is shown: its last part, printable, and not longer than file systems take."""
     last = _text(filename).replace("\\", "/").rpartition("/")[2]
-    return "".join(each for each in last if each.isprintable())[:255] or "file.jsonl"
+    return "".join(character for character in last if character.isprintable())[:255] or "file.jsonl"
 
 
 def _whole(text: str | None) -> int | str | None:

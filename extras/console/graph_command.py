@@ -65,7 +65,7 @@ def print_graph(models: Mapping[str, GraphModel], model: str, form: str) -> None
     """Print the graph of a model, or of all. Raises `NotFound` if there is no such model."""
     if model and model not in models:
         raise NotFound(f"there is no model '{model}' to draw, only {', '.join(sorted(models)) or 'none'}")
-    names = [model] if model else roots_of({name: each.config for name, each in models.items()})
+    names = [model] if model else roots_of({name: model_graph.config for name, model_graph in models.items()})
     print(GRAPH_FORMATS[form].write(graph_of_models(names, lambda name, version: models.get(name))), end="")
 
 
@@ -110,10 +110,10 @@ def read_server(url: str, header: str, statistics: bool) -> dict[str, GraphModel
             if statistics:
                 [stats] = _fetch(url, path + "/stats", headers)["model_stats"]
                 times = node_times(stats["inference_stats"])
-            found = GraphModel(entry["version"], _fetch(url, path + "/config", headers), times)
+            described = GraphModel(entry["version"], _fetch(url, path + "/config", headers), times)
             known = models.get(entry["name"])
             if known is None or int(known.version) < int(entry["version"]):
-                models[entry["name"]] = found
+                models[entry["name"]] = described
     return models
 
 

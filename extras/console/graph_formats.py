@@ -53,10 +53,10 @@ def to_mermaid(graph: ModelGraph) -> str:
             if node.cluster == cluster:
                 opened, closed = ("([", "])") if node.kind in ("request", "response") else ("[", "]")
                 lines.append(f'{indent}{node.id}{opened}"{_label(node_lines(node))}"{closed}')
-        for each in graph.clusters:
-            if each.parent == cluster:
-                lines.append(f'{indent}subgraph {each.id}["{_label([cluster_title(each)])}"]')
-                write(each.id, indent + "  ")
+        for inner in graph.clusters:
+            if inner.parent == cluster:
+                lines.append(f'{indent}subgraph {inner.id}["{_label([cluster_title(inner)])}"]')
+                write(inner.id, indent + "  ")
                 lines.append(f"{indent}end")
 
     write("", "  ")
@@ -68,7 +68,7 @@ def to_mermaid(graph: ModelGraph) -> str:
 
 
 def _label(lines: list[str]) -> str:
-    return "<br/>".join(_SPECIAL.sub(lambda found: f"#{ord(found[0])};", line) for line in lines)
+    return "<br/>".join(_SPECIAL.sub(lambda match: f"#{ord(match[0])};", line) for line in lines)
 
 
 _CHARACTER, _LINE, _PADDING, _GAP, _TITLE = 6.6, 16.0, 12.0, 28.0, 24.0
@@ -128,9 +128,9 @@ def _arrange(cluster: _Box, graph: ModelGraph) -> None:
         for node in graph.nodes
         if node.cluster == cluster.id
     ]
-    for each in graph.clusters:
-        if each.parent == cluster.id:
-            box = _Box(each.id, [cluster_title(each)])
+    for inner in graph.clusters:
+        if inner.parent == cluster.id:
+            box = _Box(inner.id, [cluster_title(inner)])
             _arrange(box, graph)
             cluster.inner.append(box)
     for box in cluster.inner:
@@ -191,11 +191,11 @@ def _place(boxes: Sequence[_Box], layers: Mapping[str, int], label: float) -> tu
 
 
 def _longest_label(edges: Sequence[GraphEdge]) -> float:
-    return _CHARACTER * max((len(tensor_text(each)) for edge in edges for each in edge.tensors), default=0)
+    return _CHARACTER * max((len(tensor_text(tensor)) for edge in edges for tensor in edge.tensors), default=0)
 
 
 def _leaves(box: _Box) -> list[_Box]:
-    return [leaf for each in box.inner for leaf in _leaves(each)] if box.inner else [box]
+    return [leaf for inner in box.inner for leaf in _leaves(inner)] if box.inner else [box]
 
 
 def _draw_box(box: _Box, drawn: list[str]) -> None:
@@ -203,8 +203,8 @@ def _draw_box(box: _Box, drawn: list[str]) -> None:
     if box.inner:
         drawn.append(f'<rect class="cluster" {place}/>')
         drawn.append(_text(box.x + _PADDING, box.y + _LINE, box.lines[0], "name"))
-        for each in box.inner:
-            _draw_box(each, drawn)
+        for inner in box.inner:
+            _draw_box(inner, drawn)
         return
     drawn.append(f'<rect class="node" {place}/>')
     if box.share:
@@ -229,7 +229,7 @@ def _draw_edge(edge: GraphEdge, places: Mapping[str, _Box], drawn: list[str]) ->
 
 
 def _text(x: float, y: float, text: str, kind: str) -> str:
-    printable = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+    printable = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(printable)}</text>'
 
 

@@ -1,8 +1,7 @@
 """The graph of a model: the models that answer its requests, and the tensors between them.
 
-Made of configs alone, as /config shows them: those of a server, or of a repository that nothing serves. The steps of
-an ensemble stand in a cluster, those of an ensemble within it in a cluster of their own. What a model's code asks is
-known from its config's parameter `models`, by name and without tensors.
+It is made of configs alone, as /config shows them. The steps of an ensemble stand in a cluster, also within another's.
+What a model's code asks is known from its config's parameter `models`, by name and without tensors.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -111,14 +110,14 @@ def graph_of_models(names: Iterable[str], find: ModelFinder, version: str = "") 
 
 def roots_of(configs: Mapping[str, RawConfig]) -> list[str]:
     """The models that no other one asks, by name; those that ask each other in a circle too."""
-    asked = {each: models_asked(config) - {each} for each, config in configs.items()}
-    roots = sorted(set(configs).difference(*asked.values()))
+    needed = {name: models_asked(config) - {name} for name, config in configs.items()}
+    roots = sorted(set(configs).difference(*needed.values()))
     reached, left = set[str](), list(roots)
     while left:
         name = left.pop()
         if name not in reached:
             reached.add(name)
-            left += asked.get(name, ())
+            left += needed.get(name, ())
     return roots + sorted(set(configs) - reached)
 
 
@@ -157,41 +156,43 @@ class _Builder:
         return ModelGraph(tuple(nodes), tuple(edges), tuple(self._clusters))
 
     def add_root(self, name: str, version: str) -> None:
-        found = self._find(name, version)
-        if found is None or not _steps(found.config):
+        model = self._find(name, version)
+        if model is None or not _steps(model.config):
             self._add(name, version, {}, "", ())
             return
         request = self._add_node(kind="request")
-        origins = {each["name"]: _Origin(request, _tensor(found.config, each)) for each in found.config["input"]}
+        origins = {tensor["name"]: _Origin(request, _tensor(model.config, tensor)) for tensor in model.config["input"]}
         outputs = self._add(name, version, origins, "", ())
         response = self._add_node(kind="response")
         for origin in outputs.values():
             self._connect(origin, response)
 
     def _add(
-        self, name: str, version: str, given: Mapping[str, _Origin], cluster: str, path: tuple[str, ...]
+        self, name: str, version: str, origins: Mapping[str, _Origin], cluster: str, path: tuple[str, ...]
     ) -> Mapping[str, _Origin]:
         """Add a model that gets these inputs, by its own names; returns its outputs. `path`: what it is a step of."""
-        found = self._find(name, version)
-        if found is not None and _steps(found.config) and name not in path:
-            return self._add_ensemble(name, found, given, cluster, path)
-        node = self._add_model(name, version, found, cluster)
-        for origin in given.values():
+        model = self._find(name, version)
+        if model is not None and _steps(model.config) and name not in path:
+            return self._add_ensemble(name, model, origins, cluster, path)
+        node = self._add_model(name, version, model, cluster)
+        for origin in origins.values():
             self._connect(origin, node)
-        if found is None:
+        if model is None:
             return {}
-        if name not in path and not _steps(found.config):
-            for asked in self._asked(found.config):
-                self._connect_asked(node, asked, cluster, (*path, name))
-        return {each["name"]: _Origin(node, _tensor(found.config, each)) for each in found.config.get("output", ())}
+        if name not in path and not _steps(model.config):
+            for needed in self._asked(model.config):
+                self._connect_asked(node, needed, cluster, (*path, name))
+        return {
+            tensor["name"]: _Origin(node, _tensor(model.config, tensor)) for tensor in model.config.get("output", ())
+        }
 
-    def _connect_asked(self, node: str, asked: str, cluster: str, path: tuple[str, ...]) -> None:
-        found = self._find(asked, "")
-        target = self._add_model(asked, "", found, cluster)
+    def _connect_asked(self, node: str, name: str, cluster: str, path: tuple[str, ...]) -> None:
+        model = self._find(name, "")
+        target = self._add_model(name, "", model, cluster)
         self._edges.setdefault((node, target), {})
-        if found is not None and asked not in path and not _steps(found.config):
-            for each in self._asked(found.config):
-                self._connect_asked(target, each, cluster, (*path, asked))
+        if model is not None and name not in path and not _steps(model.config):
+            for needed in self._asked(model.config):
+                self._connect_asked(target, needed, cluster, (*path, name))
 
     def _asked(self, config: RawConfig) -> list[str]:
         """The models that code says it asks; only of a pipeline does the parameter mean that in any case."""
@@ -199,11 +200,11 @@ class _Builder:
         return [name for name in sorted(models_asked(config)) if sure or self._find(name, "") is not None]
 
     def _add_ensemble(
-        self, name: str, found: GraphModel, given: Mapping[str, _Origin], parent: str, path: tuple[str, ...]
+        self, name: str, model: GraphModel, origins: Mapping[str, _Origin], parent: str, path: tuple[str, ...]
     ) -> Mapping[str, _Origin]:
         cluster = f"c{len(self._clusters)}"
-        self._clusters.append(GraphCluster(cluster, name, found.version, _is_decoupled(found.config), parent))
-        known, left = dict(given), list(_steps(found.config))
+        self._clusters.append(GraphCluster(cluster, name, model.version, _is_decoupled(model.config), parent))
+        known, left = dict(origins), list(_steps(model.config))
         made = {tensor for step in left for tensor in step["output_map"].values()}
         while left:
             ready = [step for step in left if not (set(step["input_map"].values()) & made) - set(known)]
@@ -218,23 +219,23 @@ class _Builder:
                         known[tensor] = _Origin(outputs[key].node, renamed)
                     made.discard(tensor)
             left = [step for step in left if step not in (ready or left)]
-        return {each["name"]: known[each["name"]] for each in found.config["output"] if each["name"] in known}
+        return {tensor["name"]: known[tensor["name"]] for tensor in model.config["output"] if tensor["name"] in known}
 
-    def _add_model(self, name: str, version: str, found: GraphModel | None, cluster: str) -> str:
-        if found is None:
+    def _add_model(self, name: str, version: str, model: GraphModel | None, cluster: str) -> str:
+        if model is None:
             return self._add_node(kind="missing", model=name, version=version, cluster=cluster)
-        config = found.config
+        config = model.config
         return self._add_node(
             kind="model",
             model=name,
-            version=found.version,
+            version=model.version,
             backend=config.get("backend") or config.get("platform", ""),
             max_batch_size=config.get("max_batch_size", 0),
-            batching=next((each for each in ("dynamic", "sequence") if f"{each}_batching" in config), ""),
+            batching=next((kind for kind in ("dynamic", "sequence") if f"{kind}_batching" in config), ""),
             instances=sum(group.get("count", 1) for group in config.get("instance_group", ())),
             decoupled=_is_decoupled(config),
             cluster=cluster,
-            times=found.times,
+            times=model.times,
         )
 
     def _add_node(self, **fields: Any) -> str:

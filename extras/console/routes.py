@@ -33,10 +33,10 @@ _HEADERS = {
 }
 
 
-def parse_console_hosts(given: Iterable[str], http_address: str) -> frozenset[str]:
+def parse_console_hosts(names: Iterable[str], http_address: str) -> frozenset[str]:
     """The names that the console is served under, beside those of the loopback: the address that the server listens on,
     and those of --console-host. Raises as `parse_host_names`."""
-    return parse_host_names(given, "--console-host") | {plain_name(http_address)}
+    return parse_host_names(names, "--console-host") | {plain_name(http_address)}
 
 
 class ConsoleRoutes:

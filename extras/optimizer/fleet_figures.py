@@ -88,7 +88,7 @@ def compute_fleet_figures(simulation: Simulation, results: Sequence[SimulatedRes
     blocks = fleet[0].blocks
     busy = simulation.busy
     queries, hits = (
-        sum(getattr(replica.totals, f"prefix_{name}") for replica in fleet) for name in ("queries", "hits")
+        sum(getattr(replica.scheduler.totals, f"prefix_{name}") for replica in fleet) for name in ("queries", "hits")
     )
     return FleetFigures(
         replicas=len(fleet),
@@ -98,7 +98,7 @@ def compute_fleet_figures(simulation: Simulation, results: Sequence[SimulatedRes
         cache_mean=sum(replica.held for replica in fleet) / (busy * blocks) if busy else 0.0,
         cache_most=max(replica.most_held for replica in fleet) / blocks,
         prefix_hit_rate=hits / queries if queries else 0.0,
-        preemptions=sum(replica.totals.preemptions for replica in fleet),
+        preemptions=sum(replica.scheduler.totals.preemptions for replica in fleet),
         all=SimulatedTraffic.of(results, seconds),
         tenants={
             name: SimulatedTraffic.of([result for result in results if result.arrival.tenant == name], seconds)

@@ -95,7 +95,7 @@ class _Axis:
             return
         rough = (self._high - self._low) / _TICKS
         unit: float = 10.0 ** floor(log10(rough))
-        step = next(unit * each for each in (1, 2, 5, 10) if unit * each >= rough)
+        step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
         for number in range(ceil(self._low / step), floor(self._high / step + 1e-9) + 1):
             yield number * step
 

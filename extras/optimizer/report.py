@@ -110,7 +110,7 @@ def _plots(conclusion: Conclusion) -> Iterator[str]:
     drawn = known[::-1]
     objective = conclusion.goal.objective
     for metric in [name for name in conclusion.columns[1:] if name != "failed"]:
-        points = [each for each in (_against(conclusion, ranked, metric) for ranked in drawn) if each is not None]
+        points = [point for point in (_against(conclusion, ranked, metric) for ranked in drawn) if point is not None]
         if points and metric in ("memory", "e2e_p99", "ttft_p99", "itl_p99", "throughput"):
             yield _figure(
                 f"{objective} against {metric}, a point for each configuration", points, _axis(metric), _axis(objective)

@@ -41,17 +41,19 @@ class BudgetSpent(Exception):
 
 
 class SearchEffort(NamedTuple):
-    """`seconds`: of load in a full measurement. A quick search takes a `share` of an exhaustive one's time: a fifth,
-    less what an estimate of that may be wrong by. It measures a quarter as long until it has finalists, then half as
-    long, in turns of which each has `rounds`. `budget`: seconds of all of it together, at which an exhaustive search
-    does not look. `named_values`: somebody named them, so of a small space all configurations are measured while the
-    budget lasts."""
+    """How long a search may measure. A quick one measures for a quarter of `seconds` until it has finalists, then for
+    half, in turns."""
 
     seconds: float = 8.0
+    """The load of a full measurement."""
     share: float = 0.18
+    """What a quick search takes of an exhaustive one's time: a fifth, less what an estimate of that may be wrong by."""
     rounds: int = 2
+    """The turns that each finalist has."""
     budget: float = float("inf")
+    """Seconds of a quick search together."""
     named_values: bool = False
+    """Whether somebody named the values: then of a small space all configurations are measured within the budget."""
 
     @property
     def short(self) -> float:
@@ -316,7 +318,7 @@ class Pruning:
     def unchecked_hints(self) -> list[Configuration]:
         """Configurations that must be worse than the best if metrics are as monotone as is said, not measured yet."""
         best = self._run.contenders()[:1]
-        below = [self._run.space.stepped(each, index, -1) for each in best for index in self._hints()]
+        below = [self._run.space.stepped(parameters, index, -1) for parameters in best for index in self._hints()]
         return [
             configuration
             for configuration in below

@@ -215,9 +215,10 @@ def _cells(spread: Spread | None) -> list[str]:
 
 def _totals_table(figures: FleetFigures) -> Table:
     table = Table(show_header=False)
-    for name, traffic in (("", figures.all), *((f", {name}", each) for name, each in figures.tenants.items())):
+    tenants = {f", {name}": traffic for name, traffic in figures.tenants.items()}
+    for suffix, traffic in ({"": figures.all} | tenants).items():
         for label, text in _traffic_rows(traffic):
-            table.add_row(label + name, text)
+            table.add_row(label + suffix, text)
     table.add_row("replicas compute", f"{figures.busy:.1%} of the time, {figures.steps:,} steps")
     table.add_row("cache in use", f"{figures.cache_mean:.1%} on average, {figures.cache_most:.1%} at most")
     table.add_row("prefix cache hits", f"{figures.prefix_hit_rate:.1%} of prompt tokens")

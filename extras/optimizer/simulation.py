@@ -24,7 +24,6 @@ from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, StepPlan, StepResult, StepUpdates
 from ...scheduler.prefill_budget import PrefillBudget
-from ...scheduler.running_set import SchedulerTotals
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceSpec
 from .simulated_machine import SimulatedMachine, StepLoadReader
@@ -131,7 +130,7 @@ class SimulatedReplica:
         self._cache = KVCacheManager(
             engine.blocks, engine.block_size, engine.prefix_caching, snapshots=engine.snapshots
         )
-        self._scheduler = Scheduler(engine.scheduler, self._cache, make_budget)
+        self.scheduler = Scheduler(engine.scheduler, self._cache, make_budget)
         self._inbox: list[tuple[SequenceSpec, float]] = []
         self._flying = deque[_FlyingStep]()
         self._uncomputed: dict[int, int] = {}
@@ -145,18 +144,14 @@ class SimulatedReplica:
             SimulatedRequest(0.0, 1, 1),
             SimulatedRequest(0.0, WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS),
         ):
-            self._scheduler.reset_step_times()
+            self.scheduler.reset_step_times()
             with suppress(InvalidArgument):  # an engine too small for it needs none
                 self.submit(-1, request, 0.0)
             while self.next_at < inf:
                 self.step()
-        self._scheduler.reset_totals()
+        self.scheduler.reset_totals()
         self.busy = self.held = 0.0
         self.steps = self.most_held = 0
-
-    @property
-    def totals(self) -> SchedulerTotals:
-        return self._scheduler.totals
 
     @property
     def pending_work(self) -> int:
@@ -188,7 +183,7 @@ class SimulatedReplica:
             target_ttft=request.target_ttft,
             target_itl=request.target_itl,
         )
-        sequence.check_fits(self._scheduler.config.max_model_len, self._cache)
+        sequence.check_fits(self.scheduler.config.max_model_len, self._cache)
         self._inbox.append((sequence, now))
         self._uncomputed[key] = request.prompt - cached
         self._uncomputed_tokens += request.prompt - cached
@@ -203,9 +198,9 @@ class SimulatedReplica:
             updates = self._land(self._flying.popleft())
             begin += self._machine.seconds_between(len(updates.keys))
         for request, at in self._inbox:
-            self._scheduler.add(request, now - at)
+            self.scheduler.add(request, now - at)
         self._inbox.clear()
-        while (plan := self._scheduler.schedule()) is not None:
+        while (plan := self.scheduler.schedule()) is not None:
             self._launch(plan, begin)
         self.next_at = self._flying[0].end if self._flying else inf
         return updates
@@ -222,7 +217,7 @@ class SimulatedReplica:
         rows = plan.rows[plan.samples]
         ends = (plan.starts + plan.counts)[plan.samples]
         result = StepResult(plan.step, rows, ends, np.ones_like(rows), self._draw_tokens(len(rows)))
-        updates = self._scheduler.apply(result, step.seconds)
+        updates = self.scheduler.apply(result, step.seconds)
         self.busy += step.seconds
         self.steps += 1
         self.held += used * step.seconds
@@ -238,10 +233,6 @@ class SimulatedReplica:
         """Generated tokens, none of which is in another text: what is generated is never found in the cache."""
         self._drawn += count
         return -1 - np.arange(self._drawn - count, self._drawn, dtype=np.int64).astype(np.int32)
-
-    def check_integrity(self) -> None:
-        """Raises `AssertionError` where the scheduler or its cache lost something."""
-        self._scheduler.check_integrity()
 
 
 class Simulation:
@@ -316,5 +307,5 @@ class Simulation:
     def check_integrity(self) -> None:
         """Raises `AssertionError` where a scheduler, a cache or the queue lost something."""
         for replica in self.replicas:
-            replica.check_integrity()
+            replica.scheduler.check_integrity()
         assert self._admission.waiting.requests == len(self._tickets), "a ticket leaked"

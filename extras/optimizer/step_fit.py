@@ -48,12 +48,11 @@ class MachineFit(NamedTuple):
 
 
 def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit:
-    """The formula whose errors, as shares of each step, have the smallest sum of squares, where they are usual ones. No
-    coefficient is below 0: more work never takes less time. What the formula does not tell is in its `spread`. Without
-    `heads` those are among the products: steps that all sample as many places as they have rows tell no difference.
+    """The formula whose errors, as shares of each usual step, have the smallest sum of squares.
 
-    Raises:
-        InvalidArgument: there are too few steps.
+    No coefficient is below 0: more work never takes less time. What the formula does not tell is in its `spread`.
+    Without `heads` those are among the products, as where all steps sample as many places as they have rows. Raises
+    `InvalidArgument` if there are too few steps.
     """
     if len(samples) < LEAST_STEPS:
         raise InvalidArgument(f"{len(samples)} steps were measured, and {LEAST_STEPS} are needed: give it more time")

@@ -84,14 +84,16 @@ def _models_of(repository: Path, model: str) -> TunedModels:
         [model] = names
     if model not in names:
         raise NotFound(f"there is no model '{model}' in {repository}, only {', '.join(names)}")
-    found: dict[str, ModelSource] = {}
+    sources: dict[str, ModelSource] = {}
     wanted = [model]
     while wanted:
         name = wanted.pop()
-        if name not in found:
-            found[name] = catalog.read(name)
-            wanted += [step for step in found[name].steps if step in names or step not in found[name].optional_steps]
-    ordered = in_order_of_need(found[name] for name in sorted(found))
+        if name not in sources:
+            sources[name] = catalog.read(name)
+            wanted += [
+                step for step in sources[name].steps if step in names or step not in sources[name].optional_steps
+            ]
+    ordered = in_order_of_need(sources[name] for name in sorted(sources))
     last = [source for source in ordered if source.name == model]
     return TunedModels(repository, (*(source for source in ordered if source.name != model), *last))
 
@@ -129,8 +131,8 @@ def with_batching(source: ModelSource, completed: RawConfig) -> ModelSource:
 
 def streams_text(config: RawConfig) -> bool:
     """Whether its answers are streams of text: a language model's, or those of a graph that passes them on."""
-    asked, told = ({tensor["name"] for tensor in config[side]} for side in ("input", "output"))
-    return is_language_model(config) or ("text_input" in asked and "text_output" in told)
+    inputs, outputs = ({tensor["name"] for tensor in config[side]} for side in ("input", "output"))
+    return is_language_model(config) or ("text_input" in inputs and "text_output" in outputs)
 
 
 def is_language_model(config: RawConfig) -> bool:

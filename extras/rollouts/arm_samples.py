@@ -38,7 +38,7 @@ class LatencyCounts:
     def above(self, milliseconds: float) -> int:
         """How many are in a higher bucket."""
         bucket = log_bucket(milliseconds)
-        return sum(count for each, count in self.counts.items() if each > bucket)
+        return sum(count for slower, count in self.counts.items() if slower > bucket)
 
     def quantile(self, quantile: float) -> float:
         """NaN of none. `quantile`: from 0 to 1."""
@@ -60,8 +60,8 @@ class ArmSamples:
 
     def __init__(self, latencies: Iterable[Latency]) -> None:
         self.ended = self.failed = 0
-        self.latencies = {each: LatencyCounts() for each in latencies}
-        self._measured = [(_SECONDS_OF[each], counts) for each, counts in self.latencies.items()]
+        self.latencies = {metric: LatencyCounts() for metric in latencies}
+        self._measured = [(_SECONDS_OF[metric], counts) for metric, counts in self.latencies.items()]
 
     def observe(self, context: RequestContext) -> None:
         """Count a request that has ended."""

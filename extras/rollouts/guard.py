@@ -46,7 +46,7 @@ class Guard(NamedTuple):
 
 def parse_guards(text: str) -> tuple[Guard, ...]:
     """The guards of a text, apart by commas. Raises `InvalidArgument` with the one that is wrong."""
-    guards = tuple(_parse_guard(" ".join(each.split())) for each in text.split(",") if each.strip())
+    guards = tuple(_parse_guard(" ".join(guard.split())) for guard in text.split(",") if guard.strip())
     names = [guard.name for guard in guards]
     twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
     if twice is not None:
@@ -55,10 +55,10 @@ def parse_guards(text: str) -> tuple[Guard, ...]:
 
 
 def _parse_guard(text: str) -> Guard:
-    found = _GUARD.fullmatch(text)
-    if found is None:
+    match = _GUARD.fullmatch(text)
+    if match is None:
         raise InvalidArgument(f"guard '{text}' is not like one of '{KNOWN_GUARDS}'", field="guard")
-    name, bound, unit = found["name"], float(found["bound"]), found["unit"]
+    name, bound, unit = match["name"], float(match["bound"]), match["unit"]
     latency = _LATENCY.fullmatch(name)
     if latency is None and name != "error_rate":
         raise InvalidArgument(f"guard '{text}': unknown measure '{name}'; like '{KNOWN_GUARDS}'", field="guard")

@@ -1,8 +1,8 @@
-"""A rollout: a route's new arm gets more of its requests step by step, while guards hold, or none again.
+"""A rollout: a route's new arm gets more of its requests step by step while guards hold, or none again.
 
-A step lasts one interval: some time, and some requests of the new arm. At its end each guard is judged by one-sided
-exact tests. Of a hundred rollouts of a version that is as good as the others four go back at most: that chance is
-shared out among all guards, steps and looks (Bonferroni).
+A step lasts some time, and some requests of the new arm; at its end each guard is judged by one-sided exact tests. Of a
+hundred rollouts of a version as good as the others at most four go back: that chance is shared among all tests
+(Bonferroni).
 """
 
 import math
@@ -61,8 +61,8 @@ class RolloutPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if not self.steps or self.steps[-1] != 100:
             raise ValueError("the last of the steps must be 100")
         if not all(one < next_ for one, next_ in pairwise((0.0, *self.steps))):
-            given = ",".join(f"{step:g}" for step in self.steps)
-            raise ValueError(f"steps must rise from above 0 to 100, got {given}")
+            steps = ",".join(f"{step:g}" for step in self.steps)
+            raise ValueError(f"steps must rise from above 0 to 100, got {steps}")
         if not 0 < self.every < math.inf:
             raise ValueError(f"every must be more than 0 seconds, got {self.every:g}")
         if self.min_requests < 1:
@@ -146,7 +146,7 @@ class RolloutWatch:
     def _judge(self, level: float, doubt: float) -> Judgement:
         judged = [self._judge_guard(guard, level, doubt) for guard in self.guards]
         for decision in (Decision.GO_BACK, Decision.WAIT, Decision.GO_ON):
-            reasons = [each.reason for each in judged if each.decision is decision]
+            reasons = [judgement.reason for judgement in judged if judgement.decision is decision]
             if reasons:
                 return Judgement(decision, "; ".join(reasons))
         return Judgement(Decision.GO_ON, "there are no guards")
@@ -154,21 +154,21 @@ class RolloutWatch:
     def _judge_guard(self, guard: Guard, level: float, doubt: float) -> Judgement:
         """The bound is tested alone, and the new arm against the others: what all arms do is not the new one's fault.
 
-        A quantile of the others has as many of theirs above it as it says, so that the test against them is that of
-        precedence, which knows nothing of how latencies are distributed (Balakrishnan and Ng, "Precedence-Type Tests
-        and Applications", 2006).
+        A latency's test against the others is that of precedence, which knows nothing of how latencies are distributed
+        (Balakrishnan and Ng, "Precedence-Type Tests and Applications", 2006).
         """
-        found, reason = self._crossings(guard), self._describe(guard)
-        beside = hypergeometric_tail(*found)
+        crossings, reason = self._crossings(guard), self._describe(guard)
+        beside = hypergeometric_tail(*crossings)
         if guard.relative:
             if guard.latency is None:
-                odds = guard.bound * found.new_of
-                beside = binomial_tail(found.new, found.new + found.others, odds / ((odds + found.others_of) or 1))
+                odds = guard.bound * crossings.new_of
+                share = odds / ((odds + crossings.others_of) or 1)
+                beside = binomial_tail(crossings.new, crossings.new + crossings.others, share)
             return Judgement(Decision.GO_BACK if beside <= level else Decision.GO_ON, reason)
-        alone = binomial_tail(found.new, found.new_of, guard.allowed)
+        alone = binomial_tail(crossings.new, crossings.new_of, guard.allowed)
         if alone <= doubt and beside <= level:
             return Judgement(Decision.GO_BACK, reason)
-        others_hold = found.others <= max(guard.allowed * found.others_of, 1)  # one of a few tells nothing
+        others_hold = crossings.others <= max(guard.allowed * crossings.others_of, 1)  # one of a few tells nothing
         if alone <= level and others_hold:
             return Judgement(Decision.GO_BACK, reason)
         return Judgement(Decision.WAIT if alone <= doubt else Decision.GO_ON, reason)

@@ -153,14 +153,14 @@ class RolloutWatcher:
         try:
             # What changes the rollout may have to wait for a model to be loaded.
             seconds = _LOAD_SECONDS if body or method else _LOOK_SECONDS
-            found: Mapping[str, Any] = json.loads(fetch(self._url, self._headers, body, method, seconds))
+            answer: Mapping[str, Any] = json.loads(fetch(self._url, self._headers, body, method, seconds))
         except ServerRefused as error:
             if error.status >= 500 and error.status != 501:
                 raise
             raise InvalidArgument(error.reason) from None
         except ValueError as error:
             raise Unavailable(f"{self._url}: {error}") from None
-        return found
+        return answer
 
     def _show(self, rollout: Mapping[str, Any]) -> None:
         """The events that are new."""

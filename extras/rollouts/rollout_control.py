@@ -239,9 +239,9 @@ class RolloutControl:
             known = {**self._records, name: record}
             routes = {entry.name for entry in self._routes.entries()}
             kept = {
-                each: other
-                for each, other in known.items()
-                if other is not None and (other.state is RolloutState.RUNNING or each in {name, *routes})
+                known_name: other
+                for known_name, other in known.items()
+                if other is not None and (other.state is RolloutState.RUNNING or known_name in {name, *routes})
             }
             if self._state is not None:
                 await asyncio.to_thread(self._state.write, _STATE, RolloutRecords(kept))

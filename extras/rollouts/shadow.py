@@ -110,7 +110,7 @@ class ShadowTraffic:
         task = asyncio.get_running_loop().create_task(work, name="shadow")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: copy.release())
+        task.add_done_callback(lambda _: self.release(copy.size))
 
     def count(self, key: ShadowKey, outcome: str, reason: str = "") -> None:
         """Count a copy. A `reason` is said, now and then."""
@@ -129,7 +129,7 @@ class ShadowTraffic:
     def forget_others(self, routes: Container[str]) -> None:
         """Drop what was counted of routes that are none of these."""
         self.outcomes = Counter({key: count for key, count in self.outcomes.items() if key[0].route in routes})
-        self._seconds = {key: each for key, each in self._seconds.items() if key.route in routes}
+        self._seconds = {key: histograms for key, histograms in self._seconds.items() if key.route in routes}
         self._said = {key: at for key, at in self._said.items() if key.route in routes}
 
     def close(self) -> None:
@@ -179,10 +179,7 @@ class MirroredRequest:
             self._text += _text_of(item)
         elif item.outputs:
             # What a model gives out may be its own memory, for as long as the item is.
-            self._tensors.append({each.name: _copied(each) for each in item.outputs})
-
-    def release(self) -> None:
-        self._traffic.release(self.size)
+            self._tensors.append({tensor.name: _copied(tensor) for tensor in item.outputs})
 
     async def check(self, item: InferResponse | GenerateChunk, tolerance: float) -> None:
         """Hold an item of the shadow's answer to the arm's."""
@@ -227,7 +224,7 @@ class Shadow:
             self._traffic.count(self._key, "dropped")
             return responses
         if isinstance(request, InferRequest):  # a client may write anew what it lends
-            lent = {name: _copied(each) for name, each in request.inputs.items() if is_lent(each.data)}
+            lent = {name: _copied(tensor) for name, tensor in request.inputs.items() if is_lent(tensor.data)}
             request = msgspec.structs.replace(request, inputs={**request.inputs, **lent}) if lent else request
         as_text = self._shadow.compare == "tokens" and isinstance(request, InferRequest)
         copy = MirroredRequest(self._traffic, request, size, self._compares(request), as_text)
@@ -247,7 +244,7 @@ class Shadow:
         if self._due < 1 - 1e-9:
             return False
         inputs = {} if request is None or "shared_memory" in self._shadow.also else request.inputs
-        if any(is_lent(each.data) for each in inputs.values()):
+        if any(is_lent(tensor.data) for tensor in inputs.values()):
             self._due = 1.0
             return False
         self._due -= 1
@@ -262,9 +259,9 @@ class Shadow:
         if self._shadow.compare != "tokens":
             return self._shadow.compare == "tensors" and isinstance(request, InferRequest)
         if isinstance(request, InferRequest):
-            given = {name: each.data.flat[0] for name, each in request.inputs.items() if each.data.size == 1}
-            given.update(request.parameters)
-            return given.get("temperature") == 0 or any(given.get(name, -1) != -1 for name in _SEEDS)
+            parameters = {name: tensor.data.flat[0] for name, tensor in request.inputs.items() if tensor.data.size == 1}
+            parameters.update(request.parameters)
+            return parameters.get("temperature") == 0 or any(parameters.get(name, -1) != -1 for name in _SEEDS)
         return request.sampling.temperature == 0 or request.sampling.chosen_seed is not None
 
     def _begin(self, copy: MirroredRequest, ended: RequestContext) -> None:
@@ -274,7 +271,7 @@ class Shadow:
         if is_answer(end) or is_failure(end):
             self._traffic.start(copy, self._ask(copy, is_answer(end), ended.ended_at - ended.arrived_at))
         else:
-            copy.release()
+            self._traffic.release(copy.size)
 
     async def _ask(self, copy: MirroredRequest, answered: bool, seconds: float) -> None:
         context = RequestContext("shadow", tenant=SHADOW_TENANT, background=True, counted=True, route=self._key.route)
@@ -350,7 +347,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _text_of(response: InferResponse) -> bytes:
-    return b"".join(text for each in response.outputs if each.name == _TEXT for text in each.data.flat)
+    return b"".join(text for tensor in response.outputs if tensor.name == _TEXT for text in tensor.data.flat)
 
 
 def _array_bytes(data: NDArray[Any]) -> int:
@@ -360,12 +357,12 @@ def _array_bytes(data: NDArray[Any]) -> int:
 def _answer_bytes(item: InferResponse | GenerateChunk) -> int:
     if isinstance(item, GenerateChunk):
         return 8 * len(item.token_ids)
-    return sum(_array_bytes(each.data) for each in item.outputs)
+    return sum(_array_bytes(tensor.data) for tensor in item.outputs)
 
 
 def _request_bytes(request: Call) -> int:
     if isinstance(request, InferRequest):
-        return sum(_array_bytes(each.data) for each in request.inputs.values())
+        return sum(_array_bytes(tensor.data) for tensor in request.inputs.values())
     return _prompt_bytes(request.prompt)
 
 
@@ -376,9 +373,9 @@ def _prompt_bytes(prompt: Prompt) -> int:
 
 
 def _same_tensors(expected: dict[str, Tensor], outputs: tuple[Tensor, ...], tolerance: float) -> bool:
-    if [*expected] != [each.name for each in outputs]:
+    if [*expected] != [tensor.name for tensor in outputs]:
         return False
-    return all(_same_tensor(expected[each.name], each, tolerance) for each in outputs)
+    return all(_same_tensor(expected[tensor.name], tensor, tolerance) for tensor in outputs)
 
 
 def _same_tensor(one: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -1,9 +1,7 @@
 """An `Engine` over TensorRT-LLM: our queue, admission and deadlines in front, its `LLM` behind.
 
-The queue's order is by class, then fair share of the tenants, then arrival, as in our own scheduler, whose parts these
-are; its steps are ticks of a clock here. Requests that were handed over are scheduled by TensorRT-LLM.
-
-Token ids in, token ids out. Lives in one event loop.
+The queue's order is that of our own scheduler, whose parts these are; its steps are ticks of a clock here. What was
+handed over is scheduled by TensorRT-LLM. Token ids in, token ids out. Lives in one event loop.
 """
 
 import asyncio

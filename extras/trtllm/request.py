@@ -1,9 +1,7 @@
-"""One request on its way through TensorRT-LLM, from our queue to its last token. Every sampling parameter is passed on,
-or refused by its name where TensorRT-LLM would accept it and not apply it; stop strings, and text as a whole, stay with
-us: one way for all engines.
+"""One request on its way through TensorRT-LLM, from our queue to its last token.
 
-Knows nothing of other requests. TensorRT-LLM has one result object for a request and changes it in place at every step:
-what is new is copied out, token ids and log-probabilities alone.
+A sampling parameter that TensorRT-LLM would accept and not apply is refused by its name; stop strings stay with us.
+TensorRT-LLM changes the one result of a request in place at every step: what is new is copied out.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """A model repository in a bucket: what its listing says, and the directories that models are read from.
 
-Models are read from local directories as those of any repository, see `catalog.py`. Such a directory is made when a
-model is to load: its config, the files beside its versions, and the versions that its policy serves, as links into the
-cache. It never changes: what has changed in the bucket becomes another directory.
+Such a directory is made when a model loads: its config, the files beside its versions, and the versions that its policy
+serves, as links into the cache. It never changes: another state of the bucket becomes another directory.
 """
 
 import logging
@@ -133,7 +132,7 @@ class BucketRepository:
 
     def _take(self, objects: Sequence[StoredObject]) -> None:
         self._models = models_of(objects)
-        self._beside = {found.key: found for found in objects if "/" not in found.key}
+        self._beside = {stored.key: stored for stored in objects if "/" not in stored.key}
 
     def _read_saved(self) -> None:
         with suppress(OSError, msgspec.MsgspecError):
@@ -174,19 +173,19 @@ class BucketRepository:
         raise Unavailable(f"{self.place(name)} changed {_CHANGES} times while it was read; try again")
 
     def _read_file(self, name: str) -> Path | None:
-        found, known = self._beside.get(name), self._read.get(name)
-        if found is None:
+        stored, known = self._beside.get(name), self._read.get(name)
+        if stored is None:
             return None
-        if known is not None and known[0] == found:
+        if known is not None and known[0] == stored:
             return known[1]
-        if found.size > _MAX_FILE_BYTES:
-            message = f"{self.place(name)} has {found.size} bytes, more than the {_MAX_FILE_BYTES} that it may have"
+        if stored.size > _MAX_FILE_BYTES:
+            message = f"{self.place(name)} has {stored.size} bytes, more than the {_MAX_FILE_BYTES} that it may have"
             raise InvalidArgument(message)
-        if not self.reachable and not self._has(found):
+        if not self.reachable and not self._has(stored):
             raise StoreUnavailable(f"{self.url} is away, and {name} is not in the cache")
         path = self.cache.new_tree() / name
-        self.cache.provide(self._store, [WantedObject(found, path)], lambda there, size: None)
-        self._read[name] = found, path
+        self.cache.provide(self._store, [WantedObject(stored, path)], lambda there, size: None)
+        self._read[name] = stored, path
         if known is not None:
             shutil.rmtree(known[1].parent, ignore_errors=True)
         return path
@@ -243,16 +242,16 @@ class BucketRepository:
         for folder in ("", *model.folders):
             if _is_served(f"{folder}/", versions):
                 (path / folder).mkdir(parents=True, exist_ok=True)
-        names = {name: found for name, found in model.objects.items() if _is_served(name, versions)}
-        missing = [] if self.reachable else [name for name, found in names.items() if not self._has(found)]
+        names = {name: stored for name, stored in model.objects.items() if _is_served(name, versions)}
+        missing = [] if self.reachable else [name for name, stored in names.items() if not self._has(stored)]
         if missing:
             message = f"{self.url} is away, and {len(missing)} objects are not in the cache, '{missing[0]}' among them"
             raise StoreUnavailable(message)
-        wanted = [WantedObject(found, path / name) for name, found in names.items()]
+        wanted = [WantedObject(stored, path / name) for name, stored in names.items()]
         return self.cache.provide(self._store, wanted, progress.on_bytes)
 
-    def _has(self, found: StoredObject) -> bool:
-        return not found.size or self.cache.entry(self._store, found).exists()
+    def _has(self, stored: StoredObject) -> bool:
+        return not stored.size or self.cache.entry(self._store, stored).exists()
 
     def _check_unchanged(self, name: str, model: BucketModel) -> None:
         """Raises `ObjectChanged` unless a listing after the download says the same: objects of two uploads must not
@@ -297,17 +296,17 @@ class _Progress:
 def models_of(objects: Sequence[StoredObject]) -> Listing:
     """The models of a listing, by name: what is in folders at its top."""
     models: dict[str, BucketModel] = {}
-    for found in objects:
-        name, slash, path = found.key.partition("/")
+    for stored in objects:
+        name, slash, path = stored.key.partition("/")
         if not slash or name.startswith(".") or not name or _UNPRINTABLE.search(name):
             continue
         model = models.setdefault(name, BucketModel({}, set()))
         if problem := _key_problem(path):
-            models[name] = model._replace(problem=f"object {found.key!r} {problem}")
+            models[name] = model._replace(problem=f"object {stored.key!r} {problem}")
         elif not path or path.endswith("/"):
             model.folders.add(path.rstrip("/"))
         else:
-            model.objects[path] = found
+            model.objects[path] = stored
     return {name: _without_clashes(model) for name, model in models.items()}
 
 
@@ -331,7 +330,7 @@ def _without_clashes(model: BucketModel) -> BucketModel:
 
 
 def _versions(model: BucketModel) -> list[int]:
-    first = {path.split("/", 1)[0] for path in (*(each for each in model.objects if "/" in each), *model.folders)}
+    first = {path.split("/", 1)[0] for path in (*(path for path in model.objects if "/" in path), *model.folders)}
     return sorted(int(part) for part in first if VERSION_NAME.fullmatch(part))
 
 
@@ -348,6 +347,6 @@ def open_buckets(urls: Sequence[str], directory: Path | None, budget: int | None
         return []
     named = [os.environ.get(f"TRITON_{cloud}_MOUNT_DIRECTORY") for cloud in ("AWS", "GCS", "AZURE")]
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    found = directory or Path(next(filter(None, named), None) or Path(home) / "charonia" / "models")
-    cache = ObjectCache(found.expanduser().absolute(), budget)
+    directory = directory or Path(next(filter(None, named), None) or Path(home) / "charonia" / "models")
+    cache = ObjectCache(directory.expanduser().absolute(), budget)
     return [BucketRepository(url, cache) for url in dict.fromkeys(urls)]

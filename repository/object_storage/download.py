@@ -29,7 +29,7 @@ _LOCK_PAUSE = 0.1
 class WantedObject(NamedTuple):
     """An object, and the file that it is to be."""
 
-    found: StoredObject
+    stored: StoredObject
     path: Path
 
 
@@ -38,9 +38,9 @@ class ObjectFiles(Protocol):
 
     closing: Event
 
-    def entry(self, store: ObjectStore, found: StoredObject) -> Path: ...
+    def entry(self, store: ObjectStore, stored: StoredObject) -> Path: ...
 
-    def partial(self, store: ObjectStore, found: StoredObject) -> Path: ...
+    def partial(self, store: ObjectStore, stored: StoredObject) -> Path: ...
 
 
 class _Stopped(Exception):
@@ -63,24 +63,24 @@ class Download:
             ThreadPoolExecutor(_OBJECTS_AT_ONCE, "download") as objects,
         ):
             try:
-                _all([objects.submit(self._fetch, each, readers) for each in wanted])
+                _all([objects.submit(self._fetch, wanted_object, readers) for wanted_object in wanted])
             finally:
                 self._stop.set()
 
-    def _fetch(self, each: WantedObject, readers: ThreadPoolExecutor) -> None:
-        entry, partial = self._files.entry(self._store, each.found), self._files.partial(self._store, each.found)
+    def _fetch(self, wanted: WantedObject, readers: ThreadPoolExecutor) -> None:
+        entry, partial = self._files.entry(self._store, wanted.stored), self._files.partial(self._store, wanted.stored)
         with self._opened(partial) as file:
             if entry.exists():  # another server has read it meanwhile
-                self._count(each.found.size, 0)
+                self._count(wanted.stored.size, 0)
                 if not os.fstat(file).st_size:  # made anew after that
                     partial.unlink(missing_ok=True)
             else:
-                self._fill(file, each.found, partial.with_suffix(PARTS), readers)
+                self._fill(file, wanted.stored, partial.with_suffix(PARTS), readers)
                 os.fchmod(file, 0o400)
-                os.utime(partial, (time(), each.found.modified))
+                os.utime(partial, (time(), wanted.stored.modified))
                 os.rename(partial, entry)
                 partial.with_suffix(PARTS).unlink(missing_ok=True)
-            os.link(entry, each.path)
+            os.link(entry, wanted.path)
 
     @contextmanager
     def _opened(self, partial: Path) -> Iterator[int]:
@@ -97,33 +97,33 @@ class Download:
             finally:
                 os.close(file)
 
-    def _fill(self, file: int, found: StoredObject, parts: Path, readers: ThreadPoolExecutor) -> None:
+    def _fill(self, file: int, stored: StoredObject, parts: Path, readers: ThreadPoolExecutor) -> None:
         marks = os.open(parts, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(file, found.size)
-            count = -(-found.size // PART_BYTES)
+            os.ftruncate(file, stored.size)
+            count = -(-stored.size // PART_BYTES)
             done = os.pread(marks, count, 0).ljust(count, b"\0")
-            self._count(sum(min(PART_BYTES, found.size - at * PART_BYTES) for at in range(count) if done[at]), 0)
-            _all([readers.submit(self._part, file, marks, found, at) for at in range(count) if not done[at]])
-            if (known := self._store.md5(found)) and known != _md5(file):
+            self._count(sum(min(PART_BYTES, stored.size - at * PART_BYTES) for at in range(count) if done[at]), 0)
+            _all([readers.submit(self._part, file, marks, stored, at) for at in range(count) if not done[at]])
+            if (known := self._store.md5(stored)) and known != _md5(file):
                 os.ftruncate(marks, 0)
                 raise StoreUnavailable(
-                    f"{self._store.location.url}: what came of object '{found.key}' is not what the store says it is"
+                    f"{self._store.location.url}: what came of object '{stored.key}' is not what the store says it is"
                 )
         finally:
             os.close(marks)
 
-    def _part(self, file: int, marks: int, found: StoredObject, at: int) -> None:
-        start, end = at * PART_BYTES, min((at + 1) * PART_BYTES, found.size)
-        content = retried(lambda: self._read(found, start, end), self._stop.wait)
+    def _part(self, file: int, marks: int, stored: StoredObject, at: int) -> None:
+        start, end = at * PART_BYTES, min((at + 1) * PART_BYTES, stored.size)
+        content = retried(lambda: self._read(stored, start, end), self._stop.wait)
         os.pwrite(file, content, start)
         os.fdatasync(file)  # before the mark
         os.pwrite(marks, b"\1", at)
         self._count(end - start, end - start)
 
-    def _read(self, found: StoredObject, start: int, end: int) -> bytes:
+    def _read(self, stored: StoredObject, start: int, end: int) -> bytes:
         self._check()
-        return self._store.read(found, start, end)
+        return self._store.read(stored, start, end)
 
     def _check(self) -> None:
         if self._files.closing.is_set():

@@ -60,8 +60,8 @@ def parse_location(url: str) -> BucketLocation:
     """Raises `InvalidArgument` for a URL without a bucket."""
     scheme, rest = url.split("://", 1)
     endpoint = ""
-    if scheme == "s3" and (found := _S3_ENDPOINT.fullmatch(rest)) and (found["protocol"] or ":" in found["host"]):
-        endpoint, rest = f"{found['protocol'] or 'http'}://{found['host']}", found["rest"]
+    if scheme == "s3" and (match := _S3_ENDPOINT.fullmatch(rest)) and (match["protocol"] or ":" in match["host"]):
+        endpoint, rest = f"{match['protocol'] or 'http'}://{match['host']}", match["rest"]
     elif scheme == "as":
         endpoint, _, rest = rest.partition("/")
     bucket, *parts = [part for part in rest.split("/") if part] or [""]
@@ -82,15 +82,15 @@ def find_credentials(location: BucketLocation, environment: Mapping[str, str] = 
     if not name:
         return _of_environment(location, environment)
     try:
-        given = msgspec.json.decode(Path(name).read_bytes(), type=_CredentialFile)
+        credentials = msgspec.json.decode(Path(name).read_bytes(), type=_CredentialFile)
     except OSError as error:
         raise InvalidArgument(f"{CREDENTIALS_FILE}: cannot read {name}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
         place = str(error).partition(" - at ")[2] if isinstance(error, msgspec.ValidationError) else ""
         reason = f"an entry is not what it should be{f', at {place}' if place else ''}"
         raise InvalidArgument(f"{CREDENTIALS_FILE}: {name} is not understood: {reason}") from None
-    google = {prefix: CloudCredentials(key_file=file) for prefix, file in given.gs.items()}
-    entries = {"s3": given.s3, "gs": google, "as": given.azure}[location.scheme]
+    google = {prefix: CloudCredentials(key_file=file) for prefix, file in credentials.gs.items()}
+    entries = {"s3": credentials.s3, "gs": google, "as": credentials.azure}[location.scheme]
     fitting = [prefix for prefix in entries if _is_prefix(prefix, location)]
     return entries[max(fitting, key=len)] if fitting else _of_environment(location, environment)
 

@@ -2,9 +2,9 @@
 
     objects/   whole objects, named by a digest of where they come from and of what they are
     partial/   those that are being read, see `download.py`
-    trees/     of each server that runs, directories of models, whose files are links to the objects
+    trees/     of each server: directories of models, whose files are links to the objects
 
-An object is in use while some tree has a link to it, and is then not removed: links make that true whatever ends.
+An object that some tree links to is in use, and never removed.
 """
 
 import fcntl
@@ -81,13 +81,13 @@ class ObjectCache:
             CacheFull: the budget has no room for them beside what is in use; nothing was read.
             ObjectChanged, StoreUnavailable, StoreRefused: see `ObjectStore.read`.
         """
-        missing = [each for each in wanted if not self._link(store, each)]
+        missing = [wanted_object for wanted_object in wanted if not self._link(store, wanted_object)]
         if not missing:
             return 0
         with self._locked():
-            missing = [each for each in missing if not self._link(store, each)]
+            missing = [wanted_object for wanted_object in missing if not self._link(store, wanted_object)]
             self._make_room(store, missing)
-        download = Download(self, store, sum(each.found.size for each in missing), on_bytes)
+        download = Download(self, store, sum(wanted_object.stored.size for wanted_object in missing), on_bytes)
         download.run(missing)
         self.totals.downloaded_bytes += download.read_bytes
         self.totals.held_bytes = self._held()
@@ -102,34 +102,34 @@ class ObjectCache:
         )
         return Measurement({}, readings)
 
-    def entry(self, store: ObjectStore, found: StoredObject) -> Path:
+    def entry(self, store: ObjectStore, stored: StoredObject) -> Path:
         """The file of an object that was read whole."""
-        return self._objects / _digest(store, found)
+        return self._objects / _digest(store, stored)
 
-    def partial(self, store: ObjectStore, found: StoredObject) -> Path:
+    def partial(self, store: ObjectStore, stored: StoredObject) -> Path:
         """The file of one that is being read, of its whole size; beside it, with `.parts`, a byte for each part."""
-        return self._partial / _digest(store, found)
+        return self._partial / _digest(store, stored)
 
-    def _link(self, store: ObjectStore, each: WantedObject) -> bool:
+    def _link(self, store: ObjectStore, wanted: WantedObject) -> bool:
         """Whether the object is here, and at its path now."""
-        each.path.parent.mkdir(parents=True, exist_ok=True)
-        if not each.found.size:
-            each.path.touch()
-            os.utime(each.path, (each.found.modified, each.found.modified))
+        wanted.path.parent.mkdir(parents=True, exist_ok=True)
+        if not wanted.stored.size:
+            wanted.path.touch()
+            os.utime(wanted.path, (wanted.stored.modified, wanted.stored.modified))
             return True
-        entry = self.entry(store, each.found)
+        entry = self.entry(store, wanted.stored)
         try:
-            os.link(entry, each.path)
+            os.link(entry, wanted.path)
         except FileNotFoundError:
             return False
         except FileExistsError:
             return True
-        os.utime(entry, (time(), each.found.modified))
+        os.utime(entry, (time(), wanted.stored.modified))
         return True
 
     def _make_room(self, store: ObjectStore, missing: Sequence[WantedObject]) -> None:
         """Reserve the missing objects' bytes, and remove for it what was not used for longest."""
-        partials = {self.partial(store, each.found): each.found.size for each in missing}
+        partials = {self.partial(store, wanted_object.stored): wanted_object.stored.size for wanted_object in missing}
         needed = sum(size for path, size in partials.items() if not path.exists())
         removable = sorted(self._unused(partials.keys()), key=lambda entry: entry[1].st_atime)
         held, free = self._held(), shutil.disk_usage(self.directory).free
@@ -173,9 +173,9 @@ class ObjectCache:
             yield
 
 
-def _digest(store: ObjectStore, found: StoredObject) -> str:
+def _digest(store: ObjectStore, stored: StoredObject) -> str:
     location = store.location
-    place = (location.scheme, location.endpoint, location.bucket, location.prefix + found.key, found.tag, found.size)
+    place = (location.scheme, location.endpoint, location.bucket, location.prefix + stored.key, stored.tag, stored.size)
     return sha256(repr(place).encode()).hexdigest()[:40]
 
 

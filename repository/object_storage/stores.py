@@ -78,7 +78,7 @@ class ObjectStore(ABC):
         """
         return self._call(self._list())
 
-    def read(self, found: StoredObject, start: int, end: int) -> bytes:
+    def read(self, stored: StoredObject, start: int, end: int) -> bytes:
         """The bytes of an object from `start` to `end`.
 
         Raises:
@@ -86,14 +86,14 @@ class ObjectStore(ABC):
             StoreUnavailable: the store is away, or sent something else.
             StoreRefused: it may not be read.
         """
-        content = self._call(self._read(found, start, end))
+        content = self._call(self._read(stored, start, end))
         if len(content) != end - start:
-            raise StoreUnavailable(f"{self._of(found)}: {len(content)} bytes came of {end - start}")
+            raise StoreUnavailable(f"{self._of(stored)}: {len(content)} bytes came of {end - start}")
         return content
 
-    def md5(self, found: StoredObject) -> str:
+    def md5(self, stored: StoredObject) -> str:
         """Of an object's content, in hex, once it was read; empty if the store does not say."""
-        return found.md5
+        return stored.md5
 
     def close(self) -> None:
         """Close its connections."""
@@ -111,13 +111,13 @@ class ObjectStore(ABC):
     async def _within_time(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wait_for(work, _CALL_SECONDS)
 
-    def _of(self, found: StoredObject) -> str:
-        return f"{self.location.url}: object '{found.key}'"
+    def _of(self, stored: StoredObject) -> str:
+        return f"{self.location.url}: object '{stored.key}'"
 
-    def _refuse(self, status: int, code: str, found: StoredObject | None) -> CharoniaError:
+    def _refuse(self, status: int, code: str, stored: StoredObject | None) -> CharoniaError:
         """The error of an answer with this HTTP status, to a listing or to reading an object."""
-        place = self.location.url if found is None else self._of(found)
-        if found is not None and status in (404, 412, 416):
+        place = self.location.url if stored is None else self._of(stored)
+        if stored is not None and status in (404, 412, 416):
             return ObjectChanged(f"{place} is not there any more as it was listed")
         if status == 404:
             return StoreRefused(f"{place}: there is no such bucket")
@@ -129,7 +129,7 @@ class ObjectStore(ABC):
     async def _list(self) -> list[StoredObject]: ...
 
     @abstractmethod
-    async def _read(self, found: StoredObject, start: int, end: int) -> bytes: ...
+    async def _read(self, stored: StoredObject, start: int, end: int) -> bytes: ...
 
     @abstractmethod
     async def _close(self) -> None: ...
@@ -163,8 +163,8 @@ class S3Store(ObjectStore):
         self._asked = asyncio.Lock()
         self._encrypted: set[str] = set()  # keys of objects whose ETags are no checksums
 
-    def md5(self, found: StoredObject) -> str:
-        return "" if found.key in self._encrypted else found.md5
+    def md5(self, stored: StoredObject) -> str:
+        return "" if stored.key in self._encrypted else stored.md5
 
     async def _client(self) -> Any:
         async with self._asked:
@@ -199,26 +199,26 @@ class S3Store(ObjectStore):
             key=key, size=entry["Size"], tag=tag, modified=modified, md5=tag if len(tag) == 32 and tag.isalnum() else ""
         )
 
-    async def _read(self, found: StoredObject, start: int, end: int) -> bytes:
-        client, place = await self._client(), self.location.prefix + found.key
-        wanted = {"Range": f"bytes={start}-{end - 1}", "IfMatch": f'"{found.tag}"'}
-        async with self._translated(found):
+    async def _read(self, stored: StoredObject, start: int, end: int) -> bytes:
+        client, place = await self._client(), self.location.prefix + stored.key
+        wanted = {"Range": f"bytes={start}-{end - 1}", "IfMatch": f'"{stored.tag}"'}
+        async with self._translated(stored):
             answer = await client.get_object(Bucket=self.location.bucket, Key=place, **wanted)
-            if answer["ETag"].strip('"') != found.tag:
-                raise self._refuse(412, "", found)
+            if answer["ETag"].strip('"') != stored.tag:
+                raise self._refuse(412, "", stored)
             if answer.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in answer:
-                self._encrypted.add(found.key)
+                self._encrypted.add(stored.key)
             async with answer["Body"] as body:
                 content: bytes = await body.read()
                 return content
 
     @asynccontextmanager
-    async def _translated(self, found: StoredObject | None) -> AsyncIterator[None]:
+    async def _translated(self, stored: StoredObject | None) -> AsyncIterator[None]:
         try:
             yield
         except import_module("botocore.exceptions").ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            raise self._refuse(status, error.response.get("Error", {}).get("Code", ""), found) from None
+            raise self._refuse(status, error.response.get("Error", {}).get("Code", ""), stored) from None
 
 
 class GoogleStore(ObjectStore):
@@ -257,9 +257,9 @@ class GoogleStore(ObjectStore):
         size, tag = int(entry.get("size", 0)), str(entry["generation"])
         return StoredObject(key=entry["name"][prefix:], size=size, tag=tag, modified=modified, md5=md5)
 
-    async def _read(self, found: StoredObject, start: int, end: int) -> bytes:
-        bucket, place = self.location.bucket, self.location.prefix + found.key
-        async with self._translated(found):
+    async def _read(self, stored: StoredObject, start: int, end: int) -> bytes:
+        bucket, place = self.location.bucket, self.location.prefix + stored.key
+        async with self._translated(stored):
             _, content = await self._files._call(
                 "GET",
                 "b/{}/o/{}",
@@ -267,22 +267,22 @@ class GoogleStore(ObjectStore):
                 place,
                 headers={"Range": f"bytes={start}-{end - 1}"},
                 alt="media",
-                ifGenerationMatch=found.tag,
+                ifGenerationMatch=stored.tag,
             )
             return bytes(content)
 
     @asynccontextmanager
-    async def _translated(self, found: StoredObject | None) -> AsyncIterator[None]:
+    async def _translated(self, stored: StoredObject | None) -> AsyncIterator[None]:
         try:
             yield
         except FileNotFoundError:
-            raise self._refuse(404, "", found) from None
+            raise self._refuse(404, "", stored) from None
         except (PermissionError, OSError) as error:
             if "Forbidden" in str(error) or isinstance(error, PermissionError):
-                raise self._refuse(403, "Forbidden", found) from None
+                raise self._refuse(403, "Forbidden", stored) from None
             raise
         except import_module("gcsfs.retry").HttpError as error:
-            raise self._refuse(int(error.code or 0), "", found) from None
+            raise self._refuse(int(error.code or 0), "", stored) from None
 
 
 class AzureStore(ObjectStore):
@@ -326,23 +326,23 @@ class AzureStore(ObjectStore):
         key, modified, tag = entry.name[prefix:], entry.last_modified.timestamp(), entry.etag.strip('"')
         return StoredObject(key=key, size=entry.size, tag=tag, modified=modified, md5=md5)
 
-    async def _read(self, found: StoredObject, start: int, end: int) -> bytes:
+    async def _read(self, stored: StoredObject, start: int, end: int) -> bytes:
         from azure.core import MatchConditions
 
-        condition = {"etag": f'"{found.tag}"', "match_condition": MatchConditions.IfNotModified}
-        async with self._translated(found), self._container() as container:
-            blob = self.location.prefix + found.key
+        condition = {"etag": f'"{stored.tag}"', "match_condition": MatchConditions.IfNotModified}
+        async with self._translated(stored), self._container() as container:
+            blob = self.location.prefix + stored.key
             stream = await container.download_blob(blob, offset=start, length=end - start, **condition)
             return bytes(await stream.readall())
 
     @asynccontextmanager
-    async def _translated(self, found: StoredObject | None) -> AsyncIterator[None]:
+    async def _translated(self, stored: StoredObject | None) -> AsyncIterator[None]:
         from azure.core.exceptions import HttpResponseError
 
         try:
             yield
         except HttpResponseError as error:
-            raise self._refuse(error.status_code or 0, str(getattr(error, "error_code", "")), found) from None
+            raise self._refuse(error.status_code or 0, str(getattr(error, "error_code", "")), stored) from None
 
 
 def retried(call: Callable[[], T], pause: Callable[[float], object] = sleep) -> T:

@@ -252,7 +252,8 @@ GREEDY = TextBackend(Greedy, lambda *_: (MemoryNeed(100),))  # type: ignore[arg-
 def greedy(tmp_path: Path, toys: list[Toy], two_at_once: None, monkeypatch: pytest.MonkeyPatch) -> World:
     """A repository of two of them, whose loads hang, over 1000 bytes of memory; they state 100 each."""
     entry = EntryPoint("greedy", f"{__name__}:GREEDY", "charonia.backends")
-    monkeypatch.setattr(backend_registry, "installed_extensions", lambda group: {entry.name: entry})
+    entries = {"charonia.backends": {entry.name: entry}}
+    monkeypatch.setattr(backend_registry, "installed_extensions", lambda group: entries.get(group, {}))
     world = World(tmp_path)
     world.gateway = InProcessGateway(builder=ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 1000))))
     world.watcher = RepositoryWatcher(world.catalog, world.gateway.registry, world.gateway.lifecycle)

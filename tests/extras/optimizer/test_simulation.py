@@ -54,7 +54,7 @@ def test_a_shared_beginning_is_computed_once_and_goes_to_the_replica_that_has_it
     simulation, results = run(requests, replicas=2)
     assert [each.cached for each in results[:2]] == [0, 0]
     assert {each.cached for each in results[2:]} == {320}
-    assert {replica.totals.prefix_hits for replica in simulation.replicas} == {9 * 320}
+    assert {replica.scheduler.totals.prefix_hits for replica in simulation.replicas} == {9 * 320}
     _, apart = run([each._replace(tenant=str(at)) for at, each in enumerate(requests)])
     assert {each.cached for each in apart} == {0}, "tenants share nothing"
 
@@ -70,7 +70,7 @@ def test_a_full_queue_refuses_and_what_is_too_long_never_waits() -> None:
 
 def test_a_small_cache_preempts_and_all_end() -> None:
     simulation, _ = run([SimulatedRequest(0.0, 100, 300) for _ in range(8)], replace(ENGINE, blocks=90))
-    assert simulation.replicas[0].totals.preemptions > 0
+    assert simulation.replicas[0].scheduler.totals.preemptions > 0
     assert simulation.replicas[0].most_held == 90
 
 
@@ -173,7 +173,7 @@ def test_the_real_engine_core_computes_the_same_steps(ahead: int, blocks: int) -
     simulated.clear()  # the warm-up's
     simulation.run(requests)
     assert simulated == core_steps(engine, requests)
-    assert bool(simulation.replicas[0].totals.preemptions) == (blocks == 40)
+    assert bool(simulation.replicas[0].scheduler.totals.preemptions) == (blocks == 40)
 
 
 def core_steps(engine: EngineShape, requests: list[SimulatedRequest]) -> list[PlannedRows]:
