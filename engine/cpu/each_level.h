@@ -32,7 +32,16 @@
 #undef LANES
 #undef LEVEL
 
-#ifdef CHARONIA_X86
+#ifdef CHARONIA_AVX512_MODEL /* a header of tests, with functions of plain C for the intrinsics */
+#include CHARONIA_AVX512_MODEL
+#define LEVEL avx512
+#define LANES 16
+#include "simd.h"
+#include SUBJECT
+#undef LANES
+#undef LEVEL
+#define ALL_LEVELS(name) {name##_portable, [1 ... LEVELS - 1] = name##_avx512}
+#elif defined(CHARONIA_X86)
 #include <immintrin.h>
 
 BEGIN_TARGET("avx2,fma,f16c")

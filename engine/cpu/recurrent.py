@@ -44,13 +44,13 @@ class MovesStruct(ctypes.Structure):
     _fields_ = struct_fields("p sources save_begins save_counts save_slots")
 
 
-class _ConvolutionStruct(ctypes.Structure):
+class ConvolutionStruct(ctypes.Structure):
     """`Convolution` of recurrent.h."""
 
     _fields_ = struct_fields("l channels kernel inputs input_gates output_gates", "p weight bias", "i activated kind")
 
 
-class _RecurrenceStruct(ctypes.Structure):
+class RecurrenceStruct(ctypes.Structure):
     """`Recurrence` of recurrent.h."""
 
     _fields_ = struct_fields(
@@ -61,7 +61,7 @@ class _RecurrenceStruct(ctypes.Structure):
     )
 
 
-class _HeadGateStruct(ctypes.Structure):
+class HeadGateStruct(ctypes.Structure):
     """`HeadGate` of elementwise.h."""
 
     _fields_ = struct_fields("l heads n weights column", "p weight", "f eps", "i gates_first sigmoid kind")
@@ -112,7 +112,7 @@ class CausalConvolution:
         gates = (_NONE if column is None else column for column in columns[1:])
         addresses = self._weight.data_ptr(), None if bias is None else bias.data_ptr()
         sizes = self.channels, self.kernel, columns.inputs, *gates
-        self._struct = _ConvolutionStruct(*sizes, *addresses, activated, library.DTYPE_CODES[dtype])
+        self._struct = ConvolutionStruct(*sizes, *addresses, activated, library.DTYPE_CODES[dtype])
         self._convolve = library.bind_function("charonia_convolve")
 
     def __call__(self, x: TensorOrSymbol, layer: int, slots: StepSlots | None) -> TensorOrSymbol:
@@ -145,7 +145,7 @@ class Recurrence:
 
     untraceable: str | None = None
 
-    def __init__(self, shape: RecurrenceShape, struct: _RecurrenceStruct, kept: tuple[Tensor | None, ...]) -> None:
+    def __init__(self, shape: RecurrenceShape, struct: RecurrenceStruct, kept: tuple[Tensor | None, ...]) -> None:
         self._shape, self._struct, self._kept = shape, struct, kept
         self._recur = library.bind_function("charonia_recur")
 
@@ -174,7 +174,7 @@ def gated_delta_rule(
     columns = *shape, decay_column, beta_column
     addresses = rates.data_ptr(), bias.data_ptr(), None
     kind = library.DTYPE_CODES[dtype]
-    struct = _RecurrenceStruct(*columns, *addresses, shape.key_size**-0.5, 0.0, 0.0, _DELTA_RULE, kind, kind)
+    struct = RecurrenceStruct(*columns, *addresses, shape.key_size**-0.5, 0.0, 0.0, _DELTA_RULE, kind, kind)
     return Recurrence(shape, struct, (rates, bias))
 
 
@@ -195,7 +195,7 @@ def selective_scan(shape: RecurrenceShape, step_column: int, steps: ScanSteps, d
     rates, bias, skip, least, most = steps
     addresses = rates.data_ptr(), bias.data_ptr(), None if skip is None else skip.data_ptr()
     kind = library.DTYPE_CODES[dtype]
-    struct = _RecurrenceStruct(*shape, step_column, _NONE, *addresses, 1.0, least, most, _SELECTIVE_SCAN, kind, kind)
+    struct = RecurrenceStruct(*shape, step_column, _NONE, *addresses, 1.0, least, most, _SELECTIVE_SCAN, kind, kind)
     return Recurrence(shape, struct, (rates, bias, skip))
 
 
@@ -222,7 +222,7 @@ class HeadGate:
             weights, address = self._weight.numel() // size, self._weight.data_ptr()
         eps, gates_first, sigmoid = (0.0, False, True) if norm is None else norm[1:]
         kind = library.DTYPE_CODES[dtype]
-        self._struct = _HeadGateStruct(heads, size, weights, column, address, eps, gates_first, sigmoid, kind)
+        self._struct = HeadGateStruct(heads, size, weights, column, address, eps, gates_first, sigmoid, kind)
         self._gate = library.bind_function("charonia_gate_heads")
 
     def __call__(self, x: TensorOrSymbol, gates: TensorOrSymbol) -> TensorOrSymbol:

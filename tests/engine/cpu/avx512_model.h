@@ -1,6 +1,10 @@
 /* The instructions of AVX-512 that products use, in plain C, as Intel's guide to its intrinsics describes them: for the
  * kernels of that level where no processor has it. */
+#ifndef CHARONIA_AVX512_MODEL_H
+#define CHARONIA_AVX512_MODEL_H
+
 #include <math.h>
+#include <stdint.h>
 #include <string.h>
 
 #undef TARGET_AVX512
@@ -20,6 +24,7 @@ typedef __m512i __m512bh;
 #define MODEL(Type, name, ...) static inline __attribute__((always_inline)) Type name(__VA_ARGS__)
 
 MODEL(__m256i, _mm256_loadu_si256, const __m256i *from) { return *from; }
+MODEL(void, _mm256_storeu_si256, __m256i *to, __m256i x) { *to = x; }
 MODEL(__m512i, _mm512_set1_epi32, int32_t one) { return (__m512i){0} + one; }
 
 MODEL(__m512i, _mm512_srli_epi16, __m512i x, int by)
@@ -33,6 +38,40 @@ MODEL(__m512, _mm512_fmadd_ps, __m512 a, __m512 b, __m512 c)
 {
     EACH(i, 16) c[i] = fmaf(a[i], b[i], c[i]);
     return c;
+}
+
+/* The second where either is NaN. */
+MODEL(__m512, _mm512_max_ps, __m512 a, __m512 b)
+{
+    EACH(i, 16) b[i] = a[i] > b[i] ? a[i] : b[i];
+    return b;
+}
+
+MODEL(__m512, _mm512_min_ps, __m512 a, __m512 b)
+{
+    EACH(i, 16) b[i] = a[i] < b[i] ? a[i] : b[i];
+    return b;
+}
+
+MODEL(__m512i, _mm512_cvtps_epi32, __m512 x)
+{
+    __m512i nearest;
+    EACH(i, 16) nearest[i] = (int32_t)lrintf(x[i]);
+    return nearest;
+}
+
+MODEL(__m512i, _mm512_cvtepu16_epi32, __m256i x)
+{
+    __m512i wide;
+    EACH(i, 16) wide[i] = (uint16_t)x[i];
+    return wide;
+}
+
+MODEL(__m256i, _mm512_cvtepi32_epi16, __m512i x)
+{
+    __m256i low;
+    EACH(i, 16) low[i] = (int16_t)x[i];
+    return low;
 }
 
 MODEL(__m512, _mm512_cvtph_ps, __m256i halves)
@@ -69,3 +108,5 @@ MODEL(__m512, _mm512_dpbf16_ps, __m512 sums, __m512bh a, __m512bh b)
     const __m512 odd[2] = {(__m512)(a & -65536), (__m512)(b & -65536)}, even[2] = {(__m512)(a << 16), (__m512)(b << 16)};
     return _mm512_fmadd_ps(even[0], even[1], _mm512_fmadd_ps(odd[0], odd[1], sums));
 }
+
+#endif

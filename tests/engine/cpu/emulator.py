@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from charonia.engine.cpu import library
+from charonia.engine.cpu.attention import StepStruct
 from charonia.engine.cpu.matmul import LANES, LINE_BYTES, GroupedFormat, MatrixStruct
+from charonia.engine.cpu.recurrent import ConvolutionStruct, HeadGateStruct, MovesStruct, RecurrenceStruct
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 
@@ -21,6 +23,7 @@ IS_HERE = all(map(shutil.which, (COMPILER, EMULATOR)))
 
 FLAGS = "-static -std=gnu11 -Og -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast -Wall -Wno-psabi -Werror"
 SOURCES = (
+    "convolution",
     "elementwise",
     "level",
     "matmul",
@@ -28,6 +31,7 @@ SOURCES = (
     "matmul_i8mm",
     "matmul_pack",
     "matmul_portable",
+    "recurrence",
     "sample",
 )
 
@@ -80,6 +84,25 @@ class Memory:
             self.attach(at + getattr(MatrixStruct, name).offset, getattr(matrix, name), size)
         return matrix
 
+    def attach_parts(self, number: int, struct: ctypes.Structure, **sizes: int) -> None:
+        """Argument `number`, a structure, with the blocks of so many bytes that it has the addresses of."""
+        at = self.attach(8 * number, ctypes.addressof(struct), ctypes.sizeof(struct), returns=False)
+        for name, size in sizes.items():
+            self.attach(at + getattr(type(struct), name).offset, getattr(struct, name), size, returns=False)
+
+    def attach_step(self, step: StepStruct, moves: MovesStruct) -> tuple[int, int]:
+        """Arguments 1 and 2. Returns the number of tokens, and that of slots up to the last that is named."""
+        rows = step.rows
+        begins = (ctypes.c_int64 * (rows + 1)).from_address(moves.save_begins)
+        counts, lines, sources = (
+            (ctypes.c_int32 * rows).from_address(address) for address in (step.counts, step.lines, moves.sources)
+        )
+        saved = (ctypes.c_int32 * begins[rows]).from_address(moves.save_slots)
+        self.attach_parts(1, step, lines=4 * rows, starts=4 * rows, counts=4 * rows, firsts=8 * rows)
+        saves = 4 * begins[rows]
+        self.attach_parts(2, moves, sources=4 * rows, save_begins=8 * rows + 8, save_counts=saves, save_slots=saves)
+        return sum(counts), 1 + max((*lines, *sources, *saved))
+
     def bring_back(self, content: bytes) -> None:
         for address, (at, size) in self._blocks.items():
             ctypes.memmove(address, content[at : at + size], size)
@@ -129,6 +152,27 @@ def attach_all(memory: Memory, name: str, a: list[int]) -> None:
         case "charonia_rope":
             head = 2 * a[6] * WIDTHS[a[7]]
             attach(a0=(a[3] - 1) * a[5] * WIDTHS[a[7]] + a[4] * head, a1=a[3] * 2 * a[6] * 4, a2=a[3] * a[4] * head)
+        case "charonia_gate_heads":
+            gate = HeadGateStruct.from_address(a[0])
+            memory.attach_parts(0, gate, weight=4 * gate.weights * gate.n)
+            heads, width = gate.heads * gate.n, WIDTHS[gate.kind]
+            attach(
+                a1=a[5] * heads * width, a2=((a[5] - 1) * a[3] + gate.column + heads) * width, a4=a[5] * heads * width
+            )
+        case "charonia_convolve":
+            layer = ConvolutionStruct.from_address(a[0])
+            memory.attach_parts(0, layer, weight=4 * layer.kernel * layer.channels, bias=4 * layer.channels)
+            tokens, slots = memory.attach_step(StepStruct.from_address(a[1]), MovesStruct.from_address(a[2]))
+            line = layer.channels * WIDTHS[layer.kind]
+            attach(a3=tokens * a[4] * WIDTHS[layer.kind], a5=slots * (layer.kernel - 1) * line, a6=tokens * line)
+        case "charonia_recur":
+            rule = RecurrenceStruct.from_address(a[0])
+            memory.attach_parts(0, rule, **dict.fromkeys(("rates", "bias", "skip"), 4 * rule.heads))
+            tokens, slots = memory.attach_step(StepStruct.from_address(a[1]), MovesStruct.from_address(a[2]))
+            matrices = slots * rule.heads * rule.key_size * rule.value_size * 4
+            out = tokens * rule.heads * rule.value_size * WIDTHS[rule.kind]
+            x, gates = tokens * a[4] * WIDTHS[rule.kind], tokens * a[6] * WIDTHS[rule.gates_kind]
+            attach(a3=x, a5=gates, a7=matrices, a8=out)
         case "charonia_argmax":
             attach(a0=((a[2] - 1) * a[3] + a[4]) * WIDTHS[a[5]], a1=a[2] * 8)
 

@@ -12,7 +12,7 @@ from charonia.engine.cpu import library
 from charonia.engine.cpu.elementwise import ACTIVATION_CODES
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
 from charonia.engine.cpu.memory import HugePageArena
-from tests.engine.cpu import test_argmax, test_elementwise
+from tests.engine.cpu import test_argmax, test_elementwise, test_recurrent
 from tests.engine.cpu.emulator import IS_HERE, EmulatedLibrary, build_kernels
 from tests.engine.cpu.test_matmul_grouped import FORMS, Form, form_of, inputs, made
 from tests.engine.cpu.test_tiles import flushed, short_numbers
@@ -165,3 +165,14 @@ def test_what_stands_between_products_is_right_too(dtype: torch.dtype, emulate: 
             test_elementwise.test_gate("", size, dtype, activation)
     test_elementwise.test_turn("", 20, dtype)
     test_argmax.test_random_rows("", 2049, dtype)
+
+
+@pytest.mark.parametrize("dtype", test_recurrent.DTYPES, ids=str)
+def test_layers_with_a_state_are_right_too(dtype: torch.dtype, emulate: Emulate) -> None:
+    emulate("bfmmla")
+    for layer in test_recurrent.LAYERS:
+        test_recurrent.test_results_and_states_are_right("", layer, dtype)
+        test_recurrent.test_the_same_bits_wherever_a_sequence_is_cut("", layer, dtype)
+        test_recurrent.test_a_saved_state_is_taken_up_by_others("", layer, dtype)
+    for size in (1, 17, 64):
+        test_recurrent.test_gated_norms("", size, dtype)

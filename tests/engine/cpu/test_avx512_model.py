@@ -14,6 +14,7 @@ import torch
 from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
 from charonia.engine.cpu.memory import HugePageArena
+from tests.engine.cpu import test_elementwise, test_recurrent
 from tests.engine.cpu.test_matmul_grouped import FORMS, form_of, inputs, made
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FLAGS = "-shared -fPIC -std=gnu11 -Og -ffp-contract=fast -fopenmp -fvisibility=hidden -Wall -Wno-psabi -Werror"
-SOURCES = ("matmul.c", "matmul_avx512.c", "matmul_pack.c")
+SOURCES = ("convolution.c", "elementwise.c", "matmul.c", "matmul_avx512.c", "matmul_pack.c", "recurrence.c")
 
 ROWS = range(1, 14)
 
@@ -46,16 +47,21 @@ def of_this_machine() -> list[torch.Tensor]:
     return [*grouped_products(), *int8_products()]
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products are the model's."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    shared_object = str(tmp_path_factory.mktemp("avx512") / "it.so")
     ours, theirs = Path(__file__).parent, Path(library.__file__).parent
     sources = [*(str(theirs / name) for name in SOURCES), str(ours / "avx512_model.c")]
     named = '-DCHARONIA_AVX512_MODEL="avx512_model.h"'
-    asked = ["gcc", *FLAGS.split(), named, f"-I{theirs}", f"-I{ours}", *sources, "-lm", "-o", str(tmp_path / "it.so")]
+    asked = ["gcc", *FLAGS.split(), named, f"-I{theirs}", f"-I{ours}", *sources, "-lm", "-o", shared_object]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    built = ctypes.CDLL(str(tmp_path / "it.so"))
+    return ctypes.CDLL(shared_object)
+
+
+@pytest.fixture
+def model(built: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are the model's."""
     monkeypatch.setattr(library, "_open_library", lambda: built)
     library.bind_function.cache_clear()
     assert library.level() == "avx512bf16"
@@ -66,3 +72,19 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_integer_products_have_this_machines_bits(of_this_machine: list[torch.Tensor], model: None) -> None:
     found = [*grouped_products(), *int8_products()]
     assert [torch.equal(one, other) for one, other in zip(found, of_this_machine, strict=True)] == [True] * len(found)
+
+
+@pytest.mark.parametrize("dtype", test_recurrent.DTYPES, ids=str)
+def test_layers_with_a_state_are_right_in_vectors_of_16(model: None, dtype: torch.dtype) -> None:
+    for layer in test_recurrent.LAYERS:
+        test_recurrent.test_results_and_states_are_right("", layer, dtype)
+        test_recurrent.test_the_same_bits_wherever_a_sequence_is_cut("", layer, dtype)
+        test_recurrent.test_a_saved_state_is_taken_up_by_others("", layer, dtype)
+
+
+@pytest.mark.parametrize("dtype", test_recurrent.DTYPES, ids=str)
+def test_what_stands_between_products_is_right_too(model: None, dtype: torch.dtype) -> None:
+    for size in (1, 17, 100):
+        test_recurrent.test_gated_norms("", size, dtype)
+        test_elementwise.test_norm("", size, dtype)
+        test_elementwise.test_gate("", size, dtype, "silu")
