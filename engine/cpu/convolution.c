@@ -1,6 +1,9 @@
 /* Causal convolutions of a step's rows: threads share rows and channels. */
 #include "recurrent.h"
 
+/* Tokens whose inputs are fetched before they are wanted. */
+enum { TOKENS_AHEAD = 4 };
+
 #define SUBJECT "convolution.inc"
 #include "each_level.h"
 

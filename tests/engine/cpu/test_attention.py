@@ -84,7 +84,7 @@ def exact(shape: CacheSpec, sequence: Sequence) -> Tensor:
 
 @pytest.mark.parametrize("view", [LayerAttention(), WINDOWED, CAPPED], ids=["plain", "window and sinks", "cap"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(1, 1, 32), (14, 2, 64), (6, 2, 80), (3, 1, 128), (5, 1, 256)]
+    ("heads", "kv_heads", "head_dim"), [(1, 1, 32), (14, 2, 64), (6, 2, 80), (3, 1, 128), (5, 1, 256), (8, 2, 512)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prefill_and_decode_are_right(
