@@ -162,6 +162,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "routed_scaling_factor": 1.5,
     },
+    "qwen3-next": LLAMA
+    | {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "mlp_only_layers": [1],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48,
+    },
     "qwen3.5-moe": LLAMA
     | {
         "model_type": "qwen3_5_moe_text",

@@ -156,6 +156,19 @@ HYBRIDS = {
         hybrid=_lfm2,
         translate=_lfm2_moe_fields,
     ),
+    "Qwen3NextForCausalLM": ArchitectureDefaults(
+        absent={
+            **_QWEN3_5,
+            "num_key_value_heads": 2,
+            "intermediate_size": 5632,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        partial_rotary=True,
+        hybrid=_qwen3_5,
+    ),
     "Qwen3_5ForCausalLM": ArchitectureDefaults(
         absent=_QWEN3_5, partial_rotary=True, rope_types={"mrope": "default"}, hybrid=_qwen3_5
     ),

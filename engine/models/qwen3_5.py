@@ -19,14 +19,23 @@ from .native_decoder import NativeDecoder
 
 
 def build_qwen3_5(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    return _build(spec, loader, grouped=False)
+
+
+def build_qwen3_next(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    """Qwen 3-Next, which came before: its matrices are stored in another order."""
+    return _build(spec, loader, grouped=True)
+
+
+def _build(spec: ModelSpec, loader: WeightLoader, grouped: bool) -> Decoder:
     rotary = shared_rotary(spec.rope, spec, loader)
-    layers = [Qwen35DecoderLayer(spec, loader, index, rotary) for index in loader.stage.layers(spec.layers)]
+    layers = [Qwen35DecoderLayer(spec, loader, index, rotary, grouped) for index in loader.stage.layers(spec.layers)]
     return NativeDecoder(build_ends(spec, loader, offset_rms_norm), layers)
 
 
 def build_feed_forward(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
     dense = mlp_spec(spec, index)._replace(bias=False)
-    if spec.experts is None:
+    if spec.experts is None or not spec.experts.sparse_layers[index]:
         return GatedMLP(loader, dense)
     expert = dense._replace(intermediate=spec.experts.intermediate_size)
     if loader.has(f"{dense.name}.experts.0.gate_up_proj.weight"):
@@ -37,14 +46,17 @@ def build_feed_forward(spec: ModelSpec, loader: WeightLoader, index: int) -> Fee
 
 
 class Qwen35DecoderLayer:
-    def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary) -> None:
+    def __init__(
+        self, spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary, grouped: bool = False
+    ) -> None:
+        """`grouped`: see `GatedDeltaNet`."""
         name = f"model.layers.{index}"
         self._before_mixer = offset_rms_norm(
             loader.vector(f"{name}.input_layernorm.weight", spec.hidden_size), spec.norm_eps
         )
         self._mixer: SelfAttention | GatedDeltaNet
         if spec.attention[index] is None:
-            self._mixer = GatedDeltaNet(loader, spec, index, f"{name}.linear_attn")
+            self._mixer = GatedDeltaNet(loader, spec, index, f"{name}.linear_attn", grouped)
         else:
             bias = spec.attention_bias
             projections = AttentionProjections(qkv_bias=bias, out_bias=bias, norm=offset_rms_norm, gated=True)

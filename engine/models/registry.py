@@ -26,7 +26,7 @@ from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, default_length
 from .lfm2 import build_lfm2
 from .llama import build_llama, build_mistral, build_mixtral, build_phi3, build_qwen2, build_qwen3, build_qwen3_moe
 from .mtp import MTP_PREFIX
-from .qwen3_5 import build_qwen3_5
+from .qwen3_5 import build_qwen3_5, build_qwen3_next
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Phi3ForCausalLM": build_phi3,
     "Qwen2ForCausalLM": build_qwen2,
     "Qwen3ForCausalLM": build_qwen3,
+    "Qwen3NextForCausalLM": build_qwen3_next,
     "Qwen3_5ForCausalLM": build_qwen3_5,
     "Qwen3_5MoeForCausalLM": build_qwen3_5,
     "Qwen3MoeForCausalLM": build_qwen3_moe,

@@ -31,7 +31,7 @@ from charonia.scheduler.plan import NewSequence, ResolvedSampling
 
 CPU = torch.device("cpu")
 NAMES = ["qwen3.5", "lfm2", "granite-hybrid"]
-SPARSE = ["qwen3.5-moe", "lfm2-moe", "granite-hybrid-moe"]
+SPARSE = ["qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite-hybrid-moe"]
 PARTS = ["qwen3.5-image"]
 """The language part of what takes images too."""
 LENGTHS = (130, 1, 23, 64, 100)
