@@ -38,6 +38,7 @@ PAGES = (
     "operating.md",
     "flags.md",
     "serving-models.md",
+    "models.md",
     "routes.md",
     "rollouts.md",
     "sizing.md",

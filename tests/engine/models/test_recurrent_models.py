@@ -178,6 +178,17 @@ def test_half_precision_is_as_near_as_transformers(
     assert ours < 1.25 * theirs
 
 
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.2), ("int4", 0.7)])
+@pytest.mark.parametrize("name", NAMES)
+def test_quantised_logits_are_near(checkpoint: Callable[..., Path], name: str, quantization: str, most: float) -> None:
+    """Random weights of few inputs are hard on four bits."""
+    right = torch.cat(right_logits(checkpoint(name), torch.float32))
+    model = Engine(checkpoint(name), torch.float32, quantization)
+    found = torch.cat([model.whole(tokens) for tokens in prompts()])
+    error = (found - right).pow(2).mean().sqrt() / right.std()
+    assert 1e-4 < error < most
+
+
 @pytest.mark.parametrize("piece", [1, 63, 64, 65])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)

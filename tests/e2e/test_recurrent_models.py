@@ -1,0 +1,70 @@
+"""Models whose layers keep states, over HTTP with the prefix cache on: what they say is what transformers says, also
+where a request goes on from what another left."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from .models import write_model
+from .serving import Server, serving
+
+NAMES = ["qwen3.5", "lfm2", "granite-hybrid"]
+NEW = 12
+generator = torch.Generator().manual_seed(5)
+SHARED = torch.randint(1, 384, (100,), generator=generator).tolist()
+PROMPTS = [[*SHARED, *torch.randint(1, 384, (length,), generator=generator).tolist()] for length in (40, 3, 21)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(making: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("recurrent")
+    return {name: making.write_checkpoint(folder / name, making.CONFIGS[name]) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("repository")
+    for name, checkpoint in checkpoints.items():
+        write_model(repository, name, checkpoint, max_num_seqs=4)
+    with serving(tmp_path_factory.mktemp("s") / "t", "--model-repository", str(repository)) as running:
+        yield running
+        assert running.stop() == 0, running.said
+
+
+@pytest.fixture(scope="module")
+def right(checkpoints: dict[str, Path]) -> Callable[[str], list[list[int]]]:
+    """What transformers generates greedily for each prompt."""
+
+    def generate(name: str) -> list[list[int]]:
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoints[name], dtype=torch.float32)
+        tokens = []
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            out = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+            tokens.append(out[0, len(prompt) :].tolist())
+        return tokens
+
+    return generate
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_say_what_transformers_says(hybrids: Server, right: Callable[[str], list[list[int]]], name: str) -> None:
+    """Twice: the second time each prompt goes on from a snapshot of what it was the first time."""
+    with openai.OpenAI(base_url=f"{hybrids.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        cached = []
+        for _ in range(2):
+            for prompt, tokens in zip(PROMPTS, right(name), strict=True):
+                extra = {"return_token_ids": True, "ignore_eos": True}
+                answer: Any = client.completions.create(
+                    model=name, prompt=prompt, max_tokens=NEW, temperature=0, extra_body=extra
+                )
+                assert answer.choices[0].token_ids == tokens
+                cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0
+    assert min(cached[3:]) >= 64
