@@ -96,6 +96,16 @@ def leads_somewhere(source: Any, link: str, page: Callable[[str], Any]) -> bool:
     return target.exists() and (not anchor or anchor in page(str(target.resolve())).headings())
 
 
+@pytest.mark.parametrize("name", ["architecture.md", "life-of-a-request.md", "../CONTRIBUTING.md"])
+def test_files_that_are_named_exist(root: Path, page: Any, name: str) -> None:
+    """A name without a folder is that of some file: a row's other names say where."""
+    folders = [package.parent for package in root.glob("*/__init__.py")]
+    there = {path.name for folder in folders for path in folder.rglob("*.*")}
+    named = set(re.findall(r"`([\w/]+\.(?:py|pyi|c|h|inc|js))`", page(name).text))
+    assert len(named) > 5
+    assert [file for file in named if not ((root / file).is_file() if "/" in file else file in there)] == []
+
+
 OUR_COMMAND = re.compile(r"charonia |python -m ")
 
 
