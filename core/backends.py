@@ -78,7 +78,6 @@ class RequestTimes:
     output: int = 0
 
     def add(self, child: RequestContext) -> None:
-        """Add the times of a request that has ended."""
         summary = child.summary
         arrived_at = child.arrived_at
         if child.execution is not None:
@@ -118,8 +117,6 @@ class Composition(Protocol):
 
 
 class CompositionBackend(NamedTuple):
-    """A backend of models that only ask others."""
-
     compose: Callable[[ModelConfig, ModelLookup, Path], Composition]
     """Makes a version's composition from its config, the server's models and its directory. Raises `CharoniaError` for
     a wrong config."""

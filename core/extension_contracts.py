@@ -64,8 +64,6 @@ class ExtensionHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedRoutes:
-    """What an extension serves."""
-
     routes: Sequence[Any] = ()
     """Routes of Starlette or FastAPI, tried before the server's own. A plain `starlette.routing.Route` for POST is
     called without FastAPI's middleware, as the server's are."""
@@ -122,8 +120,6 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True)
 class RoutesExtension(Generic[OptionsT]):
-    """An extension of the server's routes."""
-
     options: type[OptionsT]
     """A frozen dataclass with keyword-only fields that have defaults: each is a flag of `charonia serve`, read by
     cyclopts, and the string under it is its help."""
@@ -180,8 +176,6 @@ class RequestObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ObserverExtension:
-    """An extension that follows requests."""
-
     observe: Callable[[ResidentModels], RequestObserver]
     """Called once, before there are routes."""
     metrics: Sequence[MetricFamily] = ()

@@ -47,7 +47,6 @@ def _select_declared() -> Callable[..., EntryPoints]:
 
 
 def is_own_extension(entry: EntryPoint) -> bool:
-    """Whether an entry point's module is of this package."""
     return entry.module.partition(".")[0] == __name__.partition(".")[0]
 
 

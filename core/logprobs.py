@@ -82,8 +82,6 @@ class PromptLogprobs(NamedTuple):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token with its logprob."""
-
     id: int
     text: str
     """An incomplete character shows as U+FFFD."""

@@ -66,8 +66,6 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """The tools of a request."""
-
     tools: tuple[Tool, ...]
     choice: ToolChoice = "auto"
     named: str = ""
@@ -77,7 +75,6 @@ class ToolUse(msgspec.Struct, frozen=True):
 
     @property
     def constrained(self) -> bool:
-        """Whether calls are constrained to the tools' parameters."""
         return bool(self.named or self.choice == "required") or (
             self.choice == "auto" and any(tool.strict for tool in self.tools)
         )
@@ -147,8 +144,6 @@ Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 
 
 class GuidedDecoding(NamedTuple):
-    """A constraint on generated text."""
-
     kind: GrammarKind
     """Any JSON, JSON of a schema, a regular expression, an EBNF or Lark grammar, one of several texts (`choice`), or
     tags with a schema each (`structural_tag`)."""
@@ -257,7 +252,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_only(self) -> bool:
-        """Whether no token is to be generated."""
         return self.sampling.max_tokens == 0
 
 

@@ -1,5 +1,5 @@
-"""The context of one request: an endpoint opens it, models get it as an argument, and it is recorded when the request
-ends. A request that is refused before its model is found has one too."""
+"""The context of one request: an endpoint opens it, models get it as an argument, and it is recorded at the end, even
+if no model was found."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -41,8 +41,6 @@ class InstanceRate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InstancePlacement:
-    """The placement of one instance."""
-
     kind: str = "KIND_CPU"
     """KIND_CPU, KIND_GPU or KIND_MODEL."""
     device: int = 0

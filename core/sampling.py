@@ -98,7 +98,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def chosen_seed(self) -> int | None:
-        """The seed, if the client chose one."""
         return None if self.seed == -1 else self.seed
 
 

@@ -37,7 +37,6 @@ def is_config_tensor_size_allowed(datatype: str, shape: tuple[int, ...]) -> bool
 
 
 def zero_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An array of zeros, or of empty strings."""
     return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
 
 

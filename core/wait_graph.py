@@ -102,8 +102,6 @@ def _distances(requests: Iterable[RequestContext], whole: RequestContext) -> Ite
 
 
 class WaitGraph:
-    """The waits of a server's models."""
-
     def __init__(self) -> None:
         self._models: list[WaitingModel] = []
         self._timer: asyncio.TimerHandle | None = None

@@ -170,13 +170,12 @@ _prepared: defaultdict[str, list[tuple[ChildProcess, IO[bytes]]]] = defaultdict(
 
 
 def prepared_children(name: str) -> int:
-    """The number of children that wait for a call."""
     return len(_prepared[name])
 
 
 def prepare_child(name: str, module: str, function: str) -> None:
-    """Start the interpreter of the next `python_child` called `name`, with the environment of now. It calls `function`
-    of `module`, which does slow imports, and waits. Raises `OSError` if it cannot be started."""
+    """Start the interpreter of the next `python_child` called `name`. It calls `function` of `module`, which does slow
+    imports, and waits. Raises `OSError` if it cannot be started."""
     reader, writer = os.pipe()
     pipe = open(writer, "wb")  # noqa: SIM115
     try:
@@ -191,7 +190,6 @@ def prepare_child(name: str, module: str, function: str) -> None:
 
 
 def drop_prepared_children() -> None:
-    """End the prepared children."""
     while _prepared:
         for child, pipe in _prepared.popitem()[1]:
             child.kill()

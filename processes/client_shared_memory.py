@@ -45,8 +45,6 @@ class CudaMemoryRegion(NamedTuple):
 
 
 class SharedMemorySlice(NamedTuple):
-    """The bytes of a region that hold a tensor."""
-
     region: str
     offset: int
     byte_size: int
@@ -136,7 +134,6 @@ class SharedMemoryRegistry:
         self._take_back(SharedMemoryRegion, name)
 
     def unregister_cuda(self, name: str = "") -> None:
-        """Unregister one region on a GPU, or all."""
         self._take_back(CudaMemoryRegion, name)
 
     def status(self, name: str = "") -> list[SharedMemoryRegion]:
@@ -152,7 +149,6 @@ class SharedMemoryRegistry:
         return [region for region, _ in self._open.values() if isinstance(region, SharedMemoryRegion)]
 
     def registered_cuda(self) -> list[CudaMemoryRegion]:
-        """The regions on GPUs that were not unregistered."""
         return [region for region, _ in self._open.values() if isinstance(region, CudaMemoryRegion)]
 
     def view(self, span: SharedMemorySlice) -> LentMemory:

@@ -37,8 +37,6 @@ _CUDA = re.compile(r"^cuda\b[^=\n]*= *'", re.MULTILINE)
 
 
 class Cores(NamedTuple):
-    """The cores that a process may use."""
-
     logical: int
     """Including hyperthreads."""
     physical: int
@@ -64,7 +62,6 @@ class Cores(NamedTuple):
 
 
 def usable_cores(root: Path = _ROOT) -> Cores:
-    """The cores on which this process may compute."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     physical = {_read(root / topology.format(cpu)) or str(cpu) for cpu in cpus}

@@ -59,8 +59,6 @@ T = TypeVar("T")
 
 
 class LogRecordMessage(msgspec.Struct, array_like=True, tag="log", frozen=True):
-    """One record of a child's log."""
-
     logger: str
     level: int
     text: str

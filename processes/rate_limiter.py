@@ -114,13 +114,11 @@ class RateLimiter:
             self._grant()
 
     def release(self, claim: "InstanceClaim") -> None:
-        """See `InstanceClaim.release`."""
         with self._lock:
             self._give_back(claim)
             self._grant()
 
     def close(self, claim: "InstanceClaim") -> None:
-        """See `InstanceClaim.close`."""
         with self._lock:
             if claim.closed:
                 return
@@ -141,7 +139,6 @@ class RateLimiter:
                 self._claims.remove(claim)
 
     def measure(self) -> Iterator[Measurement]:
-        """The resources' limits, uses and waits, for a scrape."""
         with self._lock:
             resources = sorted({resource for claim in self._claims for resource, _ in claim.rate.resources}, key=str)
             waiting = Counter(resource for claim in self._waiting for resource, _ in claim.rate.resources)
@@ -186,7 +183,6 @@ class InstanceClaim:
         return not self.closed
 
     def release(self) -> None:
-        """Return what it holds."""
         self._limiter.release(self)
 
     def close(self) -> None:

@@ -44,7 +44,6 @@ class SharedArena:
         return offset
 
     def release(self, offset: int) -> None:
-        """Free a block."""
         begin = offset
         end = offset + self._used.pop(offset)
         neighbours = [(at, length) for at, length in self._free if at + length == begin or at == end]

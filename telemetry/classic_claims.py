@@ -13,8 +13,6 @@ _ALONE = 1.5
 
 
 class BatchFigures(NamedTuple):
-    """The batches of an interval."""
-
     size: float
     """The mean number of items."""
     most: float

@@ -32,8 +32,6 @@ class CustomSeries:
 
 @dataclass(slots=True)
 class CustomFamily:
-    """The metrics of one name, by their labels."""
-
     name: str
     description: str
     kind: MetricKind
@@ -58,7 +56,6 @@ class CustomMetrics:
         self._numbers = count()
 
     def __iter__(self) -> Iterator[CustomFamily]:
-        """The families that have series."""
         return (family for family in self._families.values() if family.series)
 
     def readings(self) -> Iterator[tuple[MetricFamily, list[Reading]]]:
@@ -117,7 +114,6 @@ class CustomMetrics:
         return value
 
     def remove_all(self, owner: Hashable) -> None:
-        """Remove all series of an owner."""
         for number in [number for number, use in self._uses.items() if use.owner is owner]:
             self._remove(number)
 

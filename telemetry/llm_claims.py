@@ -1,8 +1,5 @@
-"""The time of a language model's sequences, charged to causes.
-
-The engine counts it by state in each step (`charonia_sequence_seconds_total`), so running requests count too. For an
-engine that does not, the phases of ended requests are used.
-"""
+"""The time of a language model's sequences, charged to causes. The engine counts it by state in each step
+(`charonia_sequence_seconds_total`); for an engine that does not, the phases of ended requests are used."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple

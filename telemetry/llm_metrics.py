@@ -208,6 +208,5 @@ class LlmMetrics:
 
 
 def ended_readings(ended: Mapping[RequestEnd, int]) -> Iterator[Reading]:
-    """Requests by how they ended."""
     for (outcome, reason), count in ended.items():
         yield Reading("charonia_requests_total", count, {"outcome": outcome.value, "reason": reason})

@@ -38,8 +38,6 @@ _OWN: Labels = {}
 
 
 class LoopState(msgspec.Struct, array_like=True, frozen=True):
-    """A loop at a scrape."""
-
     lag: float
     """Its longest recent delay, in seconds."""
     delays: list[int]

@@ -274,8 +274,8 @@ def parse_metrics_config(words: Iterable[str]) -> MetricsConfig:
 
 
 def _read_quantiles(value: str) -> tuple[float, ...]:
-    """The quantiles of `<quantile>:<error>,...`. As in tritonserver, a pair that cannot be read is told in the log and
-    left out; the default ones where none is left."""
+    """The quantiles of `<quantile>:<error>,...`, or the default ones. As in tritonserver, a wrong pair is logged and
+    left out."""
     quantiles = []
     for pair in value.strip('"').split(","):
         quantile, _, error = pair.partition(":")

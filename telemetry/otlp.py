@@ -1,8 +1,5 @@
-"""Makes the spans of ended requests, without texts, and sends them to an OpenTelemetry collector by OTLP over HTTP, in
-a thread. Imported only for tracing.
-
-Names: https://opentelemetry.io/docs/specs/semconv/gen-ai/, and vLLM's where that has none.
-"""
+"""Makes the spans of ended requests, without texts, and sends them by OTLP over HTTP, in a thread. Imported only for
+tracing. Names: https://opentelemetry.io/docs/specs/semconv/gen-ai/, and vLLM's where that has none."""
 
 import logging
 import threading

@@ -92,7 +92,6 @@ class RequestLogRecord(logging.LogRecord):
 
 
 def log_request(context: RequestContext) -> None:
-    """Log a closed context, unless another process does."""
     if log.isEnabledFor(logging.INFO) and not context.logged:
         log.handle(RequestLogRecord(context))
 

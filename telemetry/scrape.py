@@ -73,12 +73,10 @@ class Interval:
         self.seconds = max(uptime if self.since_start else uptime - earlier, 1e-9)
 
     def models(self) -> list[ModelId]:
-        """The current models, in order."""
         labels_of_models = (dict(labels) for series in self._after.get(_READY, {}).values() for labels in series)
         return sorted(ModelId(labels.get("model", ""), labels.get("version", "")) for labels in labels_of_models)
 
     def has(self, family: str) -> bool:
-        """Whether the last scrape has the family."""
         return family in self._after
 
     def grown(self, family: str, model: str = "", **labels: str) -> float:

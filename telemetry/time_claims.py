@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 
 class Cause(StrEnum):
-    """What limits a model."""
-
     QUEUE = "queue"
     BATCHING = "batching"
     CACHE_FULL = "cache_full"
@@ -23,8 +21,6 @@ class Cause(StrEnum):
 
 
 class TimeClaim(NamedTuple):
-    """A cause's claim to `seconds` of all requests' time."""
-
     cause: Cause
     seconds: float
     what: str

@@ -80,7 +80,6 @@ class BoundedEncoder:
                 ) from error
 
     def ids(self, text: str, special: bool) -> Sequence[int]:
-        """The tokens of one text; see `encode`."""
         if self._runs_apart(len(text)):
             return self._encode_apart([text], special)[0].ids
         with NativeCall("the tokenizer failed"):

@@ -1,7 +1,5 @@
-"""Token ids to text, piece by piece, never half a character, and up to a stop string.
-
-After a prompt, the pieces are what decoding prompt and ids together would add to the prompt's text.
-"""
+"""Token ids to text, piece by piece, never half a character, and up to a stop string. After a prompt, the pieces are
+what the ids add to the prompt's text."""
 
 import codecs
 from collections.abc import Sequence
@@ -91,7 +89,6 @@ class StopStrings:
         self.found: str | None = None
 
     def __bool__(self) -> bool:
-        """Whether there are stop strings."""
         return bool(self._stops)
 
     def push(self, piece: str) -> str:

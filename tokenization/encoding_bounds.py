@@ -44,8 +44,6 @@ _WAYS = re.compile(r"\?|\{\d(?:,(\d))?\}")
 
 
 class EncodingBounds(NamedTuple):
-    """The bounds of a tokenizer."""
-
     growth: float = 1.0
     """The most characters that one of a text becomes."""
     unbounded: tuple[str, ...] = ()

@@ -71,7 +71,6 @@ _RULES: Mapping[str, WordRule] = {
 
 
 def published_patterns() -> frozenset[str]:
-    """The regular expressions of these rules."""
     return frozenset(pattern for rule in _RULES.values() for pattern in rule.patterns)
 
 

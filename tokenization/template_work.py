@@ -145,7 +145,6 @@ def _elements(value: Any) -> Iterator[Any] | None:
 
 
 def spend_operator(meter: WorkMeter, operator: str, left: Any, right: Any) -> None:
-    """Count the work of a binary operator."""
     if operator == "+" and isinstance(left, COPIED) and isinstance(right, COPIED):
         meter.spend(len(left) + len(right))
     elif operator == "%" and isinstance(left, str):
@@ -171,7 +170,6 @@ def _repeated_size(value: Any, times: Any) -> int:
 def spend_filter(
     meter: WorkMeter, name: str, value: Any, arguments: Sequence[Any], named_arguments: Mapping[str, Any]
 ) -> None:
-    """Count the work of a filter on `value`."""
     if isinstance(value, LoopContext):
         raise TemplateLimitExceeded(_LOOP_AS_LIST)
     every_argument = [*arguments, *named_arguments.values()]

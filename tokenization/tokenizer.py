@@ -158,8 +158,9 @@ class Tokenizer:
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
 
     def text_ids(self, text: str, special: bool, limit: TokenLimit | None, field: str) -> list[int]:
-        """The token ids of a text; `special` adds what the model wants around a prompt. Other threads run while a long
-        text is encoded. Raises as `BoundedEncoder.encode`, but `InvalidArgument` if the text is not Unicode."""
+        """The token ids of the text in `field`. A text whose beginning has more than twice `limit` tokens is refused
+        unread, since each character costs 1 us and 200 bytes; the last tokens of a beginning may differ in the whole
+        text."""
         length = len(text) if limit is None else _PROBE * limit.tokens
         while limit is not None and length < len(text):
             tokens = len(self.encode(text[:length], special))

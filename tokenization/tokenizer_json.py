@@ -24,7 +24,6 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a checkpoint's directory or GGUF file."""
     return read_gguf_tokenizer(read_gguf(checkpoint)) if checkpoint.is_file() else read_tokenizer_json(checkpoint)
 
 

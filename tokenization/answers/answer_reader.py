@@ -28,8 +28,6 @@ class AnswerOver(Exception):
 
 
 class CallWriter:
-    """Writes the calls of one answer."""
-
     def __init__(self, use: ToolUse | None, new_id: Callable[[], str], text: AnswerText) -> None:
         self.tools: Mapping[str, Tool] = {tool.name: tool for tool in use.tools} if use else {}
         """The declared tools by name."""
@@ -54,7 +52,6 @@ class CallWriter:
         return name
 
     def types(self, name: str) -> Mapping[str, frozenset[str]]:
-        """The `argument_types` of a declared tool."""
         if name not in self._types:
             self._types[name] = argument_types(self.tools[name].parameters)
         return self._types[name]
@@ -67,7 +64,6 @@ class CallWriter:
         self.begun += 1
 
     def write(self, arguments: str) -> None:
-        """Add to the last call's arguments."""
         self._arguments.append(arguments)
 
     def end(self) -> None:
@@ -112,11 +108,9 @@ class AnswerReader:
         self._step()
 
     def show(self, piece: str) -> None:
-        """Add to the content."""
         self._shown.append(piece)
 
     def think(self, piece: str) -> None:
-        """Add to the reasoning."""
         self._thought.append(piece)
 
     def push(self, piece: str, last: bool = False) -> AnswerDelta:

@@ -79,7 +79,6 @@ class AnswerText:
         self._at = 0
 
     def end(self) -> None:
-        """Note that nothing more comes."""
         self._ended = True
 
     def hold(self, text: str = "") -> None:
@@ -113,7 +112,6 @@ class AnswerText:
             yield
 
     def spaces(self, sink: Sink = len) -> Reading[None]:
-        """Skip white space, or give it to `sink`."""
         yield from self.run(_SPACES, sink)
 
     def peek(self, size: int = 1) -> Reading[str]:

@@ -17,8 +17,6 @@ class CallSection(NamedTuple):
 
 
 class CallLayout(NamedTuple):
-    """How a grammar lays out calls."""
-
     sections: tuple[CallSection, ...]
     """The first one is used if there is nothing but calls."""
     separator: str = ""

@@ -23,8 +23,6 @@ _PYTHON_ESCAPES = {"\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\
 
 
 class Dialect(NamedTuple):
-    """How values are written."""
-
     quotes: tuple[str, ...] = ('"',)
     """What begins and ends a string."""
     words: Mapping[str, str] = {"true": "true", "false": "false", "null": "null"}
@@ -42,7 +40,6 @@ PYTHON = Dialect(('"', "'"), {**JSON.words, "True": "true", "False": "false", "N
 
 
 def quoted(text: str) -> str:
-    """The text as it stands in a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
