@@ -88,7 +88,7 @@ class AccessMiddleware:
 
     def __init__(self, app: ASGIApp, keys: Keyring, rules: HttpRules) -> None:
         self._app = app
-        self._keys = keys
+        self._keys = keys or None
         self._required, self._api_of = rules.required_headers, rules.restricted_api_of
         self._pages, self._open = rules.web_pages, rules.open_paths
 
@@ -96,7 +96,7 @@ class AccessMiddleware:
         app = self._app
         required = self._required.get(self._api_of(scope["path"])) if self._required else None
         try:
-            if not self._keys:
+            if self._keys is None:
                 if required is None:
                     self._pages.check(scope)
             elif not self._open.fullmatch(scope["path"]):

@@ -50,7 +50,8 @@ async def read_json_body(request: Request, limit: int) -> bytes | bytearray:
     or a form; `ClientDisconnected` if the client leaves.
     """
     headers = request.headers
-    encoding = content_coding(headers.get("content-encoding", ""))
+    header = headers.get("content-encoding")
+    encoding = content_coding(header) if header else ""
     announced = headers.get("content-length", "").encode()
     body = await receive_body(request, announced, partial(check_json_size, limit=limit))
     if encoding:

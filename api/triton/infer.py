@@ -149,7 +149,7 @@ class InferEndpoint:
         self._lookup = lookup
         self._max_size, self._max_raw_size = info.max_input_size, info.max_raw_size
         self._max_response_size = info.max_response_size
-        self._forwarding = forwarding
+        self._forwarding = forwarding or None
 
     @cached_property
     def _reader(self) -> InferRequestReader:
@@ -197,7 +197,7 @@ class InferEndpoint:
         call = self._reader.read(model.config, body, length, document)
         if call.deferred:
             call = await call.decode_deferred(model)
-        if forwarded := self._forwarding.parameters(headers):
+        if self._forwarding is not None and (forwarded := self._forwarding.parameters(headers)):
             parameters = {**call.request.parameters, **forwarded}
             call = call._replace(request=msgspec.structs.replace(call.request, parameters=parameters))
         return call
