@@ -49,13 +49,13 @@ class LimitedProcess:
     def __init__(self, name: str, make: Callable[..., Answer], *arguments: Any) -> None:
         self._connection, theirs = Pipe()
         try:
-            with theirs:  # the process alone has it then: it closes when that ends
+            with theirs:  # only the process has it then, so it closes when that ends
                 self._process = python_child(name, _serve, make, arguments, theirs)
         except OSError as error:
             self._connection.close()
             raise CallLost(str(error)) from error
         self.kill = self._process.kill
-        """Ends the process; whoever waits for it finds that it has ended. For any thread."""
+        """Ends the process, from any thread; a call then raises `CallLost`."""
         self.alive = True
         self._ready = False
         self._deadline = time.monotonic() + _START_SECONDS
@@ -113,7 +113,7 @@ def _serve(make: Callable[..., Answer], arguments: tuple[Any, ...], connection: 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     own = _address_space()
     connection.send_bytes(b"ready")
-    with open(os.devnull, "w") as nothing:  # libraries tell of their crashes, as often as a client likes
+    with open(os.devnull, "w") as nothing:  # libraries report crashes, which clients could cause without end
         os.dup2(nothing.fileno(), 2)
     with suppress(EOFError):
         while True:

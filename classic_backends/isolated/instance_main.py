@@ -1,7 +1,8 @@
-"""The process of one isolated instance: loads its runtime, executes the batches that the server sends, one at a time.
+"""The process of one isolated instance: loads its runtime, and executes the batches that the server sends, one at a
+time.
 
-One small message goes each way for a batch, as msgpack, beside the tensors, which lie in memory that both map. The
-process ends when the server closes the connection, or ends itself. Knows nothing of queues and requests.
+A batch is one msgpack message each way, beside tensors in shared memory. The process ends with the connection. Knows
+nothing of queues and requests.
 """
 
 import logging
@@ -39,7 +40,7 @@ class ExecuteBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReturnMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Give back to the system what memory is free."""
+    """Give free memory back to the system."""
 
 
 class InstanceLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -61,11 +62,11 @@ class ConfigCompleted(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class InstanceFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A load, a batch or a completion failed. `report`: the traceback, for the log, where the model's own code failed;
-    empty for an error that is meant for clients."""
+    """A load, a batch or a completion failed."""
 
     error: SentError
     report: str = ""
+    """The traceback, for the log, of the model's own code; empty for an error that is meant for clients."""
 
 
 ToInstance: TypeAlias = ExecuteBatch | ReturnMemory
@@ -78,9 +79,9 @@ def failure_message(error: BaseException) -> InstanceFailed:
 
 
 class TensorConnection(Generic[T]):
-    """One end of the connection between the server and an isolated instance, and of the memory for the tensors of each
-    direction, whose `descriptors` stay the caller's: that to read from, that to write to. Receives messages of type
-    `received`; any thread may send. With each message travel the blocks that the sender has done with."""
+    """One end of the connection between the server and an isolated instance, with shared memory for each direction's
+    tensors. `descriptors`: of the memory to read and to write, which stay the caller's. `received`: the type of
+    messages that come. Any thread may send; each message also returns the blocks that its sender no longer reads."""
 
     def __init__(self, connection: Connection, descriptors: tuple[int, int], received: Any) -> None:
         self._connection = connection
@@ -100,7 +101,7 @@ class TensorConnection(Generic[T]):
         return message
 
     def close(self) -> None:
-        """Let go of the connection, and of the memory, which stays for the arrays over it."""
+        """Close the connection and the memory, which stays mapped for arrays over it."""
         self._connection.close()
         self._reader.close()
         self._writer.close()
@@ -109,7 +110,7 @@ class TensorConnection(Generic[T]):
         """Write arrays for the other end.
 
         Raises:
-            MemoryError: there is no memory for them.
+            MemoryError: they find no memory.
             TypeError: the protocol lacks an array's type, or an element of an array of objects is not `bytes`.
         """
         for name, array in arrays.items():
@@ -118,7 +119,7 @@ class TensorConnection(Generic[T]):
         return self._writer.write_all((name, V2_NAMES[array.dtype], array) for name, array in arrays.items())
 
     def read(self, tensors: list[TensorMessage]) -> dict[str, NDArray[Any]]:
-        """The arrays that the other end has written. Numbers are not copied: a block is free when its array is gone."""
+        """The arrays that the other end has written. Numbers are not copied: a block is free with its array."""
         return {tensor.name: self._reader.read(tensor) for tensor in tensors}
 
     def _encode(self, message: Any) -> bytes:
@@ -126,11 +127,11 @@ class TensorConnection(Generic[T]):
 
 
 OPENMP_SPINS = 5000
-"""Rounds for which a thread of OpenMP waits before it sleeps, some 0.1 ms: with fewer, a small model alone gets slower,
-with many more two models at once do."""
+"""Rounds that a thread of OpenMP spins before it sleeps, some 0.1 ms: with fewer a small model gets slower, and with
+many more two models at once do."""
 
 NICENESS = 5
-"""A third of the weight of an engine core, where both want the same core."""
+"""It gives a process a third of an engine core's weight."""
 
 
 class InstanceTask(NamedTuple):
@@ -144,8 +145,8 @@ class InstanceTask(NamedTuple):
 
 
 def resolve_loader(name: str) -> RuntimeLoader:
-    """A backend's own loader by its module and its name in it, such as `package.module:LOADER`. Raises `Unsupported`
-    where an extra brings what it imports."""
+    """A backend's own loader by its module and name, such as `package.module:LOADER`. Raises `Unsupported` if packages
+    of an extra are missing."""
     try:
         return cast(RuntimeLoader, resolve_name(name))
     except ModuleNotFoundError as error:
@@ -176,10 +177,10 @@ def instance_main(connection: Connection, descriptors: tuple[int, int], task: In
 
 def _execute(runtime: Runtime, server: TensorConnection[ToInstance], batch: ExecuteBatch) -> FromInstance:
     try:
-        # No name holds the inputs: their blocks travel back with the outputs.
+        # No variable holds the inputs, so their blocks return with the outputs.
         return OutputsMade(server.write(only_response(runtime.execute(_read_inputs(server, batch), batch.wanted))))
     except BaseException as error:
-        # Whatever a model does, even to exit, the instance is used again.
+        # Whatever a model does, even exit, the instance is used again.
         return failure_message(error)
 
 
@@ -208,9 +209,9 @@ def completion_main(
 
 
 def _connect(connection: Connection, descriptors: tuple[int, int]) -> TensorConnection[ToInstance]:
-    """Yield cores to others, and let the server keep the log. Called before the model's libraries are imported."""
-    # Waiting threads of OpenMP spin for milliseconds by its own choice: two models at once would each take several
-    # times as long as alone, and the threads of a language model stand still together when one of them has no core.
+    """Lower the priority, and forward the log to the server. Called before the model's libraries are imported."""
+    # By default waiting threads of OpenMP spin for milliseconds. Two models at once would each take several times as
+    # long, and all threads of a language model would wait for one without a core.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
     os.nice(NICENESS)

@@ -1,7 +1,7 @@
-"""Runtimes in child processes: a crash ends the child alone, and its end frees all that the model's libraries took.
+"""Runtimes in child processes: a crash ends the child alone, and its end frees all memory of the model's libraries.
 
-Any backend can be loaded so; the parameter EXECUTION of a model or backend says whether: `isolated`, or `thread`, in
-the server itself. Tensors cross in shared memory, with one small message each way beside them.
+Any backend can run so: the parameter EXECUTION of a model or backend is `isolated`, or `thread` for the server itself.
+Tensors cross in shared memory, with one small message each way.
 """
 
 import logging
@@ -45,27 +45,28 @@ ISOLATED: Literal["isolated"] = "isolated"
 THREAD: Literal["thread"] = "thread"
 
 _LEAVE_SECONDS = 5.0
-"""How long a process may take to close its model, before it is killed."""
+"""How long a process may take to close its model before it is killed."""
 
 
 @dataclass(frozen=True)
 class IsolatableLoader(RuntimeLoader):
-    """A backend's `RuntimeLoader`, in a child process or in this one, as the parameter says or else `default`.
-    `loader`: of the backend, see `resolve_loader`. `library_bytes`: memory that a process takes with the libraries it
-    imports. `completes_in_process`: completing a config imports them too, which the server must not.
-    `always_isolated`: the server must never import them."""
+    """A backend's `RuntimeLoader`, in a child process or in this one, as the parameter EXECUTION says."""
 
     loader: str
+    """The backend's own, see `resolve_loader`."""
     default: Literal["isolated", "thread"] = THREAD
     library_bytes: int = 32 << 20
+    """Memory that a process takes with the libraries it imports."""
     completes_in_process: bool = False
+    """Completing a config imports them, too, which the server must not."""
     always_isolated: bool = False
+    """The server must never import them."""
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
-        """Load as the backend's own loader does, in a child process where that is chosen. Raises `Internal` if the
-        process ended while it loaded."""
+        """Load as the backend's own loader does, in a child process if that is chosen. Raises `Internal` if the process
+        ends while it loads."""
         isolated, own = self._read(parameters)
         if isolated:
             return IsolatedRuntime(InstanceTask(self.loader, directory, config, placement, own))
@@ -76,7 +77,7 @@ class IsolatableLoader(RuntimeLoader):
         return loader.uses_gpus()
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
-        """The memory that the backend's own loader needs, and for each process the libraries that it imports."""
+        """The memory that the backend's own loader needs, and that of the libraries of each process."""
         isolated, own = self._read(parameters)
         loader = resolve_loader(self.loader)
         if not isolated:
@@ -86,7 +87,7 @@ class IsolatableLoader(RuntimeLoader):
         return (MemoryNeed(self.library_bytes * len(placements)), *chain.from_iterable(weights))
 
     def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
-        """Complete the config as the backend's own loader does, in a child process where `load` would use one."""
+        """Complete the config as the backend's own loader does, in a child process if `load` would use one."""
         isolated, own = self._read(parameters)
         if not (isolated and self.completes_in_process):
             return resolve_loader(self.loader).complete(directory, raw, own)
@@ -106,7 +107,7 @@ class IsolatableLoader(RuntimeLoader):
 
 class IsolatedRuntime(Runtime):
     """The runtime of one instance, in its child process. If that ends by itself, the execution fails with `Internal`,
-    and the runtime is of no more use, as `RuntimeTraits.process` tells."""
+    and the runtime cannot be used again (`RuntimeTraits.process`)."""
 
     def __init__(self, task: InstanceTask) -> None:
         self._name = task.placement.name
@@ -134,7 +135,7 @@ class IsolatedRuntime(Runtime):
 
 
 def _first_message(process: "InstanceProcess", name: str) -> FromInstance:
-    """The first message of a child, its log apart. Raises the failure that it reports, or `Internal` if it ended."""
+    """The first message of a child beside its log. Raises the failure that it reports, or `Internal` if it ended."""
     try:
         message = process.receive()
     except ProcessLost as loss:
@@ -145,7 +146,8 @@ def _first_message(process: "InstanceProcess", name: str) -> FromInstance:
 
 
 def _to_error(failure: InstanceFailed, name: str, message: str) -> CharoniaError:
-    """The failure itself where it is meant for clients; any other is an `Internal` with `message`, and logged whole."""
+    """The failure's own error if it is meant for clients; otherwise an `Internal` with `message`, and the report is
+    logged."""
     if not failure.report:
         return failure.error.error()
     log.error("%s failed: %s", name, failure.report)
@@ -153,17 +155,21 @@ def _to_error(failure: InstanceFailed, name: str, message: str) -> CharoniaError
 
 
 class ProcessLost(Exception):
-    """The process has ended: `ended unexpectedly: <how>`, or `was ended: <why>` where `kill` did it."""
+    """The process has ended: `ended unexpectedly: <how>`, or `was ended: <why>` after `kill`."""
 
 
 class InstanceProcess:
     """The server's end of a child process that runs `target(connection, descriptors, *arguments)`. `send` and `receive`
-    belong to one thread. Raises `OSError` if the process cannot be started, `MemoryError` if there is none for its
-    tensors."""
+    are for one thread.
+
+    Raises:
+        OSError: the process cannot be started.
+        MemoryError: its tensors find no memory.
+    """
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         self.lost = False
-        """Its end was noticed; a new `InstanceProcess` takes its place."""
+        """Its end was noticed, so that a new `InstanceProcess` must take its place."""
         self._kill_reason = ""
         with ExitStack() as resources:
             self._connection, theirs = Pipe()
@@ -197,7 +203,7 @@ class InstanceProcess:
     def receive(self) -> FromInstance:
         """The next message; records of the process's log go to ours. Raises `ProcessLost`."""
         while True:
-            # Processes that the model started may hold the connection open: its end alone would not be noticed.
+            # Processes that the model started may keep the connection open: a closed one is not the only sign.
             ready = {descriptor for descriptor, _ in self._poll.poll()}
             if self._connection.fileno() not in ready:
                 raise self._loss()
@@ -210,18 +216,18 @@ class InstanceProcess:
             message.log_here()
 
     def return_memory(self) -> None:
-        """Give back to the system what is free of the memory for tensors, here and there; from any thread."""
+        """Give free memory for tensors back to the system at both ends; from any thread."""
         with suppress(OSError):  # the process may be lost
             self.tensors.trim()
             self.tensors.send(ReturnMemory())
 
     def kill(self, reason: str) -> None:
-        """Kill the process, from any thread; `ProcessLost` tells the reason."""
+        """Kill the process, from any thread; `ProcessLost` has the reason."""
         self._kill_reason = reason
         self._process.kill()
 
     def close(self) -> None:
-        """Let the process end by itself, or else kill it; it is gone afterwards."""
+        """Let the process end by itself, or kill it after some seconds; return when it has ended."""
         gc_tuning.memory_releases.discard(self.return_memory)
         self.tensors.close()
         self._process.close(_LEAVE_SECONDS)

@@ -1,8 +1,7 @@
 """The forms of matrices that a checkpoint stores as codes, and the conversion of one into another that kernels have.
 
-A code is an unsigned number or a float of eight bits. A group of an output's inputs shares a scale, and a zero point or
-an offset (see `GroupedRows`). Conversion changes no weight: codes get more bits, and scales are repeated for smaller
-groups. Knows no file's layout.
+A code is an unsigned number or a float of eight bits; for groups see `GroupedRows`. Conversion changes no weight: codes
+get more bits, and scales are repeated for smaller groups. Knows no file's layout.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,8 @@
 """Reads tensors out of GGUF files by a checkpoint's names for them, slice by slice.
 
-Specification: ggml's documentation of its tensor types, and docs/gguf.md. Blocks are small integers in groups with a
-scale, and in some types a minimum, an offset below zero. Llama's converter permutes the rows of queries and keys, so
-that numbers that are rotated together are adjacent. Gemma's adds one to the weights of norms. The experts of a layer
-are one tensor.
-"""
+Specification: ggml's documentation of its tensor types, and docs/gguf.md. Llama's converter permutes the rows of
+queries and keys, so that numbers that are rotated together are adjacent. Gemma's adds one to the weights of norms. The
+experts of a layer are one tensor."""
 
 import mmap
 import re

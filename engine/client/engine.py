@@ -91,8 +91,8 @@ class Engine(Protocol):
     def open_stream(
         self, add: AddRequest, stats: SequenceStats | None = None, ticket: QueueTicket | None = None
     ) -> AbstractContextManager[TokenStream]:
-        """The stream of one sequence's tokens, for the block: leaving it before the end aborts the sequence. The engine
-        sets the key of `add`, records in `stats`, and releases `ticket` when the sequence starts.
+        """The stream of one sequence, for the block, whose early end aborts it. The engine sets the key of `add`,
+        records in `stats`, and releases `ticket` at the start.
 
         Raises, here or in `TokenStream.read`:
             InvalidArgument: the engine can never satisfy the request.

@@ -1,9 +1,7 @@
 """Chooses the replica for a request: a rule over their work, an index of their prefix caches, and their adapters.
 
-A replica's cost is its work before and for the request, in prompt tokens, as in NVIDIA Dynamo's KV router: prompts not
-yet computed, and a share for every request, less what it saves on this prompt. One process sends all requests, so the
-counts are exact.
-"""
+As in NVIDIA Dynamo's KV router, a replica's cost is its work in prompt tokens: prompts not yet computed, and a share
+for every request, less what it saves on this prompt. One process sends all requests, so the counts are exact."""
 
 import asyncio
 import logging
@@ -139,9 +137,8 @@ def _cuts(length: int) -> Iterator[int]:
 class PrefixIndex:
     """The prompts that a replica's prefix cache likely holds, with `tokens` tokens in all.
 
-    This is a model of the cache: it knows no generated texts and hears of no eviction, but keeps the cache's size and
-    order: the least recently used prefix goes first, the longest of a prompt before shorter ones. Both operations cost
-    as much as a prompt has prefixes."""
+    This is a model of the cache: it knows no generated texts and no evictions, but keeps its size and order: the least
+    recently used prefix goes first, the longest of a prompt before shorter ones."""
 
     def __init__(self) -> None:
         self._spans: OrderedDict[int, int] = OrderedDict()

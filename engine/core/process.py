@@ -162,14 +162,9 @@ def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:
 
 
 def scheduler_config(config: EngineConfig, length: int, ahead: int = 0) -> SchedulerConfig:
-    """The scheduler's configuration for sequences of at most `length` tokens. `ahead`: the steps ahead that the device
-    wants. The configuration may say otherwise, and a drafter allows none, since drafts follow the last token.
-
-    In a pipeline every stage computes a step of its own, and a sequence is in one step at a time.
-
-    Raises:
-        InvalidArgument: a pipeline is configured with another number of steps ahead.
-    """
+    """The scheduler's configuration for sequences of at most `length` tokens. The device wants `ahead` steps ahead; a
+    configured number replaces that, and drafts, which follow the last token, allow none. A pipeline has a step for each
+    other stage, or raises `InvalidArgument`."""
     max_loras = 0 if config.lora is None else config.lora.max_loras
     scheduler = msgspec.structs.replace(config.scheduler, max_model_len=length, max_loras=max_loras)
     stages = config.parallel.pipeline

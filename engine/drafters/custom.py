@@ -1,5 +1,5 @@
-"""A drafter of somebody's own, a class `Drafter` in a file that the command line names, and what none may do: end the
-server, or take longer than it can ever save."""
+"""A user's own drafter, a class `Drafter` in a file, and the guard of all drafters: none may end the server, or take
+longer than it can save."""
 
 import logging
 import signal
@@ -20,14 +20,14 @@ from ...scheduler.speculation import Drafter, DraftRequest, LearningDrafter
 _CLASS, _MODULE = "Drafter", "charonia_custom_drafter"
 
 LONGEST_CALL = 2.0
-"""Seconds after which a call is interrupted: no step goes on without it."""
+"""Seconds after which a call, for which the step waits, is interrupted."""
 
 
 class CustomDrafter:
-    """The class of the file at `path`, made with `keys`; what it drafts must be integers.
+    """An instance of the class in the file at `path`, made with `keys`. Its drafts must be integers.
 
     Raises:
-        InvalidArgument: there is no such file or class, or the file's line that is named raised.
+        InvalidArgument: the file or the class is missing, or raised; the message names the line.
     """
 
     def __init__(self, path: Path, keys: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ class CustomDrafter:
             spec.loader.exec_module(module)
             made = getattr(module, _CLASS, None)
             self._drafter: Drafter | None = None if made is None else made(**keys)
-        except Exception as error:  # somebody's code: whatever it raises is told with its line
+        except Exception as error:  # the user's code may raise anything
             raise _refused(f"{_line_of(error, path)}: {type(error).__name__}: {error}") from error
         if not callable(getattr(self._drafter, "propose", None)):
             raise _refused(f"{path} has no class {_CLASS} with a method propose(requests)")
@@ -60,16 +60,13 @@ class CustomDrafter:
 
 
 class _Interruption(BaseException):
-    """Raised by the signal; what catches errors does not catch it."""
+    """Raised by the signal; no `Exception`, so that the drafter does not catch it."""
 
 
 @contextmanager
 def _interrupted_after(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` out of the block when it takes longer.
-
-    A signal ends Python code and waits; a C extension that computes without looking at signals goes on. Only the main
-    thread of a process, which has the step loop, is interrupted.
-    """
+    """Raise `TimeoutError` out of a block that takes longer, in the main thread alone. A signal ends Python code and
+    waits, but no C extension that ignores signals."""
     if current_thread() is not main_thread():
         yield
         return
@@ -93,28 +90,31 @@ def _refused(reason: str) -> InvalidArgument:
 
 
 def _line_of(error: Exception, path: Path) -> str:
-    """The file and its last line that was reached; the file alone where none was, as for keys that it does not take."""
+    """The file, and the last of its lines that was reached, if any was."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"{path}, line {error.lineno}"
-    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path)]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}, line {lines[-1]}" if lines else str(path)
 
 
 CALLS = 16
-"""A drafter's time is judged after so many calls."""
+"""Calls after which a drafter's time is judged."""
 
 _logger = logging.getLogger(__name__)
 
 
 class GuardedDrafter:
-    """`drafter`, called `name` in the log, until it raises, or took longer in its last CALLS calls than all its drafts
-    could have saved had they been right: then it is off, and drafts nothing. `step_seconds`: how long a step with so
-    many tokens takes, None where that is not known; `on_off` is called when it is turned off."""
+    """A drafter, `name` in the log, that is turned off when it raises, or when CALLS calls took longer than right
+    drafts could have saved. Then it drafts nothing."""
 
     def __init__(self, drafter: Drafter, name: str) -> None:
-        self._drafter, self._name, self.off = drafter, name, False
+        self._drafter = drafter
+        self._name = name
+        self.off = False
         self.on_off: Callable[[], None] = lambda: None
+        """Called when it is turned off."""
         self.step_seconds: Callable[[int], float | None] = lambda tokens: None
+        """How long a step with so many tokens takes; None where that is unknown."""
         self._calls, self._taken, self._savable = 0, 0.0, 0.0
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
@@ -126,7 +126,7 @@ class GuardedDrafter:
             proposed = self._drafter.propose(requests)
             if len(proposed) != len(requests):
                 raise ValueError(f"{len(proposed)} drafts for {len(requests)} requests")
-        except Exception as error:  # somebody's code, which is to end nothing else
+        except Exception as error:  # the user's code, which must end nothing else
             self._turn_off(f"{type(error).__name__}: {error}")
             return [()] * len(requests)
         self._judge(perf_counter() - began, requests)

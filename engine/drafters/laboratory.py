@@ -1,8 +1,5 @@
-"""Drafters for measuring, not for serving: how much of a speed-up is the drafter's, and how much the machinery's.
-
-`OracleDrafter` knows what comes, an upper bound; `SyntheticDrafter` is right as often as it is told; `RandomDrafter` is
-never right, and shows what drafting for nothing costs. What comes they have from a record.
-"""
+"""Drafters for measuring, not for serving, over recorded answers: `OracleDrafter` is always right, `SyntheticDrafter`
+as often as configured, and `RandomDrafter` never, which shows the cost of useless drafts."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -18,33 +15,29 @@ _STATE = "laboratory"
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A prompt's token ids and those that followed; one line of a file, whose other fields mean nothing here."""
+    """A prompt's token ids and those of its answer: a line of a file, which may have other fields."""
 
     prompt_tokens: list[int]
     output_tokens: list[int]
 
 
 def read_records(path: Path) -> list[Record]:
-    """The lines of a file in JSON Lines.
-
-    Raises:
-        InvalidArgument: it cannot be read, or a line is no record.
-    """
+    """The records of a file in JSON Lines. Raises `InvalidArgument` if it cannot be read, or a line is no record."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise InvalidArgument(f"record {path}: {error.strerror}", field="record") from None
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(msgspec.json.decode(line, type=Record))
+            records.append(msgspec.json.decode(line, type=Record))
         except msgspec.MsgspecError as error:
             raise InvalidArgument(f"record {path}, line {number}: {error}", field="record") from None
-    return found
+    return records
 
 
 class OracleDrafter:
-    """Drafts what the record says: nothing for other prompts, and wrong tokens for a text that went another way."""
+    """Drafts the recorded answer; nothing for other prompts."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self._outputs = {tuple(record.prompt_tokens): record.output_tokens for record in records}
@@ -63,11 +56,10 @@ class OracleDrafter:
 
 
 class SyntheticDrafter:
-    """Drafts what the record says, until it errs. `rates`: how often the draft at each place is accepted, whatever the
-    places before, and so never more often than the one before it (vLLM's `synthetic_acceptance_rates`)."""
+    """Drafts the recorded answer with errors. `rates`: how often the draft at each place is accepted, as vLLM's
+    `synthetic_acceptance_rates`. Raises `InvalidArgument` unless they are from 1 to 0 and do not rise."""
 
     def __init__(self, records: Iterable[Record], rates: Sequence[float], seed: int) -> None:
-        """Raises InvalidArgument: such rates there cannot be."""
         places = [1.0, *rates]
         if not rates or any(not 0 <= rate <= before for before, rate in pairwise(places)):
             message = f"synthetic_acceptance_rates are to fall, from 1 to 0 at most, not to be {list(rates)}"
@@ -88,7 +80,7 @@ class SyntheticDrafter:
 
 
 def wrong_tokens(tokens: Iterable[int]) -> list[int]:
-    """Other ones of the same vocabulary."""
+    """As many other tokens of the same vocabulary."""
     return [token - 1 if token else 1 for token in tokens]
 
 

@@ -1,4 +1,4 @@
-"""Drafts what followed the last time that a sequence had the tokens it ends with: in quotes, edits, lists and code.
+"""Drafts what followed when a sequence last had the tokens that it ends with, as in quotes, edits, lists and code.
 
 After vLLM's method of the same name, and Saxena, "Prompt Lookup Decoding" (2023).
 """
@@ -13,15 +13,15 @@ from ...scheduler.plan import IntArray
 from ...scheduler.speculation import DraftRequest
 
 LOOKS = 16
-"""So many of the latest places are compared for the longest match."""
+"""The latest places that are compared for the longest match."""
 
 _FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _STATE = "ngram"
 
 
 class NgramDrafter:
-    """A sequence that ends with `shortest` to `longest` tokens it had before goes on as then; the longest match counts,
-    of equals the latest."""
+    """A `Drafter` for sequences that end with `shortest` to `longest` tokens they had before. The longest match counts,
+    and of equal ones the latest."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
@@ -40,8 +40,8 @@ class NgramDrafter:
 
 
 class NgramIndex:
-    """A sequence's `tokens`, and where each `n` of them that follow each other occurred last, and before that. A place
-    is the position of the token after them; the end of the sequence is none, for nothing follows yet."""
+    """A sequence's `tokens`, and the places of each `n` consecutive ones. A place is the position of the token after
+    them, so the end of the sequence is none."""
 
     def __init__(self, prompt: IntArray, n: int) -> None:
         self._n = n
@@ -67,14 +67,14 @@ class NgramIndex:
         return key
 
     def places(self) -> Iterator[int]:
-        """Those after the `n` tokens that the sequence ends with, the latest first."""
+        """The places after the `n` tokens that the sequence ends with, the latest first."""
         place = self._latest.get(self._last_key(), -1) if len(self.tokens) > self._n else -1
         while place >= 0:
             yield place
             place = self._before[place]
 
     def find(self, longest: int) -> int | None:
-        """The place after the longest match of the sequence's end, of `n` to `longest` tokens, among the latest."""
+        """The place after the longest match of the sequence's end, `n` to `longest` tokens, among the LOOKS latest."""
         best, length = None, self._n - 1
         for place in islice(self.places(), LOOKS):
             matched = self._matched(place, longest)
@@ -93,13 +93,13 @@ class NgramIndex:
         return min(longest, place)
 
     def continuation(self, place: int, k: int) -> list[int]:
-        """The `k` tokens from `place` on; what repeats itself is repeated."""
-        found = self.tokens[place : place + k]
-        return [found[at % len(found)] for at in range(k)]
+        """The `k` tokens from `place` on, as a repetition where the sequence ends before."""
+        following = self.tokens[place : place + k]
+        return [following[at % len(following)] for at in range(k)]
 
 
 def _keys(tokens: IntArray, n: int) -> NDArray[np.uint64]:
-    """A number for each `n` tokens that follow each other, modulo 2^64; equal ones may be of different tokens."""
+    """A hash for each `n` consecutive tokens, modulo 2^64; different tokens may have equal ones."""
     keys = np.zeros(max(len(tokens) - n + 1, 0), np.uint64)
     for at in range(n):
         keys = keys * np.uint64(_FACTOR) + tokens[at : at + len(keys)].astype(np.uint64) + np.uint64(1)
@@ -107,9 +107,9 @@ def _keys(tokens: IntArray, n: int) -> NDArray[np.uint64]:
 
 
 def _previous(keys: NDArray[np.uint64], n: int) -> NDArray[np.int64]:
-    """For each key the place of the same one before it, -1 for the first; the place of keys[i] is i + n."""
+    """For each key the place of the previous equal one, -1 for the first; the place of keys[i] is i + n."""
     order = np.argsort(keys, kind="stable")
-    found = np.full(len(keys), -1)
+    previous = np.full(len(keys), -1)
     same = keys[order[1:]] == keys[order[:-1]]
-    found[order[1:][same]] = order[:-1][same] + n
-    return found
+    previous[order[1:][same]] = order[:-1][same] + n
+    return previous

@@ -1,5 +1,5 @@
-"""Drafts what a client says that the answer will likely be (OpenAI's predicted outputs): the text follows it, leaves it
-where something is changed, and comes back to it.
+"""Drafts a client's prediction of the answer (OpenAI's predicted outputs), which the text follows, leaves where it has
+changes, and returns to.
 """
 
 from collections import deque
@@ -11,19 +11,19 @@ from ...scheduler.plan import IntArray
 from ...scheduler.speculation import DraftRequest
 
 _LONGEST = 16
-"""Tokens at a text's end by which its place is found again, at most; at least two."""
+"""The most tokens of a text's end by which its place is found again; two are the fewest."""
 
 _PATIENCE, _PAUSE = 64, 8
-"""After so many wrong tokens its place is looked for only at each eighth: a long prediction is read for it."""
+"""Wrong tokens after which the place is searched only at every eighth, since that reads the whole prediction."""
 
 _AHEAD, _BEHIND = 12, 4
-"""So many of the places where the last two tokens occur are compared, after the last right token and before it."""
+"""The places with the last two tokens that are compared, after the last right token and before it."""
 
 _STATE = "prediction"
 
 
 class PredictionDrafter:
-    """Drafts from the prediction of requests that have one, while their text follows it."""
+    """Drafts from a request's prediction while the text follows it."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
         """See `Drafter.propose`."""
@@ -41,12 +41,12 @@ class PredictionDrafter:
 
 
 class PredictionFollower:
-    """The place in `prediction` where a text stands. `followed`: tokens of the text so far."""
+    """The position of a text in `prediction`. `followed`: tokens of the text so far."""
 
     def __init__(self, prediction: Sequence[int] | IntArray) -> None:
         self._array: IntArray = np.asarray(prediction, np.int32)
         self._prediction: list[int] = self._array.tolist()
-        self._place: int | None = 0  # of the token that comes next, as it seems
+        self._place: int | None = 0  # of the token that likely comes next
         self._last_right = 0
         self._misses = 0
         self._tail: deque[int] = deque(maxlen=_LONGEST)
@@ -64,11 +64,11 @@ class PredictionFollower:
         return len(self._had) - self.accepted
 
     def expected(self, most: int) -> list[int]:
-        """The tokens that come next, `most` at most; none where the text has left the prediction."""
+        """The next tokens, at most `most`; none where the text has left the prediction."""
         return [] if self._place is None else self._prediction[self._place : self._place + most]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens of the text."""
+        """Follow the next tokens of the text."""
         for token in tokens:
             self._tail.append(token)
             self.followed += 1
@@ -80,11 +80,11 @@ class PredictionFollower:
 
     def _miss(self) -> None:
         self._misses += 1
-        found = self._find()
-        if found is not None:
-            self._stand_at(*found)
+        match = self._find()
+        if match is not None:
+            self._stand_at(*match)
         elif self._misses == 1 and self._place is not None:
-            self._place += 1  # as if a token was replaced by another one
+            self._place += 1  # as if one token was replaced
         else:
             self._place = None
 
@@ -94,8 +94,8 @@ class PredictionFollower:
         self._misses = 0
 
     def _find(self) -> tuple[int, int] | None:
-        """The place after the longest match of the text's end, the next one after the last right token; and its
-        length."""
+        """The place after the longest match of the text's end, and its length; of equal ones the first after the last
+        right token."""
         if len(self._tail) < 2 or (self._misses > _PATIENCE and self._misses % _PAUSE):
             return None
         pairs = (self._array[:-1] == self._tail[-2]) & (self._array[1:] == self._tail[-1])
@@ -113,4 +113,4 @@ class PredictionFollower:
         """How many tokens before `place` are those that the text ends with."""
         most = min(len(self._tail), place)
         pairs = ((self._prediction[place - 1 - at], self._tail[-1 - at]) for at in range(most))
-        return next((at for at, (one, other) in enumerate(pairs) if one != other), most)
+        return next((at for at, (predicted, token) in enumerate(pairs) if predicted != token), most)

@@ -1,7 +1,7 @@
-"""Drafts what mostly followed where a text was as it is now: earlier in it, or in answers served before.
+"""Drafts what mostly followed a text's end, earlier in the text or in answers served before.
 
-After Oliaro et al., "SuffixDecoding" (2024), with the names of vLLM's method; suffix trees are replaced by indexes of
-pairs of tokens, for matches of two tokens and more: a step walks along the places that still match.
+After Oliaro et al., "SuffixDecoding" (2024), with the names of vLLM's method. Instead of suffix trees there are indexes
+of pairs of tokens, and each step walks along the places that still match.
 """
 
 from collections import deque
@@ -18,10 +18,10 @@ from ...scheduler.speculation import DraftRequest
 from .ngram import NgramIndex
 
 LOOKS = 32
-"""So many of the latest places are followed."""
+"""The latest places that are followed."""
 
 KEPT_TOKENS = 1 << 20
-"""Tokens of served answers that are remembered, the latest."""
+"""Tokens of the latest answers that are remembered."""
 
 _PAIR = 2
 _STATE = "suffix"
@@ -30,8 +30,8 @@ _MIX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 
 
 class SuffixDrafter:
-    """Matches of up to `depth` tokens count; `remembered` answers are kept, of each tenant for itself. As many tokens
-    are drafted as match, times `factor`, while their probability, by what followed, is at least `least_probability`."""
+    """Compares matches of up to `depth` tokens, in the sequence and in `remembered` answers of the same tenant. It
+    drafts `factor` times as many tokens as match, while their probability is at least `least_probability`."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class SuffixDrafter:
         best = LikelyTokens([], 0.0)
         for match in matches:
             most = min(request.k, int(match.length * self._factor))
-            found = match.continuation(most, self._least)
-            best = found if found.expected > best.expected else best
+            likely = match.continuation(most, self._least)
+            best = likely if likely.expected > best.expected else best
         return best.tokens
 
     def _follow(self, request: DraftRequest) -> tuple["OwnText", list["Match"]]:
@@ -85,7 +85,7 @@ def _owner(request: DraftRequest) -> int:
 
 
 class LikelyTokens(NamedTuple):
-    """Tokens, and how many of them are right as it seems."""
+    """Tokens, and the expected number of right ones."""
 
     tokens: list[int]
     expected: float
@@ -95,10 +95,10 @@ class IndexedText(Protocol):
     """Tokens by place, and the places that follow two tokens."""
 
     def places(self, first: int, second: int) -> Iterator[int]:
-        """The latest first; something follows at each."""
+        """The places after two tokens, the latest first; a token follows at each."""
 
     def token(self, place: int, drafted: Sequence[int] = ()) -> int:
-        """_NOTHING where there is none, or none any more. `drafted`: what follows the sequence's own tokens."""
+        """The token at a place; _NOTHING where there is none (any more). `drafted` follows a sequence's own tokens."""
 
 
 class OwnText:
@@ -109,15 +109,15 @@ class OwnText:
         self.tokens = self._index.tokens
 
     def append(self, token: int) -> None:
-        """The next one."""
+        """Add the next token."""
         self._index.extend((token,))
 
     def places(self, first: int, second: int) -> Iterator[int]:
-        """See `IndexedText`; `first` and `second` are its last ones."""
+        """See `IndexedText`; `first` and `second` are the last two tokens."""
         return self._index.places()
 
     def token(self, place: int, drafted: Sequence[int] = ()) -> int:
-        """See `IndexedText`; so what repeats itself is repeated."""
+        """See `IndexedText`; by `drafted` a repetition goes on."""
         beyond = place - len(self.tokens)
         if beyond < 0:
             return self.tokens[place] if place >= 0 else _NOTHING
@@ -125,9 +125,9 @@ class OwnText:
 
 
 class ServedAnswers:
-    """The latest answers, `most` at most, in a ring of `size` tokens: place p lies at p modulo `size`. `_heads` has, by
-    a number made of owner and pair, the latest place after such a pair, `_before` the one before each. Different pairs
-    may share a number, so tokens and owners are compared."""
+    """The latest answers, at most `most`, in a ring of `size` tokens: place p is at p modulo `size`. By a hash of owner
+    and pair, `_heads` has the latest place after the pair, and `_before` the one before each. Different pairs may share
+    a hash, so tokens and owners are compared."""
 
     def __init__(self, size: int, most: int) -> None:
         self._size = size
@@ -136,18 +136,18 @@ class ServedAnswers:
         tokens, owners = np.zeros(size, np.int32), np.zeros(size, np.int64)
         before, heads = np.zeros(size, np.int64), np.zeros(slots, np.int64)
         self._arrays = tokens, owners, before, heads
-        views = [each.data for each in self._arrays]  # these give single numbers sooner
+        views = [array.data for array in self._arrays]  # faster for single numbers
         self._tokens, self._owners, self._before, self._heads = views
         self._begins: deque[int] = deque(maxlen=most)
         self._end = 1
 
     @property
     def oldest(self) -> int:
-        """The first place that is remembered."""
+        """The oldest place that is remembered."""
         return max(self._end - self._size, self._begins[0]) if self._begins else self._end
 
     def add(self, answer: Sequence[int], owner: int) -> None:
-        """The oldest are forgotten for it, and its own beginning where it is very long."""
+        """Remember an answer in place of the oldest; of a very long one the end alone."""
         count = min(len(answer), self._size // 2)
         if count <= _PAIR:
             return
@@ -197,8 +197,8 @@ class AnswersOf:
 
 
 class Match:
-    """The places in `text` that follow the longest match of a sequence's end, `depth` tokens at most; `length` of it.
-    What a text learns meanwhile is found when the sequence leaves these places."""
+    """The places in `text` after the longest match, of `length` tokens and at most `depth`, of a sequence's end. New
+    places are found when the sequence has left all of these."""
 
     def __init__(self, text: IndexedText, depth: int) -> None:
         self._text, self._depth = text, depth
@@ -206,17 +206,17 @@ class Match:
         self.length = 0
 
     def extend(self, token: int, tokens: list[int]) -> None:
-        """The sequence goes on by `token`, the last of `tokens`."""
-        there = self._text.token
-        going_on = [place + 1 for place in self._places if there(place) == token]
-        self._places = [place for place in going_on if there(place) != _NOTHING]
+        """Follow `token`, the last of `tokens`."""
+        token_at = self._text.token
+        following = [place + 1 for place in self._places if token_at(place) == token]
+        self._places = [place for place in following if token_at(place) != _NOTHING]
         if self._places:
             self.length = min(self.length + 1, self._depth)
         else:
             self.find(tokens)
 
     def find(self, tokens: list[int]) -> None:
-        """Look for the end of `tokens` anew."""
+        """Find the places for the end of `tokens`."""
         self._places, self.length = [], 0
         if len(tokens) < _PAIR:
             return
@@ -228,18 +228,21 @@ class Match:
                 self._places.append(place)
 
     def _matched(self, place: int, tokens: list[int]) -> int:
-        there, most = self._text.token, min(self._depth, len(tokens))
+        token_at = self._text.token
+        most = min(self._depth, len(tokens))
         for length in range(_PAIR, most):
-            if there(place - 1 - length) != tokens[-1 - length]:
+            if token_at(place - 1 - length) != tokens[-1 - length]:
                 return length
         return most
 
     def continuation(self, most: int, least_probability: float) -> LikelyTokens:
-        """The likeliest `most` tokens; where two are, the one that came last."""
-        there, places, tokens = self._text.token, self._places, list[int]()
+        """The likeliest `most` tokens; of equally likely ones the latest."""
+        token_at = self._text.token
+        places = self._places
+        tokens: list[int] = []
         probability, expected = 1.0, 0.0
         for at in range(most):
-            following = [there(place + at, tokens) for place in places]
+            following = [token_at(place + at, tokens) for place in places]
             best = _most_frequent(following)
             probability *= following.count(best) / len(following) if following else 0.0
             if best == _NOTHING or probability < least_probability:
@@ -252,7 +255,7 @@ class Match:
 
 
 def _most_frequent(tokens: Iterable[int]) -> int:
-    """The first of the most frequent ones; _NOTHING where there is none."""
+    """The most frequent token, of several the first; _NOTHING where there is none."""
     counts: dict[int, int] = {}
     for token in tokens:
         if token != _NOTHING:

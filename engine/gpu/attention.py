@@ -1,12 +1,12 @@
 """Attention over the paged cache: of rows with few places (decoding, drafts), and of chunks of prompts.
 
-Query heads that share a key head, and all places of a decoding row, form one tile, so each block of the cache is read
-once for all of them. Scores stay in registers (FlashAttention, arXiv 2205.14135). A decoding row's context is cut into
-parts (arXiv 2311.01282), as many as its own length says, so its result depends on no other row. Sinks (arXiv
-2508.10925) enter the sum before the first key. The reference is `attention.torch_attention.reference_attention`.
+Query heads that share a key head, and all places of a decoding row, form one tile. Scores stay in registers
+(FlashAttention, arXiv 2205.14135). A decoding row's context is cut into parts (arXiv 2311.01282), as many as its own
+length says, so its result depends on no other row. Sinks: arXiv 2508.10925. The reference is
+`attention.torch_attention.reference_attention`.
 
-Codes of eight bits are exact in the queries' dtype: a key's scale multiplies its scores, a value's scale its weights,
-and LARGEST_CODE divides the whole mix.
+Codes of eight bits are exact in the queries' dtype: a key's scale multiplies scores, a value's scale weights, and
+LARGEST_CODE divides the whole mix.
 """
 
 import math
@@ -66,14 +66,14 @@ def _attend_span(
     dim = tl.arange(0, DIMS)[None, :]
     for at in range(begin, end, TILE):
         token = at + tl.arange(0, TILE)
-        there = token < end
-        block = tl.load(blocks + token // BLOCK_SIZE, mask=there, other=0)
+        valid = token < end
+        block = tl.load(blocks + token // BLOCK_SIZE, mask=valid, other=0)
         line = (block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
-        inside = there[:, None] & (dim < HEAD_DIM)
+        inside = valid[:, None] & (dim < HEAD_DIM)
         key = tl.load(keys + line[:, None] * HEAD_DIM + dim, mask=inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
         if LARGEST_CODE > 0:
-            key_scale = tl.load(scales + 2 * line, mask=there, other=0.0) * (scale / LARGEST_CODE)
+            key_scale = tl.load(scales + 2 * line, mask=valid, other=0.0) * (scale / LARGEST_CODE)
             scores = scores * key_scale[None, :]
         else:
             scores = scores * scale
@@ -81,7 +81,7 @@ def _attend_span(
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         scores = scores * _LOG2E
         if MASKED:
-            seen = there[None, :] & (token[None, :] <= position[:, None])
+            seen = valid[None, :] & (token[None, :] <= position[:, None])
             if WINDOW:
                 seen = seen & (token[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -92,7 +92,7 @@ def _attend_span(
         value = tl.load(values + line[:, None] * HEAD_DIM + dim, mask=inside, other=0.0).to(q.dtype)
         total = total * faded + tl.sum(weights, 1)
         if LARGEST_CODE > 0:
-            weights = weights * tl.load(scales + 2 * line + 1, mask=there, other=0.0)[None, :]
+            weights = weights * tl.load(scales + 2 * line + 1, mask=valid, other=0.0)[None, :]
         mix = mix * faded[:, None] + tl.dot(weights.to(q.dtype), value, input_precision="ieee")
         maximum = highest
     return maximum, total, mix
@@ -234,11 +234,11 @@ def _combine_kernel(
     at = (tl.load(first_states + index).to(tl.int64) + place) * HEADS + tl.program_id(1)
     part = tl.arange(0, MOST)
     dim = tl.arange(0, DIMS)
-    there = part < used
-    maximum = tl.load(sums + (at * parts + part) * 2, mask=there, other=float("-inf"))
-    total = tl.load(sums + (at * parts + part) * 2 + 1, mask=there, other=0.0)
+    valid = part < used
+    maximum = tl.load(sums + (at * parts + part) * 2, mask=valid, other=float("-inf"))
+    total = tl.load(sums + (at * parts + part) * 2 + 1, mask=valid, other=0.0)
     weight = tl.exp2(maximum - tl.max(maximum, 0))
-    inside = there[:, None] & (dim < HEAD_DIM)[None, :]
+    inside = valid[:, None] & (dim < HEAD_DIM)[None, :]
     mix = tl.load(mixes + (at * parts + part)[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
     whole = tl.sum(mix * weight[:, None], 0) / tl.sum(total * weight, 0)
     target = (tl.load(first_places + index).to(tl.int64) + place) * HEADS + tl.program_id(1)

@@ -1,8 +1,7 @@
 """Rotation (arXiv 2104.09864) and the paged cache's write, in one pass over a layer's queries, keys and values.
 
-One program holds up to sixteen query, key or value heads of a token. Keys and values go where the block table says, as
-they are or as codes of eight bits with a scale for each line. The references are `layers.rotary.TorchAngles` and a
-plain copy.
+Keys and values go where the block table says, as they are or as codes of eight bits with a scale for each line. The
+references are `layers.rotary.TorchAngles` and a plain copy.
 """
 
 from collections.abc import Iterator
@@ -64,37 +63,37 @@ def _write_kernel(
     row = tl.load(rows + owner).to(tl.int64)
     block = tl.load(block_ids + row * table_stride + position // BLOCK_SIZE)
     line = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
-    there = (head < KV_HEADS) & (dim < HEAD_DIM)
+    valid = (head < KV_HEADS) & (dim < HEAD_DIM)
     if kind == 1:
-        value = tl.load(v + place * v_stride + head * HEAD_DIM + dim, mask=there, other=0.0)
-        _store(values, scales + 1, line, dim, value, there, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
+        value = tl.load(v + place * v_stride + head * HEAD_DIM + dim, mask=valid, other=0.0)
+        _store(values, scales + 1, line, dim, value, valid, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
     elif kind == 0:
-        turned = _rotate(k + place * k_stride + head * HEAD_DIM, cos, sin, place, dim, there, ROTARY_DIM)
-        _store(keys, scales, line, dim, turned, there, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
+        turned = _rotate(k + place * k_stride + head * HEAD_DIM, cos, sin, place, dim, valid, ROTARY_DIM)
+        _store(keys, scales, line, dim, turned, valid, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
     else:
-        there = (head < HEADS) & (dim < HEAD_DIM)
-        turned = _rotate(q + place * q_stride + head * HEAD_DIM, cos, sin, place, dim, there, ROTARY_DIM)
-        tl.store(rotated + (place * HEADS + head) * HEAD_DIM + dim, turned, mask=there)
+        valid = (head < HEADS) & (dim < HEAD_DIM)
+        turned = _rotate(q + place * q_stride + head * HEAD_DIM, cos, sin, place, dim, valid, ROTARY_DIM)
+        tl.store(rotated + (place * HEADS + head) * HEAD_DIM + dim, turned, mask=valid)
 
 
 @triton.jit
-def _store(cache, scales, line, dim, x, there, head_there, HEAD_DIM: tl.constexpr, LARGEST_CODE: tl.constexpr):
+def _store(cache, scales, line, dim, x, valid, head_valid, HEAD_DIM: tl.constexpr, LARGEST_CODE: tl.constexpr):
     """Stores lines x, as they are or as codes whose largest stands for the line's largest number."""
     if LARGEST_CODE > 0:
         wide = x.to(tl.float32)
         largest = tl.max(tl.abs(wide), 1, keep_dims=True)
-        tl.store(scales + 2 * line, largest, mask=head_there)
+        tl.store(scales + 2 * line, largest, mask=head_valid)
         x = to_codes(wide, largest, cache.dtype.element_ty, LARGEST_CODE)
-    tl.store(cache + line * HEAD_DIM + dim, x, mask=there)
+    tl.store(cache + line * HEAD_DIM + dim, x, mask=valid)
 
 
 @triton.jit
-def _rotate(heads, cos, sin, place, dim, there, ROTARY_DIM: tl.constexpr):
+def _rotate(heads, cos, sin, place, dim, valid, ROTARY_DIM: tl.constexpr):
     """Heads whose first ROTARY_DIM numbers are rotated, half by half; the first half of `sin` is negated."""
-    x = tl.load(heads + dim, mask=there, other=0.0)
+    x = tl.load(heads + dim, mask=valid, other=0.0)
     if ROTARY_DIM == 0:
         return x
-    turns = there & (dim < ROTARY_DIM)
+    turns = valid & (dim < ROTARY_DIM)
     half: tl.constexpr = ROTARY_DIM // 2
     partner = tl.load(heads + tl.where(dim < half, dim + half, dim - half), mask=turns, other=0.0)
     angle = place * ROTARY_DIM + dim

@@ -68,13 +68,13 @@ def _sort_kernel(
 def find_rows(order, block, most_blocks, PER_TOKEN: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """Which rows of the `block` exist, their rows of x, the places of their choices, and their rows of the result."""
     lines = tl.load(block + most_blocks) + tl.arange(0, BLOCK_ROWS)
-    there = lines < tl.load(block + 2 * most_blocks)
-    places = tl.load(order + lines, mask=there, other=0).to(tl.int64)
+    valid = lines < tl.load(block + 2 * most_blocks)
+    places = tl.load(order + lines, mask=valid, other=0).to(tl.int64)
     if GATED:
         rows, targets = places // PER_TOKEN, lines.to(tl.int64)
     else:
-        rows, targets = tl.where(there, lines, 0).to(tl.int64), places
-    return there, rows, places, targets
+        rows, targets = tl.where(valid, lines, 0).to(tl.int64), places
+    return valid, rows, places, targets
 
 
 class ExpertBlocks(NamedTuple):

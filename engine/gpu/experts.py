@@ -1,13 +1,10 @@
 """A mixture of experts as grouped products: choices are sorted by expert (`expert_blocks`), and each tile of a product
 takes its weights from the expert that its rows go to.
 
-There are four launches: the sort, gate and up with activation, down with the routing weight, and the sum over a token's
-experts in the order of its choices, so a row does not depend on the rows beside it as long as one form of `_plan`
-serves. The reference is `layers.mlp.MixtureOfExperts` on a CPU.
-
-Weights are floats, or codes of eight bits as those of `scaled_matmul`: then tokens are quantised before they are spread
-over experts, and the inputs of a down projection after they were rounded to the model's dtype. `grouped_experts` has
-the products with integers in groups.
+The launches are the sort, gate and up with activation, down with the routing weight, and the sum over a token's choices
+in order: a row depends on no other as long as one form of `_plan` serves. Weights are floats or codes as those of
+`scaled_matmul`, for which tokens are quantised before they are spread over experts; `grouped_experts` has products with
+integers in groups. The reference is `layers.mlp.MixtureOfExperts` on a CPU.
 """
 
 from collections.abc import Iterator
@@ -31,10 +28,10 @@ _SUMMED = 1024
 
 
 @triton.jit
-def _add_product(total, some, weights, x_scales, scales, there, SCALED: tl.constexpr, GROUPED: tl.constexpr):
+def _add_product(total, some, weights, x_scales, scales, valid, SCALED: tl.constexpr, GROUPED: tl.constexpr):
     """`add_codes` of SCALED weights, or `total` and the product of floats."""
     if SCALED:
-        total = add_codes(total, some, weights, x_scales, scales, there, GROUPED)
+        total = add_codes(total, some, weights, x_scales, scales, valid, GROUPED)
     else:
         total = tl.dot(some, weights, total, "ieee")
     return total
@@ -72,7 +69,7 @@ def _experts_kernel(
     expert = tl.load(blocks + block).to(tl.int64)
     if expert >= 0:
         gated: tl.constexpr = ACTIVATION != ""
-        there, rows, places, targets = find_rows(order, blocks + block, most_blocks, PER_TOKEN, gated, BLOCK_ROWS)
+        valid, rows, places, targets = find_rows(order, blocks + block, most_blocks, PER_TOKEN, gated, BLOCK_ROWS)
         columns = tl.program_id(0) % across * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
         inner = tl.arange(0, BLOCK_INPUTS)
         size = outputs * inputs  # of a matrix: fewer than 2^31
@@ -105,7 +102,7 @@ def _experts_kernel(
             total = activate(total, ACTIVATION) * up
         else:
             total *= tl.load(routing + places)[:, None]
-        mask = there[:, None] & (columns < outputs)[None, :]
+        mask = valid[:, None] & (columns < outputs)[None, :]
         tl.store(out + targets[:, None] * outputs + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -114,14 +111,14 @@ def _sum_kernel(parts, chosen, out, size, first_expert, experts, PER_TOKEN: tl.c
     """out[token] = the sum of parts [token, PER_TOKEN, size] whose expert is one of these `experts`."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = columns < size
+    valid = columns < size
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(PER_TOKEN):
         place = token * PER_TOKEN + choice
         expert = tl.load(chosen + place) - first_expert
         mine = (expert >= 0) & (expert < experts)
-        total += tl.load(parts + place * size + columns, mask=there & mine, other=0.0).to(tl.float32)
-    tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=there)
+        total += tl.load(parts + place * size + columns, mask=valid & mine, other=0.0).to(tl.float32)
+    tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=valid)
 
 
 class PlainExpertMatrix:

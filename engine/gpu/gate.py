@@ -39,11 +39,11 @@ def _gate_kernel(packed, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexp
     """out[row] = activation(packed[row, :size]) * packed[row, size:]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = columns < size
-    gate = tl.load(packed + row * 2 * size + columns, mask=there, other=0.0)
-    up = tl.load(packed + row * 2 * size + size + columns, mask=there, other=0.0)
+    valid = columns < size
+    gate = tl.load(packed + row * 2 * size + columns, mask=valid, other=0.0)
+    up = tl.load(packed + row * 2 * size + size + columns, mask=valid, other=0.0)
     product = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
-    tl.store(out + row * size + columns, product.to(gate.dtype), mask=there)
+    tl.store(out + row * size + columns, product.to(gate.dtype), mask=valid)
 
 
 class TritonGate:

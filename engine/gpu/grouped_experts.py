@@ -45,7 +45,7 @@ def _grouped_experts_kernel(
     expert = tl.load(blocks + block).to(tl.int64)
     if expert >= 0:
         gated: tl.constexpr = ACTIVATION != ""
-        there, rows, places, targets = find_rows(order, blocks + block, most_blocks, PER_TOKEN, gated, BLOCK_ROWS)
+        valid, rows, places, targets = find_rows(order, blocks + block, most_blocks, PER_TOKEN, gated, BLOCK_ROWS)
         columns = tl.program_id(0) % across * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
         length: tl.constexpr = GROUP * BITS // 8
         matrices = 2 if gated else 1
@@ -66,7 +66,7 @@ def _grouped_experts_kernel(
             total = activate(total, ACTIVATION) * (up * tl.load(factors + own + outputs)[:, None])
         else:
             total *= tl.load(routing + places)[None, :]
-        mask = (columns < outputs)[:, None] & there[None, :]
+        mask = (columns < outputs)[:, None] & valid[None, :]
         tl.store(out + targets[None, :] * outputs + columns[:, None], total.to(out.dtype.element_ty), mask=mask)
 
 

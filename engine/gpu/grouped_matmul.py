@@ -1,10 +1,9 @@
 """Products with weights of four or eight bits whose groups of inputs have scales; activations are not quantised.
 
-Few rows: codes become floats in registers, and tensor cores multiply these whole numbers exactly; a group's scale is
-applied to its sum. A group's codes of adjacent outputs are adjacent in memory, its first half in the lower four bits,
-so reads are coalesced. Groups may be split in parts, which depend on the matrix alone, as results do. Many rows:
-weights are widened to the model's dtype, and cuBLAS multiplies. The references are `layers.int4.dequantize_int4` and
-`checkpoint.code_forms.dequantise_codes`.
+Few rows: tensor cores multiply codes exactly, as floats, and a group's scale is applied to its sum. A group's codes of
+adjacent outputs are adjacent in memory, its first half in the lower four bits. Groups may be split in parts, which
+depend on the matrix alone. Many rows: weights are widened to the model's dtype, and cuBLAS multiplies. The references
+are `layers.int4.dequantize_int4` and `checkpoint.code_forms.dequantise_codes`.
 """
 
 from collections.abc import Iterator
@@ -108,15 +107,15 @@ def _grouped_kernel(
         some = load_inputs(x_at, places, inputs)
         later = load_inputs(x_at, places + length, inputs) if BITS == 4 else some
         total = add_group(total, codes, scales, zeros, group * outputs + own, some, later, BITS, GROUP, ZEROS)
-    there = (columns < outputs)[:, None] & (lines < rows)[None, :]
+    valid = (columns < outputs)[:, None] & (lines < rows)[None, :]
     places = lines.to(tl.int64)[None, :] * outputs + columns[:, None]
     if PARTS > 1:
-        tl.store(out + part.to(tl.int64) * rows * outputs + places, total, mask=there)
+        tl.store(out + part.to(tl.int64) * rows * outputs + places, total, mask=valid)
     else:
         total *= tl.load(factors + own)[:, None]
         if BIASED:
             total += tl.load(bias + own)[:, None]
-        tl.store(out + places, total.to(out.dtype.element_ty), mask=there)
+        tl.store(out + places, total.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -126,14 +125,14 @@ def _join_kernel(
     """out [rows, outputs] = `parts` [PARTS, rows, outputs], added in ascending order, times `factors`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = columns < outputs
+    valid = columns < outputs
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts + (part * rows + row) * outputs + columns, mask=there, other=0.0)
-    total *= tl.load(factors + columns, mask=there, other=0.0)
+        total += tl.load(parts + (part * rows + row) * outputs + columns, mask=valid, other=0.0)
+    total *= tl.load(factors + columns, mask=valid, other=0.0)
     if BIASED:
-        total += tl.load(bias + columns, mask=there, other=0.0)
-    tl.store(out + row * outputs + columns, total.to(out.dtype.element_ty), mask=there)
+        total += tl.load(bias + columns, mask=valid, other=0.0)
+    tl.store(out + row * outputs + columns, total.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit

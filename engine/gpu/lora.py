@@ -1,9 +1,8 @@
 """Adds LoRA adapters (arXiv 2106.09685) to a product on a GPU, in two launches for all adapters of a step.
 
-The host sorts places by adapter and cuts them into blocks of one adapter each (`AdapterBlocks`). A program finds its
-adapter's matrices by the address in its block, so a recorded step serves adapters that came later. The input times A is
-cut into pieces, which are added in order where B is multiplied: a row depends on no other. The reference is
-`layers.linear.TorchLora`.
+Places come sorted in blocks of one adapter each (`AdapterBlocks`), with the address of its matrices, so a recorded step
+serves adapters that came later. The input times A is cut into pieces, which are added in order where B is multiplied: a
+row depends on no other. The reference is `layers.linear.TorchLora`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,18 +52,18 @@ class AdapterRecords:
 def _find_part(packed, stride, product, matrix):
     """The address of the record of part `matrix` of this block's adapter, and whether it exists."""
     address = tl.load(packed + stride + tl.program_id(0))
-    there = address != 0
+    valid = address != 0
     records = address.to(tl.pointer_type(tl.int64))
-    begin = tl.load(records + product, mask=there, other=0) + matrix * _WORDS
-    return records + begin, there & (begin < tl.load(records + product + 1, mask=there, other=0))
+    begin = tl.load(records + product, mask=valid, other=0) + matrix * _WORDS
+    return records + begin, valid & (begin < tl.load(records + product + 1, mask=valid, other=0))
 
 
 @triton.jit
 def _block_lines(packed, stride, ROWS: tl.constexpr):
     """This block's lines among the places that have an adapter, which of them exist, and the places."""
     line = tl.load(packed + 2 * stride + tl.program_id(0)) + tl.arange(0, ROWS)
-    there = line < tl.load(packed + 3 * stride + tl.program_id(0))
-    return line, there, tl.load(packed + line, mask=there, other=0)
+    valid = line < tl.load(packed + 3 * stride + tl.program_id(0))
+    return line, valid, tl.load(packed + line, mask=valid, other=0)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -86,8 +85,8 @@ def _shrink_kernel(
     places, matrices * lines]."""
     tiles = lines // LINES
     matrix = tl.program_id(2) // tiles
-    record, there = _find_part(packed, stride, product, matrix)
-    if there:
+    record, valid = _find_part(packed, stride, product, matrix)
+    if valid:
         rank = tl.load(record + 2).to(tl.int32)
         low = tl.program_id(2) % tiles * LINES
         if low < rank:
@@ -127,8 +126,8 @@ def _expand_kernel(
 ):
     """Program (block, tile of outputs, matrix): out [places, all outputs] += scale * (x A) B. `shrunk` has `width`
     numbers for each place and piece, `lines` for each matrix. ALIGNED: matrices have multiples of 16 outputs."""
-    record, there = _find_part(packed, stride, product, tl.program_id(2))
-    if there:
+    record, valid = _find_part(packed, stride, product, tl.program_id(2))
+    if valid:
         outputs = tl.load(record + 5)
         if ALIGNED:
             outputs = tl.multiple_of(outputs, 16)

@@ -29,18 +29,18 @@ def _norm_kernel(
     r % heads of token r // heads; heads of a token are adjacent."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    there = columns < size
+    valid = columns < size
     head = row % heads
     at = row // heads * row_stride + head * size + columns
-    values = tl.load(x + at, mask=there, other=0.0)
+    values = tl.load(x + at, mask=valid, other=0.0)
     if ADDS:
-        values += tl.load(delta + at, mask=there, other=0.0)
-        tl.store(x + at, values, mask=there)
+        values += tl.load(delta + at, mask=valid, other=0.0)
+        tl.store(x + at, values, mask=valid)
     wide = values.to(tl.float32)
     rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    scale = tl.load(weight + head % weights * size + columns, mask=there, other=0.0)
+    scale = tl.load(weight + head % weights * size + columns, mask=valid, other=0.0)
     normal = (wide * rms).to(scale.dtype) * scale
-    tl.store(out + at, normal.to(values.dtype), mask=there)
+    tl.store(out + at, normal.to(values.dtype), mask=valid)
 
 
 class TritonNorm:

@@ -1,8 +1,7 @@
 """Draws tokens on a GPU by temperature, top-k, top-p and min-p: exactly, without sorting and without the host.
 
-One program draws for one row. A token's key is the bits of the float that says how many halvings it is less likely than
-the likeliest, so keys are in the order of weights. Top-k, top-p and the draw are all searches for the key up to which
-tokens reach a count or a weight. A pass counts and weighs the tokens up to 16 keys, so a search takes at most 8 passes.
+A token's key is the bits of the float that says how many halvings it is less likely than the likeliest. Top-k, top-p
+and the draw search the key up to which tokens reach a count or a weight: a pass measures 16 keys, and 8 passes suffice.
 The reference is `worker.sampler`.
 """
 

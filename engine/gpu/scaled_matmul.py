@@ -1,11 +1,9 @@
 """Products of eight-bit rows with eight-bit weights, int8 or fp8 (e4m3). Each row of both has one scale, and the tensor
 cores sum codes; in fp8 each group of inputs may have a scale, by which its sum is multiplied before it is added.
 
-One kernel quantises activations, by row or by group. For few rows and outputs inputs are split in parts, as many as the
-matrix says, whose sums a second kernel adds in order. So rows do not depend on each other: in int8, where sums are
-exact, never; in fp8 as long as one form of `_plan` serves. The reference is `layers.torch_matmul.TorchInt8Matmul`, bit
-for bit.
-"""
+For few rows and outputs inputs are split in parts, as many as the matrix says, whose sums a second kernel adds in
+order. So rows do not depend on each other, in fp8 as long as one form of `_plan` serves. The reference is
+`layers.torch_matmul.TorchInt8Matmul`, bit for bit."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -43,24 +41,24 @@ def _quantise_kernel(
     lines = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK)
     places = lines[:, None] * size + columns[None, :]
-    there = (lines < rows)[:, None] & (columns < size)[None, :]
-    wide = tl.load(x + places, mask=there, other=0.0).to(tl.float32)
+    valid = (lines < rows)[:, None] & (columns < size)[None, :]
+    wide = tl.load(x + places, mask=valid, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)
     rounded = to_codes(wide, largest[:, None], codes.dtype.element_ty, LARGEST_CODE)
-    tl.store(codes + places, rounded, mask=there)
+    tl.store(codes + places, rounded, mask=valid)
     steps = tl.div_rn(largest, tl.full((BLOCK_ROWS,), LARGEST_CODE, tl.float32))
     tl.store(scales + lines, steps, mask=lines < rows)
 
 
 @triton.jit
-def add_codes(total, some, weights, x_scales, scales, there, GROUPED: tl.constexpr):
+def add_codes(total, some, weights, x_scales, scales, valid, GROUPED: tl.constexpr):
     """`total` plus the product of codes [rows, inputs] and [inputs, outputs]. A group's product is scaled by its scales
-    at the addresses `x_scales` [rows] and `scales` [outputs], which exist where `there`; others are scaled at the end.
+    at the addresses `x_scales` [rows] and `scales` [outputs], which exist where `valid`; others are scaled at the end.
     """
     # Hopper's tensor cores add fp8 in 22 bits, so each sum is moved into float32.
     if GROUPED:
         own = tl.dot(some, weights, max_num_imprecise_acc=some.shape[1])
-        total += own * tl.load(x_scales)[:, None] * tl.load(scales, mask=there, other=0.0)[None, :]
+        total += own * tl.load(x_scales)[:, None] * tl.load(scales, mask=valid, other=0.0)[None, :]
     elif total.dtype == tl.int32:
         total = tl.dot(some, weights, total, out_dtype=tl.int32)
     else:
@@ -79,13 +77,13 @@ def scale_sums(total, x_scales, scales, rows, columns, GROUPED: tl.constexpr):
 
 @triton.jit
 def _finish(
-    total, x_scales, scales, bias, out, places, rows, columns, there, BIASED: tl.constexpr, GROUPED: tl.constexpr
+    total, x_scales, scales, bias, out, places, rows, columns, valid, BIASED: tl.constexpr, GROUPED: tl.constexpr
 ):
     """Stores the scaled sums `total`, with `bias`, at `places` of `out`."""
     result = scale_sums(total, x_scales, scales, rows, columns, GROUPED)
     if BIASED:
         result += tl.load(bias + columns)
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=there)
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -137,13 +135,13 @@ def _scaled_kernel(
         total = add_codes(
             total, some, weights, x_scales_at + step, scales_at + step * outputs, columns < outputs, GROUPED
         )
-    there = (lines < rows)[:, None] & (columns < outputs)[None, :]
+    valid = (lines < rows)[:, None] & (columns < outputs)[None, :]
     places = lines.to(tl.int64)[:, None] * outputs + columns[None, :]
     if PARTS > 1:
-        tl.store(out + part.to(tl.int64) * rows * outputs + places, total, mask=there)
+        tl.store(out + part.to(tl.int64) * rows * outputs + places, total, mask=valid)
     else:
         some_rows, some_columns = own_lines[:, None], own_columns[None, :]
-        _finish(total, x_scales, scales, bias, out, places, some_rows, some_columns, there, BIASED, GROUPED)
+        _finish(total, x_scales, scales, bias, out, places, some_rows, some_columns, valid, BIASED, GROUPED)
 
 
 @triton.jit
@@ -163,12 +161,12 @@ def _combine_kernel(
     """out [rows, outputs] = `parts` [PARTS, rows, outputs], added in ascending order and scaled."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = columns < outputs
+    valid = columns < outputs
     places = row * outputs + columns
     total = tl.zeros((BLOCK,), parts.dtype.element_ty)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts + (part * rows + row) * outputs + columns, mask=there, other=0)
-    _finish(total, x_scales, scales, bias, out, places, row, columns % outputs, there, BIASED, GROUPED)
+        total += tl.load(parts + (part * rows + row) * outputs + columns, mask=valid, other=0)
+    _finish(total, x_scales, scales, bias, out, places, row, columns % outputs, valid, BIASED, GROUPED)
 
 
 class QuantisedRows(NamedTuple):

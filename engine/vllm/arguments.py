@@ -1,7 +1,5 @@
-"""vLLM's engine arguments: those that our own engine has, and what becomes of the others.
-
-Tables alone: the command line reads them too, for vLLM's flags.
-"""
+"""Tables of vLLM's engine arguments: our engine's names, and what becomes of arguments that it does not have. The
+command line reads them for vLLM's flags, too."""
 
 from collections.abc import Mapping
 
@@ -18,7 +16,7 @@ WITHOUT_EFFECT = {
     "generation_config": "the checkpoint's generation_config.json gives the defaults",
     "disable_log_stats": "statistics are metrics, not lines of the log",
 }
-"""Arguments that ask for what is so anyway, or is not there to be asked for, with the reason."""
+"""Arguments that change nothing here, with the reason."""
 
 NOT_SERVED: Mapping[str, str] = {
     "cpu_offload_gb": "weights are where they are computed with",
@@ -27,7 +25,7 @@ NOT_SERVED: Mapping[str, str] = {
     "hf_overrides": "change the checkpoint's config.json",
     "override_generation_config": "change the checkpoint's generation_config.json",
 }
-"""Arguments for what our own engine does not do, with the way out or the reason."""
+"""Arguments for what our engine does not do, with the alternative or the reason."""
 
 ELSEWHERE = {
     "served_model_name": "a model is called as its folder",
@@ -46,7 +44,7 @@ ELSEWHERE = {
     "lora_dtype": "adapters are computed with in the model's type",
     "fully_sharded_loras": "ranks hold their slices of an adapter",
 }
-"""What stands for an argument in a repository, in place of what is said of the flag."""
+"""Reasons that replace those of the tables above for arguments in a repository."""
 
 OWN_NAMES: Mapping[str, str] = {
     "tokenizer": "tokenizer",
@@ -76,7 +74,7 @@ OWN_NAMES: Mapping[str, str] = {
     "tool_call_parser": "tool_call_parser",
     "reasoning_parser": "reasoning_parser",
 }
-"""Arguments that our engine has, with its names of them."""
+"""Arguments that our engine has -> its names."""
 
 OWN_VALUES = {("distributed_executor_backend", "uni"): None}
 """Other values of the arguments above -> ours, beside those that `engine.options` knows."""
@@ -92,10 +90,10 @@ CHANGES_ANSWERS = {
     "runner": "the model is to generate text",
     "convert": "the model is to generate text",
 }
-"""Arguments that are refused: without them the model would answer otherwise than it is asked to."""
+"""Arguments that are refused, since without them the model would answer differently."""
 
 HARMLESS = {"task": {"generate"}, "runner": {"generate"}, "convert": {"none"}, "load_format": {"safetensors", "pt"}}
-"""Their values, and others', that change nothing."""
+"""Values of some arguments that change nothing."""
 
 NOTHING = {"", "none", "false", "0", "0.0", "auto", "[]", "{}"}
-"""Values in text that ask for nothing."""
+"""Values, as text, that change nothing."""

@@ -48,7 +48,7 @@ VLLM_LAYOUT = TensorLayout(
     echoes=True,
     implied_stream=False,
 )
-"""A response that is not the last of a stream has the finish reason "None", as vLLM's backend says it."""
+"""Before the last response of a stream the finish reason is "None", as in vLLM's backend."""
 
 
 log = logging.getLogger(__name__)
@@ -61,16 +61,13 @@ def vllm_model(
     on_progress: OnProgress,
     **granted: int | None,
 ) -> Model:
-    """The model that `model.json` in the directory `path` describes. Names the arguments without effect in the log.
-
-    Raises:
-        InvalidArgument: see `read_model_json`.
-    """
-    found = read_model_json(path, parameters)
-    if found.idle:
-        reasons = ", ".join(f"{argument} ({reason})" for argument, reason in found.idle.items())
+    """The model that `model.json` in the directory `path` describes. Logs the arguments without effect. Raises as
+    `read_model_json`."""
+    model_json = read_model_json(path, parameters)
+    if model_json.idle:
+        reasons = ", ".join(f"{argument} ({reason})" for argument, reason in model_json.idle.items())
         log.warning("model '%s': engine arguments of vLLM without effect here: %s", written.name, reasons)
-    spec = replace(own_engine_spec(build.granted_config(path, found.parameters, **granted)), backend="vllm")
+    spec = replace(own_engine_spec(build.granted_config(path, model_json.parameters, **granted)), backend="vllm")
     layout = VLLM_LAYOUT if spec.lora is None else replace(VLLM_LAYOUT, refused={})
     return LlmModel(written.name, written.version, spec, on_progress, layout)
 

@@ -1,5 +1,5 @@
-"""`model.json` in a version's directory, the engine arguments of a model of Triton's vLLM backend, as settings of our
-own engine."""
+"""Reads `model.json` in a version's directory, the engine arguments of Triton's vLLM backend, as settings of our
+engine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,32 +27,29 @@ _FILE = "model.json"
 _ADAPTERS = "multi_lora.json"
 _PATHS = ("model", "tokenizer")
 _OF_THE_BACKEND = {"REPORT_CUSTOM_METRICS", "ENABLE_VLLM_HEALTH_CHECK"}
-"""Parameters in config.pbtxt that ask for what is always so: metrics, and readiness that asks the engine."""
+"""Parameters in config.pbtxt for what is always so: metrics, and readiness that asks the engine."""
 _DEVICES = "GPU_DEVICE_IDS"
 _SPECULATION = "speculative_config"
 
 
 class ModelJson(NamedTuple):
-    """`parameters`: the checkpoint, a directory or a hub id, as `model`, and the settings of our engine. `idle`: the
-    arguments that have no effect, with the reason."""
+    """The contents of `model.json`."""
 
     parameters: dict[str, Any]
+    """The settings of our engine, with the checkpoint, a directory or a hub id, as `model`."""
     idle: dict[str, str]
+    """Arguments without effect, with the reason."""
 
 
 def read_model_json(directory: str, parameters: Mapping[str, str]) -> ModelJson:
-    """Read the arguments of a version's directory. `parameters`: those of config.pbtxt, settings of our engine, which
-    win.
-
-    Raises:
-        InvalidArgument: there is no such file, or something in it is wrong; the message names it.
-    """
+    """Read the arguments in a version's directory. `parameters`: settings in config.pbtxt, which win. Raises
+    `InvalidArgument` for a missing file or wrong argument, which the message names."""
     file = Path(directory) / _FILE
     if not file.is_file():
         raise InvalidArgument(f"there is no {file}: it has the engine arguments of a model of the vllm backend")
     arguments = read_json(file)
     try:
-        paths = {name: _located(file, name, given) for name in _PATHS if (given := arguments.pop(name, None))}
+        paths = {name: _located(file, name, value) for name in _PATHS if (value := arguments.pop(name, None))}
         if "model" not in paths:
             raise InvalidArgument("it names no model: set 'model' to the directory of a checkpoint, or to a hub id")
         revision = arguments.pop("revision", None)
@@ -70,14 +67,14 @@ def read_model_json(directory: str, parameters: Mapping[str, str]) -> ModelJson:
 
 
 def _read_adapters(file: Path) -> dict[str, str]:
-    """The directories of the adapters by their names; they may be relative to the file's."""
+    """The directories of adapters by their names; they may be relative to the file."""
     if not file.is_file():
         raise InvalidArgument(f"with enable_lora, there must be {file}, of the adapters' directories by their names")
     return {name: _located(file, name, path) for name, path in read_json(file).items()}
 
 
 def _located(file: Path, name: str, value: Any) -> str:
-    """A path, which may be relative to the file's directory, as one; a hub id as it is."""
+    """The absolute path of a directory, which may be relative to the file's; a hub id as it is."""
     if not isinstance(value, str):
         raise InvalidArgument(f"argument '{name}' must be a directory or a hub id, got {value!r}")
     local = file.parent / Path(value).expanduser()
@@ -89,12 +86,11 @@ def _located(file: Path, name: str, value: Any) -> str:
 
 
 def _translated(arguments: Mapping[str, Any], device: str | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Our own settings for these arguments, and those without effect, each with the reason. `device`: in place of the
+    """Our settings for these arguments, and the arguments without effect, with the reason. `device` replaces the
     arguments' own.
 
     Raises:
-        InvalidArgument: an argument is of the wrong type or out of range, or the model would answer otherwise without
-            it.
+        InvalidArgument: an argument is wrong, or the model would answer differently without it.
     """
     settings: dict[str, Any] = {}
     idle: dict[str, str] = {}
