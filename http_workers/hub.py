@@ -28,7 +28,7 @@ _SETTLE_SECONDS = 30.0
 
 
 class ConnectedWorker(Protocol):
-    """A worker as it is told things."""
+    """A worker, as far as the hub tells it things."""
 
     @property
     def link(self) -> HubLink: ...
@@ -108,7 +108,7 @@ class ControlHub:
                 return
 
     def on_progress(self) -> None:
-        """A worker took a snapshot, or is gone."""
+        """Wake what waits for workers: one took a snapshot, or is gone."""
         waited, self._progress = self._progress, asyncio.Event()
         waited.set()
 

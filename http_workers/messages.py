@@ -175,7 +175,7 @@ class LoneRequest(msgspec.Struct, array_like=True, tag="lone", frozen=True):
 
 
 class HttpCall(msgspec.Struct, array_like=True, tag="http", frozen=True):
-    """A request of HTTP that the hub answers: `HttpAnswer`."""
+    """A request over HTTP that the hub answers: `HttpAnswer`."""
 
     key: int
     method: str
@@ -202,7 +202,7 @@ class HttpPiece(msgspec.Struct, array_like=True, tag="piece", frozen=True):
 
 
 class PieceWanted(msgspec.Struct, array_like=True, tag="piece_wanted", frozen=True):
-    """The one before was taken. Goes both ways."""
+    """The other end took a piece, and wants the next. Goes both ways."""
 
     key: int
 
@@ -314,7 +314,7 @@ class AcquiredModel(msgspec.Struct, array_like=True, tag="acquired", frozen=True
 
 
 class CallFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
-    """A call has no answer, or no further one."""
+    """The error of a call, which has no answer, or no further one."""
 
     key: int
     error: SentError
@@ -322,7 +322,7 @@ class CallFailed(msgspec.Struct, array_like=True, tag="failed", frozen=True):
 
 
 class HttpAnswer(msgspec.Struct, array_like=True, tag="http_answer", frozen=True):
-    """`more`: of the body there are further pieces."""
+    """The answer to an `HttpCall`; `more` pieces of its body follow."""
 
     key: int
     status: int

@@ -31,7 +31,7 @@ class RemoteTicket(QueueTicket):
     generation: GenerateRequest | None = None
 
     def release(self, started: bool = False) -> None:
-        """The hub counts who waits."""
+        """Forget the place: the hub counts who waits."""
         self.held = False
 
 
@@ -74,7 +74,7 @@ class RemoteEngine:
         return self._info
 
     async def close(self) -> None:
-        """The engine is the hub's."""
+        """Do nothing: the engine is the hub's."""
 
     def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
         """The hub has admitted or refused a request's sequences when the model was acquired. Those that it did not know

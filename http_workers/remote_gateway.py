@@ -127,7 +127,7 @@ class RemoteGateway:
         return RemoteTextHandle(hub, self.find, acquired.config, context, model, stats)
 
     def check_room(self, context: RequestContext) -> None:
-        """The hub knows, and is asked with the body."""
+        """Do nothing: the hub knows, and is asked with the body."""
 
     def alive(self) -> bool:
         return self._silence < HUNG_SECONDS

@@ -161,7 +161,7 @@ class RemoteModelHandle:
         return RemoteModelHandle(self._hub, self._find, self.config, context, mine.version, self._number)
 
     def check_room(self) -> None:
-        """The hub refuses."""
+        """Do nothing: the hub refuses."""
 
     def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
         return None
@@ -311,7 +311,7 @@ class TextModelHere:
         return ReaderDelays(self._served.number, self._reported[0] - tokens, self._reported[1] - seconds)
 
     def release(self, _: object = None) -> None:
-        """A request that had it has ended."""
+        """Count a user less: a request has ended."""
         self.users -= 1
         self._unload_unused()
 

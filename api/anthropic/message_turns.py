@@ -295,7 +295,7 @@ class ChatTurns:
         return _UNSEEN.format(f"{what}, {media}" if isinstance(media, str) and len(media) <= 100 else what)
 
     def _note(self, warning: str, place: str) -> None:
-        """Warn of the first place of a kind."""
+        """Warn once of what was left out, at its first place."""
         if warning not in self._noted:
             self._noted.add(warning)
             self.warnings.append(f"{place}: {warning}")

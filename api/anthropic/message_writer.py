@@ -142,7 +142,7 @@ class AnthropicMessageWriter:
         return self._before + orjson.dumps(piece.text) + b"}}\n\n"
 
     def _close(self) -> bytes:
-        """The end of the block that is open."""
+        """The events that end the open block."""
         if self._open is None:
             return b""
         signed = b""
@@ -153,7 +153,7 @@ class AnthropicMessageWriter:
         return signed + _event("content_block_stop", index=self._index)
 
     def _end(self) -> JsonObject:
-        """Why the answer ended."""
+        """The members that say why the answer ended."""
         last = self._last
         if last is None or last.finish_reason is None:
             return {"stop_reason": "end_turn", "stop_sequence": None}

@@ -25,8 +25,6 @@ PING = KeepAlive(sse_event(b'{"type":"ping"}', "ping"), 10.0)
 
 
 class MessagesRoutes:
-    """The endpoints and their handlers."""
-
     def __init__(self, lookup: ModelLookup, info: ServerInfo, ping: KeepAlive = PING) -> None:
         self._lookup = lookup
         self._max_input_size, self._max_response_size = info.max_input_size, info.max_response_size

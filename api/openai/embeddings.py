@@ -92,8 +92,6 @@ _RERANK = BodyFormat(RerankBody, _RERANK_NO_OP_VALUES)
 
 
 class EncoderRoutes:
-    """The endpoints and their handlers."""
-
     def __init__(self, lookup: ModelLookup, max_input_size: int) -> None:
         self._lookup = lookup
         self._max_input_size = max_input_size
@@ -174,7 +172,7 @@ def encoded_rows(rows: NDArray[np.float32], encoding: str | None) -> Iterator[An
 
 
 def _cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """Fewer dimensions, and length 1 again."""
+    """Vectors [texts, dimensions] cut to fewer dimensions, and of length 1 again."""
     whole = vectors.shape[1]
     if dimensions > whole:
         raise field_error("dimensions", f"must be at most {whole} for this model, got {dimensions}")

@@ -27,7 +27,7 @@ _BY_MEMBER = {
 
 
 class InvocationRoutes:
-    """`endpoints`: those of other paths, by these."""
+    """The endpoint, and the others that it calls: `endpoints` by their paths."""
 
     def __init__(self, lookup: ModelLookup, max_input_size: int, endpoints: Mapping[str, Endpoint]) -> None:
         self._lookup = lookup

@@ -74,7 +74,7 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """The same parts, as chat writes them."""
+    """The parts of a response as chat writes them."""
 
     endpoint = "chat"
     object = "chat.completion"
@@ -109,7 +109,7 @@ class ChatFormat:
         return {"content": token_entries(chunk.logprobs, spec.tokens_as_ids), "refusal": None}
 
     def no_logprobs(self, spec: ResponseSpec) -> JsonObject | None:
-        """None, as OpenAI has it."""
+        """Nothing, as OpenAI has it."""
         return None
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:

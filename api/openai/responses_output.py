@@ -152,7 +152,7 @@ class ShellCallItem(CallItem):
         yield _item_event("done", self._at, self.json(status))
 
     def json(self, status: str) -> JsonObject:
-        """A command that a limit cut is none."""
+        """The item; a command that a limit cut off is empty."""
         action: JsonObject = {"type": "exec", "command": [], "env": {}}
         with suppress(TypeError, ValueError):
             action |= orjson.loads("".join(self._arguments))

@@ -27,8 +27,6 @@ from .translated_chat import acquire_for, answer_chat, count_prompt_tokens
 
 
 class ResponsesRoutes:
-    """The endpoints and their handlers."""
-
     def __init__(self, lookup: ModelLookup, info: ServerInfo) -> None:
         self._lookup = lookup
         self._max_input_size, self._max_response_size = info.max_input_size, info.max_response_size

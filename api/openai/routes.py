@@ -49,8 +49,6 @@ _DETOKENIZE_FORMAT = BodyFormat(DetokenizeBody)
 
 
 class OpenAIRoutes:
-    """The endpoints and their handlers."""
-
     def __init__(self, lookup: ModelLookup, info: ServerInfo) -> None:
         self._lookup = lookup
         self._info = info

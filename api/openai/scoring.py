@@ -70,7 +70,7 @@ class ClassifyBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`task`: None is what the model makes."""
+    """The body of /pooling; a `task` of None takes what the model makes."""
 
     input: Any
     model: str | None = None
@@ -84,8 +84,6 @@ _POOLING = BodyFormat(PoolingBody, {**ENCODER_NO_OP_VALUES, "dimensions": ()})
 
 
 class ScoringRoutes:
-    """The endpoints and their handlers."""
-
     def __init__(self, lookup: ModelLookup, max_input_size: int) -> None:
         self._lookup = lookup
         self._max_input_size = max_input_size

@@ -37,8 +37,6 @@ _NOT_ONE = (
 
 
 class V2Endpoints:
-    """The handlers."""
-
     def __init__(self, lookup: ServerLookup, info: ServerInfo, forwarding: HeaderForwarding) -> None:
         self._lookup = lookup
         self._info = info

@@ -21,8 +21,6 @@ _MAX_BODY_BYTES = 1 << 16
 
 
 class TrafficEndpoints:
-    """The handlers."""
-
     def __init__(self, administration: ServerAdministration) -> None:
         self._administration = administration
 
