@@ -16,7 +16,8 @@ typedef struct {
     const int32_t *save_counts, *save_slots;
 } StateMoves;
 
-enum { MOST_KERNEL = 8, MOST_STATE_KEY = 256 };
+/* Numbers of a key that a thread holds on its stack. */
+enum { MOST_STATE_KEY = 256 };
 
 /* A depthwise convolution over time: out [channels] = sum over j of weight[j] * input of kernel - 1 - j tokens ago, + bias,
    activated. Numbers of a line of x by the column of their first: inputs, and what they or the results are multiplied

@@ -31,8 +31,8 @@ from .attention import StepStruct
 from .library import struct_fields
 from .op_trace import CONVOLVE, GATE_HEADS, RECUR, OpStruct, SymbolicTensor, TensorOrSymbol
 
-MAX_KERNEL, MAX_KEY_SIZE = 8, 256
-"""Limits of the kernels, as in recurrent.h."""
+MAX_KEY_SIZE = 256
+"""The longest keys that the kernels take, as in recurrent.h."""
 
 _NONE = -1
 _DELTA_RULE, _SELECTIVE_SCAN = range(2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checkpoint.weights import WeightLoader
 from ..cpu import library
-from ..cpu.recurrent import Recurrence, RecurrenceShape, ScanSteps, gated_delta_rule, selective_scan
+from ..cpu.recurrent import MAX_KEY_SIZE, Recurrence, RecurrenceShape, ScanSteps, gated_delta_rule, selective_scan
 from .recurrent_state import StepSlotStates
 from .step_context import StepContext
 
@@ -50,7 +50,7 @@ def build_delta_rule(
 ) -> StateRecurrence:
     """For each token S *= exp(rate * softplus(decay + bias)), then S += k (sigmoid(beta) (v - k^T S)), and the result
     is q^T S, of queries and keys of length 1, queries by key_size^-0.5."""
-    if library.supports(loader.dtype, loader.device):
+    if _served_by_kernels(loader, shape):
         columns = gates.decay_column, gates.beta_column
         native = gated_delta_rule(shape, *columns, gates.rates, gates.bias, loader.dtype)
         return StateRecurrence(number, native)
@@ -62,9 +62,13 @@ def build_selective_scan(
 ) -> StateRecurrence:
     """For each token dt = softplus(step + bias) within its bounds, S *= exp(rate * dt), S += B (dt x), and the result
     is C^T S + skip x: B is the key, C the query. Steps, [heads], begin at a column of the gates."""
-    if library.supports(loader.dtype, loader.device):
+    if _served_by_kernels(loader, shape):
         return StateRecurrence(number, selective_scan(shape, step_column, steps, loader.dtype))
     return StateRecurrence(number, TorchRecurrence(shape, TorchScanSteps(steps, step_column)))
+
+
+def _served_by_kernels(loader: WeightLoader, shape: RecurrenceShape) -> bool:
+    return library.supports(loader.dtype, loader.device) and shape.key_size <= MAX_KEY_SIZE
 
 
 class TorchScanSteps(NamedTuple):
