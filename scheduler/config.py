@@ -17,6 +17,9 @@ class SnapshotRule(msgspec.Struct, frozen=True, kw_only=True):
     """Between two snapshots of generated text."""
     least_gain: Annotated[int, msgspec.Meta(ge=1)] = 64
     """A snapshot spares so many tokens at least, or is not taken."""
+    prompt_tail: Annotated[int, msgspec.Meta(ge=0)] = 16
+    """Last tokens of a prompt that its snapshot leaves out: a template's beginning of an answer, which the conversation
+    need not have in its next turn."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,8 +31,8 @@ class StateSave(NamedTuple):
 class StateSaves:
     """The positions of `size` rows, multiples of `block_size`, whose states are to be kept in `states`.
 
-    Of a prompt: the last block's end before its last token; the end of what it shares with others, where that goes
-    further than a snapshot; what its client marks; and in between as `rule` has it. Of generated text the newest few:
+    Of a prompt: its last block's end but for a few tokens; the end of what it shares with others, where that goes
+    further than a snapshot; and in between as `rule` has it. Of generated text the newest few:
     a conversation goes on near its end.
     """
 
@@ -40,6 +40,7 @@ class StateSaves:
         self.states = states
         self._block_size = block_size
         self.least_gain = rule.least_gain
+        self._prompt_tail = rule.prompt_tail
         self._most_per_prompt = rule.most_per_prompt
         self._prompt_stride = self._whole_blocks(rule.prompt_stride)
         self._generated_stride = self._whole_blocks(rule.generated_stride)
@@ -58,10 +59,11 @@ class StateSaves:
         return -(-tokens // self._block_size) * self._block_size
 
     def enter(self, row: int, table: BlockTable, known: int, marks: Iterable[int] = ()) -> None:
-        """A sequence of `known` tokens enters a row with its table. `marks`: counts of tokens at which a later prompt
-        may part from it."""
+        """A sequence of `known` tokens enters a row with its table. `marks`: counts of tokens at which others part from
+        it."""
         last = (known - 1) // self._block_size * self._block_size
-        positions = self._positions(table.cached, last, [table.forked, *marks])
+        answered = max(known - 1 - self._prompt_tail, 0)
+        positions = self._positions(table.cached, last, [table.forked, *marks, answered])
         self._promised[row] = tuple(table.promised)
         for position in positions:
             self._promise(row, position)
@@ -71,13 +73,13 @@ class StateSaves:
 
     def _positions(self, cached: int, last: int, marks: list[int]) -> list[int]:
         """What is kept of a prompt whose last block but for its last token ends at `last`; of the known tokens of a
-        sequence that was preempted, too."""
+        sequence that was preempted, too. `marks`: the most wanted, the earlier ones before the later ones."""
         stride = self._prompt_stride
         newest = last // stride * stride
         while (last - cached) // stride > self._most_per_prompt:
             stride *= 2
         wanted = [mark // self._block_size * self._block_size for mark in marks]
-        wanted += [last, newest, *range(cached // stride * stride + stride, last, stride)]
+        wanted += [newest, *range(cached // stride * stride + stride, last, stride)]
         kept = [cached]
         for position in wanted:
             if cached < position <= last and all(abs(position - other) >= self.least_gain for other in kept):

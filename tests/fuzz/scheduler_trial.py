@@ -94,6 +94,7 @@ class SchedulerWorld:
             most_per_prompt=random.choice((1, 3, 8)),
             generated_stride=random.choice((1, 5, 16)),
             least_gain=random.choice((1, 4, 10)),
+            prompt_tail=random.choice((0, 1, 6)),
         )
         return replace(
             self,
