@@ -1,16 +1,52 @@
 """Servers over checkpoints of a few kilobytes."""
 
-from collections.abc import Callable, Iterator
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from charonia.bench import server_process
+from charonia.bench.server_process import LivenessCheck
 from charonia.cli.app import app
+from tests.e2e.server_template import copy_process
 
 from .models import FAKE, write_model
 from .serving import Server, on_loopback, serving
+
+
+@pytest.fixture(scope="module", autouse=True)
+def copied_servers() -> Iterator[None]:
+    """Servers that proofs, and the optimizer, start for themselves are copies, too."""
+    run_process = server_process.run_process
+
+    @contextmanager
+    def run_copy(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[int, LivenessCheck]]:
+        with tempfile.TemporaryDirectory() as scratch:
+            output = Path(scratch) / "output"
+            with output.open("wb") as file:
+                process = copy_process(command, file, environment)
+            try:
+                yield process.pid, LivenessCheck(process, output)  # type: ignore[arg-type]
+            finally:
+                server_process._end(process)  # type: ignore[arg-type]
+
+    def run(
+        command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> AbstractContextManager[tuple[int, LivenessCheck]]:
+        match command:
+            case [sys.executable, "-m", "charonia", *arguments] if not environment:
+                return run_copy(arguments, os.environ)
+        return run_process(command, environment)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_process, "run_process", run)
+        yield
 
 
 @pytest.fixture
