@@ -368,8 +368,8 @@ def test_tokens_are_the_same_with_kernels(
     """The layers and the attention of a GPU, interpreted, in steps that are replayed: of a row with an adapter, and
     drafts of which some are right."""
     monkeypatch.setitem(selector.BACKENDS, "device", TritonAttention)
-    made = Setting(checkpoint("llama"), adapted.paths[:1])
-    right = adapted.right[len(adapted.prompts) + 1]
+    made = Setting(checkpoint("llama"), adapted.paths[1:])
+    right = adapted.right[2 * len(adapted.prompts) + 1]
     made.prompts, made.adapters, made.new = made.prompts[1:2], made.adapters[1:], 6
     assert run(made, 0, {}, SomeRight([(made.prompts[0], right)]), requests=1) == {0: right[:6]}
     made.executor.close()
