@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 
-from tests.e2e.server_template import CopiedProcess, copy_process
+if TYPE_CHECKING:
+    from tests.e2e.server_template import CopiedProcess
 
 TIMEOUT = 90.0
 """Seconds anything here may take on a machine that is busy with something else."""
@@ -23,7 +25,7 @@ TIMEOUT = 90.0
 class Server:
     """A server process, and everything it said."""
 
-    process: subprocess.Popen[bytes] | CopiedProcess
+    process: "subprocess.Popen[bytes] | CopiedProcess"
     output: Path
     scratch: Path
     arguments: Sequence[str]
@@ -144,6 +146,8 @@ def serving(
                 start_new_session=True,
             )
         else:
+            from tests.e2e.server_template import copy_process
+
             process = copy_process(command, file, environment)
     try:
         yield Server(process, output, scratch, command)
@@ -155,9 +159,9 @@ def serving(
 
 
 @contextmanager
-def served_well(scratch: Path, *arguments: str) -> Iterator[Server]:
+def served_well(scratch: Path, *arguments: str, started: bool = False) -> Iterator[Server]:
     """The same; in the end it stops when it is asked to, and nothing went wrong in it."""
-    with serving(scratch, *arguments) as server:
+    with serving(scratch, *arguments, started=started) as server:
         yield server
         assert server.stop() == 0, server.said
         assert "Traceback" not in server.said

@@ -141,7 +141,7 @@ def test_a_server_reads_and_writes_a_client_s_memory(client: GpuClient, tmp_path
     e2e = sys.modules["gpu_serving"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(e2e)
     flags = ["--model-repository", str(tmp_path / "models"), "--allow-client-shm=true", "--frontends", frontends]
-    with e2e.served_well(tmp_path / "t", *flags) as server:
+    with e2e.served_well(tmp_path / "t", *flags, started=True) as server:
 
         def ask(path: str, body: Any = None) -> Any:
             data = None if body is None else json.dumps(body).encode()
