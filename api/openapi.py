@@ -46,7 +46,7 @@ _PATHS: dict[tuple[type[msgspec.Struct], ...], tuple[str, ...]] = {
 }
 """By the structs that together have the fields of a body: the paths whose endpoints read it."""
 
-_BODIES = {path: structs for structs, paths in _PATHS.items() for path in paths}
+BODIES = {path: structs for structs, paths in _PATHS.items() for path in paths}
 _SCHEMAS = "#/components/schemas/{name}"
 _NAME = re.compile(r"\{(?P<name>\w+)(:(?P<kind>\w+))?\}")
 _KEY = {"key": {"type": "http", "scheme": "bearer", "description": "A key of --api-key, where there are some."}}
@@ -84,7 +84,7 @@ def describe_routes(routes: Iterable[BaseRoute], info: ServerInfo) -> dict[str, 
     # A client with a key may show it, and one without need not, where none are set.
     components["securitySchemes"] = _KEY
     document["security"] = [{"key": []}, {}]
-    structs = sorted({struct for body in _BODIES.values() for struct in body}, key=lambda struct: struct.__name__)
+    structs = sorted({struct for body in BODIES.values() for struct in body}, key=lambda struct: struct.__name__)
     _, schemas = msgspec.json.schema_components(structs, ref_template=_SCHEMAS)
     components["schemas"] = schemas | components.get("schemas", {})
     for route in routes:
@@ -120,7 +120,7 @@ def _type_of(converter: str | None) -> str:
 
 
 def _body_schema(path: str) -> dict[str, Any]:
-    references = [{"$ref": _SCHEMAS.format(name=struct.__name__)} for struct in _BODIES.get(path, ())]
+    references = [{"$ref": _SCHEMAS.format(name=struct.__name__)} for struct in BODIES.get(path, ())]
     if not references:
         return {"type": "object"}
     return references[0] if len(references) == 1 else {"allOf": references}

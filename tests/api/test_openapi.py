@@ -16,6 +16,7 @@ from charonia.api.extensions import ForwardedRoute, RouteExtensions
 from charonia.api.header_rules import RequiredHeader, restricted_api_of
 from charonia.api.http.access import HttpRules
 from charonia.api.metadata import ServerInfo
+from charonia.api.openapi import BODIES
 from charonia.core.extension_contracts import RoutesPlan, ServedRoutes
 
 INFO = ServerInfo("triton", "9.9")
@@ -56,6 +57,7 @@ async def test_every_endpoint_is_described(document: Any, gateway: Any) -> None:
     }
     described = {(path, method) for path, operations in document["paths"].items() for method in operations}
     assert described == expected
+    assert BODIES.keys() <= document["paths"].keys()
     for path, operations in document["paths"].items():
         for operation in operations.values():
             assert [parameter["name"] for parameter in operation["parameters"]] == re.findall(r"\{(\w+)\}", path)
