@@ -94,12 +94,13 @@ class AdapterTargets:
         self._native = library.supports(dtype, device)
         self._layers, self._total, self._language_part = layers, total, language_part
         self._elsewhere = elsewhere
-        self._parts: dict[str, tuple[int, _TargetPart]] = {}
+        # A matrix may be in two products: queries, and the gates between them.
+        self._parts: dict[str, list[tuple[int, _TargetPart]]] = {}
         for number, slices in enumerate(products):
             first = 0
             for name, same_tensor in groupby(slices, lambda part: part.name):
                 part = _TargetPart(list(same_tensor), first)
-                self._parts[name.removesuffix(".weight")] = number, part
+                self._parts.setdefault(name.removesuffix(".weight"), []).append((number, part))
                 first += part.outputs
 
     @torch.inference_mode()
@@ -136,15 +137,15 @@ class AdapterTargets:
             if other_stage or own.removesuffix(".") in self._elsewhere:
                 continue
             where = f"{files.directory}: tensor base_model.model.{stored}.lora_A.weight"
-            if (target := self._parts.get(own.removesuffix("."))) is None:
+            if (targets := self._parts.get(own.removesuffix("."))) is None:
                 raise InvalidArgument(f"{where} matches no layer that takes adapters{_why(own)}", field="lora_path")
-            number, part = target
-            outputs, inputs = part.shape
-            if (adapted.b.rows, adapted.a.columns) != (outputs, inputs):
-                sizes = f"has {adapted.a.columns} inputs, and lora_B {adapted.b.rows} outputs"
-                message = f"{where} {sizes}; the model's layer has {inputs} and {outputs}"
-                raise InvalidArgument(message, field="lora_path")
-            yield where, number, part, adapted
+            for number, part in targets:
+                outputs, inputs = part.shape
+                if (adapted.b.rows, adapted.a.columns) != (outputs, inputs):
+                    sizes = f"has {adapted.a.columns} inputs, and lora_B {adapted.b.rows} outputs"
+                    message = f"{where} {sizes}; the model's layer has {inputs} and {outputs}"
+                    raise InvalidArgument(message, field="lora_path")
+                yield where, number, part, adapted
 
 
 def _why(module: str) -> str:

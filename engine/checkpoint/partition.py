@@ -1,7 +1,7 @@
 """The stages of a pipeline, and the check whether a model can be split over ranks, before any weight is read. Imports
 no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...core.errors import InvalidArgument
 from .model_spec import ModelSpec
@@ -55,6 +55,11 @@ def check_partition(
             f" (pipeline_parallel_size), at least one to each, got {','.join(map(str, counts))}"
         )
         raise InvalidArgument(message, field="pipeline_layers")
+    for number in range(stage.count):
+        layers = replace(stage, index=number).layers(spec.layers)
+        if all(spec.attention[layer] is None for layer in layers):
+            message = f"model {model}: no layer of stage {number} of {stage.count} attends, and each must have a cache"
+            raise InvalidArgument(message, field="pipeline_parallel_size")
 
 
 def _tensor_refusal(spec: ModelSpec, tensor: int, whole_experts: bool) -> str | None:

@@ -16,7 +16,7 @@ from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, Parall
 from charonia.engine.cpu import library
 from charonia.engine.worker.executor import Executor, StepFuture
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
@@ -65,6 +65,7 @@ class Asked(NamedTuple):
     sampling: ResolvedSampling = ResolvedSampling()
     adapters: tuple[str, ...] = ("",)
     drafter: Drafter | None = None
+    snapshots: int = 0
 
 
 ALONE = Asked(4096, False, 64)
@@ -86,14 +87,15 @@ class Events(NamedTuple):
 
 def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, int], ahead: int = 0) -> Events:
     """All requests at once, some of which leave, with every stage busy if it can be."""
-    executor.allocate(asked.blocks)
-    cache = KVCacheManager(asked.blocks, BLOCK, asked.prefix)
+    executor.allocate(asked.blocks, 0, asked.snapshots)
+    cache = KVCacheManager(asked.blocks, BLOCK, asked.prefix, snapshots=asked.snapshots)
     config = SchedulerConfig(
         max_num_seqs=8,
         max_num_batched_tokens=asked.chunk,
         max_model_len=256,
         ahead=ahead or stages - 1,
         in_flight_per_sequence=1 if stages > 1 else None,
+        snapshots=SnapshotRule(least_gain=BLOCK, generated_stride=BLOCK),
     )
     speculation = None if asked.drafter is None else Speculation({"first": asked.drafter}, 4, VOCAB)
     scheduler = Scheduler(config, cache, speculation=speculation)
@@ -252,6 +254,19 @@ def test_a_pipeline_changes_no_bit(name: str, threads: ModuleType, config: Calla
         staged = serve(executor, Asked(sampling=SHAPED), 3, {}).outcome
     assert staged.tokens == whole.tokens
     assert staged.logprobs == whole.logprobs
+
+
+@NATIVE
+def test_a_pipeline_of_layers_with_states_changes_no_bit(threads: ModuleType, checkpoint: Callable[..., Path]) -> None:
+    """Each stage restores and keeps the states of its own layers."""
+    directory = checkpoint("qwen3.5", num_hidden_layers=8)
+    config = EngineConfig(model=str(directory), device="cpu", cache=CacheConfig(block_size=BLOCK))
+    with threads.ranks(config, threads.Layout()) as executor:
+        whole = serve(executor, ALONE, 1, {}).outcome
+    with threads.ranks(config, threads.Layout(1, 2)) as executor:
+        staged = serve(executor, Asked(snapshots=6), 2, {}).outcome
+    assert staged.tokens == whole.tokens
+    assert sum(staged.cached.values()) >= 2 * BLOCK
 
 
 @NATIVE

@@ -123,8 +123,9 @@ class ThreadedExecutor:
         torch.set_num_threads(1)
         return load_rank(self._config, seat)
 
-    def allocate(self, blocks: int) -> None:
-        self._on_all([lambda engine=engine: engine.runner.allocate(blocks) for engine in self.engines])
+    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0) -> None:
+        sizes = blocks, host_blocks, snapshots
+        self._on_all([lambda engine=engine: engine.runner.allocate(*sizes) for engine in self.engines])
 
     def _on_all(self, calls: list[Callable[[], T]]) -> list[T]:
         futures = [worker.submit(call) for worker, call in zip(self._workers, calls, strict=True)]

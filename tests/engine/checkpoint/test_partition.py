@@ -14,6 +14,7 @@ from charonia.engine.checkpoint.build_context import BuildContext, Shard, Single
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import CheckpointError, ExpertsSpec, LayerAttention, ModelSpec, RopeSpec
 from charonia.engine.checkpoint.partition import PipelineStage, check_partition
+from charonia.engine.checkpoint.recurrence import ShortConvolutionSpec
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.models.registry import ARCHITECTURES, checkpoint_builder
@@ -50,6 +51,33 @@ SPEC = ModelSpec(
     dtype="float32",
 )
 MIXED = replace(SPEC, experts=ExpertsSpec(8, 2, 48, True, (True,) * 5))
+
+
+RECURRENT = ShortConvolutionSpec(64, 3, False)
+HYBRID = replace(
+    SPEC,
+    attention=(None, LayerAttention(), None, None, LayerAttention()),
+    states=(RECURRENT.state, None, RECURRENT.state, RECURRENT.state, None),
+    recurrence=RECURRENT,
+)
+
+
+def test_of_a_hybrid_each_stage_has_its_states_and_caches() -> None:
+    mine = Shard(stage=PipelineStage(1, 2, (2, 3))).local_shape(HYBRID)
+    assert mine.cached_attention == (LayerAttention(),)
+    assert mine.states == (RECURRENT.state, RECURRENT.state, None)
+    assert [HYBRID.state_index(layer, 2) for layer in (2, 3)] == [0, 1]
+    assert HYBRID.cache_index(4, 2) == 0
+
+
+def test_a_hybrid_is_not_shared_by_ranks_of_a_tensor() -> None:
+    check_partition(HYBRID, "model", 1, PipelineStage(0, 2))
+    with pytest.raises(InvalidArgument, match="model: layers that keep states can't be shared by 2 ranks") as refusal:
+        check_partition(HYBRID, "model", 2, PipelineStage())
+    assert refusal.value.field == "tensor_parallel_size"
+    with pytest.raises(InvalidArgument, match="no layer of stage 1 of 3 attends") as refusal:
+        check_partition(HYBRID, "model", 1, PipelineStage(0, 3, (2, 2, 1)))
+    assert refusal.value.field == "pipeline_parallel_size"
 
 
 class Silent(SingleRank):

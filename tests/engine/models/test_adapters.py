@@ -104,6 +104,25 @@ def chosen_after(checkpoint: Path, prompt: list[int], tokens: list[int]) -> list
     return list(logits.argmax(-1).tolist())
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "granite-hybrid"])
+def test_layers_with_states_and_gated_attention_take_adapters(
+    name: str,
+    checkpoint: Callable[..., Path],
+    adapters: ModuleType,
+    load: Callable[..., InlineExecutor],
+    tmp_path: Path,
+) -> None:
+    """Qwen's queries and their gates are parts of one matrix."""
+    base = checkpoint(name)
+    parts = "q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "mamba.in_proj", "out_proj", "down_proj"
+    written = adapters.write_adapter(tmp_path / "all", adapters.layers_of(base, parts), 1)
+    merged = adapters.merge(base, written, 2.0, tmp_path / "merged")
+    executor = load(base)
+    outcome = serve(executor, ["", executor.load_adapter(str(written)).result(10).digest], chunk=29)
+    for key, prompt in enumerate(prompts()):
+        assert outcome.tokens[key] == chosen_after([base, merged][key % 2], prompt, outcome.tokens[key]), key
+
+
 @pytest.mark.parametrize(
     ("name", "torch_only"),
     [

@@ -55,6 +55,25 @@ def test_the_matrices_of_a_checkpoint_are_counted_once() -> None:
     assert token_weights(spec) == matrices
 
 
+def test_a_model_with_states_does_not_draft(checkpoint: Callable[..., Path]) -> None:
+    drafts = SpeculationConfig(method="draft_model", model=str(checkpoint("lfm2")))
+    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", speculation=drafts)
+    with pytest.raises(InvalidArgument, match="states, from which no proposal can be taken back") as refusal:
+        load_rank(config)
+    assert refusal.value.field == "speculative_config"
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite-hybrid"])
+def test_the_matrices_of_layers_with_states_are_counted(checkpoint: Callable[..., Path], name: str) -> None:
+    """But for the gates of Qwen's attention; those that are gathered from are left out."""
+    found = open_checkpoint(checkpoint(name))
+    with safe_open(found.directory / "model.safetensors", framework="pt") as file:
+        shapes = {tensor: file.get_slice(tensor).get_shape() for tensor in file.keys()}  # noqa: SIM118 - no mapping
+    matrices = {tensor: shape[0] * shape[1] for tensor, shape in shapes.items() if len(shape) == 2}
+    gates = sum(size // 2 for tensor, size in matrices.items() if name == "qwen3.5" and "self_attn.q_proj" in tensor)
+    assert token_weights(found.spec) == sum(matrices.values()) - matrices["model.embed_tokens.weight"] - gates
+
+
 def test_of_a_mixture_only_the_chosen_experts_count() -> None:
     spec = open_checkpoint(DEMO).spec
     layers = tuple(layer % 2 == 0 for layer in range(spec.layers))
