@@ -37,7 +37,8 @@ class CompositeModel:
         self._composition = composition
         self._latency_settings = quantiles, first_response_bounds(config.raw)
         self._metrics = ModelMetrics(LatencyMetrics(*self._latency_settings, config.decoupled))
-        self.statistics, self.count = self._metrics.statistics, self._metrics.record_request_end
+        self.statistics = self._metrics.statistics
+        self.count = self._metrics.record_request_end
         self._loaded = False
 
     async def load(self) -> None:
@@ -73,7 +74,8 @@ class CompositeModel:
         """Raises as the composition does."""
         if not self._loaded:
             raise NotReady(f"model '{self.config.name}' is not loaded")
-        started_at, times = time.monotonic_ns(), RequestTimes()
+        started_at = time.monotonic_ns()
+        times = RequestTimes()
         failure: FailureReason | None = FailureReason.CANCELED
         awaits_first = self.config.decoupled
         try:
@@ -101,7 +103,8 @@ class CompositeModel:
         failure: FailureReason | None,
     ) -> None:
         """Count a request that has ended; `started_at`: by `time.monotonic_ns`."""
-        latency, timing = time.monotonic_ns() - started_at, ExecutionTiming(times.input, times.infer, times.output)
+        latency = time.monotonic_ns() - started_at
+        timing = ExecutionTiming(times.input, times.infer, times.output)
         context.execution = ExecutionTimes(started_at, started_at, timing)
         if failure is not None:
             self._metrics.record_failure(failure, latency)
@@ -125,7 +128,8 @@ class ResponseBuffer:
     def __init__(self, patience: float | None = None) -> None:
         self._patience = patience
         self._responses: deque[InferResponse] = deque()
-        self._arrived, self._read = asyncio.Event(), asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._read = asyncio.Event()
 
     def append(self, response: InferResponse) -> None:
         """Called by the driver, or by tasks of its own, which wait for room before or after."""

@@ -55,7 +55,11 @@ class EnsembleRun:
         handles: Mapping[int, ModelHandle],
         times: RequestTimes,
     ) -> None:
-        self._plan, self._request, self._context, self._handles, self._times = plan, request, context, handles, times
+        self._plan = plan
+        self._request = request
+        self._context = context
+        self._handles = handles
+        self._times = times
         self._outputs = plan.outputs if request.outputs is None else request.outputs
         self._tasks: asyncio.TaskGroup
         self._buffer = ResponseBuffer()
@@ -76,7 +80,8 @@ class EnsembleRun:
         Raises:
             CharoniaError: a step failed, or there is no output as one lacked an input.
         """
-        state, stage = self._first_pass(), self._plan.stages[0]
+        state = self._first_pass()
+        stage = self._plan.stages[0]
         try:
             if stage.chained:
                 response = await self._run_pass(stage, state)
@@ -122,7 +127,8 @@ class EnsembleRun:
         inputs = await self._inputs(source, state)
         if inputs is None:
             return
-        outer, previous = asyncio.Semaphore(self._plan.max_passes), None
+        outer = asyncio.Semaphore(self._plan.max_passes)
+        previous = None
         async with aclosing(self._ask_for_stream(source, inputs)) as responses:
             async for response in responses:
                 if not response.outputs:
@@ -164,7 +170,8 @@ class EnsembleRun:
     async def _run_pass(self, stage: Stage, state: Pass) -> InferResponse | None:
         """The outputs that there are after a pass; None without any."""
         await self._run_steps(stage, state)
-        outputs, changes = [], self._plan.batch_changes[ENSEMBLE]
+        outputs = []
+        changes = self._plan.batch_changes[ENSEMBLE]
         for name in self._outputs:
             tensor = state.tensors.get(name)
             if isinstance(tensor, asyncio.Task):
@@ -188,7 +195,8 @@ class EnsembleRun:
         inputs = await self._inputs(step, state)
         if inputs is None:
             return {}
-        request, handle = self._request_of(step, inputs), self._handles[step.number]
+        request = self._request_of(step, inputs)
+        handle = self._handles[step.number]
         # A trace has a span for each request: then each needs a context.
         answer = handle.answer_now(request) if self._context.children is None else None
         if answer is None:
@@ -221,7 +229,8 @@ class EnsembleRun:
 
     async def _inputs(self, step: EnsembleStep, state: Pass) -> dict[str, Tensor] | None:
         """The inputs of a step under its model's names, as soon as all are there; None if one is missing."""
-        inputs, changes = {}, self._plan.batch_changes[step.number]
+        inputs = {}
+        changes = self._plan.batch_changes[step.number]
         for name, taken in step.inputs.items():
             tensor = state.tensors.get(taken)
             if isinstance(tensor, asyncio.Task):
@@ -322,7 +331,8 @@ class Ensemble:
         self, request: InferRequest, context: RequestContext, times: RequestTimes
     ) -> AsyncGenerator[InferResponse, None]:
         """Raises the error of the step that fails, with the ensemble's name before its text."""
-        plan, holder = self._plan, RequestContext(ENDPOINT)
+        plan = self._plan
+        holder = RequestContext(ENDPOINT)
         assert plan is not None
         holder.counted = True  # it asks nothing, but holds the models until the end
         with holder:

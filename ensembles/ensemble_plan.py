@@ -85,10 +85,12 @@ def read_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:
     Raises:
         InvalidArgument: a step lacks a field, or a tensor has no or two origins.
     """
-    name, scheduling = config.name, config.raw.get("ensemble_scheduling", {})
+    name = config.name
+    scheduling = config.raw.get("ensemble_scheduling", {})
     if not scheduling.get("step"):
         raise _error(f"must specify 'step' for ensemble '{name}'")
-    steps, producers = [], {spec.name: -1 for spec in config.inputs}
+    steps = []
+    producers = {spec.name: -1 for spec in config.inputs}
     for index, raw in enumerate(scheduling["step"]):
         for field in ("model_name", "input_map", "output_map"):
             if not raw.get(field):
@@ -143,7 +145,9 @@ def plan_ensemble(config: ModelConfig, lookup: ConfigLookup) -> EnsemblePlan:
 
 def _in_order(config: ModelConfig, steps: Sequence[EnsembleStep]) -> list[EnsembleStep]:
     """The steps so that each comes after those that make its inputs."""
-    known, left, ordered = {spec.name for spec in config.inputs}, list(steps), list[EnsembleStep]()
+    known = {spec.name for spec in config.inputs}
+    left = list(steps)
+    ordered = list[EnsembleStep]()
     while left:
         ready = [step for step in left if known.issuperset(step.inputs.values())]
         if not ready:
@@ -221,9 +225,11 @@ def _check_tensors(
 ) -> dict[int, dict[str, int]]:
     """Compare both ends of every tensor, and the tensors of every step with those of its model. Returns the plan's
     `batch_changes`."""
-    origins, changes = {spec.name: _end(config, spec) for spec in config.inputs}, dict[int, dict[str, int]]()
+    origins = {spec.name: _end(config, spec) for spec in config.inputs}
+    changes = dict[int, dict[str, int]]()
     for step in steps:
-        model, where = models[step.number], f"step {step.number} of ensemble '{config.name}'"
+        model = models[step.number]
+        where = f"step {step.number} of ensemble '{config.name}'"
         if config.max_batch_size > model.max_batch_size:
             sizes = f"{config.max_batch_size}, but its model '{step.model}' has {model.max_batch_size}"
             raise _error(f"{where}: the ensemble's max_batch_size is {sizes}")
@@ -260,9 +266,13 @@ def _check_ends(config: ModelConfig, tensor: str, made: _End, taken: _End) -> in
     """The change of the tensor's batch dimension. Raises `InvalidArgument` if the ends do not fit together."""
     where = f"in ensemble '{config.name}', ensemble tensor '{tensor}'"
     if made.datatype != taken.datatype:
-        kind, ours, theirs = "data type", _type_name(taken.datatype), _type_name(made.datatype)
+        kind = "data type"
+        ours = _type_name(taken.datatype)
+        theirs = _type_name(made.datatype)
     elif (change := made.batch_change(taken)) is None:
-        kind, ours, theirs = "shape", str(list(taken.shape)), str(list(made.shape))
+        kind = "shape"
+        ours = str(list(taken.shape))
+        theirs = str(list(made.shape))
     else:
         return change
     both = f"{ours} is inferred from model {taken.model} while {theirs} is inferred from model {made.model}"

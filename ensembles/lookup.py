@@ -61,8 +61,12 @@ class ModelRequests:
     ) -> None:
         self.last_error: CharoniaError | None = None
         self.ended = False
-        self._name, self._declared, self._gateway = name, declared, gateway
-        self._request, self._context, self._times = request, context, times
+        self._name = name
+        self._declared = declared
+        self._gateway = gateway
+        self._request = request
+        self._context = context
+        self._times = times
         self.opened: set[_OpenRequest] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -109,7 +113,8 @@ class ModelRequests:
         outputs: Collection[str] | None,
         stream: bool,
     ) -> InferRequest:
-        specs, batched = {spec.name: spec for spec in config.inputs}, config.max_batch_size > 0
+        specs = {spec.name: spec for spec in config.inputs}
+        batched = config.max_batch_size > 0
         tensors: dict[str, Tensor] = {}
         parameters: dict[str, ParameterValue] = {}
         lists: dict[str, Any] = {}
@@ -181,8 +186,11 @@ class AskedModel:
     def __init__(
         self, requests: ModelRequests, gateway: ModelLookup, name: str, version: str = "", inherit: Inherited = True
     ) -> None:
-        self.name, self.version, self.inherit = name, version, inherit
-        self._requests, self._gateway = requests, gateway
+        self.name = name
+        self.version = version
+        self.inherit = inherit
+        self._requests = requests
+        self._gateway = gateway
 
     @property
     def config(self) -> ModelConfig:
@@ -218,7 +226,8 @@ class ModelStream:
     __slots__ = ("_drop", "_opened")
 
     def __init__(self, opened: "_OpenRequest", drop: Callable[[], None]) -> None:
-        self._opened, self._drop = opened, drop
+        self._opened = opened
+        self._drop = drop
 
     def __aiter__(self) -> Self:
         return self
@@ -243,7 +252,8 @@ class _OpenRequest:
     """A request that has not ended. `_reader`: the task that waits for its next response, `_idle`: set while none."""
 
     def __init__(self, requests: ModelRequests, responses: AsyncGenerator[NamedTensors, None]) -> None:
-        self._requests, self._responses = requests, responses
+        self._requests = requests
+        self._responses = responses
         self._reader: asyncio.Task[Any] | None = None
         self._idle = asyncio.Event()
         self._idle.set()

@@ -89,7 +89,8 @@ class PipelineCode:
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         filename = config.raw.get("default_model_filename") or "pipeline.py"
-        self._file, self._root = directory.resolve() / filename, directory.resolve().parents[1]
+        self._file = directory.resolve() / filename
+        self._root = directory.resolve().parents[1]
         self._owner = f"pipeline '{config.name}'"
         self._package = f"pipeline_{re.sub(r'[^0-9A-Za-z]', '_', config.name)}_{config.version}_{next(_serial)}"
         self._module: ModuleType | None = None

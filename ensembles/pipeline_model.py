@@ -35,7 +35,10 @@ class PipelineRun:
     """One request. `requests`: those that it makes of other models."""
 
     def __init__(self, config: ModelConfig, code: PipelineCode, request: InferRequest, requests: ModelRequests) -> None:
-        self._config, self._code, self._request, self._requests = config, code, request, requests
+        self._config = config
+        self._code = code
+        self._request = request
+        self._requests = requests
         self._name = f"pipeline '{config.name}'"
         self._buffer = ResponseBuffer(_PATIENCE)
         self._specs = {spec.name: spec for spec in config.outputs}
@@ -89,7 +92,8 @@ class PipelineRun:
     def _make_response(self, value: Any, values: AsyncGenerator[Any, None]) -> InferResponse:
         parameters: Mapping[str, ParameterValue] = {}
         if isinstance(value, NamedTensors):  # a model's response passes as far as there are outputs for it
-            parameters, value = value.parameters, {name: value[name] for name in self._specs if name in value}
+            parameters = value.parameters
+            value = {name: value[name] for name in self._specs if name in value}
         if not isinstance(value, Mapping) or not value:
             wrong = f"{type(value).__name__}, not its outputs by name" if not isinstance(value, Mapping) else "nothing"
             raise Internal(f"{self._name} has yielded {wrong}{self._at(values)}")

@@ -56,7 +56,9 @@ def check_input(path: Path, endpoint: str, most: int) -> CheckedInput:
     Raises:
         OSError: the file cannot be read.
     """
-    offsets, errors, model = array("Q"), list[BatchError](), ""
+    offsets = array("Q")
+    errors = list[BatchError]()
+    model = ""
     numbers: dict[str, int] = {}
     for number, offset, text in split_lines(path):
         if not text and number < _BLANK_LINES * most:
@@ -116,10 +118,12 @@ def asks_for_stream(line: BatchLine) -> bool:
 def split_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     """Number (from 1 on), offset and text of each line; a blank one has none. Of one that is too long only the
     beginning is there, one byte more than a line may have."""
-    number, offset = 0, 0
+    number = 0
+    offset = 0
     with path.open("rb", buffering=_READ_BYTES) as file:
         while text := file.readline(MAX_LINE_BYTES + 1):
-            number, start = number + 1, offset
+            number += 1
+            start = offset
             offset += len(text)
             if len(text) > MAX_LINE_BYTES:
                 while not text.endswith(b"\n") and (rest := file.readline(_READ_BYTES)):

@@ -104,10 +104,12 @@ class Journal:
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                rest, at = memoryview(lines), self.size
+                rest = memoryview(lines)
+                at = self.size
                 while rest:
                     written = os.pwrite(descriptor, rest, at)
-                    rest, at = rest[written:], at + written
+                    rest = rest[written:]
+                    at += written
             except OSError:
                 os.ftruncate(descriptor, self.size)
                 raise

@@ -44,6 +44,7 @@ class FilesOptions:
 
     def limits(self, tenants: int) -> FileLimits:
         """The limits where keys name so many `tenants`."""
-        seconds, total = self.files_max_days * 86_400, self.files_total_bytes
+        seconds = self.files_max_days * 86_400
+        total = self.files_total_bytes
         share = self.files_tenant_bytes or (total if tenants < 2 else total // 2)
         return FileLimits(self.files_max_bytes, total, share, self.batch_max_requests, seconds)

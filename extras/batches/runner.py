@@ -106,11 +106,13 @@ class BatchRunner:
         concurrency: int,
         endpoints: Mapping[str, EndpointFunction] = MappingProxyType({}),
     ) -> None:
-        self.store, self._gateway = store, gateway
+        self.store = store
+        self._gateway = gateway
         self.endpoints = endpoints
         self._concurrency = concurrency
         self._slots = FairSlots(concurrency)
-        self._checking, self._saving = asyncio.Lock(), asyncio.Lock()
+        self._checking = asyncio.Lock()
+        self._saving = asyncio.Lock()
         self._alone = asyncio.Lock()
         self._batches: dict[str, RunningBatch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,7 +185,8 @@ class BatchRunner:
         del self._batches[record.id]
 
     def _fail(self, record: BatchRecord, *errors: BatchError) -> None:
-        record.ends_as, record.errors = BatchStatus.FAILED, [*record.errors, *errors]
+        record.ends_as = BatchStatus.FAILED
+        record.errors = [*record.errors, *errors]
 
     async def _prepare(self, batch: RunningBatch) -> None:
         """Check the input file of a new batch; find out how far an old one came."""
@@ -219,7 +222,8 @@ class BatchRunner:
     async def _ask_all(self, batch: RunningBatch) -> None:
         """Ask what is to be asked, until all is done, or the batch is cancelled or its time is over."""
         record = batch.record
-        feeding, stopping = asyncio.create_task(self._feed(batch)), asyncio.create_task(batch.stop.wait())
+        feeding = asyncio.create_task(self._feed(batch))
+        stopping = asyncio.create_task(batch.stop.wait())
         left = max(0.0, record.expires_at - self.store.clock())
         try:
             await asyncio.wait({feeding, stopping}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -236,7 +240,8 @@ class BatchRunner:
 
     async def _feed(self, batch: RunningBatch) -> None:
         """Begin one request after another; return when all are done. Raises why the batch cannot go on, if so."""
-        loop, tenant = asyncio.get_running_loop(), batch.record.tenant
+        loop = asyncio.get_running_loop()
+        tenant = batch.record.tenant
         while True:
             if batch.failure is not None:
                 raise batch.failure
@@ -290,7 +295,8 @@ class BatchRunner:
 
     async def _finish(self, batch: RunningBatch) -> None:
         """Make the files whole, let them be seen, and end the batch as it is to end."""
-        record, store = batch.record, self.store
+        record = batch.record
+        store = self.store
         assert record.ends_as is not None
         if record.status is BatchStatus.IN_PROGRESS:
             await self._enter(record, BatchStatus.FINALIZING)
@@ -303,12 +309,14 @@ class BatchRunner:
             batch.count_answers()
             store.count(record.tenant, -batch.charged)
         await self._enter(record, record.ends_as)
-        done, total = record.completed, record.total
+        done = record.completed
+        total = record.total
         log.info("batch %s %s: %d of %d requests answered well", record.id, record.ends_as.value, done, total)
 
     async def _publish(self, batch: RunningBatch, file_id: str, kind: str) -> bool:
         """Let clients see a journal that is whole, as a file; False for one without a line."""
-        record, store = batch.record, self.store
+        record = batch.record
+        store = self.store
         journal = batch.output if file_id == record.output_id else batch.errors
         await self._persist(partial(store.in_thread, journal.sync))
         if not journal.size:

@@ -29,9 +29,12 @@ class RunningBatch:
     """A batch from its start, or the server's, to its end."""
 
     def __init__(self, record: BatchRecord, store: FileStore, most: int) -> None:
-        self.record, self.store, self.most = record, store, most
+        self.record = record
+        self.store = store
+        self.most = most
         self.input = store.path(record.input_file_id)
-        self.output, self.errors = Journal(store.path(record.output_id)), Journal(store.path(record.error_id))
+        self.output = Journal(store.path(record.output_id))
+        self.errors = Journal(store.path(record.error_id))
         self.done = bytearray()
         """A byte for each request, set once its line is in a journal."""
         self.running: set[asyncio.Task[None]] = set()
@@ -57,7 +60,8 @@ class RunningBatch:
 
     def begin(self, checked: CheckedInput) -> None:
         """The requests of a file that was found to be right."""
-        self._offsets, self.record.model = checked.offsets, checked.model
+        self._offsets = checked.offsets
+        self.record.model = checked.model
         self.record.total = len(checked.offsets) - 1
         self.done = bytearray(self.record.total)
 
@@ -77,7 +81,8 @@ class RunningBatch:
         self._offsets = find_lines(self.input)
 
     def count_answers(self) -> None:
-        self.record.completed, self.record.failed = self.output.count, self.errors.count
+        self.record.completed = self.output.count
+        self.record.failed = self.errors.count
 
     def take_next(self) -> int | None:
         """The number of a request that is neither done nor under way; None if there is none."""

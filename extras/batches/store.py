@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 FILE_CHARGE = 64 << 10
 """Bytes that the shortest file counts as: it takes an inode, and memory, as well."""
 
-_LOCK, _FILES, _BATCHES = ".lock", "files", "batches"
+_LOCK = ".lock"
+_FILES = "files"
+_BATCHES = "batches"
 _RECORD = ".json"
 _MAX_RECORD_BYTES = 8 << 20
 """Of a batch with the errors of a hundred lines it may be a megabyte."""
@@ -67,7 +69,9 @@ class FileStore:
     `open_store`."""
 
     def __init__(self, directory: Path, limits: FileLimits, lock: int, clock: Callable[[], float]) -> None:
-        self.directory, self.limits, self.clock = directory, limits, clock
+        self.directory = directory
+        self.limits = limits
+        self.clock = clock
         self.unfinished: dict[str, BatchRecord] = {}
         self.damaged: dict[str, str] = {}
         # Bytes of the files of each tenant, those being written included; of nobody: what is damaged.

@@ -42,7 +42,8 @@ class LatencyCounts:
 
     def quantile(self, quantile: float) -> float:
         """NaN of none. `quantile`: from 0 to 1."""
-        rank, seen = math.ceil(quantile * self.counts.total()), 0
+        rank = math.ceil(quantile * self.counts.total())
+        seen = 0
         for bucket in sorted(self.counts):
             seen += self.counts[bucket]
             if seen >= rank:

@@ -14,7 +14,8 @@ def binomial_tail(successes: int, trials: int, probability: float) -> float:
         return 0.0
     failures = trials - successes
     chance = exp(_log_choose(trials, successes) + successes * log(probability) + failures * log1p(-probability))
-    odds, total = probability / (1 - probability), 0.0
+    odds = probability / (1 - probability)
+    total = 0.0
     for number in range(successes, trials + 1):
         total += chance
         if chance <= total * _NEGLIGIBLE:
@@ -31,7 +32,8 @@ def hypergeometric_tail(marked: int, drawn: int, others_marked: int, others: int
     if marked * (drawn + others) <= all_marked * drawn:
         return 1.0
     ways = _log_choose(drawn, marked) + _log_choose(others, others_marked)
-    chance, total = exp(ways - _log_choose(drawn + others, all_marked)), 0.0
+    chance = exp(ways - _log_choose(drawn + others, all_marked))
+    total = 0.0
     for number in range(marked, min(drawn, all_marked) + 1):
         total += chance
         if chance <= total * _NEGLIGIBLE:

@@ -58,7 +58,9 @@ def _parse_guard(text: str) -> Guard:
     match = _GUARD.fullmatch(text)
     if match is None:
         raise InvalidArgument(f"guard '{text}' is not like one of '{KNOWN_GUARDS}'", field="guard")
-    name, bound, unit = match["name"], float(match["bound"]), match["unit"]
+    name = match["name"]
+    bound = float(match["bound"])
+    unit = match["unit"]
     latency = _LATENCY.fullmatch(name)
     if latency is None and name != "error_rate":
         raise InvalidArgument(f"guard '{text}': unknown measure '{name}'; like '{KNOWN_GUARDS}'", field="guard")

@@ -89,16 +89,19 @@ class RolloutWatch:
     """
 
     def __init__(self, plan: RolloutPlan, step: int, began: float) -> None:
-        self.plan, self.step = plan, step
+        self.plan = plan
+        self.step = step
         self.guards = parse_guards(plan.guard)
-        self._model, self._version = plan.to.model, str(plan.to.version)
+        self._model = plan.to.model
+        self._version = str(plan.to.version)
         self.repeats = 0
         self.doubt = ""
         self._begin(began)
 
     def _begin(self, now: float) -> None:
         latencies = {guard.latency for guard in self.guards if guard.latency is not None}
-        self.new, self.others = ArmSamples(latencies), ArmSamples(latencies)
+        self.new = ArmSamples(latencies)
+        self.others = ArmSamples(latencies)
         self.began = now
         self._next_look = math.ceil(self.plan.min_requests * _FIRST_LOOK)
 
@@ -109,7 +112,8 @@ class RolloutWatch:
 
     def decide(self, now: float) -> Judgement:
         """What to do now; to be asked every now and then."""
-        plan, ended = self.plan, self.new.ended
+        plan = self.plan
+        ended = self.new.ended
         if ended >= plan.min_requests and now >= self.began + plan.every:
             return self._end_interval(now)
         if ended >= self._next_look:
@@ -157,7 +161,8 @@ class RolloutWatch:
         A latency's test against the others is that of precedence, which knows nothing of how latencies are distributed
         (Balakrishnan and Ng, "Precedence-Type Tests and Applications", 2006).
         """
-        crossings, reason = self._crossings(guard), self._describe(guard)
+        crossings = self._crossings(guard)
+        reason = self._describe(guard)
         beside = hypergeometric_tail(*crossings)
         if guard.relative:
             if guard.latency is None:
@@ -174,11 +179,14 @@ class RolloutWatch:
         return Judgement(Decision.WAIT if alone <= doubt else Decision.GO_ON, reason)
 
     def _crossings(self, guard: Guard) -> _Crossings:
-        new, others = self.new, self.others
+        new = self.new
+        others = self.others
         if guard.latency is None:
             return _Crossings(new.failed, new.ended, others.failed, others.ended)
-        ours, theirs = new.latencies[guard.latency], others.latencies[guard.latency]
-        of, others_of = ours.counts.total(), theirs.counts.total()
+        ours = new.latencies[guard.latency]
+        theirs = others.latencies[guard.latency]
+        of = ours.counts.total()
+        others_of = theirs.counts.total()
         if not guard.relative:
             return _Crossings(ours.above(guard.bound), of, theirs.above(guard.bound), others_of)
         if not others_of:

@@ -19,7 +19,8 @@ from .rollout_entry import RolloutState
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)?")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LOOKS_EVERY = 1.0
-_LOOK_SECONDS, _LOAD_SECONDS = 30.0, 3600.0
+_LOOK_SECONDS = 30.0
+_LOAD_SECONDS = 3600.0
 _PATIENCE = 300.0
 """Seconds that a server may not answer, because it starts again, say."""
 
@@ -178,5 +179,6 @@ class RolloutWatcher:
 
 
 def _progress(rollout: Mapping[str, Any]) -> str:
-    step, steps = rollout["step"], rollout["steps"]
+    step = rollout["step"]
+    steps = rollout["steps"]
     return f"step {step + 1} of {len(steps)}, {steps[step]:g} %: {rollout['progress'] or 'begins again'}"

@@ -82,7 +82,8 @@ class _RunningRollout:
     """A rollout's watch in its step, the version that it gave its route, and what was decided and is not kept yet."""
 
     def __init__(self, watch: RolloutWatch, version: int) -> None:
-        self.watch, self.version = watch, version
+        self.watch = watch
+        self.version = version
         self.repeats = 0
         self.due: RolloutRecord | None = None
 
@@ -100,7 +101,8 @@ class RolloutControl:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._administration = administration
-        self._state, self._clock = state, clock
+        self._state = state
+        self._clock = clock
         kept = None if state is None else state.read(_STATE, RolloutRecords)
         self._records = dict((kept or RolloutRecords()).rollouts)
         self._running: dict[str, _RunningRollout] = {}
@@ -180,8 +182,10 @@ class RolloutControl:
 
     def _decide(self, name: str, record: RolloutRecord, running: _RunningRollout) -> RolloutRecord | None:
         """The record as it is to be from now on; None for no change."""
-        judgement, to = running.watch.decide(self._clock()), record.plan.to.label
-        decision, reason = judgement.decision, judgement.reason
+        judgement = running.watch.decide(self._clock())
+        to = record.plan.to.label
+        decision = judgement.decision
+        reason = judgement.reason
         if decision is Decision.WAIT:
             return None
         self._decided[name, "on" if decision is Decision.GO_ON else "back"] += 1
@@ -194,7 +198,9 @@ class RolloutControl:
 
     async def _apply(self, name: str, record: RolloutRecord, expect: int | None = None) -> None:
         """Make the route what a record says, and keep that. May be done again, if it raises."""
-        route, running, version = record.route, self._running.get(name), 0
+        route = record.route
+        running = self._running.get(name)
+        version = 0
         if route is not None:
             version = await self._put(name, route, f"the rollout to {record.plan.to.label}", expect)
             if running is not None:
@@ -256,7 +262,8 @@ class RolloutControl:
         if record is None:
             self._routes.entry(name)
             raise NotFound(f"route '{name}' has had no rollout", field="name")
-        running, plan = self._running.get(name), record.plan
+        running = self._running.get(name)
+        plan = record.plan
         return RolloutEntry(
             name,
             plan.to.label,
@@ -326,7 +333,8 @@ class RolloutControl:
     def _checked(self, name: str, route: Route, plan: RolloutPlan) -> Route:
         """The route to go back to. An arm that is "the latest" has the number that it is now: else the rollout's
         version might be it."""
-        to, first = plan.to, plan.steps[0]
+        to = plan.to
+        first = plan.steps[0]
         latest = self._latest(to.model)
         if latest is None:
             raise NotFound(f"no version of model '{to.model}' is served, which '{to.label}' is to be of", field="to")

@@ -75,7 +75,8 @@ class ShadowTraffic:
 
     def __init__(self, models: ResidentModels, most: int = _MOST, most_bytes: int = _MOST_BYTES) -> None:
         self.models = models
-        self.most, self.most_bytes = most, most_bytes
+        self.most = most
+        self.most_bytes = most_bytes
         self.copies = self.bytes = 0
         self.outcomes: Counter[tuple[ShadowKey, str]] = Counter()
         self._seconds: dict[ShadowKey, tuple[Histogram, Histogram]] = {}
@@ -157,9 +158,13 @@ class MirroredRequest:
     """
 
     def __init__(self, traffic: ShadowTraffic, request: Call, size: int, compared: bool, as_text: bool) -> None:
-        self.request, self.size, self.compared, self.as_text = request, size, compared, as_text
+        self.request = request
+        self.size = size
+        self.compared = compared
+        self.as_text = as_text
         self._traffic = traffic
-        self._same, self._checked = True, 0
+        self._same = True
+        self._checked = 0
         self._tokens: list[int] = []
         self._text = bytearray()
         self._tensors: list[dict[str, Tensor]] = []
@@ -210,7 +215,8 @@ class Shadow:
     """The shadow of one route: which of its requests are copied, and to whom."""
 
     def __init__(self, route: str, shadow: RouteShadow, traffic: ShadowTraffic) -> None:
-        self._shadow, self._traffic = shadow, traffic
+        self._shadow = shadow
+        self._traffic = traffic
         self._key = ShadowKey(route, shadow.model, str(shadow.version or ""))
         self._due = 0.0
 
@@ -284,7 +290,8 @@ class Shadow:
         except QueueFull:
             outcome = "dropped"
         except _Excluded as excluded:
-            outcome, reason = "excluded", excluded.message
+            outcome = "excluded"
+            reason = excluded.message
         except Exception as error:
             reason = f"a copy failed: {str(error) or type(error).__name__}"
         if not outcome:
@@ -297,7 +304,8 @@ class Shadow:
         self, copy: MirroredRequest, context: RequestContext
     ) -> AsyncGenerator[InferResponse | GenerateChunk, None]:
         """The shadow's answer. Raises `_Excluded` if it may not be asked."""
-        model, request = self._acquire(context), copy.request
+        model = self._acquire(context)
+        request = copy.request
         responses: ResponseStream[InferResponse] | ResponseStream[GenerateChunk]
         if isinstance(request, GenerateRequest):
             targets = {"target_ttft_ms": 0.0, "target_itl_ms": 0.0}

@@ -67,7 +67,8 @@ def tensorrt_llm_model(
     layout = _layout(written, path, parameters)
     if computes_here(path, parameters):
         own = read_own_settings(path, parameters)
-        idle, spec = own.idle, own_engine_spec(build.granted_config(path, own.parameters, **granted))
+        idle = own.idle
+        spec = own_engine_spec(build.granted_config(path, own.parameters, **granted))
     else:
         idle, spec = _trtllm_spec(path, parameters)
     if idle:

@@ -87,7 +87,8 @@ class CompatReport:
 
 async def try_out(model: str) -> list[str]:
     """Load the model, generate, abort, ask for statistics, shut down; the differences that were found."""
-    loader, compat = TrtllmRuntimeLoader(model, TrtllmOptions(max_num_seqs=4)), CompatReport()
+    loader = TrtllmRuntimeLoader(model, TrtllmOptions(max_num_seqs=4))
+    compat = CompatReport()
     try:
         runtime = await loader.load()
         compat.check_attributes("tensorrt_llm.LLM", runtime.llm)
@@ -108,7 +109,10 @@ async def try_out(model: str) -> list[str]:
 
 async def _generate(runtime: TrtllmRuntime, compat: CompatReport) -> None:
     spec = SequenceSpec(key=1, prompt=_PROMPT, max_tokens=_TOKENS, sampling=ResolvedSampling(logprobs=1))
-    submitted, reader, tokens, items = runtime.submit(runtime.translate(AddRequest(spec))), ResultReader(spec), 0, 0
+    submitted = runtime.submit(runtime.translate(AddRequest(spec)))
+    reader = ResultReader(spec)
+    tokens = 0
+    items = 0
     async for result in submitted:
         items += 1
         compat.check_result(result)

@@ -160,7 +160,8 @@ class TrtllmClient:
         self._on_progress(CoreLoading("TensorRT-LLM", 0.0, 0.0))
         runtime = await self._loader.load()
         self._on_progress(CoreLoading("TensorRT-LLM", 1.0, time.monotonic() - began, runtime.version))
-        self._runtime, self._queue = runtime, AdmissionQueue(runtime.max_sequences)
+        self._runtime = runtime
+        self._queue = AdmissionQueue(runtime.max_sequences)
         self._following = asyncio.create_task(self._stats.follow(runtime.llm))
         return runtime.ready
 
@@ -246,7 +247,8 @@ class TrtllmClient:
 
     def _end(self, error: CharoniaError) -> None:
         """Serve no more, and end every stream with `error`."""
-        self._runtime, self._why_not = None, error.message
+        self._runtime = None
+        self._why_not = error.message
         if self._following is not None:
             self._following.cancel()
         for request in list(self._requests.values()):
@@ -279,7 +281,8 @@ class IterationStats:
             log.warning("TensorRT-LLM gives no statistics any more", exc_info=True)
 
     def record_iteration(self, record: Mapping[str, Any]) -> None:
-        batching, cache = record.get("inflightBatchingStats") or {}, record.get("kvCacheStats") or {}
+        batching = record.get("inflightBatchingStats") or {}
+        cache = record.get("kvCacheStats") or {}
         block = cache.get("tokensPerBlock", 0)
         self.kv_tokens = cache.get("usedNumBlocks", 0) * block, cache.get("maxNumBlocks", 0) * block
         self.preemptions += batching.get("numPausedRequests", 0)

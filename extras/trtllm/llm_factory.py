@@ -209,7 +209,8 @@ def _lora_config(options: TrtllmOptions) -> "LoraConfig":
         config = read_json(Path(path) / "adapter_config.json")
         if not config:
             raise _bad_adapter(f"{path} of '{name}' has no adapter_config.json")
-        targets, rank = config.get("target_modules"), config.get("r")
+        targets = config.get("target_modules")
+        rank = config.get("r")
         if not isinstance(targets, list) or not targets:
             raise _bad_adapter(f"adapter '{name}' must list its target_modules, got {targets!r}")
         names = [str(target).rpartition(".")[2] for target in targets]

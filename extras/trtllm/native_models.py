@@ -14,7 +14,8 @@ _LLMAPI_INPUTS = "sampling_param_"
 
 def find_native_backend(raw: RawConfig, directory: Path) -> str | None:
     """See `core.backends.NativeBackendFinder`."""
-    inputs, parameters = {tensor["name"] for tensor in raw["input"]}, raw["parameters"].keys()
+    inputs = {tensor["name"] for tensor in raw["input"]}
+    parameters = raw["parameters"].keys()
     if _is_llmapi(inputs, directory / "model.yaml"):
         return "llmapi"
     if {"input_ids", "request_output_len"} <= inputs and "gpt_model_path" in parameters:

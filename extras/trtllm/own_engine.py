@@ -15,7 +15,9 @@ from ...telemetry.host_metrics import usable_gpus
 from ...tokenization.checkpoint_files import read_json
 from .options import SourceSettings, is_set, read_model_source
 
-_CACHE_SHARE, _CACHE_TOKENS, _CACHE_DTYPE = "kv_cache_memory_fraction", "kv_cache_tokens", "kv_cache_dtype"
+_CACHE_SHARE = "kv_cache_memory_fraction"
+_CACHE_TOKENS = "kv_cache_tokens"
+_CACHE_DTYPE = "kv_cache_dtype"
 _ADAPTER_CACHE = {"lora_cache_max_adapter_size": "max_lora_rank", "lora_cache_host_memory_bytes": "max_lora_bytes"}
 """Sizes of TensorRT-LLM's cache of adapters -> our settings."""
 _ALWAYS_SO = {"chunked_prefill", "trust_remote_code", "guided_decoding_backend"}

@@ -81,7 +81,8 @@ def read_stubs() -> Mapping[str, Stub]:
 
 def _signature(function: ast.FunctionDef) -> inspect.Signature:
     arguments = function.args
-    positional, keyword = arguments.args[1:], arguments.kwonlyargs
+    positional = arguments.args[1:]
+    keyword = arguments.kwonlyargs
     required = len(positional) - len(arguments.defaults)
     defaults = [*[None] * required, *arguments.defaults, *arguments.kw_defaults]
     parameters = []

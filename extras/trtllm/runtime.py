@@ -132,7 +132,8 @@ class TrtllmRuntimeLoader:
 
     async def close(self) -> None:
         """Shut the model down, if it was loaded; if it is still loading, as soon as it is. May be called again."""
-        loading, self._loading = self._loading, None
+        loading = self._loading
+        self._loading = None
         if loading is None:
             return
         loading.cancel()
@@ -144,7 +145,8 @@ class TrtllmRuntimeLoader:
                 log.warning("TensorRT-LLM did not shut down within %g s", _SHUTDOWN_SECONDS)
 
     def _load(self) -> TrtllmRuntime:
-        version, options = import_tensorrt_llm(), self._options
+        version = import_tensorrt_llm()
+        options = self._options
         for difference in differences():
             log.warning("tensorrt_llm %s is not as its adapter expects: %s", version, difference)
         model = read_model_info(self._model, options.max_model_len)

@@ -38,7 +38,9 @@ def _fields(use: FieldUse, *texts: str, neutral: tuple[Any, ...] = (), optional:
     return [TokenField(_spec(text, optional), use, neutral) for text in texts]
 
 
-_ON, _REFUSED, _IGNORED = FieldUse.ON, FieldUse.REFUSED, FieldUse.IGNORED
+_ON = FieldUse.ON
+_REFUSED = FieldUse.REFUSED
+_IGNORED = FieldUse.IGNORED
 
 FIELDS = {
     field.spec.name: field

@@ -192,14 +192,18 @@ class TokenLayout:
         self, question: TokenQuestion, outputs: Sequence[TensorSpec], context: RequestContext, model: GeneratingModel
     ) -> AsyncGenerator[InferResponse, None]:
         """Each response has tokens of one answer."""
-        requests, first = question.requests, len(context.sequences)
+        requests = question.requests
+        first = len(context.sequences)
         readers: dict[int, TokenReader] = {}
-        always, open_answers = "return_perf_metrics" in question.flags, len(requests)
+        always = "return_perf_metrics" in question.flags
+        open_answers = len(requests)
         async with aclosing(merge_streams([model.generate(request, context) for request in requests])) as merged:
             async for number, chunk in merged:
-                empty, ended = always or number not in readers, chunk.finish_reason is not None
+                empty = always or number not in readers
+                ended = chunk.finish_reason is not None
                 if number not in readers:
-                    record, place = context.sequences[first + number], divmod(number, len(question.rows[0]))
+                    record = context.sequences[first + number]
+                    place = divmod(number, len(question.rows[0]))
                     readers[number] = TokenReader(record, model.info.block_size, *place)
                 answer = readers[number].read(chunk)
                 open_answers -= ended
@@ -210,11 +214,14 @@ class TokenLayout:
         self, question: TokenQuestion, outputs: Sequence[TensorSpec], context: RequestContext, model: GeneratingModel
     ) -> InferResponse:
         excluded = self.excludes_input if question.excluded is None else question.excluded
-        requests, first = question.requests, len(context.sequences)
+        requests = question.requests
+        first = len(context.sequences)
         wholes = await collect_answers([model.generate(request, context) for request in requests])
-        answers, count = [], len(question.rows[0])
+        answers = []
+        count = len(question.rows[0])
         for number, (request, whole) in enumerate(zip(requests, wholes, strict=True)):
-            record, place = context.sequences[first + number], divmod(number, count)
+            record = context.sequences[first + number]
+            place = divmod(number, count)
             reader = TokenReader(record, model.info.block_size, *place)
             answers.append(reader.read(whole, () if excluded else cast(tuple[int, ...], request.prompt)))
         return self._response(outputs, [answers[at : at + count] for at in range(0, len(answers), count)])

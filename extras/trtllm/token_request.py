@@ -59,7 +59,8 @@ def parse_token_request(request: InferRequest, batched: bool, limit: TokenLimit)
         _parse_row(request, {name: array[row] for name, array in arrays.items()}, limit, ignored if row == 0 else [])
         for row in range(size)
     ]
-    rows, streaming = [row for row, _ in parsed], parsed[0][1]
+    rows = [row for row, _ in parsed]
+    streaming = parsed[0][1]
     if any(len(row) != len(rows[0]) for row in rows):
         message = "num_return_sequences must be the same in all rows of a batch"
         raise InvalidArgument(message, field="num_return_sequences")
@@ -149,7 +150,8 @@ def _prompt(values: Mapping[str, NDArray[Any]], limit: TokenLimit) -> tuple[int,
 
 def _lora_task(values: Mapping[str, NDArray[Any]]) -> LoraTask | None:
     """The adapter that a request names by its number; 0 without weights is none."""
-    weights, config = values.get("lora_weights"), values.get("lora_config")
+    weights = values.get("lora_weights")
+    config = values.get("lora_config")
     sent = weights is not None or config is not None
     if sent and "lora_task_id" not in values:
         raise InvalidArgument("lora_weights and lora_config need a lora_task_id", field="lora_task_id")
@@ -162,7 +164,8 @@ def _words(name: str, values: Mapping[str, NDArray[Any]]) -> tuple[tuple[int, ..
     if name not in values:
         return ()
     tokens, ends = values[name].reshape(2, -1).tolist()
-    words, begin = [], 0
+    words = []
+    begin = 0
     for end in ends:
         if end < 0:
             break

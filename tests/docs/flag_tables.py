@@ -36,9 +36,8 @@ class FlagRow(NamedTuple):
 
     def with_hand_written(self, default: str, note: str) -> str:
         """The row in Markdown. `default`: the cell as it was; `note`: what is said beside the option's own words."""
-        says_what_none_is = self.default == "none" and "`" not in default
         meaning = f"{self.meaning}{NOTE}{note}" if note else self.meaning
-        return f"| `{self.flag}` | {default if says_what_none_is else self.default} | {meaning} |"
+        return f"| `{self.flag}` | {default if is_right(default, self.default) else self.default} | {meaning} |"
 
 
 @cache
@@ -118,6 +117,11 @@ def written(default: Any) -> str:
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+def is_right(cell: str, default: str) -> bool:
+    """Whether a cell says a default, as `written` has it; other words than none may say what holds then."""
+    return cell == default or (default == "none" and "`" not in cell)
 
 
 def renewed(page: str) -> str:
