@@ -89,10 +89,8 @@ class _RunningRollout:
 
 
 class RolloutControl:
-    """Starts rollouts, and turns them while `running`; lives in one event loop.
-
-    `state`: where they are kept; without it no route can be changed, and so there are none.
-    """
+    """Starts rollouts, and turns them while `running`; lives in one event loop. `state`: where they are kept; without
+    it no route can be changed, and so there are none."""
 
     def __init__(
         self,
@@ -182,17 +180,15 @@ class RolloutControl:
 
     def _decide(self, name: str, record: RolloutRecord, running: _RunningRollout) -> RolloutRecord | None:
         """The record as it is to be from now on; None for no change."""
-        judgement = running.watch.decide(self._clock())
-        to = record.plan.to.label
-        decision = judgement.decision
-        reason = judgement.reason
+        decision, reason = running.watch.decide(self._clock())
         if decision is Decision.WAIT:
             return None
         self._decided[name, "on" if decision is Decision.GO_ON else "back"] += 1
         if decision is Decision.GO_BACK:
             return record.after(f"back after {_step(record)}: {reason}", state=RolloutState.BACK, reason=reason)
         if record.step + 1 == len(record.plan.steps):
-            return record.after(f"{to} serves alone: {reason}", state=RolloutState.FORWARD, reason=reason)
+            text = f"{record.plan.to.label} serves alone: {reason}"
+            return record.after(text, state=RolloutState.FORWARD, reason=reason)
         on = msgspec.structs.replace(record, step=record.step + 1)
         return on.after(f"on to {_step(on)}: {reason}")
 
@@ -283,11 +279,10 @@ class RolloutControl:
         """Begin a rollout of a route. `document`: its plan in JSON; `who` is told in the log.
 
         Raises:
-            Unsupported: requests may not change routes.
             NotFound: there is no such route, or no such version.
             InvalidArgument: it is no plan, or one for which the route would be refused.
             Conflict: the route has one already, or was changed at the same time.
-            Internal: it cannot be kept.
+            CharoniaError: as `ChangeableRoutes.put_document`, or it cannot be kept.
         """
         if not isinstance(document, dict):
             raise InvalidArgument("the rollout must be an object", field="to")
