@@ -291,7 +291,7 @@ async def test_the_input_of_a_batch_stays_while_it_runs(
     response = await client.delete(f"/v1/files/{file}")
     assert (response.status_code, response.json()["error"]["code"]) == (409, "file_in_use")
     cancelled = await client.post(f"/v1/batches/{batch['id']}/cancel")
-    assert cancelled.json()["status"] == "cancelling"
+    assert cancelled.json()["status"] in ("cancelling", "cancelled")  # it may have ended while that was stored
     async with asyncio.timeout(10):
         while (shown := (await client.get(f"/v1/batches/{batch['id']}")).json())["status"] != "cancelled":  # noqa: ASYNC110
             await asyncio.sleep(0.001)
