@@ -7,7 +7,9 @@ How it is put together, and how to add a kernel:
   amx, or on Arm portable < dotprod < i8mm < bfmmla); a kernel asks `charonia_level()` at each call, and marks code that
   needs more than the compiler's default with TARGET_AVX2 and its like. Kernels written once for all levels go through
   `each_level.h`: a `.inc` over the vectors of `simd.h`. `tile_registers.h` has the instructions of AMX, which tests
-  replace by a model in plain C; those of Arm they run under an emulator.
+  replace by a model in plain C, as they do those of AVX-512; those of Arm they run under an emulator.
+- A layer with a state (`recurrent.h`) goes token by token, each number with one order of sums, so that its bits do not
+  depend on where a sequence is cut either.
 - Flags: never -ffast-math (it deletes NaN checks and flushes denormals in the whole process). `fma()` of `simd.h`, not
   luck, where bits matter. **A row's result must not depend on which rows share the call, nor on the threads.**
 - A kernel is a function of a `Team` (`parallel_region.h`): threads that each do their share, with barriers before one
