@@ -59,6 +59,12 @@ def test_a_shared_beginning_is_computed_once_and_goes_to_the_replica_that_has_it
     assert {each.cached for each in apart} == {0}, "tenants share nothing"
 
 
+def test_a_model_with_states_finds_a_beginning_when_one_was_kept_where_prompts_part() -> None:
+    requests = [SimulatedRequest(float(at), 400, 4, shared=320) for at in range(6)]
+    _, results = run(requests, replace(ENGINE, snapshots=10))
+    assert [result.cached for result in results] == [0, 0, 320, 320, 320, 320]
+
+
 def test_a_full_queue_refuses_and_what_is_too_long_never_waits() -> None:
     engine = replace(ENGINE, max_queued_requests=4)
     _, results = run([SimulatedRequest(0.0, 100, 50) for _ in range(40)], engine)
