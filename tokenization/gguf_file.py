@@ -125,7 +125,7 @@ class GgufFile:
     def error(self, message: str) -> InvalidArgument:
         return InvalidArgument(f"{self.path}: {message}")
 
-    def get(self, key: str, default: object = None) -> Any:
+    def value(self, key: str, default: object = None) -> Any:
         """The value of a field, of any kind."""
         return self.metadata.get(f"{self.prefix}{key}", default)
 
@@ -153,7 +153,7 @@ class GgufFile:
 
     def _value(self, key: str, default: Any, kinds: tuple[type, ...], expected: str) -> Any:
         """The value of a field. Raises `InvalidArgument` if it is missing without a default, or of another kind."""
-        value = self.get(key, default)
+        value = self.value(key, default)
         if value is None:
             raise self.error(f"its metadata has no {self.prefix}{key}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

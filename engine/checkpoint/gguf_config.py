@@ -54,7 +54,7 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         raise CheckpointError(f"{file.path}: it has no matrix {_EMBEDDINGS}")
     fields = replace(file, prefix=f"{name}.")
     for key, usual in _ONLY_VALUES.items():
-        value = fields.get(key, usual[0])
+        value = fields.value(key, usual[0])
         if value not in usual:
             raise CheckpointError(f"{file.path}: {name}.{key} {value} is not supported; only {usual[0]} is")
     head_dim = _head_dim(fields)
@@ -121,7 +121,7 @@ def _rope_scaling(fields: GgufFile) -> dict[str, Any] | None:
         short = _numbers(fields, _SHORT_FACTORS)
         return _longrope(short, long, original, fields.real("rope.scaling.attn_factor", 1.0))
     # Older files have the factor of linear scaling alone.
-    kind = fields.text("rope.scaling.type", "none" if fields.get("rope.scale_linear") is None else "linear")
+    kind = fields.text("rope.scaling.type", "none" if fields.value("rope.scale_linear") is None else "linear")
     factor = fields.real("rope.scaling.factor", fields.real("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor == 1):
         return None
@@ -130,7 +130,7 @@ def _rope_scaling(fields: GgufFile) -> dict[str, Any] | None:
         raise CheckpointError(f"{fields.path}: {message}")
     scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     named = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
-    return scaling | {ours: fields.real(theirs) for theirs, ours in named.items() if fields.get(theirs) is not None}
+    return scaling | {ours: fields.real(theirs) for theirs, ours in named.items() if fields.value(theirs) is not None}
 
 
 def _longrope(short: list[float], long: list[float], original: int, attention: float) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _gemma(architecture: str, layers_of_27b: int) -> Callable[[GgufFile], dict[s
         share = fields.number("embedding_length") // max(fields.number("attention.head_count"), 1)
         scalar = share if fields.number("block_count") == layers_of_27b else _head_dim(fields)
         names = ("attn_logit_softcapping", "final_logit_softcapping")
-        caps = {name: fields.real(name) for name in names if fields.get(name) is not None}
+        caps = {name: fields.real(name) for name in names if fields.value(name) is not None}
         return {
             "architectures": [architecture],
             "query_pre_attn_scalar": scalar,
@@ -218,7 +218,7 @@ def _gemma(architecture: str, layers_of_27b: int) -> Callable[[GgufFile], dict[s
 def _sliding_layers(fields: GgufFile) -> dict[str, Any]:
     """Which layers have a window, where the file says it; else the architecture's rule holds."""
     key = "attention.sliding_window_pattern"
-    pattern = fields.get(key)
+    pattern = fields.value(key)
     if pattern is None:
         return {}
     if isinstance(pattern, np.ndarray):
