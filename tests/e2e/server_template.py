@@ -6,6 +6,7 @@ its environment, as a child of the process that asked for it.
 
 import atexit
 import ctypes
+import gc
 import json
 import os
 import select
@@ -17,7 +18,11 @@ from functools import cache
 from importlib import import_module
 from typing import IO
 
-MODULES = ("cli.app", "cli.plan", "cli.serve", "cli.frontend_servers", "repository.gateway", "telemetry.tracing")
+MODULES = (
+    *("cli.app", "cli.plan", "cli.serve", "cli.frontend_servers", "repository.gateway", "telemetry.tracing"),
+    *("classic_backends.batching.dispatcher", "engine.client.llm", "extras.batches.runner"),
+    *("extras.console.graph_routes", "extras.rollouts.endpoints", "extras.rollouts.shadow"),
+)
 _SET_CHILD_SUBREAPER = 36
 """Of prctl(2): whether a process below this one whose parent ends becomes a child of this one."""
 _MOST_BYTES = 2**20
@@ -91,6 +96,8 @@ def _copy_on_demand(requests: socket.socket) -> None:
     """In the template: a copy for each message, until the other end is closed."""
     for module in MODULES:
         import_module(f"charonia.{module}")
+    gc.collect()
+    gc.freeze()
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 1)
         if not message:
