@@ -75,6 +75,7 @@ class AnthropicMessageWriter:
         self._called = False
         self._signature = sha256()
         self._before = b""
+        self._after = b""
 
     def message(self, chunks: Sequence[GenerateChunk]) -> JsonObject:
         """The body of an answer that is not streamed."""
@@ -126,7 +127,8 @@ class AnthropicMessageWriter:
         kind, member = _DELTAS[piece.kind]
         delta = {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, member: None}}
         # The JSON around the text of a block's deltas is encoded once for all of them.
-        self._before = b"event: content_block_delta\ndata: " + orjson.dumps(delta).removesuffix(b"null}}")
+        event = sse_event(orjson.dumps(delta), "content_block_delta")
+        self._before, self._after = event.split(b"null")
         block: JsonObject = {"type": piece.kind, piece.kind: ""}
         if piece.call is not None:
             block = _tool_use(piece.call, {})
@@ -139,7 +141,7 @@ class AnthropicMessageWriter:
             self._signature.update(piece.text.encode(errors="replace"))
             if not self._parsed.shows_thinking:
                 return b""
-        return self._before + orjson.dumps(piece.text) + b"}}\n\n"
+        return self._before + orjson.dumps(piece.text) + self._after
 
     def _close(self) -> bytes:
         """The events that end the open block."""
