@@ -349,4 +349,5 @@ async def test_a_prompt_begins_with_a_kept_state_and_is_counted(start: Start) ->
     state = client.state()
     assert state.prefix_hits == 176
     assert state.state_snapshots >= 1
-    assert state.state_evictions == state.state_misses == 0
+    assert state.state_evictions == 0
+    assert state.state_misses == 16  # a prompt's last block is left to what follows it, as SnapshotRule says

@@ -240,7 +240,7 @@ def test_memory_is_reserved_for_what_the_weights_become(
         assert needed("float16") == 2 * floats
     served = checkpoint_builder(open_checkpoint(small)).build(BuildContext(torch.bfloat16, META, 1)).served
     assert served is not None
-    kept = sum(each.kept for form, each in served._found.items() if not form.plain)
+    kept = sum(each.kept for form, each in served._counts.items() if not form.plain)
     matrices = sum(each.numel() for name, each in right.items() if name.endswith("_proj.weight"))
     assert kept <= needed() - 2 * (floats - matrices) < 1.15 * kept
     assert (kept == 2 * matrices) is (style == "fp8 blocks" and device == "cpu")
