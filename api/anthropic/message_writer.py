@@ -74,8 +74,7 @@ class AnthropicMessageWriter:
         self._open: BlockKind | None = None
         self._called = False
         self._signature = sha256()
-        self._before = b""
-        self._after = b""
+        self._before = self._after = b""
 
     def message(self, chunks: Sequence[GenerateChunk]) -> JsonObject:
         """The body of an answer that is not streamed."""
