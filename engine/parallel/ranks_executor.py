@@ -5,7 +5,7 @@ Knows nothing of where they run, see `LaunchedRanks`. Imports no torch.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
@@ -71,11 +71,9 @@ class RanksExecutor:
         progress("ranks", 1.0)
         loaded = self._wait_for_all(messages.RankLoaded, progress=progress)
         progress("weights", 1.0)
-        # All have as many blocks as the rank with room for the fewest.
-        capacities = [report.capacity for report in loaded.values()]
-        smallest = min(capacities, key=lambda capacity: capacity.free_bytes / capacity.block_bytes)
         machine = loaded[0].capacity.machine
-        return smallest._replace(machine=f"{self._layout}, each {machine}" if machine else str(self._layout))
+        tightest = tightest_capacity([report.capacity for report in loaded.values()])
+        return tightest._replace(machine=f"{self._layout}, each {machine}" if machine else str(self._layout))
 
     def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0) -> None:
         """Allocate every rank's part of the cache, and begin anew."""
@@ -174,6 +172,17 @@ class RanksExecutor:
         if self._layout.pipeline > 1:
             self._sampled.append(result)
         self._pending.take_oldest().set_result(result)
+
+
+def tightest_capacity(capacities: Sequence[Capacity]) -> Capacity:
+    """What fits into every rank, for all have as many blocks and states: that of the rank with room for the fewest
+    blocks. Of a model with states, stages may hold none, or no blocks: the largest of both, in the least memory."""
+    state_bytes = max(capacity.state_bytes for capacity in capacities)
+    if not state_bytes:
+        return min(capacities, key=lambda capacity: capacity.free_bytes / capacity.block_bytes)
+    block_bytes = max(capacity.block_bytes for capacity in capacities)
+    free_bytes = min(capacity.free_bytes for capacity in capacities)
+    return capacities[0]._replace(block_bytes=block_bytes, free_bytes=free_bytes, state_bytes=state_bytes)
 
 
 class PendingFutures(Generic[F]):

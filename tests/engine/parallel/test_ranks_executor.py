@@ -40,7 +40,7 @@ from charonia.engine.parallel.rank_messages import (
     decode_command,
     encode_message,
 )
-from charonia.engine.parallel.ranks_executor import RanksExecutor
+from charonia.engine.parallel.ranks_executor import RanksExecutor, tightest_capacity
 from charonia.engine.worker.executor import Capacity
 from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan, StepResult
 
@@ -419,3 +419,19 @@ def test_backends_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, executor: str
     with pytest.raises(InvalidArgument, match=backend) as raised:
         build_executor(EngineConfig(model="m", executor=executor, parallel=ParallelConfig(backend=backend)))
     assert raised.value.field == "distributed_executor_backend"
+
+
+def test_of_stages_all_get_what_the_tightest_has_room_for() -> None:
+    roomy = Capacity(1000, 512, block_bytes=100, free_bytes=9_000)
+    narrow = Capacity(1000, 512, block_bytes=300, free_bytes=10_000)
+    assert tightest_capacity([roomy, narrow]) == narrow
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_stage_without_states_or_without_blocks_hides_no_others(order: int) -> None:
+    """It has room for the fewest blocks, and all stages keep as many states."""
+    stateless = Capacity(1000, 512, block_bytes=300, free_bytes=9_000)
+    mixed = Capacity(1000, 512, block_bytes=100, free_bytes=10_000, state_bytes=700)
+    blockless = Capacity(1000, 512, block_bytes=0, free_bytes=11_000, state_bytes=900)
+    tightest = tightest_capacity([stateless, mixed, blockless][::order])
+    assert (tightest.block_bytes, tightest.free_bytes, tightest.state_bytes) == (300, 9_000, 900)
