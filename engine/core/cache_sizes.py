@@ -54,7 +54,17 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
         if config.cache.bytes is None:
             blocks = min(blocks, _useful_blocks(config.cache, rows * length))
     snapshots = min(state_bytes // capacity.state_bytes, _USEFUL_SNAPSHOTS * rows)
+    if config.cache.blocks is not None:
+        _check_memory_holds(blocks, snapshots, rows, capacity)
     return CacheSizes(blocks, snapshots, 0, snapshots > 0, capacity.state_bytes)
+
+
+def _check_memory_holds(blocks: int, snapshots: int, rows: int, capacity: Capacity) -> None:
+    needed = (rows + snapshots) * capacity.state_bytes + blocks * capacity.block_bytes
+    if needed > capacity.free_bytes:
+        states = f"the states of {rows} sequences and {snapshots} snapshots, and {blocks} blocks, take {needed} bytes"
+        message = f"no room for the cache: {states}, and {capacity.free_bytes} are free; lower max_num_seqs"
+        raise InvalidArgument(f"{message} or kv_cache_blocks", field="max_num_seqs")
 
 
 def _check_states_go_with(config: EngineConfig) -> None:

@@ -95,6 +95,7 @@ def test_a_model_without_states_has_all_of_the_cache_for_blocks() -> None:
     ("config", "field"),
     [
         (engine(CacheConfig(bytes=28_000), rows=14), "max_num_seqs"),
+        (engine(CacheConfig(blocks=30), rows=40), "max_num_seqs"),
         (engine(CacheConfig(host_bytes=10_000)), "kv_cache_host_bytes"),
         (engine(CacheConfig(), speculation=SpeculationConfig(method="ngram")), "speculative_config"),
     ],
