@@ -53,7 +53,8 @@ class StateSlots:
 
     def allocate(self, snapshots: int) -> None:
         """Make slots for the rows and so many snapshots; earlier ones are dropped."""
-        self.layers = []  # freed first
+        self.layers = []  # freed first, by both that hold them
+        self._addresses = LayerStates([], [])
         slots = self._rows + snapshots
         self.layers = [self._allocate_layer(slots, state) for state in self._states]
         self._addresses = LayerStates(*([getattr(layer, name) for layer in self.layers] for name in LayerSlots._fields))
