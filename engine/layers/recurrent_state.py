@@ -53,11 +53,15 @@ class StateSlots:
 
     def allocate(self, snapshots: int) -> None:
         """Make slots for the rows and so many snapshots; earlier ones are dropped."""
-        self.layers = []  # freed first, by both that hold them
-        self._addresses = LayerStates([], [])
+        self.free()  # first, or else both would have to fit
         slots = self._rows + snapshots
         self.layers = [self._allocate_layer(slots, state) for state in self._states]
         self._addresses = LayerStates(*([getattr(layer, name) for layer in self.layers] for name in LayerSlots._fields))
+
+    def free(self) -> None:
+        """Drop all slots."""
+        self.layers = []
+        self._addresses = LayerStates([], [])
 
     def _allocate_layer(self, slots: int, state: LayerState) -> LayerSlots:
         windows = torch.zeros((slots, state.window, state.channels), dtype=self._dtype, device=self._device)

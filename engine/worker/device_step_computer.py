@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...scheduler.plan import MaskSource, StepPlan
+from ...scheduler.plan import IntArray, MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..gpu.graphs import DecodeGraphs, StaticStep
 from ..layers.recurrent_state import StateSlots, StepSlotStates
@@ -65,11 +65,17 @@ class DeviceStepComputer:
         return [next(logits), *self.decoder.kept]
 
     @torch.inference_mode()
-    def compute_worst_step(self, tokens: int, sampled: int, adapted: bool) -> None:
+    def compute_worst_step(self, tokens: int, rows: int, sampled: int, adapted: bool) -> None:
         """Compute the step that takes the most memory, over a cache of one block that all rows share: `tokens` tokens,
-        with room for adapters if they may be `adapted`, and `sampled` of the next ones drawn. The caller has allocated
-        that cache, and allocates it anew afterwards."""
-        counts = self._rows.longest_rows(tokens)
+        with room for adapters if they may be `adapted`, and `sampled` of the next ones drawn. Where layers keep states
+        also one token of each of `rows` rows, for a step copies the states of its rows. The caller has allocated the
+        cache, and allocates it anew afterwards."""
+        self._compute_unread(self._rows.longest_rows(tokens), sampled, adapted)
+        if self.states is not None:
+            self._compute_unread(np.ones(rows, np.int32), sampled, adapted)
+
+    def _compute_unread(self, counts: IntArray, sampled: int, adapted: bool) -> None:
+        """Compute the first `counts` tokens of so many rows, and draw the next of the last `sampled`."""
         batch = self._rows.batch(np.arange(len(counts), dtype=np.int32), np.zeros_like(counts), counts)
         nobody = torch.zeros((4, batch.size), dtype=torch.int64, device=self._device)
         adapters = StepAdapters.on_device(AdapterBlocks(nobody, batch.size)) if adapted else None

@@ -69,6 +69,11 @@ class ModelRunner:
             views = [view for attention in self.attentions for view in attention.device_blocks]
             self._host_cache = HostCache(views, host_blocks)
 
+    def free_states(self) -> None:
+        """Give back what states of rows and snapshots take; no step may follow before `allocate`."""
+        if self.computer.states is not None:
+            self.computer.states.free()
+
     @property
     def attentions(self) -> list[AttentionBackend]:
         """The caches that have the same blocks: that of the computer, and that of what drafts."""

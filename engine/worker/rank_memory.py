@@ -24,19 +24,23 @@ def measure_step_bytes(
     config: EngineConfig, context: BuildContext, runner: ModelRunner, computer: DeviceStepComputer
 ) -> int:
     """What the worst step of `runner`, which has this `computer`, takes of a GPU, and what recorded steps keep: the
-    activations of the largest of them, and what comes out of it, which all share. The cache is to be allocated anew
-    afterwards."""
+    activations of the largest of them, and what comes out of it, which all share. The rows' states are the cache's, not
+    the steps', and are freed before it returns; the cache is to be allocated anew afterwards."""
     device = context.device
-    tokens = config.scheduler.max_num_batched_tokens
+    scheduler = config.scheduler
+    tokens = scheduler.max_num_batched_tokens
     adapted = config.lora is not None and runtime.serves(context.dtype, device)
 
     def compute_worst_step() -> None:
-        runner.allocate(1)
-        computer.compute_worst_step(tokens, config.most_sampled, adapted)
+        computer.compute_worst_step(tokens, scheduler.max_num_seqs, config.most_sampled, adapted)
 
+    runner.allocate(1)
     worst = peak_bytes(device, compute_worst_step)
     peaks = sum(peak_bytes(device, graphs.compute_largest) for graphs in runner.all_graphs)
-    return worst + peaks + sum(graphs.bytes for graphs in runner.all_graphs)
+    kept = sum(graphs.bytes for graphs in runner.all_graphs)
+    runner.free_states()
+    torch.cuda.empty_cache()  # nothing without a GPU
+    return worst + peaks + kept
 
 
 def peak_bytes(device: torch.device, compute: Callable[[], object]) -> int:

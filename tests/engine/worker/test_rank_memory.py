@@ -75,3 +75,38 @@ def test_the_worst_step_is_measured_with_what_graphs_keep(
     assert measure_step_bytes(rank.config, rank.context, runner, computer) == 2000 + 2 * GRAPH_BYTES + 2 * 384 * 4
     assert sizes[1:] == [(600, 64), (2, 2)]
     rank.close()
+
+
+def test_states_of_rows_are_no_part_of_a_step_and_gone_when_memory_is_read(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is divided after them: counted here they would be taken twice or three times. A step of all rows is
+    computed, too, for it copies the state of each."""
+    scheduler = SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=600, max_model_len=256)
+    rank = load_rank(EngineConfig(model=str(checkpoint("qwen3.5")), device="cpu", scheduler=scheduler))
+    decoder, states = rank.runner.computer.decoder, rank.runner.computer.states
+    assert states is not None
+    rows = RowStates(256, 16, torch.device("cpu"), lines=40)
+    computer = DeviceStepComputer(decoder, rank.runner.computer.attention, rows, torch.device("cpu"), states)
+    counts: list[list[int]] = []
+    compute = decoder.compute_logits
+
+    def held() -> int:
+        return sum(tensor.nbytes for layer in states.layers for tensor in layer)
+
+    def watched(context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator | None:
+        counts.append(context.batch.counts.tolist())
+        return compute(context, selections)
+
+    def peak(device: torch.device, measured: Callable[[], object]) -> int:
+        before = held()
+        assert before == 40 * states.slot_bytes
+        measured()
+        return 1000 + held() - before
+
+    monkeypatch.setattr(decoder, "compute_logits", watched)
+    monkeypatch.setattr(rank_memory, "peak_bytes", peak)
+    assert measure_step_bytes(rank.config, rank.context, ModelRunner(computer, rows), computer) == 1000
+    assert held() == 0
+    assert counts == [[256, 256, 88], [1] * 40]
+    rank.close()
