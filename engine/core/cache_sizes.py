@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
 from ..config import CacheConfig, EngineConfig
+from ..state_options import check_states_go_with
 from ..worker.executor import Capacity
 
 _USEFUL_TIMES = 4
@@ -43,7 +44,7 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
     if not capacity.state_bytes:
         blocks = resolve_cache_blocks(config.cache, capacity, rows * length)
         return CacheSizes(blocks, host_blocks=_host_blocks(config, capacity), prefix_caching=caching)
-    _check_states_go_with(config)
+    check_states_go_with(config)
     fraction = config.cache.state_fraction if caching else 0.0
     if config.cache.blocks is not None:
         blocks = config.cache.blocks
@@ -65,15 +66,6 @@ def _check_memory_holds(blocks: int, snapshots: int, rows: int, capacity: Capaci
         states = f"the states of {rows} sequences and {snapshots} snapshots, and {blocks} blocks, take {needed} bytes"
         message = f"no room for the cache: {states}, and {capacity.free_bytes} are free; lower max_num_seqs"
         raise InvalidArgument(f"{message} or kv_cache_blocks", field="max_num_seqs")
-
-
-def _check_states_go_with(config: EngineConfig) -> None:
-    if config.speculation is not None:
-        message = "drafts are not verified yet where a model's layers keep a recurrent state: leave this out"
-        raise InvalidArgument(f"speculative_config: {message}", field="speculative_config")
-    if config.cache.host_bytes:
-        message = "a model whose layers keep a recurrent state has no blocks in the host's memory: leave this out"
-        raise InvalidArgument(f"kv_cache_host_bytes: {message}", field="kv_cache_host_bytes")
 
 
 def _divide_bytes(config: EngineConfig, capacity: Capacity, fraction: float) -> tuple[int, int]:

@@ -78,6 +78,11 @@ class CheckpointBuilder(ABC):
     max_position: int
     default_length: int
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep a recurrent state."""
+        return False
+
     @abstractmethod
     def build(self, context: BuildContext) -> BuiltDecoder:
         """Read the weights.

@@ -64,6 +64,10 @@ class NativeBuilder(CheckpointBuilder):
     checkpoint: Checkpoint
     spec: ModelSpec
 
+    @property
+    def keeps_states(self) -> bool:
+        return any(self.spec.states)
+
     def build(self, context: BuildContext) -> BuiltDecoder:
         shard = context.shard
         spec = self.spec

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import ExpertsSpec
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.cpu import library
+from charonia.engine.models.registry import NativeBuilder
 from charonia.engine.options import EngineOptions
 from charonia.engine.worker.devices import assign_device
 from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
@@ -167,6 +168,28 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     same_alone = replace_fields(config, speculation=replace_fields(other, use_heterogeneous_vocab=False))
     with pytest.raises(InvalidArgument, match=f"another vocabulary than {DEMO}, and use_heterogeneous_vocab is false"):
         check_rank_config(same_alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"speculation": SpeculationConfig(method="ngram")}, "speculative_config"),
+        ({"cache": CacheConfig(host_bytes=1 << 20)}, "kv_cache_host_bytes"),
+    ],
+)
+def test_what_does_not_go_with_states_is_refused_before_weights_are_read(
+    checkpoint: Callable[..., Path], options: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("weights are read")
+
+    plain = EngineConfig(model=str(checkpoint("qwen3.5")), device="cpu")
+    assert check_rank_config(plain) == ""
+    monkeypatch.setattr(NativeBuilder, "build", read)
+    for load in (load_rank, check_rank_config):
+        with pytest.raises(InvalidArgument, match=field) as refusal:
+            load(replace_fields(plain, **options))
+        assert refusal.value.field == field
 
 
 def test_a_draft_model_without_a_tokenizer_needs_as_many_tokens(
