@@ -1,11 +1,14 @@
 """How many blocks an engine's cache has, and how many states it keeps beside them."""
 
+import logging
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
 from ..config import CacheConfig, EngineConfig
 from ..state_options import check_states_go_with
 from ..worker.executor import Capacity
+
+log = logging.getLogger(__name__)
 
 _USEFUL_TIMES = 4
 """A cache sized by share of memory stops at this many times the tokens that all rows could hold at full length."""
@@ -57,6 +60,11 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
     snapshots = min(state_bytes // capacity.state_bytes, _USEFUL_SNAPSHOTS * rows)
     if config.cache.blocks is not None:
         _check_memory_holds(blocks, snapshots, rows, capacity)
+    if caching and not snapshots:
+        reason = "state_cache_fraction is 0"
+        if fraction:
+            reason = f"state_cache_fraction {fraction:g} has no room for a state of {capacity.state_bytes} bytes"
+        log.warning("prefix caching is off, for there are no snapshots of states: %s", reason)
     return CacheSizes(blocks, snapshots, 0, snapshots > 0, capacity.state_bytes)
 
 

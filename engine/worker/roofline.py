@@ -109,9 +109,15 @@ def describe_checkpoint(model: str) -> list[str]:
     if not served.quantised:
         lines.append(f"all matrices are stored as {builder.dtype}; --quantization can make them smaller")
     full = cache * builder.default_length
-    lines.append(
+    memory = (
         f"memory: {served.bytes / 1e6:.0f} MB of weights, {cache / 1e3:.0f} KB of KV cache for a token,"
         f" {full / 1e6:.0f} MB for a text of {builder.default_length} tokens"
     )
+    state_bytes = sum(
+        state.bytes(getattr(torch, builder.dtype).itemsize) for state in shape.states if state is not None
+    )
+    if state_bytes:
+        memory += f", and {state_bytes / 1e6:.3g} MB of states for each"
+    lines.append(memory)
     bound = measure_roofline(shape, builder.dtype, served)
     return [*lines, "speed: the weights stay in this machine's caches" if bound is None else f"speed: {bound}"]

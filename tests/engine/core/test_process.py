@@ -107,6 +107,25 @@ def test_what_does_not_go_with_states_is_refused_by_name(config: EngineConfig, f
     assert field in refused.value.message
 
 
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        (CacheConfig(state_fraction=0.0), "state_cache_fraction is 0"),
+        (CacheConfig(bytes=28_000, state_fraction=0.05), "state_cache_fraction 0.05 has no room for a state of 2000"),
+        (CacheConfig(bytes=28_000), None),
+        (CacheConfig(bytes=28_000, prefix_caching=False), None),
+    ],
+)
+def test_where_no_snapshot_has_room_the_log_says_that_prefixes_are_not_cached(
+    cache: CacheConfig, reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = resolve_cache_sizes(engine(cache), STATEFUL, 1024)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (reason is not None)
+    assert (reason or "") in "".join(messages)
+    assert sizes.prefix_caching == (reason is None and cache.prefix_caching)
+
+
 def test_the_length_is_the_models_or_less() -> None:
     assert resolve_max_model_len(None, CAPACITY) == 1024
     assert resolve_max_model_len(100, CAPACITY) == 100

@@ -20,7 +20,14 @@ from charonia.engine.models.registry import NativeBuilder
 from charonia.engine.options import EngineOptions
 from charonia.engine.worker.devices import assign_device
 from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
-from charonia.engine.worker.roofline import CACHED, Roofline, measure_roofline, read_bandwidth, token_weights
+from charonia.engine.worker.roofline import (
+    CACHED,
+    Roofline,
+    describe_checkpoint,
+    measure_roofline,
+    read_bandwidth,
+    token_weights,
+)
 
 DEMO = Path(__file__).parents[3] / "examples/model_repository/demo/1"
 DRAFT = Path(__file__).parents[3] / "examples/draft"
@@ -168,6 +175,15 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     same_alone = replace_fields(config, speculation=replace_fields(other, use_heterogeneous_vocab=False))
     with pytest.raises(InvalidArgument, match=f"another vocabulary than {DEMO}, and use_heterogeneous_vocab is false"):
         check_rank_config(same_alone)
+
+
+def test_people_are_told_what_the_states_of_a_text_take(checkpoint: Callable[..., Path]) -> None:
+    shape = open_checkpoint(checkpoint("qwen3.5")).spec
+    itemsize = getattr(torch, shape.dtype).itemsize
+    megabytes = sum(state.bytes(itemsize) for state in shape.states if state is not None) / 1e6
+    told = "\n".join(describe_checkpoint(str(checkpoint("qwen3.5"))))
+    assert f", and {megabytes:.3g} MB of states for each\n" in told
+    assert "states" not in "\n".join(describe_checkpoint(str(DEMO)))
 
 
 @pytest.mark.parametrize(
