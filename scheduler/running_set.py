@@ -226,7 +226,8 @@ class RunningSet:
         forked = self.cache.forked(hashes, known)
         if forked - self.cache.shareable(hashes, known) >= self.saves.least_gain:
             block_hash = hashes[forked // self.cache.block_size - 1]
-            self.saves.ask(block_hash, forked, self.tables, self.scheduled)
+            stay = {row: table for row, table in self.tables.items() if self.running[row]}
+            self.saves.ask(block_hash, forked, stay, self.scheduled)
 
     def new_sequence(self, row: int) -> NewSequence:
         """What an executor is told of the row's sequence when it enters."""

@@ -105,7 +105,7 @@ class StateSaves:
 
     def ask(self, block_hash: bytes, position: int, tables: Mapping[int, BlockTable], scheduled: IntArray) -> None:
         """Let a row that has still to compute the block of this hash, which ends at `position`, keep the state there:
-        another sequence shares what it computes up to that block."""
+        another sequence shares what it computes up to that block. `tables`: of the rows that may."""
         for row, table in tables.items():
             if scheduled[row] < position and self._promised_at(row, position) == block_hash:
                 if table.committed * self._block_size < position and position not in self._of_prompt[row]:

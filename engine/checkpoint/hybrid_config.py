@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config_fields import MOST_PARTS, ArchitectureDefaults, ConfigFields, HybridLayers
-from .model_spec import NO_ROPE
+from .model_spec import ACTIVATIONS, NO_ROPE
 from .recurrence import DeltaNetSpec, Mamba2Spec, RecurrenceSpec, ShortConvolutionSpec
 
 
@@ -20,6 +20,7 @@ def _qwen3_5(fields: ConfigFields) -> HybridLayers:
         lambda layer: "linear_attention" if (layer + 1) % every else "full_attention",
         {"full_attention": True, "linear_attention": False},
     )
+    _convolves_with_silu(fields)
     key_heads, value_heads = (fields.number(f"linear_num_{one}_heads", most=MOST_PARTS) for one in ("key", "value"))
     if value_heads % key_heads:
         raise fields.error(f"linear_num_value_heads {value_heads} is no multiple of linear_num_key_heads {key_heads}")
@@ -52,9 +53,14 @@ def _lfm2_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _lfm2_moe_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
     tied = config.get("tie_embedding", config["tie_word_embeddings"])
-    dense = [*range(config["num_dense_layers"])]
+    dense = range(config["num_dense_layers"])
     own = {"rms_norm_eps": config["norm_eps"], "tie_word_embeddings": tied, "mlp_only_layers": dense}
     return {**config, **own, "sigmoid_router": True}
+
+
+def _convolves_with_silu(fields: ConfigFields) -> None:
+    if fields.activation() != ACTIVATIONS["silu"]:
+        raise fields.unknown(f"hidden_act {fields.config['hidden_act']!r} is not supported beside states, silu is")
 
 
 def _limit(value: Any) -> float:
@@ -63,17 +69,22 @@ def _limit(value: Any) -> float:
 
 
 def _mamba2(fields: ConfigFields) -> HybridLayers:
+    _convolves_with_silu(fields)
     attends = fields.layer_types(
         lambda layer: "mamba",
         {"full_attention": True, "attention": True, "linear_attention": False, "mamba": False},
     )
     heads, groups = (fields.number(f"mamba_n_{one}", most=MOST_PARTS) for one in ("heads", "groups"))
-    inner = fields.number("mamba_expand") * fields.number("hidden_size")
+    inner = fields.number("mamba_expand", most=MOST_PARTS) * fields.number("hidden_size")
     if inner % heads or heads % groups:
         raise fields.error(f"mamba_n_heads {heads} must divide {inner} features, and be a multiple of {groups} groups")
     if fields.config["mamba_d_head"] not in ("auto", inner // heads):
         raise fields.error(f"mamba_d_head {fields.config['mamba_d_head']} times {heads} heads is not {inner}")
+    if inner // heads > MOST_PARTS:
+        raise fields.error(f"mamba_expand makes {heads} heads of {inner // heads} features, more than {MOST_PARTS}")
     least, most = map(_limit, fields.config["time_step_limit"] or (0.0, float("inf")))
+    if not 0 <= least <= most:
+        raise fields.error(f"time_step_limit must be two numbers, 0 <= least <= most, got {least} and {most}")
     spec = Mamba2Spec(
         heads,
         inner // heads,

@@ -50,6 +50,11 @@ def rms_norm(weight: Tensor, eps: float) -> Norm:
     return _fastest_norm(weight, eps, weight)
 
 
+def divided_rms_norm(weight: Tensor, eps: float, divisor: float) -> Norm:
+    """x / rms(x) * weight / divisor, the division in float32."""
+    return _fastest_norm(weight.float() / divisor, eps, weight)
+
+
 def offset_rms_norm(weight: Tensor, eps: float) -> Norm:
     """Gemma's x / rms(x) * (1 + weight), all of it in float32."""
     return _fastest_norm(1.0 + weight.float(), eps, weight)

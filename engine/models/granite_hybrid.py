@@ -8,7 +8,7 @@ from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
 from ..layers.mamba2 import Mamba2
 from ..layers.mlp import FeedForward, GatedMLP, GatedMLPSpec, MixtureOfExperts, SharedExpert
-from ..layers.norm import Norm, rms_norm
+from ..layers.norm import Norm, divided_rms_norm, rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
 from ..layers.step_context import StepContext
@@ -21,7 +21,7 @@ def build_granite_hybrid(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     scales = spec.multipliers
 
     def last_norm(weight: Tensor, eps: float) -> Norm:
-        return rms_norm(weight / scales.logits_divisor, eps)
+        return divided_rms_norm(weight, eps, scales.logits_divisor)
 
     rotary = shared_rotary(spec.rope, spec, loader)
     layers = [GraniteHybridLayer(spec, loader, index, rotary) for index in loader.stage.layers(spec.layers)]

@@ -11,7 +11,7 @@ import pytest
 
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeExecutor
-from charonia.kvcache.manager import KVCacheManager
+from charonia.kvcache.manager import BlockTable, KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import ForcedTokens, IntArray, StepPlan
 from charonia.scheduler.scheduler import Scheduler
@@ -132,6 +132,34 @@ def test_a_running_sequence_keeps_the_fork_that_waiting_ones_share() -> None:
     trial.run()
     assert [trial.cached[key] for key in keys] == [0] + [1392] * 7
     assert trial.scheduler.totals.state_misses == 0
+
+
+def test_a_row_that_leaves_is_not_asked_for_the_fork_that_waiting_ones_share() -> None:
+    """The first is aborted while its first chunk is computed, and holds its row until that is done."""
+    config = msgspec.structs.replace(CONFIG, max_num_batched_tokens=64)
+    trial = StateTrial(40, config)
+    shared = text(0, 1_400)
+    first, second = (trial.add(joined(shared, text(seed, 300))) for seed in (1, 2))
+    rows = trial.scheduler._rows
+    plan = trial.scheduler.schedule()
+    assert plan is not None
+    flight = trial.executor.execute(plan).result()
+    trial.scheduler.abort([first])
+    assert rows.releasing
+    assert rows.saves is not None
+    asked: list[int] = []
+    ask = rows.saves.ask
+
+    def listen(block_hash: bytes, position: int, tables: dict[int, BlockTable], scheduled: IntArray) -> None:
+        asked.extend(tables)
+        ask(block_hash, position, tables, scheduled)
+
+    rows.saves.ask = listen  # type: ignore[method-assign, assignment]
+    third = trial.add(joined(shared, text(3, 300)))
+    assert asked == [row for row in rows.tables if rows.keys[row] == second]
+    trial.scheduler.apply(flight)
+    trial.run()
+    assert trial.cached[third] == 1392
 
 
 def test_no_state_is_kept_that_spares_little() -> None:

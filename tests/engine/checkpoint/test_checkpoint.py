@@ -1,6 +1,7 @@
 """Opening checkpoints, and what is said of broken ones."""
 
 import json
+import tracemalloc
 import math
 import os
 import shutil
@@ -250,6 +251,38 @@ def test_a_config_that_does_not_fit_is_refused(copy: Path, changes: dict[str, An
 
 class Trap:
     """What a safe loader refuses to make."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        ("granite-hybrid", {"time_step_limit": [5, 1]}, "time_step_limit must be two numbers"),
+        ("granite-hybrid", {"time_step_limit": [float("nan"), float("nan")]}, "time_step_limit must be two numbers"),
+        ("granite-hybrid", {"mamba_expand": 1_000_000_000}, "mamba_expand"),
+        ("granite-hybrid", {"mamba_expand": 60_000, "mamba_d_head": "auto"}, "more than 65536"),
+        ("granite-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported beside states"),
+        ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported beside states"),
+    ],
+)
+def test_what_layers_with_states_cannot_be_is_refused(
+    checkpoint: Callable[..., Path], kind: str, changes: dict[str, Any], says: str
+) -> None:
+    config = json.loads((checkpoint(kind) / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=says):
+        read_spec(config | changes, "here")
+
+
+def test_any_number_of_dense_layers_is_read_without_memory(checkpoint: Callable[..., Path]) -> None:
+    config = json.loads((checkpoint("lfm2-moe") / "config.json").read_text())
+    tracemalloc.start()
+    try:
+        spec = read_spec(config | {"num_dense_layers": 3_000_000}, "here")
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert spec.experts is not None
+    assert not any(spec.experts.sparse_layers)
+    assert most < 1 << 20
 
 
 def pickled(directory: Path, **how: Any) -> Path:
