@@ -1,10 +1,10 @@
 """Opening checkpoints, and what is said of broken ones."""
 
 import json
-import tracemalloc
 import math
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
