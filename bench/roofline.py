@@ -21,6 +21,10 @@ _KV_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 2, "
 """Quantised weights leave the cache as it was."""
 _SCALE_BYTES = 4
 """A cache in int8 or fp8 has a scale for each token and head."""
+_STATE_ITEMSIZE = 2
+"""Of what convolutions keep; matrices are float32 whatever weights are."""
+_STATE_PASSES = 4
+"""Multiplications for each number of a state's matrices and token: it decays, is read, corrected, and read again."""
 
 
 class OfflineJob(NamedTuple):
@@ -40,16 +44,17 @@ class MachinePeaks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
-    """The work of one token: the weights that it is multiplied with, in the layers and in the head, and bytes.
-
-    `windows` has one entry a layer: the tokens that it sees, None for all. `kv_bytes`: of a token in one layer.
-    """
+    """The work of one token: multiplications in the layers and in the head, and bytes."""
 
     layers: int
     head: int
     weight_bytes: int
     windows: tuple[int | None, ...]
+    """The tokens that each layer with keys and values sees, None for all."""
     kv_bytes: int
+    """Of a token in one of these layers."""
+    state_bytes: int = 0
+    """Of the states of a sequence, which every step reads and writes."""
 
     @classmethod
     def of(cls, spec: ModelSpec, precision: Precision, kv_cache_dtype: str = "auto") -> "ModelDemand":
@@ -60,22 +65,24 @@ class ModelDemand:
         """
         if spec.experts is not None:
             raise InvalidArgument(f"{spec.architecture}: limits are known for dense models only")
-        attention = spec.hidden_size * spec.head_dim * 2 * (spec.heads + spec.kv_heads)
-        mlp = 3 * spec.hidden_size * spec.intermediate_size
-        head, layers = spec.hidden_size * spec.vocab_size, spec.layers * (attention + mlp)
+        head = spec.hidden_size * spec.vocab_size
+        weights = spec.mixer_weights + spec.layers * 3 * spec.hidden_size * spec.intermediate_size
+        states = [state for state in spec.states if state is not None]
+        matrices = sum(state.heads * state.rows * state.columns for state in states)
         plain = kv_cache_dtype == "auto"
         line_bytes = spec.head_dim * _KV_BYTES[precision] if plain else spec.head_dim + _SCALE_BYTES
         return cls(
-            layers=layers,
+            layers=weights + _STATE_PASSES * matrices,
             head=head,
-            weight_bytes=int(layers * WEIGHT_BYTES[precision]) + head * _HEAD_BYTES[precision],
+            weight_bytes=int(weights * WEIGHT_BYTES[precision]) + head * _HEAD_BYTES[precision],
             windows=tuple(view.window for view in spec.cached_attention),
             kv_bytes=2 * spec.kv_heads * line_bytes,
+            state_bytes=sum(state.bytes(_STATE_ITEMSIZE) for state in states),
         )
 
     def context_bytes(self, tokens: int) -> int:
-        """Bytes of keys and values that the next token of a sequence of so many tokens reads."""
-        return sum(min(tokens, window or tokens) for window in self.windows) * self.kv_bytes
+        """Bytes of keys, values and states that the next token of a sequence of so many tokens reads and writes."""
+        return sum(min(tokens, window or tokens) for window in self.windows) * self.kv_bytes + 2 * self.state_bytes
 
     def prompt_ops(self, job: OfflineJob) -> int:
         """Operations of all prompts; only the last token of each goes through the head."""

@@ -37,6 +37,8 @@ class HybridLayers(NamedTuple):
     attends: tuple[bool, ...]
     recurs: tuple[bool, ...]
     recurrence: RecurrenceSpec
+    gated: bool = False
+    """Whether heads of attention have gates, as wide as their queries."""
 
     @property
     def states(self) -> tuple[LayerState | None, ...]:

@@ -50,6 +50,7 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         attention=fields.attention(hybrid),
         states=() if hybrid is None else hybrid.states,
         recurrence=None if hybrid is None else hybrid.recurrence,
+        gated_attention=hybrid is not None and hybrid.gated,
         multipliers=fields.multipliers(),
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
         rope=rope,

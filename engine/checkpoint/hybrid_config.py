@@ -9,9 +9,9 @@ from .model_spec import ACTIVATIONS, NO_ROPE
 from .recurrence import DeltaNetSpec, Mamba2Spec, RecurrenceSpec, ShortConvolutionSpec
 
 
-def _hybrid(attends: tuple[bool, ...], recurrence: RecurrenceSpec) -> HybridLayers:
+def _hybrid(attends: tuple[bool, ...], recurrence: RecurrenceSpec, gated: bool = False) -> HybridLayers:
     """Layers that do one or the other."""
-    return HybridLayers(attends, tuple(not one for one in attends), recurrence)
+    return HybridLayers(attends, tuple(not one for one in attends), recurrence, gated)
 
 
 def _qwen3_5(fields: ConfigFields) -> HybridLayers:
@@ -26,7 +26,7 @@ def _qwen3_5(fields: ConfigFields) -> HybridLayers:
         raise fields.error(f"linear_num_value_heads {value_heads} is no multiple of linear_num_key_heads {key_heads}")
     key_dim, value_dim = (fields.number(f"linear_{one}_head_dim", most=MOST_PARTS) for one in ("key", "value"))
     kernel = fields.number("linear_conv_kernel_dim", most=MOST_PARTS)
-    return _hybrid(attends, DeltaNetSpec(key_heads, value_heads, key_dim, value_dim, kernel))
+    return _hybrid(attends, DeltaNetSpec(key_heads, value_heads, key_dim, value_dim, kernel), gated=True)
 
 
 def _lfm2(fields: ConfigFields) -> HybridLayers:

@@ -164,4 +164,16 @@ class ModelSpec(DecoderShape):
     experts: ExpertsSpec | None
     dtype: str
     recurrence: RecurrenceSpec | None = None
+    gated_attention: bool = False
+    """Whether heads of attention have gates, as wide as their queries."""
     multipliers: Multipliers = NO_MULTIPLIERS
+
+    @property
+    def mixer_weights(self) -> int:
+        """Numbers in the matrices of attention and recurrences, of all layers."""
+        heads = 2 * (self.heads + self.kv_heads) + self.heads * self.gated_attention
+        weights = len(self.cached_attention) * self.hidden_size * self.head_dim * heads
+        if self.recurrence is not None:
+            recurrent = sum(state is not None for state in self.states)
+            weights += recurrent * self.recurrence.weights(self.hidden_size)
+        return weights

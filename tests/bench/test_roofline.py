@@ -1,6 +1,11 @@
 """The limit's formula against figures worked out by hand, and against those the formula was first written down with."""
 
+import json
+from pathlib import Path
+from types import ModuleType
+
 import pytest
+from safetensors.torch import load_file
 
 from charonia.bench.checkpoint import LLAMA_ONE_BILLION, QWEN2_HALF_BILLION
 from charonia.bench.roofline import MachinePeaks, ModelDemand, OfflineJob, Precision, least_seconds, roofline_speed
@@ -45,6 +50,22 @@ def test_the_limits_of_the_half_billion_shape(precision: Precision, peak: float,
 def test_the_one_billion_shape_has_its_weights() -> None:
     demand = ModelDemand.of(spec_of(LLAMA_ONE_BILLION), "int8")
     assert demand.weight_bytes == pytest.approx(1.236e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3.5", "lfm2", "granite-hybrid"])
+def test_the_demand_of_a_decoder_is_what_its_checkpoint_holds(making: ModuleType, tmp_path: Path, kind: str) -> None:
+    """Every matrix of its layers, and for a sequence each number of its states, read and written."""
+    directory = making.write_checkpoint(tmp_path, making.CONFIGS[kind])
+    spec = read_spec(json.loads((directory / "config.json").read_text()), "here")
+    tensors = load_file(directory / "model.safetensors")
+    weights = sum(tensor.numel() for name, tensor in tensors.items() if ".layers." in name and tensor.dim() == 2)
+    states = [state for state in spec.states if state is not None]
+    matrices = sum(state.heads * state.rows * state.columns for state in states)
+    demand = ModelDemand.of(spec, "bf16")
+    assert demand.layers == weights + 4 * matrices
+    assert demand.weight_bytes == 2 * (weights + demand.head)
+    keys = 2 * 2 * len(spec.cached_attention) * spec.kv_heads * spec.head_dim
+    assert demand.context_bytes(3) == 3 * keys + 2 * sum(state.bytes(2) for state in states)
 
 
 def test_a_mixture_of_experts_has_no_known_limit() -> None:
