@@ -73,13 +73,12 @@ def test_a_model_with_states_does_not_draft(checkpoint: Callable[..., Path]) -> 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite-hybrid"])
 def test_the_matrices_of_layers_with_states_are_counted(checkpoint: Callable[..., Path], name: str) -> None:
-    """But for the gates of Qwen's attention; those that are gathered from are left out."""
+    """All but those that are gathered from."""
     found = open_checkpoint(checkpoint(name))
     with safe_open(found.directory / "model.safetensors", framework="pt") as file:
         shapes = {tensor: file.get_slice(tensor).get_shape() for tensor in file.keys()}  # noqa: SIM118 - no mapping
     matrices = {tensor: shape[0] * shape[1] for tensor, shape in shapes.items() if len(shape) == 2}
-    gates = sum(size // 2 for tensor, size in matrices.items() if name == "qwen3.5" and "self_attn.q_proj" in tensor)
-    assert token_weights(found.spec) == sum(matrices.values()) - matrices["model.embed_tokens.weight"] - gates
+    assert token_weights(found.spec) == sum(matrices.values()) - matrices["model.embed_tokens.weight"]
 
 
 def test_of_a_mixture_only_the_chosen_experts_count() -> None:
