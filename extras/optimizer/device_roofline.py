@@ -47,8 +47,9 @@ def estimate_machine(
     demand = ModelDemand.of(spec, precision, kv_cache_dtype)
     read = shares.read_share * device.read
     peak = shares.peak_share * (device.peak8 if precision == "int8" else device.peak16)
-    token_bytes = demand.context_bytes(1)
-    attended = 4 * spec.heads * spec.head_dim * spec.layers  # operations of a query with one key and its value
+    token_bytes = demand.context_bytes(1) - 2 * demand.state_bytes
+    # Operations of a query with one key and its value.
+    attended = 4 * spec.heads * spec.head_dim * len(spec.cached_attention)
     machine = SimulatedMachine(
         weights=demand.weight_bytes / read,
         token=2 * demand.layers / peak,

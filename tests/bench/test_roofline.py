@@ -65,6 +65,7 @@ def test_the_demand_of_a_decoder_is_what_its_checkpoint_holds(making: ModuleType
     assert demand.layers == weights + 4 * matrices
     assert demand.weight_bytes == 2 * (weights + demand.head)
     keys = 2 * 2 * len(spec.cached_attention) * spec.kv_heads * spec.head_dim
+    assert demand.context_bytes(1) - 2 * demand.state_bytes == keys
     assert demand.context_bytes(3) == 3 * keys + 2 * sum(state.bytes(2) for state in states)
 
 
