@@ -187,7 +187,7 @@ class GpuBench:
         seconds = self.seconds(lambda: executor.rank.runner.run_step(whole), 3)
         spec = executor.rank.shape
         products = 2 * tokens * (self.weight_bytes / self.dtype.itemsize - spec.vocab_size * spec.hidden_size)
-        attention = 2 * tokens**2 * spec.heads * spec.head_dim * len(spec.cached_attention)
+        attention = tokens**2 * spec.attended_numbers
         share = (products + attention) / seconds / self.operations
         self.prompt_rate = tokens / seconds
         yield Figure(f"{self.work.name} prefill of {tokens:,}", 1e3 * seconds, "ms", share, "peak", 0.6)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..core.errors import InvalidArgument
-from ..engine.checkpoint.model_spec import ModelSpec
+from ..engine.checkpoint.model_spec import LayerAttention, ModelSpec
 
 Precision: TypeAlias = Literal["bf16", "fp16", "fp32", "int8", "int4"]
 """What weights are computed with."""
@@ -50,9 +50,11 @@ class ModelDemand:
     head: int
     weight_bytes: int
     windows: tuple[int | None, ...]
-    """The tokens that each layer with keys and values sees, None for all."""
-    kv_bytes: int
-    """Of a token in one of these layers."""
+    """The tokens that each layer that attends sees, None for all."""
+    kv_bytes: tuple[int, ...]
+    """Of a token's keys and values, as each of these layers reads them."""
+    token_bytes: int = 0
+    """Of a token's keys and values, all that are kept."""
     state_bytes: int = 0
     """Of the states of a sequence, which every step reads and writes."""
 
@@ -70,19 +72,27 @@ class ModelDemand:
         states = [state for state in spec.states if state is not None]
         matrices = sum(state.heads * state.rows * state.columns for state in states)
         plain = kv_cache_dtype == "auto"
-        line_bytes = spec.head_dim * _KV_BYTES[precision] if plain else spec.head_dim + _SCALE_BYTES
+        number_bytes, scale_bytes = (_KV_BYTES[precision], 0) if plain else (1, _SCALE_BYTES)
+
+        def kept_bytes(kind: LayerAttention) -> int:
+            shape = spec.kept(kind)
+            return shape.numbers * number_bytes + 2 * shape.heads * scale_bytes
+
+        attending = [kind for kind in spec.attention if kind is not None]
         return cls(
             layers=weights + _STATE_PASSES * matrices,
             head=head,
             weight_bytes=int(weights * WEIGHT_BYTES[precision]) + head * _HEAD_BYTES[precision],
-            windows=tuple(view.window for view in spec.cached_attention),
-            kv_bytes=2 * spec.kv_heads * line_bytes,
+            windows=tuple(kind.window for kind in attending),
+            kv_bytes=tuple(kept_bytes(kind) for kind in attending),
+            token_bytes=sum(kept_bytes(kind) for kind in spec.cached_attention),
             state_bytes=sum(state.bytes(_STATE_ITEMSIZE) for state in states),
         )
 
     def context_bytes(self, tokens: int) -> int:
         """Bytes of keys, values and states that the next token of a sequence of so many tokens reads and writes."""
-        return sum(min(tokens, window or tokens) for window in self.windows) * self.kv_bytes + 2 * self.state_bytes
+        layers = zip(self.windows, self.kv_bytes, strict=True)
+        return sum(min(tokens, window or tokens) * token for window, token in layers) + 2 * self.state_bytes
 
     def prompt_ops(self, job: OfflineJob) -> int:
         """Operations of all prompts; only the last token of each goes through the head."""

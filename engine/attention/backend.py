@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_spec import LayerAttention
+from ..checkpoint.model_spec import KeyValueShape, LayerAttention
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
 
@@ -16,11 +16,11 @@ class CacheSpec(NamedTuple):
     """One rank's cache of keys and values."""
 
     attention: tuple[LayerAttention, ...]
-    """That of each layer. Layers with a window keep all tokens, too."""
+    """That of each layer with keys and values of its own. Layers with a window keep all tokens, too."""
     heads: int
     """Query heads."""
     kv_heads: int
-    """Key/value heads."""
+    """Key/value heads of layers whose attention says nothing else, as the next."""
     head_dim: int
     block_size: int
     """Tokens of a block."""
@@ -38,6 +38,23 @@ class CacheSpec(NamedTuple):
     def distinct_attention(self) -> list[LayerAttention]:
         """Every `LayerAttention` once: a step is prepared for each of them, not for each layer."""
         return list(dict.fromkeys(self.attention))
+
+    def kept(self, kind: LayerAttention) -> KeyValueShape:
+        """What such a layer keeps of a token."""
+        return kind.kept or KeyValueShape(self.kv_heads, self.head_dim, self.head_dim)
+
+    @property
+    def shapes(self) -> list[KeyValueShape]:
+        """What each layer keeps of a token."""
+        return [self.kept(kind) for kind in self.attention]
+
+    @property
+    def layers_by_shape(self) -> dict[KeyValueShape, list[int]]:
+        """The layers that keep the same of a token: their caches lie side by side."""
+        by_shape: dict[KeyValueShape, list[int]] = {}
+        for layer, shape in enumerate(self.shapes):
+            by_shape.setdefault(shape, []).append(layer)
+        return by_shape
 
     @property
     def attention_index(self) -> list[int]:
@@ -67,7 +84,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
-        """Whether the backend can serve heads of these numbers and size, given that all in `supports` fits."""
+        """Whether the backend can serve what every layer keeps, given that all in `supports` fits."""
+        return all(cls.supports_shape(shape, spec.heads) for shape in spec.layers_by_shape)
+
+    @classmethod
+    def supports_shape(cls, shape: KeyValueShape, heads: int) -> bool:
+        """Whether it can serve a layer with so many query `heads` that keeps this."""
         return True
 
     @property
@@ -81,7 +103,7 @@ class AttentionBackend(ABC):
     def block_bytes(self) -> int:
         """Bytes that one block takes, over all layers."""
         spec = self._spec
-        return 2 * spec.layers * spec.block_size * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+        return spec.block_size * sum(shape.numbers for shape in spec.shapes) * spec.dtype.itemsize
 
     @abstractmethod
     def allocate(self, blocks: int) -> None:

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..checkpoint.model_spec import KeyValueShape
 from ..cpu import library
 from ..cpu.attention import (
     INT8_CODE,
@@ -28,45 +29,57 @@ from .backend import AttentionBackend, BackendSupport, CacheSpec
 
 
 class NativeAttention(AttentionBackend):
-    """A cache, uint8 [layers, blocks, bytes of a block]; a block is tiles of 16 tokens and one head."""
+    """A cache for each shape of keys and values, uint8 [layers, blocks, bytes of a block]; a block is tiles of 16
+    tokens and one head."""
 
     supports: ClassVar[BackendSupport] = BackendSupport(
         ("cpu",), (torch.bfloat16, torch.float32), range(TILE_TOKENS, 4097, TILE_TOKENS), ("auto", "int8")
     )
 
     @classmethod
-    def supports_heads(cls, spec: CacheSpec) -> bool:
-        group = spec.heads // spec.kv_heads
-        size = spec.head_dim
+    def supports_shape(cls, shape: KeyValueShape, heads: int) -> bool:
+        group = heads // shape.heads
+        size = shape.key_size
+        if shape.values_in_keys or shape.value_size != size:
+            return False
         return size % TILE_TOKENS == 0 and size <= MAX_HEAD_DIM and group * size <= MAX_QUERY_FLOATS
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
         dtype = library.DTYPE_CODES[spec.dtype]
-        usual_scale = spec.head_dim**-0.5
         stored = INT8_CODE if spec.kv_cache_dtype == "int8" else dtype
-        sizes = spec.heads, spec.kv_heads, spec.head_dim, spec.block_size
-        self._params = [
-            AttentionParams(*sizes, kind.window or 0, dtype, stored, kind.scale or usual_scale, kind.softcap or 0.0)
-            for kind in spec.distinct_attention
-        ]
-        self._layer_bytes = spec.block_size // TILE_TOKENS * spec.kv_heads * self._params[0].tile_bytes
+        self._params = []
+        for kind in spec.distinct_attention:
+            shape = spec.kept(kind)
+            sizes = spec.heads, shape.heads, shape.key_size, spec.block_size
+            scale = kind.scale or shape.key_size**-0.5
+            self._params.append(AttentionParams(*sizes, kind.window or 0, dtype, stored, scale, kind.softcap or 0.0))
+        tiles = spec.block_size // TILE_TOKENS
+        params = [self._params[index] for index in spec.attention_index]
+        self._layer_bytes = [tiles * kind.kv_heads * kind.tile_bytes for kind in params]
         self.allocate(0)
 
     @property
     def block_bytes(self) -> int:
-        return self._layer_bytes * self._spec.layers
+        return sum(self._layer_bytes)
 
     def allocate(self, blocks: int) -> None:
-        self._cache = torch.empty(0, dtype=torch.uint8)  # an earlier one is freed first
+        self._by_shape: list[Tensor] = []  # earlier ones are freed first
         size = blocks * self.block_bytes
-        self._cache = HugePageArena().allocate(size)[:size].view(self._spec.layers, blocks, self._layer_bytes)
-        addresses = [layer.data_ptr() for layer in self._cache]
+        free = HugePageArena().allocate(size)[:size]
+        addresses = [0] * self._spec.layers
+        for layers in self._spec.layers_by_shape.values():
+            block_bytes = self._layer_bytes[layers[0]]
+            taken, free = free.split([(own := len(layers) * blocks * block_bytes), len(free) - own])
+            cache = taken.view(len(layers), blocks, block_bytes)
+            self._by_shape.append(cache)
+            for layer, own_cache in zip(layers, cache, strict=True):
+                addresses[layer] = own_cache.data_ptr()
         self._caches = LayerCaches(self._params, self._spec.attention_index, addresses)
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        return (self._cache.transpose(0, 1),)
+        return [cache.transpose(0, 1) for cache in self._by_shape]
 
     def begin_step(self, batch: StepBatch) -> "NativeStepAttention":
         return NativeStepAttention(batch, self._spec, self._caches)
@@ -81,13 +94,15 @@ class NativeStepAttention:
         self._spec = spec
         self.caches = caches
         self.dtype = spec.dtype
-        self.output_size = spec.heads * spec.head_dim
+        self.output_sizes = [spec.heads * shape.value_size for shape in spec.shapes]
+        """Numbers of what each layer returns for a token."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        # The kernel wants the heads of a token side by side in memory.
-        q, k, v = (x if x.stride(1) == x.shape[2] and x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
         planned = self._planned[self.caches.params_of_layer[layer]]
-        return planned.attend_separate(self.caches.caches[layer], q, k, v, sinks)
+        stored = None if k is None or v is None else (_heads_side_by_side(k), _heads_side_by_side(v))
+        return planned.attend_separate(self.caches.caches[layer], _heads_side_by_side(q), stored, sinks)
 
     def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
         assert isinstance(angles, FusedAngles), "kernels that attend also rotate"
@@ -97,3 +112,8 @@ class NativeStepAttention:
     @cached_property
     def _planned(self) -> list[PlannedAttention]:
         return [PlannedAttention(params, self._batch, self._spec.dtype) for params in self.caches.params]
+
+
+def _heads_side_by_side(x: Tensor) -> Tensor:
+    """x [N, heads, size] with the heads of a token side by side in memory, as the kernels want them."""
+    return x if x.stride(1) == x.shape[2] and x.stride(2) == 1 else x.contiguous()

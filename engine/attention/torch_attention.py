@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.plan import IntArray
-from ..checkpoint.model_spec import LayerAttention
+from ..checkpoint.model_spec import KeyValueShape, LayerAttention
 from ..layers.rotary import RotaryAngles
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
 from .backend import AttentionBackend, BackendSupport, CacheSpec
 
-AttentionFunction: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+AttentionFunction: TypeAlias = Callable[[int, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
 """The arguments and result of `StepAttention.__call__`."""
 
 
@@ -32,36 +32,48 @@ class TorchStepAttention:
     def __init__(self, attend: AttentionFunction, spec: CacheSpec) -> None:
         self._attend = attend
         self._heads = spec.heads
-        self._rotated_heads = spec.heads + spec.kv_heads
+        self._shapes = spec.shapes
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
         return self._attend(layer, q, k, v, sinks)
 
     def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
-        rotated = angles.rotate(packed[:, : self._rotated_heads])
-        values = packed[:, self._rotated_heads :]
+        if packed.shape[1] == self._heads:
+            return self._attend(layer, angles.rotate(packed), None, None, None)
+        rotated_heads = self._heads + self._shapes[layer].heads
+        rotated = angles.rotate(packed[:, :rotated_heads])
+        values = packed[:, rotated_heads:]
         return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, None)
 
 
 class ReferenceAttention(AttentionBackend):
-    """A cache [layers, 2, slots, kv_heads, head_dim]; scores and sums in float32, one sequence at a time."""
+    """Keys and values of each layer, [slots, kv_heads, key or value size]; scores and sums in float32, one sequence at
+    a time."""
 
     supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(devices=("cpu", "cuda"))
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        self._cache = torch.empty(0)
+        self._layers: list[tuple[Tensor, Tensor]] = []
 
     def allocate(self, blocks: int) -> None:
         spec = self._spec
-        shape = (spec.layers, 2, blocks * spec.block_size, spec.kv_heads, spec.head_dim)
-        self._cache = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        self._layers = []  # earlier ones are freed first
+        for shape in spec.shapes:
+            lines = blocks * spec.block_size, shape.heads
+            keys = torch.zeros(*lines, shape.key_size, dtype=spec.dtype, device=spec.device)
+            if shape.values_in_keys:
+                self._layers.append((keys, keys[..., : shape.value_size]))
+            else:
+                self._layers.append((keys, keys.new_zeros(*lines, shape.value_size)))
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        spec = self._spec
-        by_block = spec.layers, 2, -1, spec.block_size, spec.kv_heads, spec.head_dim
-        return (self._cache.view(by_block).movedim(2, 0),)
+        stored = zip(self._layers, self._spec.shapes, strict=True)
+        caches = [cache for layer, shape in stored for cache in (layer[:1] if shape.values_in_keys else layer)]
+        return [cache.view(-1, self._spec.block_size, *cache.shape[1:]) for cache in caches]
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         slots = batch.slots()
@@ -73,9 +85,12 @@ class ReferenceAttention(AttentionBackend):
             positions = torch.arange(length, device=self._spec.device)
             known.append(batch.tables[row, positions // size] * size + positions % size)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            keys, values = self._cache[layer]
-            keys[slots], values[slots] = k, v
+        def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None) -> Tensor:
+            keys, values = self._layers[layer]
+            if k is not None:
+                keys[slots] = k
+            if v is not None:
+                values[slots] = v
             rows = zip(torch.split(q, counts), known, starts, strict=True)
             attention = self._spec.attention[layer]
             return torch.cat(
@@ -129,6 +144,10 @@ class TorchSdpaAttention(AttentionBackend):
     `F.scaled_dot_product_attention`. The query heads that share a key/value head are spread over an axis of their own:
     its `enable_gqa` would expand the keys."""
 
+    @classmethod
+    def supports_shape(cls, shape: KeyValueShape, heads: int) -> bool:
+        return shape.value_size == shape.key_size and not shape.values_in_keys
+
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
         self._distinct = spec.distinct_attention
@@ -136,7 +155,9 @@ class TorchSdpaAttention(AttentionBackend):
         self._layers: list[tuple[Tensor, Tensor]] = []
 
     def allocate(self, blocks: int) -> None:
-        self._layers = [(_zeros(self._spec, blocks), _zeros(self._spec, blocks)) for _ in range(self._spec.layers)]
+        self._layers = []  # earlier ones are freed first
+        for shape in self._spec.shapes:
+            self._layers.append((_zeros(self._spec, shape, blocks), _zeros(self._spec, shape, blocks)))
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
@@ -147,11 +168,14 @@ class TorchSdpaAttention(AttentionBackend):
         spec = self._spec
         begun = slots[slots % spec.block_size == 0] // spec.block_size
         parts = [[*self._decode_parts(batch, kind), *self._chunk_parts(batch, kind)] for kind in self._distinct]
-        token = (-1, spec.kv_heads * spec.head_dim)
-        grouped = (-1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None) -> Tensor:
+            kv_heads, size = spec.shapes[layer][:2]
+            token = (-1, kv_heads * size)
+            grouped = (-1, kv_heads, spec.heads // kv_heads, size)
             for cache, new in zip(self._layers[layer], (k, v), strict=True):
+                if new is None:
+                    continue
                 if len(begun):  # blocks with what an earlier sequence left there
                     cache.index_fill_(0, begun, 0)
                 cache.view(token).index_copy_(0, slots, new.reshape(token))
@@ -261,9 +285,9 @@ def _additive_mask(ends: Tensor, length: int, window: int | None, dtype: torch.d
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
-def _zeros(spec: CacheSpec, blocks: int) -> Tensor:
+def _zeros(spec: CacheSpec, shape: KeyValueShape, blocks: int) -> Tensor:
     """Zeros that take memory only when they are written to (numpy's come from calloc, torch's are written at once).
     They must be numbers, because padding is multiplied by a weight of 0, and 0 * NaN is NaN."""
-    size = blocks * spec.block_size * spec.kv_heads * spec.head_dim
+    size = blocks * spec.block_size * shape.heads * shape.key_size
     raw = np.zeros(size * spec.dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(spec.dtype).view(blocks, -1)

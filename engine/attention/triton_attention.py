@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..checkpoint.model_spec import KeyValueShape
 from ..gpu.attention_plan import AttentionSpec, CacheShape, LayerCache, StepTiles, plan_tiles
 from ..layers.rotary import RotaryAngles, TorchAngles
 from ..step_batch import StepBatch
@@ -19,36 +20,38 @@ range. Of numbers above a fourteenth of that largest one int8 keeps more than fp
 
 
 class TritonAttention(AttentionBackend):
-    """A cache [layers, keys and values, blocks, kv_heads, block_size, head_dim]; of codes also `LayerCache.scales` of
-    all layers, [layers, blocks, kv_heads, block_size, keys and values]."""
+    """A cache for each shape of keys and values, [layers, keys and values, blocks, kv_heads, block_size, head_dim]; of
+    codes also `LayerCache.scales` of these layers, [layers, blocks, kv_heads, block_size, keys and values]."""
 
     supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(
         devices=("cpu", "cuda"), kv_cache_dtypes=("auto", *CODES)
     )
 
     @classmethod
-    def supports_heads(cls, spec: CacheSpec) -> bool:
-        return 16 <= spec.head_dim <= 256 and spec.heads // spec.kv_heads <= 64
+    def supports_shape(cls, shape: KeyValueShape, heads: int) -> bool:
+        if shape.values_in_keys or shape.value_size != shape.key_size:
+            return False
+        return 16 <= shape.key_size <= 512 and heads // shape.heads <= 64
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        codes = CODES.get(spec.kv_cache_dtype)
-        self._shape = CacheShape(spec.heads, spec.kv_heads, spec.head_dim, spec.block_size, codes)
-        usual = spec.head_dim**-0.5
-        self._specs = [
-            AttentionSpec(self._shape, kind.scale or usual, kind.window or 0, kind.softcap or 0.0)
-            for kind in spec.distinct_attention
-        ]
+        self._codes = CODES.get(spec.kv_cache_dtype)
+        self._specs = []
+        for kind in spec.distinct_attention:
+            heads, size, *_ = spec.kept(kind)
+            shape = CacheShape(spec.heads, heads, size, spec.block_size, self._codes)
+            scale = kind.scale or size**-0.5
+            self._specs.append(AttentionSpec(shape, scale, kind.window or 0, kind.softcap or 0.0))
         self._index = spec.attention_index
-        self._cache = torch.empty(0)
-        self._scales = torch.empty(0)
         self._layers: list[LayerCache] = []
+        self._blocks: list[Tensor] = []
 
     @property
     def block_bytes(self) -> int:
-        codes = self._shape.codes
-        lines = 2 * self._spec.layers * self._spec.block_size * self._spec.kv_heads
-        return super().block_bytes if codes is None else lines * (self._spec.head_dim + torch.float32.itemsize)
+        if self._codes is None:
+            return super().block_bytes
+        scales = sum(2 * shape.heads * torch.float32.itemsize for shape in self._spec.shapes)
+        return self._spec.block_size * (sum(shape.numbers for shape in self._spec.shapes) + scales)
 
     @property
     def recordable_places(self) -> int:
@@ -56,26 +59,27 @@ class TritonAttention(AttentionBackend):
 
     def allocate(self, blocks: int) -> None:
         spec = self._spec
-        codes = self._shape.codes
         # Earlier ones are freed first.
         self._layers = []
-        self._cache = torch.empty(0)
-        self._scales = torch.empty(0)
-        lines = blocks, spec.kv_heads, spec.block_size
-        shape = (spec.layers, 2, *lines, spec.head_dim)
-        # Zeros: a head that drafts attends to places that it never wrote, where memory may hold what is no number.
-        self._cache = torch.zeros(shape, dtype=codes or spec.dtype, device=spec.device)
-        if codes is None:
-            self._layers = [LayerCache(layer[0], layer[1]) for layer in self._cache]
-            return
-        self._scales = torch.zeros((spec.layers, *lines, 2), dtype=torch.float32, device=spec.device)
-        both = zip(self._cache, self._scales, strict=True)
-        self._layers = [LayerCache(layer[0], layer[1], scales) for layer, scales in both]
+        self._blocks = []
+        caches: dict[int, LayerCache] = {}
+        for shape, layers in spec.layers_by_shape.items():
+            lines = blocks, shape.heads, spec.block_size
+            # Zeros: a head that drafts attends to places that it never wrote, where memory may hold what is no number.
+            numbers = torch.zeros(
+                (len(layers), 2, *lines, shape.key_size), dtype=self._codes or spec.dtype, device=spec.device
+            )
+            self._blocks.append(numbers.movedim(2, 0))
+            caches |= {layer: LayerCache(own[0], own[1]) for layer, own in zip(layers, numbers, strict=True)}
+            if self._codes is not None:
+                scales = torch.zeros((len(layers), *lines, 2), dtype=torch.float32, device=spec.device)
+                self._blocks.append(scales.movedim(1, 0))
+                caches |= {layer: caches[layer]._replace(scales=own) for layer, own in zip(layers, scales, strict=True)}
+        self._layers = [caches[layer] for layer in range(spec.layers)]
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        numbers = self._cache.movedim(2, 0)
-        return (numbers,) if self._shape.codes is None else (numbers, self._scales.movedim(1, 0))
+        return self._blocks
 
     def begin_step(self, batch: StepBatch) -> "TritonStepAttention":
         tiles = [plan_tiles(spec, batch) for spec in self._specs]
@@ -99,18 +103,27 @@ class TritonStepAttention:
         self._index = index
         self._layers = layers
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
-        return self._attend(layer, (q, k, v), sinks, None)
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        stored = None if k is None or v is None else (_heads_side_by_side(k), _heads_side_by_side(v))
+        return self._attend(layer, _heads_side_by_side(q), stored, sinks, None)
 
     def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
         assert isinstance(angles, TorchAngles), "the C kernels' angles are for the CPU"
-        shape = self._specs[0].shape
+        shape = self._specs[self._index[layer]].shape
+        if packed.shape[1] == shape.heads:
+            return self._attend(layer, packed, None, None, angles)
         q, k, v = torch.split(packed, [shape.heads, shape.kv_heads, shape.kv_heads], 1)
-        return self._attend(layer, (q, k, v), None, angles)
+        return self._attend(layer, q, (k, v), None, angles)
 
     def _attend(
-        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, rotation: TorchAngles | None
+        self,
+        layer: int,
+        q: Tensor,
+        stored: tuple[Tensor, Tensor] | None,
+        sinks: Tensor | None,
+        rotation: TorchAngles | None,
     ) -> Tensor:
         from ..gpu.attention import attend
         from ..gpu.cache_write import write_cache
@@ -119,5 +132,13 @@ class TritonStepAttention:
         batch = self._batch.on_device
         spec = self._specs[at]
         cache = self._layers[layer]
-        q = write_cache(spec.shape, cache, batch, self._batch.owners, qkv, rotation)
+        if stored is not None:
+            q = write_cache(spec.shape, cache, batch, self._batch.owners, (q, *stored), rotation)
+        elif rotation is not None:
+            q = rotation.rotate(q)
         return attend(spec, cache, batch, self._tiles[at], q, sinks)
+
+
+def _heads_side_by_side(x: Tensor) -> Tensor:
+    """x [N, heads, size] with the heads of a token side by side in memory, as the kernels want them."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .model_spec import DecoderShape
+from .model_spec import DecoderShape, LayerAttention
 from .packing_cache import PackingCache
 from .partition import PipelineStage
 
@@ -90,13 +90,22 @@ class Shard(NamedTuple):
         """The `shape` of a whole model cut to this rank: its heads, key/value heads and layers."""
         heads, kv_heads = rank_slice(shape.heads, self.group), kv_head_slice(shape.kv_heads, self.group)
         layers = self.stage.layers(shape.layers)
+        attention = shape.attention[layers.start : layers.stop]
+        owners = shape.cache_owners[layers.start : layers.stop]
         return replace(
             shape,
             heads=heads.stop - heads.start,
             kv_heads=kv_heads.stop - kv_heads.start,
-            attention=shape.attention[layers.start : layers.stop],
+            attention=tuple(kind and self._local_attention(kind) for kind in attention),
             states=shape.states[layers.start : layers.stop],
+            cache_owners=tuple(owner - layers.start for owner in owners),
         )
+
+    def _local_attention(self, kind: LayerAttention) -> LayerAttention:
+        if kind.kept is None:
+            return kind
+        heads = kv_head_slice(kind.kept.heads, self.group)
+        return kind._replace(kept=kind.kept._replace(heads=heads.stop - heads.start))
 
 
 class Int4Plan(NamedTuple):

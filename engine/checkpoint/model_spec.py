@@ -60,6 +60,24 @@ class RopeSpec(NamedTuple):
         return int(head_dim * self.partial_rotary_factor)
 
 
+class KeyValueShape(NamedTuple):
+    """What a layer keeps of each token: a key and a value for each key/value head."""
+
+    heads: int
+    """Key/value heads."""
+    key_size: int
+    """Numbers of a key, and so of a query."""
+    value_size: int
+    """Numbers of a value, and so of what each query head gets."""
+    values_in_keys: bool = False
+    """A value is the first numbers of its key, and takes no memory (arXiv 2405.04434)."""
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.heads * (self.key_size + (0 if self.values_in_keys else self.value_size))
+
+
 class LayerAttention(NamedTuple):
     """The attention of one layer; the default is causal over everything before."""
 
@@ -71,6 +89,8 @@ class LayerAttention(NamedTuple):
     """Caps scaled scores: softcap * tanh(score / softcap)."""
     sinks: bool = False
     """Whether each query head has a learned score more, of a token with value 0 that every token attends to."""
+    kept: KeyValueShape | None = None
+    """What the layer keeps of a token; None: as many heads of the model's usual size as the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +129,44 @@ class DecoderShape:
     """That of each layer; None: it has none, and keeps no keys and values."""
     states: tuple[LayerState | None, ...] = ()
     """What each layer keeps of a sequence beside them, if anything; empty: no layer keeps a state."""
+    cache_owners: tuple[int, ...] = ()
+    """The layer whose keys and values each layer attends to: itself or an earlier one like it, and then it has none of
+    its own. Empty: every layer has its own."""
 
     @property
     def layers(self) -> int:
         return len(self.attention)
 
+    def cache_owner(self, layer: int) -> int:
+        return self.cache_owners[layer] if self.cache_owners else layer
+
+    def owns_cache(self, layer: int) -> bool:
+        return self.attention[layer] is not None and self.cache_owner(layer) == layer
+
     @property
     def cached_attention(self) -> tuple[LayerAttention, ...]:
-        """That of the layers that attend: the cache counts these alone."""
-        return tuple(kind for kind in self.attention if kind is not None)
+        """That of the layers that have keys and values of their own: the cache counts these alone."""
+        attending = ((layer, kind) for layer, kind in enumerate(self.attention) if kind is not None)
+        return tuple(kind for layer, kind in attending if self.owns_cache(layer))
 
     def cache_index(self, layer: int, first: int) -> int:
-        """The number of the layer's cache on a rank whose layers begin with `first`."""
-        return sum(kind is not None for kind in self.attention[first:layer])
+        """The number of the cache that the layer attends to, on a rank whose layers begin with `first`."""
+        return sum(self.owns_cache(earlier) for earlier in range(first, self.cache_owner(layer)))
+
+    def kept(self, kind: LayerAttention) -> KeyValueShape:
+        """What such a layer keeps of a token."""
+        return kind.kept or KeyValueShape(self.kv_heads, self.head_dim, self.head_dim)
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers of keys and values that all layers keep of a token."""
+        return sum(self.kept(kind).numbers for kind in self.cached_attention)
+
+    @property
+    def attended_numbers(self) -> int:
+        """Multiplications of a query with one key and its value, in all layers and heads."""
+        shapes = [self.kept(kind) for kind in self.attention if kind is not None]
+        return self.heads * sum(shape.key_size + shape.value_size for shape in shapes)
 
     def state_index(self, layer: int, first: int) -> int:
         """The same of the layer's state."""
@@ -171,8 +216,14 @@ class ModelSpec(DecoderShape):
     @property
     def mixer_weights(self) -> int:
         """Numbers in the matrices of attention and recurrences, of all layers."""
-        heads = 2 * (self.heads + self.kv_heads) + self.heads * self.gated_attention
-        weights = len(self.cached_attention) * self.hidden_size * self.head_dim * heads
+        weights = 0
+        for layer, kind in enumerate(self.attention):
+            if kind is not None:
+                shape = self.kept(kind)
+                numbers = self.heads * (shape.key_size * (1 + self.gated_attention) + shape.value_size)
+                if self.owns_cache(layer):
+                    numbers += shape.heads * (shape.key_size + shape.value_size)
+                weights += self.hidden_size * numbers
         if self.recurrence is not None:
             recurrent = sum(state is not None for state in self.states)
             weights += recurrent * self.recurrence.weights(self.hidden_size)

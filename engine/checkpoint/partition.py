@@ -60,6 +60,11 @@ def check_partition(
         if all(spec.attention[layer] is None for layer in layers):
             message = f"model {model}: no layer of stage {number} of {stage.count} attends, and each must have a cache"
             raise InvalidArgument(message, field="pipeline_parallel_size")
+        if away := [layer for layer in layers if spec.cache_owner(layer) not in layers]:
+            owner = spec.cache_owner(away[0])
+            message = f"model {model}: layer {away[0]} attends to the keys and values of layer {owner}"
+            message += f", which is not in stage {number} of {stage.count} with it"
+            raise InvalidArgument(message, field="pipeline_layers" if counts else "pipeline_parallel_size")
 
 
 def _tensor_refusal(spec: ModelSpec, tensor: int, whole_experts: bool) -> str | None:
@@ -67,9 +72,10 @@ def _tensor_refusal(spec: ModelSpec, tensor: int, whole_experts: bool) -> str | 
         return f"layers that keep states can't be shared by {tensor} ranks yet; stages of a pipeline can have them"
     if spec.heads % tensor:
         return f"{spec.heads} attention heads can't be shared evenly by {tensor} ranks"
-    if spec.kv_heads % tensor and tensor % spec.kv_heads:
-        shared = f"{spec.kv_heads} key/value heads can be neither shared evenly by {tensor} ranks"
-        return f"{shared} nor held by equally many of them each"
+    for kv_heads in (spec.kv_heads, *(kind.kept.heads for kind in spec.cached_attention if kind.kept is not None)):
+        if kv_heads % tensor and tensor % kv_heads:
+            shared = f"{kv_heads} key/value heads can be neither shared evenly by {tensor} ranks"
+            return f"{shared} nor held by equally many of them each"
     sizes = {"intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size}
     if spec.experts is not None and whole_experts:
         sizes["experts"] = spec.experts.count

@@ -23,7 +23,7 @@ static void attend_alone(const struct attention_params *m, const struct step *s,
                          const struct attention_call *c, float *scratch)
 {
     const int level = charonia_level();
-    for (int64_t i = 0; i < plan->writes; i++)
+    for (int64_t i = 0; c->keys && i < plan->writes; i++)
         write_pieces[level](m, s, c, plan->to_write + i);
     for (int64_t i = 0; i < plan->works; i++)
         attend_pieces[level](m, s, c, plan->to_work + i, scratch);
@@ -40,7 +40,8 @@ void attend_in_team(Team *team, const struct attention_params *m, const struct s
             attend_alone(m, s, plan, c, scratch);
         return;
     }
-    for (int64_t i = share_begin(plan->writes, team, team->me); i < share_begin(plan->writes, team, team->me + 1); i++)
+    const int64_t writes = c->keys ? plan->writes : 0;
+    for (int64_t i = share_begin(writes, team, team->me); i < share_begin(writes, team, team->me + 1); i++)
         write_pieces[level](m, s, c, plan->to_write + i);
     barrier_and_restart(team);
     for (int64_t i; (i = next_piece(team)) < plan->works;)

@@ -44,7 +44,7 @@ struct step {
     const int64_t *firsts, *tables;
 };
 
-/* One layer's part of a step. Strides in elements between tokens; `cos_sin` [positions, 2, rotary_dim / 2] for the
+/* One layer's part of a step. Without `keys` nothing is written. Strides in elements between tokens; `cos_sin` [positions, 2, rotary_dim / 2] for the
    first `rotary_dim` numbers of a head, or none; `sinks` [heads] or none: for each query head the score of a token that
    it always sees, whose value is 0. */
 struct attention_call {

@@ -84,23 +84,31 @@ class PlannedAttention:
 
     def attend_packed(self, cache: int, packed: Tensor, cos_sin: Tensor) -> Tensor:
         """Rotates queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], writes keys and values into the
-        layer's cache at address `cache`, and attends. Returns [N, heads * head_dim], overwritten by the next call.
-        `cos_sin` is a table of every position, float32 [positions, 2, n / 2], for the first n numbers of each head.
-        Both are contiguous."""
+        layer's cache at address `cache`, and attends; of queries alone, [N, heads, head_dim], writes nothing. Returns
+        [N, heads * head_dim], overwritten by the next call. `cos_sin` is a table of every position, float32
+        [positions, 2, n / 2], for the first n numbers of each head. Both are contiguous."""
         call, at = self._call, packed.data_ptr()
         call.queries, call.keys, call.values = at, at + self._query_bytes, at + self._query_bytes + self._key_bytes
+        if packed.shape[1] == self._params.heads:
+            call.keys = call.values = None
         call.query_stride = call.key_stride = call.value_stride = packed.stride(0)
         call.cos_sin, call.rotary_dim = cos_sin.data_ptr(), 2 * cos_sin.shape[-1]
         call.sinks, call.cache = None, cache
         self._attend(*self._addresses)
         return self._out
 
-    def attend_separate(self, cache: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """The same for rotated q [N, heads, head_dim], k and v [N, kv_heads, head_dim], the heads of a token
-        contiguous; `sinks` float32 [heads] or none. The result is the caller's."""
+    def attend_separate(
+        self, cache: int, q: Tensor, stored: tuple[Tensor, Tensor] | None, sinks: Tensor | None
+    ) -> Tensor:
+        """The same for rotated q [N, heads, head_dim] and, if any are to be stored, keys and values, each
+        [N, kv_heads, head_dim], the heads of a token contiguous; `sinks` float32 [heads] or none. The result is the
+        caller's."""
         call = self._call
-        call.queries, call.keys, call.values = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        call.query_stride, call.key_stride, call.value_stride = q.stride(0), k.stride(0), v.stride(0)
+        call.queries, call.query_stride = q.data_ptr(), q.stride(0)
+        call.keys = call.values = None
+        if stored is not None:
+            call.keys, call.values = (x.data_ptr() for x in stored)
+            call.key_stride, call.value_stride = (x.stride(0) for x in stored)
         call.cos_sin, call.sinks, call.cache = None, None if sinks is None else sinks.data_ptr(), cache
         self._attend(*self._addresses)
         return self._out.clone()

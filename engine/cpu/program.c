@@ -38,8 +38,10 @@ static void attend(Team *team, const Operation *o, const StepLayout *l)
 {
     const int64_t index = l->arguments->params_of_layer[o->layer];
     const struct attention_params *p = l->arguments->params[index];
-    const int64_t head = p->head_dim * number_bytes(o), stride = (p->heads + 2 * p->kv_heads) * p->head_dim;
-    char *queries = tensor(l, o->x, 0), *keys = queries + p->heads * head, *values = keys + p->kv_heads * head;
+    const int64_t head = p->head_dim * number_bytes(o), stride = o->stride;
+    char *queries = tensor(l, o->x, 0), *keys = 0, *values = 0;
+    if (stride > p->heads * p->head_dim)
+        keys = queries + p->heads * head, values = keys + p->kv_heads * head;
     const struct attention_call call = {queries, keys, values, stride, stride, stride, l->program->cos_sin[o->angles], 0,
                                         l->arguments->caches[o->layer], tensor(l, o->out, 0), o->size};
     attend_in_team(team, p, &l->step, l->plans + index, &call, l->scratches[index]);

@@ -22,7 +22,8 @@ typedef struct {
                                     place of tokens, or null; CONVOLVE, RECUR, GATE_HEADS: their Convolution, Recurrence,
                                     HeadGate, with lines of x `stride` long, and of delta, the gates, `size` */
     int64_t heads, stride, weights, size;
-    int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head; of
+    int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head, in lines
+                                    `stride` long, of queries alone or of keys and values, too; of
                                     LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines; CONVOLVE,
                                     RECUR: the layer's number among those with states */
     const Matrix *next;          /* product: the matrix of the next product */

@@ -77,6 +77,7 @@ SHAPES = (
     CacheShape(32, 32, 96, 16),  # Phi 3 mini
     CacheShape(8, 1, 128, 16),  # Llama 3.1 70B on eight ranks
     CacheShape(64, 8, 64, 16),  # gpt-oss
+    CacheShape(32, 4, 512, 16),  # Gemma 4 31B, layers that see all
 )
 """Of published models, for proofs."""
 CODED_SHAPES = tuple(shape._replace(codes=codes) for shape in SHAPES for codes in LARGEST_CODES)
@@ -134,8 +135,7 @@ def decode_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[s
     """Tensor cores need sixteen queries or more. Keys are as many as leave room for two tiles in flight, or four of
     codes."""
     queries = max(next_power_of_2(places * spec.group), 16)
-    tile = 64 if spec.shape.head_dim <= 128 else 32
-    cut = {"PLACES": places, "LEAST": LEAST_PART, "MOST": MOST_PARTS, "M": queries, "TILE": tile}
+    cut = {"PLACES": places, "LEAST": LEAST_PART, "MOST": MOST_PARTS, "M": queries, "TILE": _tile_tokens(spec)}
     stages = 3 if spec.shape.codes is None else 5
     return _sizes(spec, sinks) | cut | {"num_warps": 4 if queries <= 32 else 8, "num_stages": stages}
 
@@ -150,8 +150,14 @@ def chunk_plan(spec: AttentionSpec, generation: int, sinks: bool = False) -> dic
     """The largest tile that spills no register; an A100 has room for fewer queries than later GPUs."""
     size = spec.shape.head_dim
     queries = 128 if 64 < size <= 128 and generation >= 90 else 64
-    tile = {"M": max(queries, next_power_of_2(spec.group)), "TILE": 64 if size <= 128 else 32}
+    tile = {"M": max(queries, next_power_of_2(spec.group)), "TILE": _tile_tokens(spec)}
     return _sizes(spec, sinks) | tile | {"num_warps": 4 if size <= 64 else 8, "num_stages": 2}
+
+
+def _tile_tokens(spec: AttentionSpec) -> int:
+    """Tokens whose keys and values are read at a time."""
+    size = spec.shape.head_dim
+    return 64 if size <= 128 else 32 if size <= 256 else 16
 
 
 def next_power_of_2(number: int) -> int:

@@ -18,16 +18,21 @@ from .rotary import Rotary, RotaryAngles
 
 class StepAttention(Protocol):
     """One step's attention over the paged cache, made by `AttentionBackend.begin_step`. A call stores the keys and
-    values of the step's N tokens in the cache of `layer`, counted from this rank's first; then each token attends to
-    its sequence's tokens up to itself, as far back as the layer's window reaches."""
+    values of the step's N tokens in the cache numbered `layer` of this rank (`DecoderShape.cache_index`), which keeps
+    what its `KeyValueShape` says; then each token attends to its sequence's tokens up to itself, as far back as the
+    layer's window reaches. Without keys nothing is stored: the layer attends to what an earlier one stored there."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Queries [N, heads, head_dim], keys and values [N, kv_heads, head_dim] -> [N, heads * head_dim]. `sinks`,
-        float32 [heads], is given for a layer whose `LayerAttention` has sinks, and for no other."""
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Queries [N, heads, key_size], keys [N, kv_heads, key_size] and values [N, kv_heads, value_size], or none
+        where keys have them -> [N, heads * value_size]. `sinks`, float32 [heads], is given for a layer whose
+        `LayerAttention` has sinks, and for no other."""
 
     def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
-        """The same for queries, keys and values side by side, [N, heads + 2 kv_heads, head_dim] and contiguous, after
-        `angles` rotated queries and keys. The result is good until the next layer's call."""
+        """The same for queries, keys and values of one size side by side, [N, heads + 2 kv_heads, head_dim], or queries
+        alone, [N, heads, head_dim], contiguous, after `angles` rotated queries and keys. The result is good until the
+        next layer's call."""
 
 
 class StepContext:

@@ -97,7 +97,7 @@ class DraftHead(ABC):
 
     def _trace(self, attention: NativeStepAttention, threads: ThreadPool, fuses: bool) -> DecoderProgram:
         trace = OpTrace(attention.dtype)
-        context = SymbolicContext(attention.output_size)
+        context = SymbolicContext(attention.output_sizes)
         width = self.spec.hidden_size * (len(self.target_layers) if fuses else 1)
         states: Any = trace.add_op(OpStruct(kind=INPUT, size=width), None, width)
         if fuses:

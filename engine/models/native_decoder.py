@@ -161,7 +161,7 @@ class NativeDecoder:
             x = source.trace(trace)
         else:
             x = trace.add_op(OpStruct(kind=INPUT, size=width), None, width)
-        context = SymbolicContext(attention.output_size)
+        context = SymbolicContext(attention.output_sizes)
         delta = trace.no_delta
         kept: dict[int, SymbolicTensor] = {}
         for index, layer in enumerate(self._layers):
@@ -194,14 +194,14 @@ class _SymbolicAngles(NamedTuple):
 
 
 class SymbolicContext:
-    """Stands for a `StepContext`, its states, and its attention, whose result has `width` features."""
+    """Stands for a `StepContext`, its states, and its attention, whose results have so many features, by cache."""
 
     kernel = None
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, output_sizes: Sequence[int]) -> None:
         self.attention = self
         self.states = self
-        self._width = width
+        self._output_sizes = output_sizes
         self.adapters = None
         self.rotaries: list[FusedRotary] = []
         """The rotary embeddings that layers asked for, each once."""
@@ -213,5 +213,7 @@ class SymbolicContext:
         return cast(RotaryAngles, _SymbolicAngles(self.rotaries.index(rotary), 2 * rotary.cos_sin.shape[-1]))
 
     def apply_rope_and_attend(self, layer: int, packed: SymbolicTensor, angles: _SymbolicAngles) -> SymbolicTensor:
-        operation = OpStruct(kind=ATTENTION, layer=layer, angles=angles.number, size=angles.rotary_dim)
-        return packed.trace.add_op(operation, packed, self._width)
+        operation = OpStruct(
+            kind=ATTENTION, stride=packed.width, layer=layer, angles=angles.number, size=angles.rotary_dim
+        )
+        return packed.trace.add_op(operation, packed, self._output_sizes[layer])

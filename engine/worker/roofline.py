@@ -98,7 +98,7 @@ def describe_checkpoint(model: str) -> list[str]:
     built = builder.build(BuildContext(getattr(torch, builder.dtype), _META, 1))
     shape = built.shape
     served = built.served
-    cache = 2 * len(shape.cached_attention) * shape.kv_heads * shape.head_dim * getattr(torch, builder.dtype).itemsize
+    cache = shape.token_numbers * getattr(torch, builder.dtype).itemsize
     if served is None or not isinstance(shape, ModelSpec):
         return [f"computed by transformers in {builder.dtype}; {cache / 1e3:.0f} KB of KV cache for a token"]
     lines = [f"{shape.architecture}, {shape.layers} layers, texts to {builder.max_position} tokens", *served.lines()]

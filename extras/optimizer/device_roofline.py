@@ -47,19 +47,19 @@ def estimate_machine(
     demand = ModelDemand.of(spec, precision, kv_cache_dtype)
     read = shares.read_share * device.read
     peak = shares.peak_share * (device.peak8 if precision == "int8" else device.peak16)
-    token_bytes = demand.context_bytes(1) - 2 * demand.state_bytes
+    read_bytes = demand.context_bytes(1) - 2 * demand.state_bytes
     # Operations of a query with one key and its value.
-    attended = 4 * spec.heads * spec.head_dim * len(spec.cached_attention)
+    attended = 2 * spec.attended_numbers
     machine = SimulatedMachine(
         weights=demand.weight_bytes / read,
         token=2 * demand.layers / peak,
         head=2 * demand.head / peak,
-        decode_context=token_bytes / read,
+        decode_context=read_bytes / read,
         prompt_context=attended / (shares.attention_share * device.peak16),
-        chunk_context=token_bytes / read,
+        chunk_context=read_bytes / read,
         rest=shares.step_ms / 1e3,
         arrival=shares.arrival_ms / 1e3,
     )
     table = demand.head * 2 if not spec.tied_embeddings else 0  # embeddings of their own, which no step reads whole
     cache = shares.memory_share * device.memory - demand.weight_bytes - table
-    return EstimatedMachine(machine, token_bytes, int(max(cache, 0)))
+    return EstimatedMachine(machine, demand.token_bytes, int(max(cache, 0)))

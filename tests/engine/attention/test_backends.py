@@ -10,7 +10,7 @@ from charonia.engine.attention.backend import AttentionBackend, CacheSpec
 from charonia.engine.attention.native import NativeAttention
 from charonia.engine.attention.selector import BACKENDS, create_backend
 from charonia.engine.attention.torch_attention import TorchSdpaAttention
-from charonia.engine.checkpoint.model_spec import LayerAttention
+from charonia.engine.checkpoint.model_spec import KeyValueShape, LayerAttention
 from charonia.engine.cpu import library
 from charonia.engine.step_batch import StepBatch
 
@@ -37,8 +37,8 @@ class Story:
         ]
         attention.allocate(blocks)
 
-    def random(self, tokens: int, heads: int) -> torch.Tensor:
-        return torch.randn(tokens, heads, self.spec.head_dim, generator=self.generator).to(self.spec.dtype)
+    def random(self, tokens: int, heads: int, size: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, size, generator=self.generator).to(self.spec.dtype)
 
     def length(self, row: int) -> int:
         return sum(len(k) for k in self.history.get((row, 0), [])[::2])
@@ -61,8 +61,12 @@ class Story:
 
     def layer(self, attend: object, layer: int, rows: dict[int, int], starts: list[int]) -> float:
         total = sum(rows.values())
-        q, k, v = self.random(total, self.spec.heads), *(self.random(total, self.spec.kv_heads) for _ in "kv")
-        found = attend(layer, q, k, v, self.sinks[layer])
+        kept = self.spec.shapes[layer]
+        q, k = self.random(total, self.spec.heads, kept.key_size), self.random(total, kept.heads, kept.key_size)
+        v = k[..., : kept.value_size] if kept.values_in_keys else self.random(total, kept.heads, kept.value_size)
+        found = attend(layer, q, k, None if kept.values_in_keys else v, self.sinks[layer])
+        # One that stores nothing finds what is there.
+        assert torch.equal(attend(layer, q, None, None, self.sinks[layer]), found)
         counts = list(rows.values())
         errors = [
             self.error(found_row, layer, row, start, *mine)
@@ -86,7 +90,7 @@ def exact(
 ) -> torch.Tensor:
     """Head by head, in float64; a sink is one more token, seen by all, with a value of 0."""
     group = q.shape[1] // k.shape[1]
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
     seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(start)
     if view.window is not None:
         seen = seen.triu(start + 1 - view.window)
@@ -187,6 +191,41 @@ def test_layers_with_sinks(name: str, dtype: torch.dtype) -> None:
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_keep_different_keys_and_values(name: str, dtype: torch.dtype) -> None:
+    """Beside each other, and the largest heads that models have."""
+    views = (
+        PLAIN,
+        LayerAttention(6, kept=KeyValueShape(3, 32, 32)),
+        LayerAttention(kept=KeyValueShape(1, 512, 512)),
+        LayerAttention(kept=KeyValueShape(3, 32, 32)),
+    )
+    shape = spec_for(name, attention=views, dtype=dtype)
+    if not able(name, shape):
+        pytest.skip("the backend does not do this")
+    backend = create_backend(name, shape)
+    numbers = 2 * (2 * 16 + 3 * 32 + 512 + 3 * 32)
+    assert backend.block_bytes == numbers * shape.block_size * dtype.itemsize
+    story = Story(backend, shape)
+    assert sum(blocks[0].nbytes for blocks in backend.device_blocks) == backend.block_bytes
+    assert max(story.step(rows) for rows in STEPS[:4]) < TOLERANCE[dtype]
+
+
+def test_values_that_are_in_keys_take_no_memory(name: str) -> None:
+    """Beside values of another size than keys."""
+    views = (LayerAttention(kept=KeyValueShape(1, 48, 32, True)), LayerAttention(kept=KeyValueShape(2, 32, 16)))
+    shape = spec_for(name, attention=views)
+    if not BACKENDS[name].supports_heads(shape):
+        with pytest.raises(InvalidArgument, match="keys of 48 and values of 32"):
+            create_backend(name, shape)
+        return
+    backend = create_backend(name, shape)
+    assert backend.block_bytes == (48 + 2 * (32 + 16)) * shape.block_size * 4
+    story = Story(backend, shape)
+    assert sum(blocks[0].nbytes for blocks in backend.device_blocks) == backend.block_bytes
+    assert max(story.step(rows) for rows in STEPS[:4]) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 def test_block_sizes(name: str, block_size: int) -> None:
     shape = spec(block_size=block_size)
@@ -243,5 +282,5 @@ def test_without_the_extension_its_backend_is_refused_by_name(monkeypatch: pytes
 def test_auto_is_what_knows_the_heads() -> None:
     assert isinstance(create_backend("auto", spec(block_size=16)), NativeAttention)
     assert isinstance(create_backend("auto", spec(block_size=16, head_dim=24)), TorchSdpaAttention)
-    with pytest.raises(InvalidArgument, match="heads on 2 of 24"):
+    with pytest.raises(InvalidArgument, match="6 heads on 2 with keys of 24 and values of 24"):
         create_backend("native", spec(block_size=16, head_dim=24))

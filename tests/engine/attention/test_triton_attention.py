@@ -37,6 +37,16 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def lines_of(backend: TritonAttention) -> Tensor:
+    """[layers, keys and values, blocks, kv_heads, block_size, head_dim], of one shape."""
+    return backend.device_blocks[0].movedim(0, 2)
+
+
+def scales_of(backend: TritonAttention) -> Tensor:
+    """[layers, blocks, kv_heads, block_size, keys and values]; without codes nothing."""
+    return backend.device_blocks[1].movedim(0, 1) if len(backend.device_blocks) > 1 else torch.empty(0)
+
+
 class Pair:
     """The backend and the reference, which computes in float32, with the same tokens in their caches, and rows of such
     lengths and counts. `size`: of the values."""
@@ -50,8 +60,8 @@ class Pair:
         self.tables = torch.tensor([[*mine, *[0] * (width - len(mine))] for mine in blocks])
         for backend in self.backends:
             backend.allocate(BLOCKS)
-        mine, reference = (backend._cache for backend in self.backends)
-        scales, kept = self.backends[0]._scales, shape.kv_cache_dtype
+        mine, reference = lines_of(self.backends[0]), self.backends[1]._layers[0]
+        scales, kept = scales_of(self.backends[0]), shape.kv_cache_dtype
         if kept == "auto":
             mine.fill_(torch.nan)
         else:
@@ -61,7 +71,8 @@ class Pair:
             known = random(2, start, 2, 16).to(shape.dtype) * torch.tensor([1, size]).view(2, 1, 1, 1).to(shape.dtype)
             token = torch.arange(start)
             blocks, offsets = self.tables[line, token // shape.block_size], token % shape.block_size
-            reference[0, :, blocks * shape.block_size + offsets] = keep(known.float(), kept)
+            for cache, lines in zip(reference, keep(known.float(), kept), strict=True):
+                cache[blocks * shape.block_size + offsets] = lines
             if kept != "auto":
                 known, largest = quantise(known.float(), kept)
                 scales[0, blocks, :, offsets] = largest.permute(1, 2, 0)
@@ -131,12 +142,12 @@ def test_rotation_and_write_are_those_of_torch(kept: str) -> None:
     packed = random(batch.size, 10, 16)
     angles = rotary(batch.positions)
     mine = pair.backends[0]
-    codes, scales = mine._cache.view(torch.uint8).clone(), mine._scales.view(torch.int32).clone()
+    codes, scales = lines_of(mine).view(torch.uint8).clone(), scales_of(mine).view(torch.int32).clone()
     found, right = (each.begin_step(batch).apply_rope_and_attend(0, packed, angles) for each in pair.backends)
     torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-3)
     lines = batch.size * 2 * 2
-    assert (mine._cache.view(torch.uint8) != codes).any(-1).sum() == lines
-    assert (mine._scales.view(torch.int32) != scales).sum() == (0 if kept == "auto" else lines)
+    assert (lines_of(mine).view(torch.uint8) != codes).any(-1).sum() == lines
+    assert (scales_of(mine).view(torch.int32) != scales).sum() == (0 if kept == "auto" else lines)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in divide:RuntimeWarning")  # by the least number there is
@@ -154,8 +165,9 @@ def test_codes_and_scales_are_those_of_torch(kept: str) -> None:
     backend.begin_step(batch)(0, random(30, 6, 16), k, v)
     for which, x in enumerate((k, v)):
         codes, largest = quantise(x, kept)
-        written = torch.cat((backend._cache[0, which, 1], backend._cache[0, which, 0]), 1)[:, :30].transpose(0, 1)
-        scales = torch.cat((backend._scales[0, 1], backend._scales[0, 0]), 1)[:, :30, which].t()
+        lines, largest_of = lines_of(backend)[0, which], scales_of(backend)[0]
+        written = torch.cat((lines[1], lines[0]), 1)[:, :30].transpose(0, 1)
+        scales = torch.cat((largest_of[1], largest_of[0]), 1)[:, :30, which].t()
         assert torch.equal(written.float(), codes.float())
         assert torch.equal(scales, largest)
 
@@ -211,7 +223,7 @@ def test_padded_rows_and_places_touch_nothing(kept: str) -> None:
     tokens = torch.zeros(3, 1)
     padded = StepBatch(columns[0], columns[1], ones, tokens, pair.tables, 16, there)
     q, k, v = (random(8, heads, 16) for heads in (6, 2, 2))
-    mine = pair.backends[0]._cache.view(torch.uint8)
+    mine = lines_of(pair.backends[0]).view(torch.uint8)
     before = mine.clone()
     found = pair.backends[0].begin_step(padded)(0, q, k, v)[:3]
     right = pair.backends[1].begin_step(pair.batch(pair.rows, [0, 1, 2]))(0, q[:3], k[:3], v[:3])

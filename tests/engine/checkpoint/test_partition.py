@@ -12,7 +12,14 @@ from safetensors.torch import load_file
 from charonia.core.errors import InvalidArgument
 from charonia.engine.checkpoint.build_context import BuildContext, Shard, SingleRank
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
-from charonia.engine.checkpoint.model_spec import CheckpointError, ExpertsSpec, LayerAttention, ModelSpec, RopeSpec
+from charonia.engine.checkpoint.model_spec import (
+    CheckpointError,
+    ExpertsSpec,
+    KeyValueShape,
+    LayerAttention,
+    ModelSpec,
+    RopeSpec,
+)
 from charonia.engine.checkpoint.partition import PipelineStage, check_partition
 from charonia.engine.checkpoint.recurrence import ShortConvolutionSpec
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
@@ -98,6 +105,27 @@ class Keeping:
 
     def send(self, x: torch.Tensor) -> None:
         self.sent.append(x)
+
+
+WIDE = LayerAttention(kept=KeyValueShape(2, 32, 32))
+SHARING = replace(
+    SPEC, attention=(LayerAttention(), WIDE, LayerAttention(), WIDE, LayerAttention()), cache_owners=(0, 1, 2, 1, 2)
+)
+
+
+def test_layers_that_share_a_cache_stay_with_it() -> None:
+    assert SHARING.cached_attention == (LayerAttention(), WIDE, LayerAttention())
+    assert [SHARING.cache_index(layer, 1) for layer in range(1, 5)] == [0, 1, 0, 1]
+    assert SHARING.token_numbers == 2 * 2 * SHARING.kv_heads * SHARING.head_dim + 2 * 2 * 32
+    mine = Shard(Silent(1, 2), PipelineStage(1, 2, (1, 4))).local_shape(SHARING)
+    assert mine.cache_owners == (0, 1, 0, 1)
+    assert mine.cached_attention == (LayerAttention(kept=KeyValueShape(1, 32, 32)), LayerAttention())
+    check_partition(SHARING, "model", 2, PipelineStage(0, 2, (1, 4)))
+    with pytest.raises(InvalidArgument, match=r"layer 3 attends to the keys and values of layer 1, .* stage 1 of 2"):
+        check_partition(SHARING, "model", 1, PipelineStage(0, 2, (2, 3)))
+    odd = replace(SHARING, attention=(*SHARING.attention[:4], LayerAttention(kept=KeyValueShape(3, 32, 32))))
+    with pytest.raises(InvalidArgument, match="3 key/value heads"):
+        check_partition(replace(odd, cache_owners=()), "model", 2, PipelineStage())
 
 
 @pytest.mark.parametrize(
