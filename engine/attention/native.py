@@ -70,8 +70,9 @@ class NativeAttention(AttentionBackend):
         addresses = [0] * self._spec.layers
         for layers in self._spec.layers_by_shape.values():
             block_bytes = self._layer_bytes[layers[0]]
-            taken, free = free.split([(own := len(layers) * blocks * block_bytes), len(free) - own])
-            cache = taken.view(len(layers), blocks, block_bytes)
+            size = len(layers) * blocks * block_bytes
+            cache = free[:size].view(len(layers), blocks, block_bytes)
+            free = free[size:]
             self._by_shape.append(cache)
             for layer, own_cache in zip(layers, cache, strict=True):
                 addresses[layer] = own_cache.data_ptr()

@@ -76,8 +76,8 @@ SHAPES = (
     CacheShape(16, 8, 256, 16),  # Gemma 2 9B
     CacheShape(32, 32, 96, 16),  # Phi 3 mini
     CacheShape(8, 1, 128, 16),  # Llama 3.1 70B on eight ranks
-    CacheShape(64, 8, 64, 16),  # gpt-oss
     CacheShape(32, 4, 512, 16),  # Gemma 4 31B, layers that see all
+    CacheShape(64, 8, 64, 16),  # gpt-oss
 )
 """Of published models, for proofs."""
 CODED_SHAPES = tuple(shape._replace(codes=codes) for shape in SHAPES for codes in LARGEST_CODES)
@@ -137,7 +137,8 @@ def decode_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[s
     queries = max(next_power_of_2(places * spec.group), 16)
     cut = {"PLACES": places, "LEAST": LEAST_PART, "MOST": MOST_PARTS, "M": queries, "TILE": _tile_tokens(spec)}
     stages = 3 if spec.shape.codes is None else 5
-    return _sizes(spec, sinks) | cut | {"num_warps": 4 if queries <= 32 else 8, "num_stages": stages}
+    warps = 4 if queries <= 32 and queries * spec.shape.head_dim <= 1 << 13 else 8
+    return _sizes(spec, sinks) | cut | {"num_warps": warps, "num_stages": stages}
 
 
 def combine_plan(spec: AttentionSpec, places: int) -> dict[str, Any]:
