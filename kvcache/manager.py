@@ -12,6 +12,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
+from .draft_states import DraftStates
 from .host_tier import BlockCopy, HostTier
 from .state_pool import StatePool
 
@@ -137,13 +138,20 @@ class BlockTable:
 class KVCacheManager:
     """A pool of `blocks` blocks of `block_size` tokens, shared by whole blocks of equal prefixes. Of those that were
     evicted from it, the latest `host_blocks` are kept in the host's memory. `snapshots`: of the states of sequences,
-    if they have any: then a prefix is shared up to a block's end whose state is among them.
+    if they have any: then a prefix is shared up to a block's end whose state is among them. `draft_states`: slots for
+    the states before drafts; None: sequences have no states.
 
     Lives in the step loop's thread; only `digest` may be called from elsewhere.
     """
 
     def __init__(
-        self, blocks: int, block_size: int, prefix_caching: bool = True, host_blocks: int = 0, snapshots: int = 0
+        self,
+        blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        host_blocks: int = 0,
+        snapshots: int = 0,
+        draft_states: int | None = None,
     ) -> None:
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
@@ -155,6 +163,7 @@ class KVCacheManager:
         self._pool = BlockPool(blocks)
         self._host = HostTier(host_blocks) if host_blocks else None
         self.states = StatePool(snapshots) if snapshots and prefix_caching else None
+        self.draft_states = None if draft_states is None else DraftStates(snapshots, draft_states)
         self._tables: set[BlockTable] = set()
         self._computing: Counter[bytes] = Counter()
 

@@ -67,6 +67,7 @@ NO_ROWS: IntArray = np.zeros(0, np.int32)
 NO_TOKENS: IntArray = np.zeros((0, 3), np.int32)
 NO_BLOCK_COPIES: IntArray = np.zeros((0, 3), np.int32)
 NO_STATE_SAVES: IntArray = np.zeros((0, 3), np.int32)
+NO_STATE_RESTORES: IntArray = np.zeros((0, 2), np.int32)
 
 
 class NewSequence(NamedTuple):
@@ -88,8 +89,8 @@ class StepPlan(NamedTuple):
     """One step of R rows, as the difference from the step before.
 
     An executor processes plans in the order of `step`, and within one: `closed`, `block_copies`, `new`, `appended`,
-    `forced`, `drafted`, then the rows, and `state_saves` with them: snapshots are read before any is overwritten. It
-    keeps the token ids of each row (sampled ones included, so that a row may be scheduled again before the host has
+    `forced`, `drafted`, then the rows, with `state_restores` and `state_saves`: snapshots are read before any is
+    overwritten. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled again before the host has
     seen its last token) and the append-only block table.
     """
 
@@ -129,6 +130,9 @@ class StepPlan(NamedTuple):
     state_saves: IntArray = NO_STATE_SAVES
     """[S, 3] (row, position, snapshot): the state of the row after its first `position` tokens goes into the snapshot;
     starts < position <= starts + counts of the row in this plan."""
+    state_restores: IntArray = NO_STATE_RESTORES
+    """[T, 2] (row, snapshot): the row goes on from the state in the snapshot, for its own is that after drafts which
+    were wrong."""
 
     @property
     def tokens(self) -> int:

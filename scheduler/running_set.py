@@ -272,6 +272,8 @@ class RunningSet:
             self.itl_targets.pop(row, None)
             if self.saves is not None:
                 self.saves.leave(row)
+            if self.cache.draft_states is not None:
+                self.cache.draft_states.leave(row)
             heappush(self._free, row)
             self.closed_rows.append(row)
             sequence, table = self.sequences.pop(row), self.tables.pop(row)
@@ -342,6 +344,8 @@ class RunningSet:
         if self.saves is not None:
             saves = [save for flight in self.in_flight for save in flight.saves]
             self.saves.check_integrity(saves, occupied, self.scheduled)
+        if self.cache.draft_states is not None:
+            self.cache.draft_states.check_integrity(occupied)
         in_flight, pending = self.steps_in_flight(), _counter(self.size)
         for flight in self.in_flight:
             np.add.at(pending, flight.sampled_rows, 1)
@@ -351,7 +355,17 @@ class RunningSet:
             assert self.sequences[row].row == row
             assert self.running[row] or in_flight[row], "a row stays occupied after its sequence left"
             assert in_flight[row] or row not in self.awaiting_results
+            self._check_draft_states(row)
             assert not (self.running[row] and self.ended[row])
+
+    def _check_draft_states(self, row: int) -> None:
+        """While drafts are verified there is the state before each; then that from which the row goes on."""
+        drafts = next((flight.drafts[row] for flight in self.in_flight if row in flight.drafts), 0)
+        end = int(self.scheduled[row])
+        states = self.cache.draft_states
+        if states is not None and not self.ended[row]:
+            held = states.positions(row)
+            assert held == [*range(end - drafts, end)] if drafts else held in ([], [end]), "a row goes on from no state"
 
     def _check_counters(self, row: int, pending: int) -> None:
         known, expected, scheduled = int(self.known[row]), int(self.expected[row]), int(self.scheduled[row])

@@ -215,6 +215,9 @@ class Scheduler:
         ending = frozenset(row for row, tokens in forced.items() if tokens.ends)
         continued = with_forced_tokens(result, forced) if forced else result
         updates = process_result(rows, flight, continued, ending, rejected)
+        if self._cache.draft_states is not None:
+            for row in flight.drafts:
+                self._cache.draft_states.accept(row, int(rows.computed[row]))
         if drafts:
             live = [(rows.keys[row], *counts) for row, counts in drafts.items() if not rows.ended[row]]
             updates = updates._replace(drafts=live)
@@ -270,7 +273,7 @@ class Scheduler:
             rows.next_commit_at[row] = (end + 1) * size
             committed += hashes[first:end]
         if flight.saves and rows.saves is not None:
-            rows.saves.settle(flight.saves, rows.computed, rows.sequences)
+            rows.saves.settle(flight.saves, rows.computed, rows.scheduled, rows.sequences)
         self._waiting.wake_waiting_for_blocks(committed)
 
     def check_integrity(self) -> None:

@@ -135,14 +135,22 @@ class StateSaves:
         self.states.plan_is_made()
         return saves
 
-    def settle(self, saves: Iterable[StateSave], computed: IntArray, sequences: Mapping[int, Sequence]) -> None:
-        """A plan was applied: what it kept can be found from now on, as far as its rows came. Their full blocks have
-        been committed."""
+    def settle(
+        self,
+        saves: Iterable[StateSave],
+        computed: IntArray,
+        scheduled: IntArray,
+        sequences: Mapping[int, Sequence],
+    ) -> None:
+        """A plan was applied: what it kept can be found from now on, as far as its rows came; what they have to come to
+        again, after wrong drafts, is kept then. Their full blocks have been committed."""
         for row, position, snapshot, promised in saves:
             if promised is not None:
                 self.states.settle(promised)
             if computed[row] < position:
                 self.states.give_back(snapshot)
+                if scheduled[row] < position:
+                    self.next_at[row] = min(int(self.next_at[row]), position)
                 continue
             block_hash = sequences[row].hashes[position // self._block_size - 1]
             self.states.publish(snapshot, block_hash)

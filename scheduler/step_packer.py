@@ -13,7 +13,16 @@ import numpy as np
 from ..core.metrics import SequenceState
 from .config import SchedulerConfig
 from .half_computed import PendingPrefill, half_computed
-from .plan import NO_BLOCK_COPIES, NO_ROWS, NO_STATE_SAVES, NO_TOKENS, IntArray, LongArray, StepPlan
+from .plan import (
+    NO_BLOCK_COPIES,
+    NO_ROWS,
+    NO_STATE_RESTORES,
+    NO_STATE_SAVES,
+    NO_TOKENS,
+    IntArray,
+    LongArray,
+    StepPlan,
+)
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .sequence import Sequence
@@ -102,6 +111,15 @@ class StepPacker:
         appended = [pair for pair in self._appended if self._counts[pair[0]]]
         copies = self._cache.take_block_copies()
         saves = () if rows.saves is None else tuple(rows.saves.reserve(chosen, ends))
+        kept = [save[:3] for save in saves]
+        restores = list[tuple[int, int]]()
+        if (draft_states := self._cache.draft_states) is not None:
+            resumed = ((row, draft_states.resume(row)) for row in chosen.tolist())
+            restores = [(row, slot) for row, slot in resumed if slot is not None]
+            for row, tokens in drafted.items():
+                first = int(rows.scheduled[row]) - len(tokens)
+                kept += [(row, *state) for state in draft_states.reserve(row, first, len(tokens))]
+            draft_states.plan_is_made()
         plan = StepPlan(
             self._step,
             chosen.astype(np.int32),
@@ -115,7 +133,8 @@ class StepPacker:
             forced=np.array(rows.forced, np.int32) if rows.forced else NO_TOKENS,
             proposals=proposals,
             block_copies=np.array(copies, np.int32) if copies else NO_BLOCK_COPIES,
-            state_saves=np.array([save[:3] for save in saves], np.int32) if saves else NO_STATE_SAVES,
+            state_saves=np.array(kept, np.int32) if kept else NO_STATE_SAVES,
+            state_restores=np.array(restores, np.int32) if restores else NO_STATE_RESTORES,
         )
         rows.closed_rows.clear()
         rows.forced.clear()
@@ -167,6 +186,8 @@ class StepPacker:
         if not len(due):
             return
         left = min(self._budget_left, speculation.most_sampled - rows.num_running - len(self._waiting))
+        if self._cache.draft_states is not None:
+            left = min(left, self._cache.draft_states.free)
         wanted: dict[int, int] = {}
         known, counts = rows.known[due], self._counts[due]
         ready = (counts > 0) & (rows.scheduled[due] + counts == known) & (rows.expected[due] == known)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import NO_STATE_SAVES, IntArray, NewSequence
+from ...scheduler.plan import NO_STATE_RESTORES, NO_STATE_SAVES, IntArray, NewSequence
 from ..checkpoint.recurrence import LayerState
 from ..cpu.recurrent import LayerStates, StepSlots
 from ..step_batch import StepBatch, to_device
@@ -69,10 +69,14 @@ class StateSlots:
         return LayerSlots(windows, matrices)
 
     def begin_step(
-        self, batch: StepBatch, new: Iterable[NewSequence] = (), saves: IntArray = NO_STATE_SAVES
+        self,
+        batch: StepBatch,
+        new: Iterable[NewSequence] = (),
+        saves: IntArray = NO_STATE_SAVES,
+        restores: IntArray = NO_STATE_RESTORES,
     ) -> "StepSlotStates":
         """The states of a step's rows. Those that begin at position 0 begin as nothing, those of `new` sequences as
-        their snapshots are. `saves`: as of `StepPlan.state_saves`.
+        their snapshots are. `saves` and `restores`: as of `StepPlan.state_saves` and `.state_restores`.
 
         Raises:
             ValueError: tokens of a new sequence are computed, but no snapshot says what state they left, or no token of
@@ -86,6 +90,8 @@ class StateSlots:
             if sequence.state < 0 or sequence.row not in index_of:
                 raise ValueError(f"row {sequence.row} begins after tokens whose state is not kept")
             sources[index_of[sequence.row]] = self._rows + sequence.state
+        for row, snapshot in restores.tolist():
+            sources[index_of[row]] = self._rows + snapshot
         indices = np.array([index_of[row] for row in saves[:, 0].tolist()], np.int64)
         kept = np.stack((indices, saves[:, 1] - batch.starts[indices], saves[:, 2] + self._rows), 1)
         return StepSlotStates(self.layers, batch, StepStates(sources, kept), self._addresses)

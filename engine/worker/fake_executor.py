@@ -175,6 +175,11 @@ class FakeExecutor:
             assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
             self._rows[row].blocks.append(block)
             self._holders[block] += 1
+        for row, snapshot in plan.state_restores.tolist():
+            assert self._capacity.state_bytes, f"row {row} goes on from a state, and there are none"
+            state = self._snapshots[snapshot].copy()
+            assert state == self._rows[row].tokens[: len(state)], f"row {row} goes on from another sequence's state"
+            self._rows[row].state = state
         for row, position, token in plan.forced.tolist():
             assert len(self._rows[row].tokens) == position, f"row {row} is given a token that does not follow"
             self._rows[row].tokens.append(token)

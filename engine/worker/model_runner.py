@@ -172,7 +172,8 @@ class ModelRunner:
             self._host_cache.copy_blocks(step.plan.block_copies)
         states = None
         if (store := self.computer.states) is not None:
-            states = store.begin_step(step.inputs.batch, step.plan.new, step.plan.state_saves)
+            plan = step.plan
+            states = store.begin_step(step.inputs.batch, plan.new, plan.state_saves, plan.state_restores)
         step.begun = self.computer.begin(step.inputs, step.masks, states)
         return True
 

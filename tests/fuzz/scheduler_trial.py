@@ -29,9 +29,9 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerWorld:
     """The sizes, rules and load of a trial. `host_blocks`: for evicted blocks. `snapshots`: of states, which the model
-    has unless it is None: then no step drafts, and each brings a token where it samples. `live`: sequences that it
-    adds at once. Of a random trial's prompts, `long_prompts` may be of any length; `outputs`: the most new tokens that
-    it asks for.
+    has unless it is None: then each step brings a token where it samples; `draft_states`: those that all rows' drafts
+    may take. `live`: sequences that it adds at once. Of a random trial's prompts, `long_prompts` may be of any length;
+    `outputs`: the most new tokens that it asks for.
     `tenants`: their number; each weighs twice the one before. `adapters`: their number, beside the model itself.
     `token_seconds`: the time of a token that the scheduler is told, roughly; 0 for none.
     `drafts`: the most tokens that are drafted for a sequence in a step, each right with `draft_accuracy`.
@@ -42,6 +42,7 @@ class SchedulerWorld:
     prefix_caching: bool = True
     host_blocks: int = 0
     snapshots: int | None = None
+    draft_states: int = 0
     burst: tuple[int, int] = (1, 1)
     live: int = 16
     long_prompts: float = 0.3
@@ -101,7 +102,7 @@ class SchedulerWorld:
             snapshots=random.choice((0, 1, 2, 4, 9, 40)),
             host_blocks=0,
             burst=(max(self.burst[0], 1), max(self.burst)),
-            drafts=0,
+            draft_states=random.choice((0, 1, 3, 8, 40)),
             scheduler=msgspec.structs.replace(self.scheduler, snapshots=rule),
         )
 
@@ -163,7 +164,10 @@ class SchedulerTrial:
         self.world = world
         snapshots = world.snapshots or 0
         prefix_caching = world.prefix_caching and world.snapshots != 0
-        self.cache = KVCacheManager(world.blocks, world.block_size, prefix_caching, world.host_blocks, snapshots)
+        draft_states = None if world.snapshots is None else world.draft_states
+        self.cache = KVCacheManager(
+            world.blocks, world.block_size, prefix_caching, world.host_blocks, snapshots, draft_states
+        )
         drafter = _RandomDrafter(Random(seed + 1), world.draft_accuracy)
         speculation = Speculation({"trial": drafter}, world.drafts, VOCABULARY) if world.drafts else None
         if speculation is not None:
@@ -181,11 +185,12 @@ class SchedulerTrial:
             behaviour=FakeBehaviour(burst=world.burst, seed=seed),
             threaded=False,
         )
-        self.executor.allocate(world.blocks, world.host_blocks, snapshots)
+        self.executor.allocate(world.blocks, world.host_blocks, snapshots + world.draft_states)
         self.executor.adapters.update(f"adapter {number}" for number in range(1, world.adapters + 1))
         self._adapter_of: dict[int, str] = {}  # by row
         self.operations = 0
         self.plans = 0
+        self.resumed = 0  # rows that went on from a state before wrong drafts
         self.longest_wait = 0.0  # of the patience a sequence had
         self.expected: dict[int, ExpectedSequence] = {}
         self._flights: deque[tuple[StepPlan, StepResult]] = deque()
@@ -319,6 +324,7 @@ class SchedulerTrial:
 
     def _check_plan(self, plan: StepPlan) -> None:
         config = self.world.scheduler
+        self.resumed += len(plan.state_restores)
         assert plan.tokens <= config.max_num_batched_tokens, "over the budget"
         assert len(self._flights) <= config.ahead, "too many plans ahead"
         self._adapter_of.update((new.row, new.adapter) for new in plan.new)

@@ -34,15 +34,17 @@ def test_random_interleavings(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("seed", range(7))
 def test_random_interleavings_of_a_model_with_states(seed: int) -> None:
     """Few snapshots and many, kept often and rarely; a plan that reads a state at another count fails."""
-    random, operations, found, evicted = Random(seed), 0, 0, 0
+    random, operations, found, evicted, resumed = Random(seed), 0, 0, 0, 0
     while operations < OPERATIONS:
         trial = SchedulerTrial(SchedulerWorld.drawn(random).staged(max(seed % 4, 1)).with_states(random), seed)
         drive_randomly(trial, random, 500)
         operations += trial.operations
         found += trial.scheduler.totals.prefix_hits
         evicted += 0 if trial.cache.states is None else trial.cache.states.evicted
+        resumed += trial.resumed
     assert found
     assert evicted
+    assert resumed
 
 
 class SchedulerMachine(RuleBasedStateMachine):
