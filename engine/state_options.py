@@ -10,9 +10,6 @@ def check_states_go_with(config: EngineConfig) -> None:
     Raises:
         InvalidArgument: the configuration has an option that these don't go with yet.
     """
-    if config.speculation is not None:
-        message = "drafts are not verified yet where a model's layers keep a recurrent state: leave this out"
-        raise InvalidArgument(f"speculative_config: {message}", field="speculative_config")
     if config.cache.host_bytes:
         message = "a model whose layers keep a recurrent state has no blocks in the host's memory: leave this out"
         raise InvalidArgument(f"kv_cache_host_bytes: {message}", field="kv_cache_host_bytes")

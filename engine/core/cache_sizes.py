@@ -16,15 +16,29 @@ _USEFUL_TIMES = 4
 _USEFUL_SNAPSHOTS = 32
 """For each row, in the same way."""
 
+_DRAFTING_ROWS = 8
+"""So many rows may verify all the drafts that a step may have, at once, where they have states: with more rows a step
+takes longer for each draft, and drafts are seldom worth it."""
+
+_DRAFT_SHARE = 4
+"""States of drafts take this part of what rows leave at most, if that is enough for one row."""
+
 
 class CacheSizes(NamedTuple):
-    """What an executor is to allocate. `prefix_caching`: whether prompts share it."""
+    """What an executor is to allocate. `prefix_caching`: whether prompts share it. `draft_states`: beside the snapshots,
+    of the states before drafts."""
 
     blocks: int
     snapshots: int = 0
     host_blocks: int = 0
     prefix_caching: bool = True
     state_bytes: int = 0
+    draft_states: int = 0
+
+    @property
+    def extra_states(self) -> int:
+        """States beside those of the rows."""
+        return self.snapshots + self.draft_states
 
     def describe(self, block_size: int) -> str:
         """One line for people."""
@@ -33,12 +47,13 @@ class CacheSizes(NamedTuple):
             line += f", {self.host_blocks} in the host's memory"
         if self.state_bytes:
             line += f", {self.snapshots} snapshots of states of {self.state_bytes / 1e6:.3g} MB"
+            line += f", {self.draft_states} more for drafts" if self.draft_states else ""
         return line
 
 
 def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -> CacheSizes:
     """The sizes for sequences of at most `length` tokens. A model with states has one for each row, before anything
-    else; of what is left, snapshots get a share, unless no prompt is to share anything.
+    else, and some for drafts; of what is left, snapshots get a share, unless no prompt is to share anything.
 
     Raises:
         InvalidArgument: not even one block fits, or the model's states do not go with an option.
@@ -49,41 +64,59 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
         return CacheSizes(blocks, host_blocks=_host_blocks(config, capacity), prefix_caching=caching)
     check_states_go_with(config)
     fraction = config.cache.state_fraction if caching else 0.0
+    drafts = _draft_states(config, capacity)
     if config.cache.blocks is not None:
         blocks = config.cache.blocks
         state_bytes = int(blocks * capacity.block_bytes * fraction / (1 - fraction))
     else:
-        state_bytes, block_bytes = _divide_bytes(config, capacity, fraction)
+        state_bytes, block_bytes = _divide_bytes(config, capacity, fraction, drafts)
         blocks = resolve_cache_blocks(CacheConfig(bytes=block_bytes), capacity, rows * length)
         if config.cache.bytes is None:
             blocks = min(blocks, _useful_blocks(config.cache, rows * length))
     snapshots = min(state_bytes // capacity.state_bytes, _USEFUL_SNAPSHOTS * rows)
     if config.cache.blocks is not None:
-        _check_memory_holds(blocks, snapshots, rows, capacity)
+        _check_memory_holds(blocks, snapshots + drafts, rows, capacity)
     if caching and not snapshots:
         reason = "state_cache_fraction is 0"
         if fraction:
             reason = f"state_cache_fraction {fraction:g} has no room for a state of {capacity.state_bytes} bytes"
         log.warning("prefix caching is off, for there are no snapshots of states: %s", reason)
-    return CacheSizes(blocks, snapshots, 0, snapshots > 0, capacity.state_bytes)
+    return CacheSizes(blocks, snapshots, 0, snapshots > 0, capacity.state_bytes, drafts)
 
 
-def _check_memory_holds(blocks: int, snapshots: int, rows: int, capacity: Capacity) -> None:
-    needed = (rows + snapshots) * capacity.state_bytes + blocks * capacity.block_bytes
+def _cache_bytes(config: EngineConfig, capacity: Capacity) -> int:
+    """The bytes that the cache may have, where its blocks are not given."""
+    cache = config.cache
+    return int(capacity.free_bytes * cache.memory_fraction) if cache.bytes is None else cache.bytes
+
+
+def _draft_states(config: EngineConfig, capacity: Capacity) -> int:
+    """Slots for the states before the drafts of some rows, and for each row that from which it goes on."""
+    if config.speculation is None:
+        return 0
+    rows, of_a_row = config.scheduler.max_num_seqs, config.most_drafts + 1
+    room = _cache_bytes(config, capacity) // capacity.state_bytes - rows
+    return max(min(min(rows, _DRAFTING_ROWS) * of_a_row, room // _DRAFT_SHARE), of_a_row)
+
+
+def _check_memory_holds(blocks: int, extra_states: int, rows: int, capacity: Capacity) -> None:
+    needed = (rows + extra_states) * capacity.state_bytes + blocks * capacity.block_bytes
     if needed > capacity.free_bytes:
-        states = f"the states of {rows} sequences and {snapshots} snapshots, and {blocks} blocks, take {needed} bytes"
+        states = f"the states of {rows} sequences, {extra_states} more, and {blocks} blocks take {needed} bytes"
         message = f"no room for the cache: {states}, and {capacity.free_bytes} are free; lower max_num_seqs"
         raise InvalidArgument(f"{message} or kv_cache_blocks", field="max_num_seqs")
 
 
-def _divide_bytes(config: EngineConfig, capacity: Capacity, fraction: float) -> tuple[int, int]:
+def _divide_bytes(config: EngineConfig, capacity: Capacity, fraction: float, drafts: int) -> tuple[int, int]:
     """The bytes for snapshots and for blocks."""
-    cache, rows = config.cache, config.scheduler.max_num_seqs
-    total = int(capacity.free_bytes * cache.memory_fraction) if cache.bytes is None else cache.bytes
-    left = total - rows * capacity.state_bytes
+    states = config.scheduler.max_num_seqs + drafts
+    total = _cache_bytes(config, capacity)
+    left = total - states * capacity.state_bytes
     for_snapshots = int(left * fraction)
     if left - for_snapshots < capacity.block_bytes:
-        needed = f"the states of {rows} sequences take {rows} times {capacity.state_bytes} bytes"
+        needed = (
+            f"the states of {config.scheduler.max_num_seqs} sequences take {states} times {capacity.state_bytes} bytes"
+        )
         message = f"no room for the cache: {needed}, of {total} that it may have; lower max_num_seqs"
         raise InvalidArgument(message, field="max_num_seqs")
     return for_snapshots, left - for_snapshots

@@ -122,11 +122,12 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     length = resolve_max_model_len(config.max_model_len, capacity)
     sizes = resolve_cache_sizes(config, capacity, length)
     progress.report("cache", 0.0)
-    executor.allocate(sizes.blocks, sizes.host_blocks, sizes.snapshots)
+    executor.allocate(sizes.blocks, sizes.host_blocks, sizes.extra_states)
     progress.report("cache", 1.0, sizes.describe(config.cache.block_size))
     caching = sizes.prefix_caching
-    cache = KVCacheManager(sizes.blocks, config.cache.block_size, caching, sizes.host_blocks, sizes.snapshots)
-    speculation = None if capacity.state_bytes else _speculation(config, capacity.vocab_size)
+    drafts = sizes.draft_states if capacity.state_bytes else None
+    cache = KVCacheManager(sizes.blocks, config.cache.block_size, caching, sizes.host_blocks, sizes.snapshots, drafts)
+    speculation = None if drafts == 0 else _speculation(config, capacity.vocab_size)
     scheduler = Scheduler(scheduler_config(config, length, capacity.ahead), cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
     core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
@@ -135,7 +136,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     gc_tuning.collect_and_freeze(frozen_too=False)
     progress.report("warm-up", 1.0)
     here = capacity.machine and config.parallel.backend == "mp"
-    states = (sizes.snapshots + config.scheduler.max_num_seqs) * capacity.state_bytes
+    states = (sizes.extra_states + config.scheduler.max_num_seqs) * capacity.state_bytes
     cache_bytes = (sizes.blocks * capacity.block_bytes + states) * config.parallel.world if here else 0
     return core, CoreReady(capacity.vocab_size, length, config.cache.block_size, sizes.blocks, cache_bytes)
 

@@ -85,10 +85,23 @@ def test_states_of_rows_come_first_and_snapshots_get_a_share(cache: CacheConfig,
 
 def test_a_model_without_states_has_all_of_the_cache_for_blocks() -> None:
     sizes = resolve_cache_sizes(engine(CacheConfig(bytes=28_000)), CAPACITY, 1024)
-    assert sizes == (28, 0, 0, True, 0)
+    assert sizes == (28, 0, 0, True, 0, 0)
     assert sizes.describe(16) == "28 blocks of 16 tokens"
     stateful = resolve_cache_sizes(engine(CacheConfig(bytes=28_000)), STATEFUL, 1024)
     assert stateful.describe(16) == "15 blocks of 16 tokens, 2 snapshots of states of 0.002 MB"
+
+
+@pytest.mark.parametrize(("cache", "states"), [(CacheConfig(bytes=60_000), 6), (CacheConfig(bytes=200_000), 12)])
+def test_states_before_drafts_take_a_part_of_what_rows_leave_and_suffice_for_one_row(
+    cache: CacheConfig, states: int
+) -> None:
+    drafts = SpeculationConfig(method="ngram", num_speculative_tokens=2)
+    sizes = resolve_cache_sizes(engine(cache, speculation=drafts), STATEFUL, 1024)
+    assert sizes.draft_states == states
+    assert sizes.extra_states == sizes.snapshots + states
+    assert sizes.describe(16).endswith(f", {states} more for drafts")
+    many = SpeculationConfig(method="ngram", num_speculative_tokens=8)
+    assert resolve_cache_sizes(engine(cache, speculation=many), STATEFUL, 1024).draft_states >= 9
 
 
 @pytest.mark.parametrize(
@@ -97,7 +110,6 @@ def test_a_model_without_states_has_all_of_the_cache_for_blocks() -> None:
         (engine(CacheConfig(bytes=28_000), rows=14), "max_num_seqs"),
         (engine(CacheConfig(blocks=30), rows=40), "max_num_seqs"),
         (engine(CacheConfig(host_bytes=10_000)), "kv_cache_host_bytes"),
-        (engine(CacheConfig(), speculation=SpeculationConfig(method="ngram")), "speculative_config"),
     ],
 )
 def test_what_does_not_go_with_states_is_refused_by_name(config: EngineConfig, field: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import Logprobs
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
+from charonia.engine.cpu import library
 from charonia.engine.drafters.ngram import NgramDrafter
 from charonia.engine.drafters.prediction import PredictionDrafter
 from charonia.engine.drafters.suffix import SuffixDrafter
@@ -88,9 +91,11 @@ class Model:
     ) -> tuple[LoopResult, list[StepPlan], Speculation | None]:
         asked, plans = prompts(lengths), list[StepPlan]()
         blocks = 24 if tight else 100
-        cache = KVCacheManager(blocks, BLOCK)
+        has_states = any(self.executor.rank.shape.states)
+        snapshots, draft_states = (6, 4 * MOST) if has_states else (0, None)
+        cache = KVCacheManager(blocks, BLOCK, snapshots=snapshots, draft_states=draft_states)
         config = SchedulerConfig(max_num_seqs=8, max_model_len=128, **scheduling)  # type: ignore[arg-type]
-        self.executor.allocate(blocks)
+        self.executor.allocate(blocks, snapshots=snapshots + (draft_states or 0))
         speculation = None
         if drafter is not None:
             speculation = Speculation({name: drafter}, MOST, VOCABULARY, draft_model=self.has_draft)
@@ -143,7 +148,7 @@ def assert_the_same(
     assert outcome.finished == plain.finished
     assert outcome.logprobs.keys() == plain.logprobs.keys()
     for key, logprobs in plain.logprobs.items():
-        assert [each.ids for each in outcome.logprobs[key]] == [each.ids for each in logprobs]
+        assert outcome.logprobs[key] == logprobs
     assert outcome.scores.keys() == plain.scores.keys()
     assert speculation is not None
     totals = speculation.totals[NAME]
@@ -187,6 +192,45 @@ def test_drafts_change_no_text_in_any_precision(config: dict[str, str], models: 
     """The products of a row do not depend on the rows beside it, nor its attention on the tokens that come with it."""
     assert_the_same(models(**config), SAMPLINGS["greedy"])
     assert_the_same(models(**config), SAMPLINGS["drawn"])
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling", "tight", "config", "scheduling"),
+    [
+        ("qwen3.5", "log-probabilities", False, {}, {"max_num_batched_tokens": 23}),
+        ("qwen3.5", "drawn", True, {"dtype": "bfloat16"}, {"ahead": 1}),
+        ("qwen3.5", "drawn", True, {"attention": "reference"}, {}),
+        ("lfm2", "filtered", True, {}, {}),
+        ("granite-hybrid", "drawn", False, {}, {"ahead": 2, "in_flight_per_sequence": 1}),
+        *(
+            pytest.param(
+                name, sampling, tight, {"dtype": "bfloat16", "quantization": "int8"}, {}, marks=pytest.mark.proof
+            )
+            for name in ("qwen3.5", "lfm2", "granite-hybrid", "qwen3-next", "lfm2-moe")
+            for sampling in ("drawn", "filtered")
+            for tight in (False, True)
+        ),
+    ],
+)
+def test_drafts_change_no_text_of_a_model_with_states(
+    name: str,
+    sampling: str,
+    tight: bool,
+    config: dict[str, str],
+    scheduling: dict[str, int],
+    models: Callable[..., Model],
+) -> None:
+    """A row goes on from the state after the accepted ones."""
+    lengths = ALIKE if tight and "quantization" in config else LENGTHS
+    assert_the_same(models(name, **config), SAMPLINGS[sampling], tight, lengths, **scheduling)
+
+
+@pytest.mark.parametrize("tight", [False, True], ids=["", "preempted"])
+def test_states_computed_by_torch_go_back_behind_wrong_drafts(tight: bool, checkpoint: Callable[..., Path]) -> None:
+    with patch.object(library, "level", lambda: None):
+        model = Model(checkpoint("qwen3.5"))
+        assert_the_same(model, SAMPLINGS["drawn"], tight)
+        model.executor.close()
 
 
 def test_what_repeats_itself_is_drafted_from_the_text(models: Callable[..., Model]) -> None:
@@ -268,6 +312,29 @@ def test_a_draft_model_computes_with_the_models_threads_but_behind_no_later_step
     assert rank.runner.draft is not None
     own, threads = (each.program.threads for each in (rank.runner.draft.model, rank.runner.computer.decoder))  # type: ignore[union-attr]
     assert (own is threads) == (not ahead)
+
+
+@pytest.mark.parametrize("tight", [False, True], ids=["", "preempted"])
+def test_a_draft_model_drafts_for_a_model_with_states(
+    tight: bool, models: Callable[..., Model], checkpoint: Callable[..., Path]
+) -> None:
+    """It has another family's random weights, so hardly any proposal is right."""
+    draft = SpeculationConfig(method="draft_model", model=str(checkpoint("llama")))
+    plain, _, _ = models("qwen3.5").run(ResolvedSampling(logprobs=2))
+    outcome, _, speculation = models("qwen3.5", speculation=draft).run(
+        ResolvedSampling(logprobs=2), ProposedDrafts(), tight
+    )
+    assert outcome.tokens == plain.tokens
+    assert outcome.logprobs == plain.logprobs
+    assert speculation is not None
+    assert speculation.totals[NAME].draft_tokens > 100
+
+
+def test_a_draft_model_that_keeps_states_is_refused(checkpoint: Callable[..., Path]) -> None:
+    draft = SpeculationConfig(method="draft_model", model=str(checkpoint("qwen3.5")))
+    with pytest.raises(InvalidArgument, match="keeps states, from which no proposal can be taken back") as refused:
+        Model(checkpoint("llama"), speculation=draft)
+    assert refused.value.field == "speculative_config"
 
 
 def write_draft(directory: Path, target: Path, tokenizer: Tokenizer) -> str:
