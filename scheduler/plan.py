@@ -90,8 +90,8 @@ class StepPlan(NamedTuple):
 
     An executor processes plans in the order of `step`, and within one: `closed`, `block_copies`, `new`, `appended`,
     `forced`, `drafted`, then the rows, with `state_restores` and `state_saves`: snapshots are read before any is
-    overwritten. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled again before the host has
-    seen its last token) and the append-only block table.
+    overwritten. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled again before
+    the host has seen its last token) and the append-only block table.
     """
 
     step: int

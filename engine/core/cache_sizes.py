@@ -25,8 +25,8 @@ _DRAFT_SHARE = 4
 
 
 class CacheSizes(NamedTuple):
-    """What an executor is to allocate. `prefix_caching`: whether prompts share it. `draft_states`: beside the snapshots,
-    of the states before drafts."""
+    """What an executor is to allocate. `prefix_caching`: whether prompts share it. `draft_states`: of the states before
+    drafts, beside the snapshots."""
 
     blocks: int
     snapshots: int = 0
