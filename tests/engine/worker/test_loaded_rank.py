@@ -188,7 +188,6 @@ def test_people_are_told_what_the_states_of_a_text_take(checkpoint: Callable[...
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"speculation": SpeculationConfig(method="ngram")}, "speculative_config"),
         ({"cache": CacheConfig(host_bytes=1 << 20)}, "kv_cache_host_bytes"),
     ],
 )
