@@ -80,7 +80,7 @@ class LogitsOutput:
     """The last norm and the LM head. Logits are softly capped where the model wants it: cap * tanh(logit / cap)."""
 
     def __init__(self, spec: ModelSpec, loader: WeightLoader, norm: NormFactory, norm_weight: str) -> None:
-        self._norm = norm(loader.vector(norm_weight, spec.hidden_size), spec.norm_eps)
+        self.norm = norm(loader.vector(norm_weight, spec.hidden_size), spec.norm_eps)
         name = EMBEDDING_WEIGHT if spec.tied_embeddings else HEAD_WEIGHT
         self.head = LMHead(loader, name, spec.vocab_size, spec.hidden_size)
         self._cap = spec.logit_softcap
@@ -95,7 +95,7 @@ class LogitsOutput:
     def trace(self, x: SymbolicTensor, delta: SymbolicTensor) -> SymbolicTensor:
         """Record logits of selected places as operations; only if `untraceable` gives no reason against it."""
         # Both are declared for tensors.
-        norm = cast(Any, self._norm)
+        norm = cast(Any, self.norm)
         head = cast(Any, self.head)
         logits: SymbolicTensor = head(norm.add_and_norm(x.select(), delta.select()))
         return logits
@@ -104,7 +104,7 @@ class LogitsOutput:
         if len(places) < len(x):
             x = x[places]
             delta = delta[places]
-        logits = self.head(self._norm.add_and_norm(x, delta))
+        logits = self.head(self.norm.add_and_norm(x, delta))
         return logits if self._cap is None else (logits / self._cap).tanh_().mul_(self._cap)
 
 

@@ -1,9 +1,10 @@
-"""A checkpoint's own layer for multi-token prediction, as MiMo's has one (arXiv 2505.07608): from the model's last
-hidden states and the token that follows, it says the token after that."""
+"""A checkpoint's own layer for multi-token prediction, as those of MiMo (arXiv 2505.07608) and Qwen 3-Next, 3.5 and
+their successors have one: from the model's last hidden states and the token that follows, it says the token after
+that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,36 +14,105 @@ from ..checkpoint.hf_checkpoint import Checkpoint
 from ..checkpoint.model_spec import CheckpointError, ModelSpec
 from ..checkpoint.weights import CheckpointWeights, WeightLoader
 from ..cpu.elementwise import join_features
+from ..cpu.op_trace import SymbolicTensor
 from ..layers.embed_and_head import Embedding, LogitsOutput
 from ..layers.linear import OutputShard, column_linear
-from ..layers.mlp import GatedMLP
-from ..layers.norm import rms_norm
-from ..layers.self_attention import AttentionProjections, SelfAttention
+from ..layers.norm import NormFactory, offset_rms_norm, rms_norm
+from ..layers.rotary import Rotary
+from ..layers.self_attention import AttentionProjections
 from .draft_head import DraftHead, HeadEnds
-from .llama import mlp_spec, shared_rotary
-from .native_decoder import NativeDecoder
+from .llama import LlamaDecoderLayer, LlamaVariant, shared_rotary
+from .native_decoder import DecoderLayer, NativeDecoder
+from .qwen3_5 import Qwen35DecoderLayer
 
 MTP_PREFIX = "model.mtp_layers.0."
 _OWN_LAYER = "model.layers.0."
-_WITH_LAYERS = "MiMoForCausalLM"
+
+_BuildLayer: TypeAlias = Callable[[ModelSpec, WeightLoader, Rotary], DecoderLayer]
 
 
-def check_mtp(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that has no such layer, or one that is not served.
+class MtpLayout(NamedTuple):
+    """How checkpoints of a family store the layer, and what is different about it."""
+
+    prefixes: Mapping[str, str]
+    """Beginnings of its tensors' names -> in a model of one layer."""
+    count: str
+    """The field of config.json that counts such layers; where it is absent there is one."""
+    join: str
+    """The matrix that makes one state of two; and the norms of the token's embedding, of the hidden states, and of the
+    result, by our names."""
+    token_norm: str
+    state_norm: str
+    last_norm: str
+    norm: NormFactory
+    build_layer: _BuildLayer
+    tokens_first: bool
+    """In what the matrix takes the embedding stands before the hidden states."""
+    after_norm: bool
+    """It goes on from the hidden states after the model's last norm."""
+
+
+def _build_mimo(spec: ModelSpec, loader: WeightLoader, rotary: Rotary) -> DecoderLayer:
+    return LlamaDecoderLayer(spec, loader, 0, LlamaVariant(AttentionProjections(qkv_bias=True)), rotary)
+
+
+def _build_qwen(spec: ModelSpec, loader: WeightLoader, rotary: Rotary) -> DecoderLayer:
+    return Qwen35DecoderLayer(spec, loader, 0, rotary)
+
+
+_MIMO = MtpLayout(
+    prefixes={MTP_PREFIX: _OWN_LAYER},
+    count="num_nextn_predict_layers",
+    join=f"{_OWN_LAYER}input_proj",
+    token_norm=f"{_OWN_LAYER}token_layernorm",
+    state_norm=f"{_OWN_LAYER}hidden_layernorm",
+    last_norm=f"{_OWN_LAYER}final_layernorm",
+    norm=rms_norm,
+    build_layer=_build_mimo,
+    tokens_first=False,
+    after_norm=False,
+)
+_QWEN = MtpLayout(
+    prefixes={"mtp.layers.0.": _OWN_LAYER, "mtp.": "mtp."},
+    count="mtp_num_hidden_layers",
+    join="mtp.fc",
+    token_norm="mtp.pre_fc_norm_embedding",
+    state_norm="mtp.pre_fc_norm_hidden",
+    last_norm="mtp.norm",
+    norm=offset_rms_norm,
+    build_layer=_build_qwen,
+    tokens_first=True,
+    after_norm=True,
+)
+_LAYOUTS = {
+    "MiMoForCausalLM": _MIMO,
+    "Qwen3NextForCausalLM": _QWEN,
+    "Qwen3_5ForCausalLM": _QWEN,
+    "Qwen3_5MoeForCausalLM": _QWEN,
+}
+"""By architecture."""
+
+
+def check_mtp(checkpoint: Checkpoint) -> MtpLayout:
+    """The layout of the layer in a checkpoint; refuses one that has none, or one that is not served.
 
     Raises:
         CheckpointError: says why.
     """
     config = checkpoint.config
+    layout = _LAYOUTS.get(str(next(iter(config.get("architectures") or ()), "")))
     reason = ""
-    if _WITH_LAYERS not in (config.get("architectures") or ()):
-        reason = f"mtp is for checkpoints with layers for it, of {_WITH_LAYERS}"
-    elif (layers := config.get("num_nextn_predict_layers")) != 1:
-        reason = f"num_nextn_predict_layers must be 1 for the method mtp, got {layers!r}"
+    if layout is None:
+        reason = f"mtp is for checkpoints with layers for it, of {', '.join(_LAYOUTS)}"
+    elif (layers := config.get(layout.count, 1)) != 1:
+        reason = f"{layout.count} must be 1 for the method mtp, got {layers!r}"
+    elif config.get("mtp_use_dedicated_embeddings"):
+        reason = "mtp_use_dedicated_embeddings is not served: the layer takes the model's own embeddings"
     elif checkpoint.stored_as or checkpoint.gguf is not None:
         reason = "its layer for multi-token prediction is quantised, which is not served"
-    if reason:
+    if layout is None or reason:
         raise CheckpointError(f"{checkpoint.where}: {reason}", field="speculative_config")
+    return layout
 
 
 class MtpHead(DraftHead):
@@ -57,45 +127,56 @@ class MtpHead(DraftHead):
         Raises:
             CheckpointError: tensors are missing, or of another shape than config.json says.
         """
-        check_mtp(checkpoint)
-        self.spec = replace(spec, attention=spec.attention[-1:])
+        layout = check_mtp(checkpoint)
+        self.spec = _one_layer(spec)
         self.target_layers = (spec.layers,)
-        loader = WeightLoader(CheckpointWeights(checkpoint.directory, _own_name), context)
+        weights = CheckpointWeights(checkpoint.directory, lambda stored: _own_name(stored, layout.prefixes))
+        if f"{layout.join}.weight" not in weights:
+            message = f"{checkpoint.where}: it has no tensors of a layer for multi-token prediction"
+            raise CheckpointError(message, field="speculative_config")
+        loader = WeightLoader(weights, context)
         hidden = spec.hidden_size
 
-        def norm(of: str) -> Callable[[Any], Any]:
-            return rms_norm(loader.vector(f"{_OWN_LAYER}{of}.weight", hidden), spec.norm_eps)
+        def norm(name: str) -> Any:
+            return layout.norm(loader.vector(f"{name}.weight", hidden), spec.norm_eps)
 
-        self._of_tokens = norm("token_layernorm")
-        self._of_states = norm("hidden_layernorm")
-        self._before_attention = norm("input_layernorm")
-        self._before_mlp: Any = norm("post_attention_layernorm")
-        joined = OutputShard(f"{_OWN_LAYER}input_proj", hidden, slice(0, hidden))
+        self._of_tokens = norm(layout.token_norm)
+        self._of_states = norm(layout.state_norm)
+        self._tokens_first = layout.tokens_first
+        joined = OutputShard(layout.join, hidden, slice(0, hidden))
         self._join = column_linear(loader, [joined], 2 * hidden, bias=False)
-        rotary = shared_rotary(spec.rope, spec, loader)
-        self._attention = SelfAttention(loader, self.spec, 0, AttentionProjections(qkv_bias=True), rotary)
-        self._mlp = GatedMLP(loader, mlp_spec(self.spec, 0))
+        self._block: Any = layout.build_layer(self.spec, loader, shared_rotary(spec.rope, spec, loader))
         embedding = target.ends.input
         output = target.ends.output
         assert isinstance(embedding, Embedding), "a model of one stage has both ends"
         assert isinstance(output, LogitsOutput), "a model of one stage has both ends"
-        last = rms_norm(loader.vector(f"{_OWN_LAYER}final_layernorm.weight", hidden), spec.norm_eps)
+        self._target_norm: Any = output.norm if layout.after_norm else None
         ids = torch.arange(spec.vocab_size, dtype=torch.int32, device=context.device)
-        untraceable = self._attention.untraceable or self._mlp.untraceable
-        super().__init__(HeadEnds(embedding, last, output.head, ids), untraceable)
+        super().__init__(HeadEnds(embedding, norm(layout.last_norm), output.head, ids), self._block.untraceable)
 
-    def _fuse(self, states: Tensor, context: Any) -> Tensor:
-        return states
+    def _fuse(self, states: Any, context: Any) -> Any:
+        return states if self._target_norm is None else self._target_norm(states)
 
     def _layer(self, embedded: Any, states: Any, context: Any) -> tuple[Any, Any]:
-        joined = join_features(self._of_states(states), self._of_tokens(embedded))
-        residual = self._join(joined, context)
-        attended = self._attention(self._before_attention(residual), context)
-        return residual, self._mlp(self._before_mlp.add_and_norm(residual, attended), context)
+        parts = self._of_states(states), self._of_tokens(embedded)
+        residual = self._join(join_features(*(parts[::-1] if self._tokens_first else parts)), context)
+        nothing = residual.trace.no_delta if isinstance(residual, SymbolicTensor) else torch.zeros_like(residual)
+        return residual, self._block(residual, nothing, context)
 
 
-def _own_name(stored: str) -> str:
+def _one_layer(spec: ModelSpec) -> ModelSpec:
+    """A model of one layer that is as the last of those that attend."""
+    layer = max(layer for layer, kind in enumerate(spec.attention) if kind is not None)
+    experts = spec.experts
+    if experts is not None:
+        experts = replace(experts, sparse_layers=experts.sparse_layers[layer : layer + 1])
+    alone = spec.attention[layer : layer + 1]
+    return replace(spec, attention=alone, states=(), cache_owners=(), recurrence=None, experts=experts)
+
+
+def _own_name(stored: str, prefixes: Mapping[str, str]) -> str:
     """The layer's tensors as those of a model of one layer, and the target's out of the way."""
-    if stored.startswith(MTP_PREFIX):
-        return _OWN_LAYER + stored.removeprefix(MTP_PREFIX)
+    for prefix, own in prefixes.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
     return f"target.{stored}"

@@ -181,6 +181,54 @@ class MtpLayer(Head):
         return residual + self._mlp(self._norm("layers.0.post_attention_layernorm", residual))
 
 
+class QwenMtpLayer:
+    """A layer with random weights beside Qwen 3.5 in `target`, in a checkpoint as it is published; what it makes of
+    states says transformers' block, of a model that has one layer."""
+
+    def __init__(self, directory: Path, target: Path, **changes: Any) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config: Any = AutoConfig.from_pretrained(target)
+        config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+        torch.manual_seed(4)
+        self.block: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().model
+        hidden = config.hidden_size
+        own = {f"mtp.{name}": torch.randn(hidden) * 0.1 for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+        own["mtp.fc"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
+        self.weights = {f"{name}.weight": weight for name, weight in own.items()}
+        stored = load_file(target / "model.safetensors")
+        self.ends = [stored[f"{name}.weight"] for name in ("model.embed_tokens", "lm_head")]
+        layer = {
+            f"mtp.{name}": weight
+            for name, weight in self.block.state_dict().items()
+            if name.startswith("layers.") or name == "norm.weight"
+        }
+        written = json.loads((target / "config.json").read_text())
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(written | changes))
+        save_file(stored | self.weights | layer, directory / "model.safetensors")
+        self.path = str(directory)
+
+    @torch.inference_mode()
+    def proposals(self, states: Tensor, tokens: list[int], most: int) -> list[int]:
+        """For the target's last states [N, hidden], after its last norm, of all tokens but the newest."""
+        inputs, following, found = [*states], tokens[1:], list[int]()
+        embedding, head = self.ends
+        while len(found) < most:
+            embedded = self._norm("embedding", embedding[following])
+            joined = torch.cat((embedded, self._norm("hidden", torch.stack(inputs))), -1)
+            mixed = F.linear(joined, self.weights["mtp.fc.weight"])
+            own = self.block(inputs_embeds=mixed[None]).last_hidden_state[0, -1]
+            found.append(int(F.linear(own, head).argmax()))
+            inputs.append(own)
+            following.append(found[-1])
+        return found
+
+    def _norm(self, of: str, x: Tensor) -> Tensor:
+        normed = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return normed * (1 + self.weights[f"mtp.pre_fc_norm_{of}.weight"])
+
+
 SHARED = ("model_type", "hidden_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "hidden_act")
 
 
@@ -211,7 +259,7 @@ def mimo(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> MtpLayer:
     return MtpLayer(tmp_path_factory.mktemp("mimo"), qwen)
 
 
-def with_mtp(mimo: MtpLayer, **config: Any) -> EngineConfig:
+def with_mtp(mimo: MtpLayer | QwenMtpLayer, **config: Any) -> EngineConfig:
     speculation = SpeculationConfig(method="mtp", num_speculative_tokens=MOST)
     cache = CacheConfig(block_size=BLOCK)
     return EngineConfig(model=mimo.path, device="cpu", cache=cache, speculation=speculation, **config)
@@ -226,8 +274,9 @@ def run(
     """Whole texts, and proposals: which text, how much of it was known, and what was proposed."""
     executor = InlineExecutor(config)
     executor.load(lambda phase, fraction: None)
-    executor.allocate(BLOCKS)
-    cache = KVCacheManager(BLOCKS, BLOCK)
+    states = 4 * MOST if any(executor.rank.shape.states) else 0
+    executor.allocate(BLOCKS, snapshots=2 * states)
+    cache = KVCacheManager(BLOCKS, BLOCK, snapshots=states, draft_states=states or None)
     speculation = Speculation({"eagle3": ProposedDrafts()}, most, 384, draft_model=True)
     scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=3), cache, speculation=speculation)
     random = np.random.default_rng(5)
@@ -311,7 +360,8 @@ def test_whatever_its_cache_holds_changes_no_text(target: Path, head: Head, conf
 
     def spoil(executor: InlineExecutor) -> None:
         assert executor.rank.runner.draft is not None
-        executor.rank.runner.draft.attention._cache.fill_(255 if not config else torch.nan)  # type: ignore[attr-defined]
+        for view in executor.rank.runner.draft.attention.device_blocks:
+            view.fill_(torch.nan if view.is_floating_point() else 255)
 
     plain = EngineConfig(model=str(target), device="cpu", cache=CacheConfig(block_size=BLOCK), **config)
     texts, found = run(config_of(target, head, **config), before_step=spoil)
@@ -387,6 +437,60 @@ def test_a_layer_for_multi_token_prediction_changes_no_text(mimo: MtpLayer, conf
         texts, found = run(with_mtp(mimo, **config), sampling)
         assert found
         assert texts == run(plain, sampling, 0)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        pytest.param("qwen3.5", {}, id="programs"),
+        pytest.param("qwen3.5-moe", {"attention": "reference"}, id="torch", marks=pytest.mark.proof),
+        pytest.param("qwen3-next", {}, id="next", marks=pytest.mark.proof),
+    ],
+)
+def test_a_layer_of_a_model_with_states_proposes_what_transformers_says(
+    name: str, config: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It attends, and keeps no state; the model's are those after accepted tokens."""
+    from transformers import AutoModelForCausalLM
+
+    target = checkpoint(name)
+    layer = QwenMtpLayer(tmp_path / "mtp", target)
+    texts, found = run(with_mtp(layer, **config))
+    model, states = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), list[Tensor]()
+    model.model.norm.register_forward_hook(lambda module, given, normed: states.append(normed[0]))
+    with torch.inference_mode():
+        chosen = [model(torch.tensor([text])).logits[0].argmax(-1).tolist() for text in texts]
+    for text, length, likeliest in zip(texts, LENGTHS, chosen, strict=True):
+        assert text[length:] == likeliest[length - 1 : -1]
+    assert {len(proposed) for _, _, proposed in found} >= {1, MOST}
+    for key, known, proposed in found:
+        assert proposed == layer.proposals(states[key][: known - 1], texts[key][:known], len(proposed)), (key, known)
+
+
+def test_a_layer_of_a_model_with_states_changes_no_text(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    layer = QwenMtpLayer(tmp_path / "mtp", checkpoint("qwen3.5"))
+    quantised = {"dtype": "bfloat16", "quantization": "int8"}
+    plain = EngineConfig(model=layer.path, device="cpu", cache=CacheConfig(block_size=BLOCK), **quantised)
+    for sampling in (GREEDY, ResolvedSampling(0.8, 20, 0.9, seed=4, prompt_logprobs=1)):
+        texts, found = run(with_mtp(layer, **quantised), sampling)
+        assert found
+        assert texts == run(plain, sampling, 0)[0]
+
+
+def test_a_model_without_the_layer_that_its_family_has_is_refused(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    target = checkpoint("qwen3.5")
+    layer = QwenMtpLayer(tmp_path / "mtp", target)
+    with pytest.raises(InvalidArgument, match="it has no tensors of a layer for multi-token prediction"):
+        load_rank(replace_fields(with_mtp(layer), model=str(target)))
+    for field, value, says in (
+        ("mtp_num_hidden_layers", 2, "mtp_num_hidden_layers must be 1 for the method mtp, got 2"),
+        ("mtp_use_dedicated_embeddings", True, "mtp_use_dedicated_embeddings is not served"),
+    ):
+        other = QwenMtpLayer(tmp_path / field, target, **{field: value})
+        with pytest.raises(InvalidArgument, match=says):
+            check_rank_config(with_mtp(other))
 
 
 def test_what_has_no_such_layer_is_refused(qwen: Path, mimo: MtpLayer, tmp_path: Path) -> None:
