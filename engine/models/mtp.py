@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint
