@@ -35,7 +35,7 @@ class MtpLayout(NamedTuple):
 
     prefixes: Mapping[str, str]
     """Beginnings of its tensors' names -> in a model of one layer."""
-    count: str
+    layer_count: str
     """The field of config.json that counts such layers; where it is absent there is one."""
     join: str
     """The matrix that makes one state of two; and the norms of the token's embedding, of the hidden states, and of the
@@ -61,7 +61,7 @@ def _build_qwen(spec: ModelSpec, loader: WeightLoader, rotary: Rotary) -> Decode
 
 _MIMO = MtpLayout(
     prefixes={MTP_PREFIX: _OWN_LAYER},
-    count="num_nextn_predict_layers",
+    layer_count="num_nextn_predict_layers",
     join=f"{_OWN_LAYER}input_proj",
     token_norm=f"{_OWN_LAYER}token_layernorm",
     state_norm=f"{_OWN_LAYER}hidden_layernorm",
@@ -73,7 +73,7 @@ _MIMO = MtpLayout(
 )
 _QWEN = MtpLayout(
     prefixes={"mtp.layers.0.": _OWN_LAYER, "mtp.": "mtp."},
-    count="mtp_num_hidden_layers",
+    layer_count="mtp_num_hidden_layers",
     join="mtp.fc",
     token_norm="mtp.pre_fc_norm_embedding",
     state_norm="mtp.pre_fc_norm_hidden",
@@ -103,8 +103,8 @@ def check_mtp(checkpoint: Checkpoint) -> MtpLayout:
     reason = ""
     if layout is None:
         reason = f"mtp is for checkpoints with layers for it, of {', '.join(_LAYOUTS)}"
-    elif (layers := config.get(layout.count, 1)) != 1:
-        reason = f"{layout.count} must be 1 for the method mtp, got {layers!r}"
+    elif (layers := config.get(layout.layer_count, 1)) != 1:
+        reason = f"{layout.layer_count} must be 1 for the method mtp, got {layers!r}"
     elif config.get("mtp_use_dedicated_embeddings"):
         reason = "mtp_use_dedicated_embeddings is not served: the layer takes the model's own embeddings"
     elif checkpoint.stored_as or checkpoint.gguf is not None:
@@ -158,7 +158,7 @@ class MtpHead(DraftHead):
 
     def _layer(self, embedded: Any, states: Any, context: Any) -> tuple[Any, Any]:
         parts = self._of_states(states), self._of_tokens(embedded)
-        residual = self._join(join_features(*(parts[::-1] if self._tokens_first else parts)), context)
+        residual: Any = self._join(join_features(*(parts[::-1] if self._tokens_first else parts)), context)
         nothing = residual.trace.no_delta if isinstance(residual, SymbolicTensor) else torch.zeros_like(residual)
         return residual, self._block(residual, nothing, context)
 
