@@ -29,7 +29,9 @@ from ...engine.build import granted_config
 from ...engine.checkpoint.hf_checkpoint import open_checkpoint
 from ...engine.checkpoint.model_spec import CheckpointError, ModelSpec
 from ...engine.config import EngineConfig
+from ...engine.core.cache_sizes import resolve_cache_sizes
 from ...engine.options import EngineOptions, engine_config
+from ...engine.worker.executor import Capacity
 from ...processes.host import processor_name, usable_cores
 from .device_roofline import DEVICES, estimate_machine
 from .engine_measurement import LONGEST, Tell, measure_engine
@@ -195,12 +197,21 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
     length = min(config.max_model_len or spec.max_position, spec.max_position)
     shape = _default_shape(config, length)
     block_bytes = estimate.token_bytes * shape.block_size
-    blocks = config.cache.blocks or (config.cache.bytes or estimate.cache_bytes) // block_bytes
-    if blocks < 1:
-        raise InvalidArgument(f"the weights leave no room for a cache on one {options.roofline}", field="roofline")
+    capacity = Capacity(spec.vocab_size, length, block_bytes, estimate.cache_bytes, state_bytes=estimate.state_bytes)
+    if config.cache.blocks is None and config.cache.bytes is None:
+        if estimate.cache_bytes < block_bytes:
+            raise InvalidArgument(f"the weights leave no room for a cache on one {options.roofline}", field="roofline")
+        # All of it, for `memory_share` of the device is taken already.
+        cache = msgspec.structs.replace(config.cache, bytes=estimate.cache_bytes)
+        config = msgspec.structs.replace(config, cache=cache)
+    sizes = resolve_cache_sizes(config, capacity, length)
     ahead = max(shape.scheduler.ahead, 0 if config.ahead_given else 1)
     shape = msgspec.structs.replace(
-        shape, blocks=blocks, scheduler=msgspec.structs.replace(shape.scheduler, ahead=ahead)
+        shape,
+        blocks=sizes.blocks,
+        snapshots=sizes.snapshots,
+        prefix_caching=sizes.prefix_caching,
+        scheduler=msgspec.structs.replace(shape.scheduler, ahead=ahead),
     )
     origin = MachineOrigin(
         how=f"an estimate from the roofline: {device.about}; {options.shares}",

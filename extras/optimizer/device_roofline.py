@@ -29,10 +29,12 @@ DEVICES = {
 
 
 class EstimatedMachine(NamedTuple):
-    """`token_bytes`: of keys and values of a token in all layers; `cache_bytes`: what is left for them."""
+    """`token_bytes`: of keys and values of a token in all layers; `state_bytes`: of the recurrent states of a sequence;
+    `cache_bytes`: what is left for both."""
 
     machine: SimulatedMachine
     token_bytes: int
+    state_bytes: int
     cache_bytes: int
 
 
@@ -57,9 +59,10 @@ def estimate_machine(
         decode_context=read_bytes / read,
         prompt_context=attended / (shares.attention_share * device.peak16),
         chunk_context=read_bytes / read,
+        state=2 * demand.state_bytes / read,
         rest=shares.step_ms / 1e3,
         arrival=shares.arrival_ms / 1e3,
     )
     table = demand.head * 2 if not spec.tied_embeddings else 0  # embeddings of their own, which no step reads whole
     cache = shares.memory_share * device.memory - demand.weight_bytes - table
-    return EstimatedMachine(machine, demand.token_bytes, int(max(cache, 0)))
+    return EstimatedMachine(machine, demand.token_bytes, demand.state_bytes, int(max(cache, 0)))

@@ -32,22 +32,23 @@ class StepSpread(NamedTuple):
 
 
 class StepLoad(NamedTuple):
-    """What decides how long a step takes: the tokens that it computes, the places that it samples, and the tokens of
-    context that its chunks of prompts read, once for each chunk."""
+    """What decides how long a step takes: the tokens that it computes, the places that it samples, the tokens of
+    context that its chunks of prompts read, once for each chunk, and the sequences that it computes tokens of."""
 
     work: StepWork
     samples: int
     chunk_reads: int = 0
+    sequences: int = 0
 
     @classmethod
     def of_decoding(cls, rows: int, context: int) -> "StepLoad":
         """Of sequences that decode, with so many tokens of context each."""
-        return cls(StepWork(rows, rows * context), rows)
+        return cls(StepWork(rows, rows * context), rows, sequences=rows)
 
     @classmethod
     def of_prompt(cls, tokens: int) -> "StepLoad":
         """Of one whole prompt."""
-        return cls(StepWork(0, 0, tokens, tokens * tokens // 2), 1, tokens)
+        return cls(StepWork(0, 0, tokens, tokens * tokens // 2), 1, tokens, sequences=1)
 
     @property
     def rows(self) -> int:
@@ -73,7 +74,7 @@ class StepLoadReader:
         other = plan.counts[~decoding]
         work = int(own.sum()), int(context[decoding].sum()), int(other.sum()), int(context[~decoding].sum())
         reads = int((plan.starts + plan.counts)[~decoding].sum())
-        return StepLoad(StepWork(*work), int(plan.samples.sum()), reads)
+        return StepLoad(StepWork(*work), int(plan.samples.sum()), reads, len(plan.rows))
 
 
 class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +93,9 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """The same of prompts."""
     chunk_context: NotNegative = 0.0
     """The same for each token that a chunk of a prompt reads."""
+    state: NotNegative = 0.0
+    """Reading and writing the recurrent state of a sequence, once a step whatever its tokens. In what was measured it
+    is among the products."""
     rest: NotNegative = 2e-3
     products: SecondsTable = ()
     """Measured seconds of all products by rows, in place of `weights` and `token`."""
@@ -121,7 +125,8 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         sampling = interpolate(self.heads, load.samples) if self.heads else self.head * load.samples
         attention = self.decode_context * work.decode_context + self.prompt_context * work.prefill_context
         attention += self.chunk_context * load.chunk_reads
-        return max(self.weights, computing + sampling) + attention + self.rest
+        states = self.state * load.sequences
+        return max(self.weights, computing + sampling) + attention + states + self.rest
 
     def draw_seconds(self, load: StepLoad, random: Random) -> float:
         """What such a step takes this time."""

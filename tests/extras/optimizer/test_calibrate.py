@@ -1,6 +1,8 @@
 """`charonia calibrate`: what it is asked for, and the estimate of a device; what is measured is tested in e2e."""
 
+import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,9 +59,9 @@ def test_a_server_gets_the_options_that_were_measured() -> None:
     ]
 
 
-def estimate(root: Path, tmp_path: Path, *arguments: str) -> MachineFile:
+def estimate(root: Path, tmp_path: Path, *arguments: str, checkpoint: Path | None = None) -> MachineFile:
     output = tmp_path / "machine.json"
-    shape = str(root / "examples/shapes/llama-3.1-8b")
+    shape = str(checkpoint or root / "examples/shapes/llama-3.1-8b")
     assert app(["calibrate", shape, "--output", str(output), *arguments], result_action="return_value") == 0
     return read_machine_file(output)
 
@@ -87,6 +89,28 @@ def test_a_cache_in_fp8_is_read_and_kept_in_about_half_the_bytes(root: Path, tmp
     ratio = half.machine.decode_context / plain.machine.decode_context
     assert ratio == pytest.approx(132 / 256)
     assert half.origin.precision == {"weights": "bf16", "kv_cache_dtype": "fp8"}
+
+
+def test_states_have_room_beside_the_cache_and_are_read_once_a_step(
+    root: Path, tmp_path: Path, making: ModuleType
+) -> None:
+    """Three layers of four keep a window of 3 inputs of 160 channels and 4 matrices of 16 x 24: by hand."""
+    config = making.CONFIGS["qwen3.5"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("--roofline", "h200", "--read-share", "0.5", "--max-num-seqs", "16", "--kv-cache-bytes", "4000000")
+    state_bytes = 3 * (3 * 160 * 2 + 4 * 16 * 24 * 4)
+    left = 4_000_000 - 16 * state_bytes
+    plain, uncached = (
+        estimate(root, tmp_path, *arguments, *more, checkpoint=tmp_path) for more in ((), ("--no-prefix-caching",))
+    )
+    assert plain.block_bytes == 16 * 2 * 2 * 32 * 2
+    assert plain.engine.prefix_caching
+    assert plain.engine.snapshots == left // 4 // state_bytes
+    assert plain.engine.blocks == (left - left // 4) // plain.block_bytes
+    assert (uncached.engine.snapshots, uncached.engine.blocks) == (0, left // plain.block_bytes)
+    one, eight = (plain.machine.seconds(StepLoad.of_decoding(rows, 0)) for rows in (1, 8))
+    assert eight - one == pytest.approx(7 * 2 * state_bytes / 2.4e12)
+    assert plain.machine.decode_context == pytest.approx(2 * 2 * 32 * 2 / 2.4e12)
 
 
 def test_a_cache_may_be_named_and_one_without_room_is_refused(

@@ -65,6 +65,18 @@ def test_a_model_with_states_finds_a_beginning_when_one_was_kept_where_prompts_p
     assert [result.cached for result in results] == [0, 0, 320, 320, 320, 320]
 
 
+def test_a_step_moves_the_state_of_each_sequence_once_whatever_its_tokens() -> None:
+    machine = SimulatedMachine(weights=0, token=0, head=0, decode_context=0, prompt_context=0, rest=0, state=1e-3)
+    steps: list[tuple[int, int, float]] = []
+
+    def watch(plan: StepPlan, seconds: float) -> None:
+        steps.append((len(plan.rows), int(plan.counts.sum()), seconds))
+
+    Simulation(machine, ENGINE, watch=watch).run([SimulatedRequest(0.0, 40, 5) for _ in range(4)])
+    assert [seconds for *_, seconds in steps] == pytest.approx([1e-3 * sequences for sequences, *_ in steps])
+    assert {(4, 160), (4, 4)} <= {(sequences, tokens) for sequences, tokens, _ in steps}
+
+
 def test_a_full_queue_refuses_and_what_is_too_long_never_waits() -> None:
     engine = replace(ENGINE, max_queued_requests=4)
     _, results = run([SimulatedRequest(0.0, 100, 50) for _ in range(40)], engine)
