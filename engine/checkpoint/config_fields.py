@@ -2,7 +2,7 @@
 leaves out. Knows nothing of tensors or files."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple, TypeAlias
 
 from ...core.errors import shorten
@@ -24,7 +24,7 @@ from .recurrence import LayerState, RecurrenceSpec
 MOST_PARTS = 1 << 16
 """Layers, experts of a layer, and numbers of a head: beyond, a slip of the pen would take all memory."""
 
-_MOST_REAL = 1e30
+MOST_REAL = 1e30
 """Beyond, squares and quotients of a field are no numbers any more."""
 
 SlidingRule: TypeAlias = Callable[[Mapping[str, Any], int], bool]
@@ -57,7 +57,7 @@ class ArchitectureDefaults(NamedTuple):
     partial_rotary: bool = False
     rope_types: Mapping[str, str] = {}
     hybrid: "Callable[[ConfigFields], HybridLayers] | None" = None
-    translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    translate: "Callable[[ConfigFields], Mapping[str, Any]]" = lambda fields: fields.config
 
 
 class ConfigFields(NamedTuple):
@@ -73,11 +73,12 @@ class ConfigFields(NamedTuple):
     def unknown(self, message: str) -> UnsupportedVariant:
         return UnsupportedVariant(f"{self.where}: {message}")
 
-    def number(self, name: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
+    def number(self, name: str, default: int | None = None, most: int = (1 << 31) - 1, least: int = 1) -> int:
         value = self.config.get(name)
         value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise self.error(f"{name} must be a positive whole number, got {shorten(repr(value))}")
+        if type(value) is not int or value < least:
+            kind = "positive whole number" if least else "whole number, 0 or more"
+            raise self.error(f"{name} must be a {kind}, got {shorten(repr(value))}")
         if value > most:
             raise self.error(f"{name} {shorten(repr(value))} is more than {most}, and no model's")
         return value
@@ -94,15 +95,31 @@ class ConfigFields(NamedTuple):
         return self.positive(name, value)
 
     def positive(self, name: str, value: Any) -> float:
-        if type(value) not in (int, float) or not 0 < value < _MOST_REAL:
+        if type(value) not in (int, float) or not 0 < value < MOST_REAL:
             raise self.error(f"{name} must be a positive number, got {shorten(repr(value))}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.config.get(name, default)
         if value not in (True, False, None):
-            raise self.error(f"{name} must be true or false, got {value!r}")
+            raise self.error(f"{name} must be true or false, got {shorten(repr(value))}")
         return bool(value)
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts; empty where the field is absent or null."""
+        values = self.config.get(name)
+        values = [] if values is None else values
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self.error(f"{name} must be a list of texts, got {shorten(repr(values))}")
+        return values
+
+    def layer_numbers(self, name: str) -> frozenset[int]:
+        """The layers that a list has, counted from 0; none where the field is absent or null."""
+        values = self.config.get(name)
+        values = [] if values is None else values
+        if not isinstance(values, list) or not all(type(value) is int and 0 <= value < MOST_PARTS for value in values):
+            raise self.error(f"{name} must be a list of numbers of layers, got {shorten(repr(values))}")
+        return frozenset(values)
 
     def dtype(self) -> str:
         name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -121,12 +138,16 @@ class ConfigFields(NamedTuple):
         """Whether each layer attends, by the `names` of types that there may be; `usual`: a layer's type where
         config.json has none."""
         layers = self.layers
-        types = self.config.get("layer_types") or self.config.get("layers_block_type") or [*map(usual, layers)]
-        if len(types) != len(layers):
-            raise self.error(f"layer_types must have one for each of {len(layers)} layers, got {types}")
-        if not names.keys() >= set(types):
-            raise self.unknown(f"layer_types must say of every layer {' or '.join(sorted(names))}, got {types}")
+        types = self.texts("layer_types") or self.texts("layers_block_type") or [*map(usual, layers)]
+        self._check_layer_types(types, names.keys())
         return tuple(names[name] for name in types)
+
+    def _check_layer_types(self, types: list[str], names: Set[str]) -> None:
+        layers, quoted = len(self.layers), shorten(repr(types))
+        if len(types) != layers:
+            raise self.error(f"layer_types must have one for each of {layers} layers, got {quoted}")
+        if not names >= set(types):
+            raise self.unknown(f"layer_types must say of every layer {' or '.join(sorted(names))}, got {quoted}")
 
     def attention(self, hybrid: HybridLayers | None) -> tuple[LayerAttention | None, ...]:
         scalar = self.real("query_pre_attn_scalar")
@@ -134,11 +155,9 @@ class ConfigFields(NamedTuple):
         full = LayerAttention(None, scale, self.real("attn_logit_softcapping"))
         if hybrid is not None:
             return tuple(full if attends else None for attends in hybrid.attends)
-        layers, types = self.layers, self.config.get("layer_types")
-        if types and len(types) != len(layers):
-            raise self.error(f"layer_types must have one for each of {len(layers)} layers, got {types}")
-        if types and not LAYER_TYPES.issuperset(types):
-            raise self.unknown(f"layer_types must say of every layer {' or '.join(sorted(LAYER_TYPES))}, got {types}")
+        layers, types = self.layers, self.texts("layer_types")
+        if types:
+            self._check_layer_types(types, LAYER_TYPES)
         if self.config.get("sliding_window") is None:
             return (full,) * len(layers)
         sliding = full._replace(window=self.number("sliding_window"))
@@ -149,6 +168,8 @@ class ConfigFields(NamedTuple):
     def rope(self, layer_type: str, head_dim: int) -> RopeSpec:
         """The rotary embedding of layers of this type, where types differ."""
         values = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        if not isinstance(values, Mapping):
+            raise self.error(f"rope_parameters must be an object, got {shorten(repr(values))}")
         theta = self.config.get("rope_theta")
         if "full_attention" in values:
             values = values.get(layer_type) or {}
@@ -175,13 +196,16 @@ class ConfigFields(NamedTuple):
         rotated = int(head_dim * part)
         if part != 1.0 and not (self.defaults.partial_rotary and 0 < rotated <= head_dim and rotated % 2 == 0):
             raise self.unknown(f"partial_rotary_factor {part} of heads of {head_dim} is not supported here")
-        longest = self.config.get("max_position_embeddings")
+        longest = self.number("max_position_embeddings", 0, least=0)
         original = self.config.get("original_max_position_embeddings")
         original = original or values.get("original_max_position_embeddings") or longest or 8192
         original = int(self.positive("original_max_position_embeddings", original))
         scaled_by_length = kind in ("yarn", "longrope")
         usual = int(longest or original) / original if scaled_by_length else 1.0
         factor = self.positive("factor", usual if values.get("factor") is None else values["factor"])
+        for name in _ATTENTION_FACTORS:
+            if values.get(name):
+                self.positive(name, values[name])
         given: dict[str, Any] = {name: self.positive(name, values[name]) for name in _ROPE_NUMBERS if values.get(name)}
         for name in _ROPE_LISTS:
             if values.get(name):
@@ -209,7 +233,7 @@ class ConfigFields(NamedTuple):
         chosen, every = self.number("num_experts_per_tok"), self.number("decoder_sparse_step", 1)
         if chosen > count:
             raise self.error(f"num_experts_per_tok is {chosen}, but there are {count} experts")
-        dense = self.config.get("mlp_only_layers") or []
+        dense = self.layer_numbers("mlp_only_layers")
         return ExpertsSpec(
             count,
             chosen,
@@ -236,5 +260,6 @@ def _attention_factor(kind: str, values: Mapping[str, Any], factor: float, origi
     return (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
 
 
+_ATTENTION_FACTORS = ("attention_factor", "mscale", "mscale_all_dim")
 _ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _ROPE_LISTS = ("short_factor", "long_factor")

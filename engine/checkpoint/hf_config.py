@@ -23,7 +23,8 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     defaults = _ARCHITECTURES.get(architecture, ArchitectureDefaults())
     fields = ConfigFields(config, where, defaults)
     try:
-        fields = fields._replace(config=defaults.translate({**defaults.absent, **config}))
+        fields = fields._replace(config={**defaults.absent, **config})
+        fields = fields._replace(config=defaults.translate(fields))
         if config.get("use_bidirectional_attention"):
             raise fields.error("use_bidirectional_attention is not supported; only causal attention is")
         return _spec(architecture, fields)

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,7 +219,7 @@ def test_which_layers_look_through_a_window(
         ({"hidden_size": 10**400}, ["hidden_size 1000", "is more than"]),
         ({"vocab_size": -(10**30)}, ["vocab_size must be a positive whole number", "-1000"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, ["factor must be a positive number", "0.0"]),
-        ({"rope_parameters": ["llama3"]}, ["config.json", "wrong kind", "'list'"]),
+        ({"rope_parameters": ["llama3"]}, ["config.json", "rope_parameters must be an object", "['llama3']"]),
         ({"rope_parameters": {"factor": "twice"}}, ["config.json", "factor must be a positive number", "'twice'"]),
         (
             {"rope_parameters": {"original_max_position_embeddings": 1e400}},
@@ -251,38 +250,6 @@ def test_a_config_that_does_not_fit_is_refused(copy: Path, changes: dict[str, An
 
 class Trap:
     """What a safe loader refuses to make."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "says"),
-    [
-        ("granite-hybrid", {"time_step_limit": [5, 1]}, "time_step_limit must be two numbers"),
-        ("granite-hybrid", {"time_step_limit": [float("nan"), float("nan")]}, "time_step_limit must be two numbers"),
-        ("granite-hybrid", {"mamba_expand": 1_000_000_000}, "mamba_expand"),
-        ("granite-hybrid", {"mamba_expand": 60_000, "mamba_d_head": "auto"}, "more than 65536"),
-        ("granite-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported beside states"),
-        ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported beside states"),
-    ],
-)
-def test_what_layers_with_states_cannot_be_is_refused(
-    checkpoint: Callable[..., Path], kind: str, changes: dict[str, Any], says: str
-) -> None:
-    config = json.loads((checkpoint(kind) / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=says):
-        read_spec(config | changes, "here")
-
-
-def test_any_number_of_dense_layers_is_read_without_memory(checkpoint: Callable[..., Path]) -> None:
-    config = json.loads((checkpoint("lfm2-moe") / "config.json").read_text())
-    tracemalloc.start()
-    try:
-        spec = read_spec(config | {"num_dense_layers": 3_000_000}, "here")
-        most = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert spec.experts is not None
-    assert not any(spec.experts.sparse_layers)
-    assert most < 1 << 20
 
 
 def pickled(directory: Path, **how: Any) -> Path:
