@@ -11,7 +11,7 @@ from charonia.bench.server_process import ServerAddress
 from charonia.cli.app import app
 from charonia.telemetry.time_claims import Cause
 
-from ..proofs.explain import KEYS, STATES, explained_server, first_named, scrape_state
+from ..proofs.explain import KEYS, STATES, explained_server, first_named, scrape_state, scrape_when
 
 DRIVEN = "instances_busy", "shapes", "preemptions"
 
@@ -36,6 +36,7 @@ def test_command_and_route_look_themselves(place: ServerAddress, capsys: pytest.
     try:
         for thread in threads:
             thread.start()
+        scrape_when(place, state.until)  # clients that begin late leave nothing to explain
         flags = "--seconds", "0.5", "--model", state.model, "--json"
         assert app(["explain", "--url", f"http://{place.host}:{place.metrics_port}", *flags]) == 0
         [report] = json.loads(capsys.readouterr().out)

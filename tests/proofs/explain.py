@@ -40,6 +40,9 @@ _PATIENCE = 60.0
 _MERGED = 1000
 """Tokens that a slow client has left unread when what the sockets hold of its stream is full."""
 
+_WAITING = 4
+"""Requests that wait for the one instance when most of its eight clients do."""
+
 _SLEEPING = """backend: "identity"
 parameters {{ key: "execute_delay_ms" value {{ string_value: "{delay}" }} }}
 input {{ name: "IN" data_type: TYPE_FP32 dims: {dims} }}
@@ -173,6 +176,10 @@ def _has_merged(scrape: Scrape) -> bool:
     return sum(scrape["charonia_merged_tokens_total"]["fast"].values()) > _MERGED
 
 
+def _has_queue(scrape: Scrape) -> bool:
+    return sum(scrape["nv_inference_pending_request_count"]["single"].values()) > _WAITING
+
+
 def _has_waited(scrape: Scrape) -> bool:
     return any(scrape["charonia_reader_wait_seconds_total"]["repeating"].values())
 
@@ -186,7 +193,9 @@ STATES: Mapping[str, ServerState] = {
         "room in a step",
         tuple(generates("narrow", 300, 2, first=31 * number) for number in range(12)),
     ),
-    "instances_busy": ServerState("single", Cause.QUEUE, "a free instance", (infers("single", 1),) * 8),
+    "instances_busy": ServerState(
+        "single", Cause.QUEUE, "a free instance", (infers("single", 1),) * 8, until=_has_queue
+    ),
     "batching_off": ServerState("unbatched", Cause.BATCHING, "does not batch", (infers("unbatched", 1, 1),) * 8),
     "one_client_and_delay": ServerState("delayed", Cause.BATCHING, "one at a time", (infers("delayed", 1, 1),)),
     "one_client": ServerState("batched", Cause.BATCHING, "one at a time", (infers("batched", 1, 1),)),
@@ -280,7 +289,7 @@ def scrape_state(place: ServerAddress, state: ServerState, seconds: float) -> tu
             thread.start()
         if state.server != "on_demand":
             time.sleep(seconds / 3)
-            before = _scrape_when(place, state.until)
+            before = scrape_when(place, state.until)
         time.sleep(seconds)
         return before, fetch_metrics(place)
     finally:
@@ -290,7 +299,8 @@ def scrape_state(place: ServerAddress, state: ServerState, seconds: float) -> tu
                 thread.join(_PATIENCE)
 
 
-def _scrape_when(place: ServerAddress, holds: Callable[[Scrape], bool]) -> str:
+def scrape_when(place: ServerAddress, holds: Callable[[Scrape], bool]) -> str:
+    """The text of the first scrape of which that holds. Raises `TimeoutError` if there is none in time."""
     deadline = time.monotonic() + _PATIENCE
     while not holds(parse_scrape(text := fetch_metrics(place), "the scrape")):
         if time.monotonic() > deadline:
