@@ -118,6 +118,9 @@ def write_random(
         model = auto.from_config(parsed, dtype=parsed.dtype)
     for name, parameter in model.named_parameters():
         _randomise(name, parameter.data)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
     model.save_pretrained(directory, max_shard_size=shard)
 
 

@@ -68,7 +68,7 @@ class ModelDemand:
         if spec.experts is not None:
             raise InvalidArgument(f"{spec.architecture}: limits are known for dense models only")
         head = spec.hidden_size * spec.vocab_size
-        weights = spec.mixer_weights + spec.layers * 3 * spec.hidden_size * spec.intermediate_size
+        weights = spec.mixer_weights + spec.feed_forward_weights
         states = [state for state in spec.states if state is not None]
         matrices = sum(state.heads * state.rows * state.columns for state in states)
         plain = kv_cache_dtype == "auto"

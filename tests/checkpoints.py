@@ -45,6 +45,19 @@ YARN_ROPE = {
 """Qwen's recipe for long texts; of so few pairs some are kept, some blended and some slowed."""
 
 
+GEMMA4 = LLAMA | {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": WINDOW,
+    "layer_types": 2 * ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 20.0,
+    "vocab_size_per_layer_input": VOCAB,
+    "tie_word_embeddings": True,
+}
+
+
 def longrope(pairs: int) -> dict[str, Any]:
     """Phi 3.5's rotation, trained with 64 tokens."""
     short, long = ([1 + step * pair / pairs for pair in range(pairs)] for step in (0.5, 6.0))
@@ -114,6 +127,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "tie_word_embeddings": True,
+    },
+    # Keys' projections that make values, of larger heads.
+    "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    # Embeddings for layers, and caches that layers share.
+    "gemma4-small": GEMMA4
+    | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "gemma4-moe": GEMMA4
+    | {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 40,
     },
     "lfm2": LLAMA
     | {
@@ -228,6 +256,14 @@ CONFIGS["qwen3-vl-text"] = CONFIGS["qwen2.5-vl-text"] | {"model_type": "qwen3_vl
 PARTS = {
     "gemma3-image": with_images(
         "gemma3", "gemma3", {"model_type": "siglip_vision_model"}, mm_tokens_per_image=4, image_token_index=380
+    ),
+    "gemma4-image": with_images(
+        "gemma4",
+        "gemma4",
+        {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16},
+        image_token_id=380,
+        audio_config=None,
+        tie_word_embeddings=True,
     ),
     "mistral3": with_images(
         "mistral3",

@@ -13,6 +13,7 @@ from .model_spec import (
     ROPE_TYPES,
     CheckpointError,
     ExpertsSpec,
+    GemmaSpec,
     LayerAttention,
     Multipliers,
     RopeSpec,
@@ -45,11 +46,23 @@ class HybridLayers(NamedTuple):
         return tuple(self.recurrence.state if recurs else None for recurs in self.recurs)
 
 
+class UnequalLayers(NamedTuple):
+    """The layers of a decoder that differ in what they keep of a token, and in the width of their MLP."""
+
+    attention: tuple[LayerAttention, ...]
+    cache_owners: tuple[int, ...]
+    mlp_sizes: tuple[int, ...]
+    full_head_dim: int
+    """Numbers of a head of layers that see all tokens."""
+    gemma: GemmaSpec
+
+
 class ArchitectureDefaults(NamedTuple):
     """The meaning of whatever an architecture's config.json leaves out. `slides`: the rule for its sliding window,
     unless it `reads_layer_types` and has them. `absent`: values of fields that are not there. `partial_rotary`: only a
     part of each head may be rotated. `rope_types`: its own names of rope types -> ours. `hybrid`: reads what layers are
-    like where not all attend. `translate`: config.json in the fields that are read here."""
+    like where not all attend, `unequal` where they attend in ways of their own. `translate`: config.json in the fields
+    that are read here."""
 
     slides: SlidingRule = lambda config, layer: False
     absent: Mapping[str, Any] = {}
@@ -57,6 +70,7 @@ class ArchitectureDefaults(NamedTuple):
     partial_rotary: bool = False
     rope_types: Mapping[str, str] = {}
     hybrid: "Callable[[ConfigFields], HybridLayers] | None" = None
+    unequal: "Callable[[ConfigFields], UnequalLayers] | None" = None
     translate: "Callable[[ConfigFields], Mapping[str, Any]]" = lambda fields: fields.config
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config_fields import MOST_PARTS, ArchitectureDefaults, ConfigFields
+from .gemma_config import GEMMAS
 from .hybrid_config import HYBRIDS
 from .model_spec import CheckpointError, ModelSpec
 
@@ -25,7 +26,7 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     try:
         fields = fields._replace(config={**defaults.absent, **config})
         fields = fields._replace(config=defaults.translate(fields))
-        if config.get("use_bidirectional_attention"):
+        if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # no text attends ahead
             raise fields.error("use_bidirectional_attention is not supported; only causal attention is")
         return _spec(architecture, fields)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
@@ -38,8 +39,10 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
     kv_heads = fields.number("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    rope, longest = fields.rope("full_attention", head_dim), fields.number("max_position_embeddings", 2048)
     hybrid = None if fields.defaults.hybrid is None else fields.defaults.hybrid(fields)
+    unequal = None if fields.defaults.unequal is None else fields.defaults.unequal(fields)
+    rope = fields.rope("full_attention", head_dim if unequal is None else unequal.full_head_dim)
+    longest = fields.number("max_position_embeddings", 2048)
     return ModelSpec(
         architecture=architecture,
         vocab_size=fields.number("vocab_size"),
@@ -48,7 +51,10 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        attention=fields.attention(hybrid),
+        attention=fields.attention(hybrid) if unequal is None else unequal.attention,
+        cache_owners=() if unequal is None else unequal.cache_owners,
+        mlp_sizes=() if unequal is None else unequal.mlp_sizes,
+        gemma=None if unequal is None else unequal.gemma,
         states=() if hybrid is None else hybrid.states,
         recurrence=None if hybrid is None else hybrid.recurrence,
         gated_attention=hybrid is not None and hybrid.gated,
@@ -125,6 +131,7 @@ _ARCHITECTURES: dict[str, ArchitectureDefaults] = {
         _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072},
         reads_layer_types=True,
     ),
+    **GEMMAS,
     **HYBRIDS,
 }
 """Any other architecture has Llama's defaults: no layer has a window."""

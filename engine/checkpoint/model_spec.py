@@ -7,7 +7,7 @@ from ...core.errors import InvalidArgument
 from .recurrence import LayerState, RecurrenceSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 NO_ROPE = "none"
 """The kind of a `RopeSpec` that rotates nothing. No config.json names it."""
 
@@ -45,7 +45,7 @@ class RopeSpec(NamedTuple):
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     partial_rotary_factor: float = 1.0
-    """The share of each head that is rotated, its first part."""
+    """The share of each head that is rotated, its first part; of proportional the first of all pairs (i, i + half)."""
     attention_factor: float = 1.0
     """Multiplies cosines and sines."""
     beta_fast: float = 32.0
@@ -57,7 +57,7 @@ class RopeSpec(NamedTuple):
     long_factor: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        return int(head_dim * self.partial_rotary_factor)
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
 
 class KeyValueShape(NamedTuple):
@@ -190,6 +190,17 @@ class Multipliers(NamedTuple):
 NO_MULTIPLIERS = Multipliers()
 
 
+class GemmaSpec(NamedTuple):
+    """What Gemma 3n and 4 have beside the parts that other decoders have, too."""
+
+    per_layer_size: int
+    """Numbers of the embedding that a token has for each layer; 0: it has none."""
+    per_layer_vocab: int
+    """Tokens that have such embeddings."""
+    keys_as_values: bool = False
+    """Whether layers that see all tokens make values of the projection of their keys."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(DecoderShape):
     """All numbers of a decoder. `dtype`: that of the stored weights, one of DTYPES. `local_rope`: of the layers with a
@@ -212,6 +223,24 @@ class ModelSpec(DecoderShape):
     gated_attention: bool = False
     """Whether heads of attention have gates, as wide as their queries."""
     multipliers: Multipliers = NO_MULTIPLIERS
+    mlp_sizes: tuple[int, ...] = ()
+    """The width of each layer's MLP; empty: `intermediate_size`, as wide as all are."""
+    gemma: GemmaSpec | None = None
+
+    def mlp_size(self, layer: int) -> int:
+        return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
+
+    @property
+    def feed_forward_weights(self) -> int:
+        """Numbers in the matrices of MLPs, and of what layers make of embeddings of their own, that a token goes
+        through: of a mixture, those of the experts it is routed to."""
+        widths = [self.mlp_size(layer) for layer in range(self.layers)]
+        if self.experts is not None:
+            chosen = self.experts.intermediate_size * self.experts.per_token + self.experts.shared_size
+            mixed = zip(widths, self.experts.sparse_layers, strict=True)
+            widths = [chosen if sparse else width for width, sparse in mixed]
+        inputs = 0 if self.gemma is None else self.gemma.per_layer_size
+        return 3 * self.hidden_size * (sum(widths) + self.layers * inputs)
 
     @property
     def mixer_weights(self) -> int:

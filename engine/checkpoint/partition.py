@@ -48,6 +48,9 @@ def check_partition(
     if spec.layers < stage.count:
         message = f"model {model}: {spec.layers} layers can't be split over {stage.count} stages"
         raise InvalidArgument(message, field="pipeline_parallel_size")
+    if stage.count > 1 and spec.gemma is not None and spec.gemma.per_layer_size:
+        message = f"model {model}: embeddings that tokens have for each layer can't be shared by {stage.count} stages"
+        raise InvalidArgument(message, field="pipeline_parallel_size")
     counts = stage.layer_counts
     if counts and (len(counts) != stage.count or sum(counts) != spec.layers or min(counts) < 1):
         message = (

@@ -280,6 +280,12 @@ class WeightLoader:
         self.pass_over([piece])
         return self._weights.read(piece).to(self.device, torch.float32, copy=True)
 
+    def number(self, name: str) -> float:
+        """A tensor [1]."""
+        piece = TensorSlice(name, (1,))
+        self.pass_over([piece])
+        return float(self._weights.read(piece)[0])
+
     def mapped(self, piece: TensorSlice) -> Tensor:
         """One slice: a mapped view of the file where dtype and device allow it, else a copy that all callers share. A
         view counts as no memory, since only the rows in use are read."""
@@ -293,6 +299,15 @@ class WeightLoader:
             if not form.plain or stored.dtype != self.dtype or self.device.type not in ("cpu", "meta"):
                 self.count_floats([piece], product=False)
         return tensor
+
+    def gathered(self, piece: TensorSlice) -> Tensor:
+        """A table of which a step takes single rows, in the host's memory: as `mapped` where that is the device's."""
+        if self.device.type in ("cpu", "meta"):
+            return self.mapped(piece)
+        table = torch.empty(len(piece.row_range), piece.width, dtype=self.dtype, pin_memory=True)
+        for first, rows in self.tiles([piece]):
+            table[first : first + len(rows)].copy_(rows)
+        return table
 
     def concatenate(self, pieces: Iterable[TensorSlice]) -> Tensor:
         """The slices, concatenated by rows, in memory of their own."""

@@ -10,6 +10,8 @@ typedef void norm_row(void *, const void *, const float *, void *, long, float, 
 typedef void gate_row(const void *, void *, long, int, int);
 typedef void rope_row(const void *, const float *, void *, long, int);
 typedef void scale_row(const void *, void *, long, float, int);
+typedef void soft_cap_row(void *, long, float, int);
+typedef void add_row(void *, const void *, long, int);
 
 typedef void gate_head(const HeadGate *, const void *, const void *, const float *, void *);
 
@@ -18,6 +20,8 @@ static gate_row *const gates[LEVELS] = ALL_LEVELS(gate);
 static gate_head *const head_gates[LEVELS] = ALL_LEVELS(gate_head);
 static rope_row *const rope_rows[LEVELS] = ALL_LEVELS(rope);
 static scale_row *const scales[LEVELS] = ALL_LEVELS(scale);
+static soft_cap_row *const soft_caps[LEVELS] = ALL_LEVELS(soft_cap);
+static add_row *const adds[LEVELS] = ALL_LEVELS(add);
 
 static char *place(const void *base, int64_t element, int kind) { return (char *)base + element * KIND_BYTES(kind); }
 
@@ -61,6 +65,19 @@ void scale_in_team(Team *team, const Scaling *o)
     });
 }
 
+void soft_cap_in_team(Team *team, const Scaling *o)
+{
+    soft_cap_row *soft_cap = soft_caps[charonia_level()];
+    FOR_ROWS(team, o->rows, o->rows * o->n, soft_cap(place(o->x, row * o->n, o->kind), o->n, o->factor, o->kind));
+}
+
+void add_in_team(Team *team, const Addition *o)
+{
+    add_row *add = adds[charonia_level()];
+    FOR_ROWS(team, o->rows, o->rows * o->n,
+             add(place(o->x, row * o->n, o->kind), place(o->delta, row * o->n, o->kind), o->n, o->kind));
+}
+
 void embed_rows(const Embedding *o)
 {
     scale_row *scale = scales[charonia_level()];
@@ -80,6 +97,12 @@ EXPORT void charonia_gate(const void *x, void *out, int64_t rows, int64_t n, int
 {
     const Gate gate = {x, out, rows, n, activation, kind};
     PARALLEL_REGION(threads_for(2 * rows * n), gate_in_team(team, &gate));
+}
+
+EXPORT void charonia_soft_cap(void *x, int64_t rows, int64_t n, float cap, int kind)
+{
+    const Scaling capping = {x, rows, n, cap, kind};
+    PARALLEL_REGION(threads_for(rows * n), soft_cap_in_team(team, &capping));
 }
 
 EXPORT void charonia_gate_heads(const HeadGate *layer, const void *x, const void *gates, int64_t gates_stride, void *out,

@@ -50,7 +50,7 @@ typedef struct {
     int kind;
 } Embedding;
 
-/* x [rows, n] times `factor`, in place. */
+/* x [rows, n] times `factor`, or softly capped at it, in place. */
 typedef struct {
     void *x;
     int64_t rows, n;
@@ -58,10 +58,20 @@ typedef struct {
     int kind;
 } Scaling;
 
+/* x [rows, n] plus `delta`, in place. */
+typedef struct {
+    void *x;
+    const void *delta;
+    int64_t rows, n;
+    int kind;
+} Addition;
+
 void norm_in_team(Team *, const Norm *);
 void gate_in_team(Team *, const Gate *);
 void gate_heads_in_team(Team *, const HeadGateCall *);
 void scale_in_team(Team *, const Scaling *);
+void soft_cap_in_team(Team *, const Scaling *);
+void add_in_team(Team *, const Addition *);
 void embed_rows(const Embedding *);
 
 #endif

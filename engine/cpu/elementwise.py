@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import library
-from .op_trace import EMBED, GATE, JOIN, NORM, OpStruct, OpTrace, SymbolicTensor, TensorOrSymbol
+from .op_trace import EMBED, GATE, JOIN, NORM, SOFT_CAP, OpStruct, OpTrace, SymbolicTensor, TensorOrSymbol
 
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3}
 """The numbers of `enum activation` of elementwise.c."""
@@ -77,11 +77,28 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     return out
 
 
-def join_features(first: TensorOrSymbol, second: TensorOrSymbol) -> TensorOrSymbol:
-    """Two tensors [N, n] side by side, [N, 2n]."""
+class FusedSoftCap:
+    """cap * tanh(x / cap), in place (arXiv 2408.00118)."""
+
+    def __init__(self, cap: float) -> None:
+        self._cap = cap
+        self._soft_cap = library.bind_function("charonia_soft_cap")
+
+    def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
+        """x [N, n], contiguous."""
+        if isinstance(x, SymbolicTensor):
+            x.trace.add_in_place(OpStruct(kind=SOFT_CAP, size=x.width, number=self._cap), x)
+        else:
+            self._soft_cap(x.data_ptr(), *x.shape, self._cap, library.DTYPE_CODES[x.dtype])
+        return x
+
+
+def join_features(first: TensorOrSymbol, second: TensorOrSymbol, column: int = 0) -> TensorOrSymbol:
+    """A tensor [N, n], and behind it n numbers of each line of the second one, from `column` on: [N, 2n]."""
     if isinstance(first, SymbolicTensor):
-        return first.trace.add_op(OpStruct(kind=JOIN, size=first.width), first, 2 * first.width, delta=second)
-    return torch.cat((first, second), -1)
+        operation = OpStruct(kind=JOIN, size=first.width, stride=second.width, layer=column)
+        return first.trace.add_op(operation, first, 2 * first.width, delta=second)
+    return torch.cat((first, second[:, column : column + first.shape[1]]), -1)
 
 
 def trace_embedding(trace: OpTrace, table: Tensor, factor: float) -> SymbolicTensor:

@@ -38,6 +38,7 @@ SIGNATURES = {
     "charonia_threads": "",
     "charonia_norm": "pppplllllfi",
     "charonia_gate": "ppllii",
+    "charonia_soft_cap": "pllfi",
     "charonia_gate_heads": "ppplpl",
     "charonia_convolve": "pppplpp",
     "charonia_recur": "pppplplpp",

@@ -16,7 +16,7 @@ from .library import struct_fields
 from .memory import CACHE_LINE_BYTES
 
 NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN = range(12)
-CONVOLVE, RECUR, GATE_HEADS, SCALE = range(12, 16)
+CONVOLVE, RECUR, GATE_HEADS, SCALE, ADD, SOFT_CAP = range(12, 18)
 """Kinds of operations, as in program.h."""
 
 
@@ -54,6 +54,10 @@ class SymbolicTensor:
 
     def mul_(self, factor: float) -> "SymbolicTensor":
         self.trace.add_in_place(OpStruct(kind=SCALE, size=self.width, number=factor), self)
+        return self
+
+    def add_(self, delta: "SymbolicTensor") -> "SymbolicTensor":
+        self.trace.add_in_place(OpStruct(kind=ADD, size=self.width), self, delta)
         return self
 
     def select(self) -> "SymbolicTensor":

@@ -73,15 +73,16 @@ static void keep(const Operation *o, const StepLayout *l)
     memcpy(tensor(l, o->out, 0), tensor(l, o->x, 0), (size_t)(l->tokens * o->size * number_bytes(o)));
 }
 
-/* Lines of x with those of delta behind them, `size` numbers each. */
+/* Lines of x with a part of those of delta behind them, `size` numbers each. */
 static void join(const Operation *o, const StepLayout *l)
 {
     const int64_t bytes = o->size * number_bytes(o);
-    const char *first = tensor(l, o->x, 0), *second = tensor(l, o->delta, 0);
+    const int64_t stride = o->stride * number_bytes(o);
+    const char *first = tensor(l, o->x, 0), *second = tensor(l, o->delta, 0) + o->layer * number_bytes(o);
     char *to = tensor(l, o->out, 0);
     for (int64_t i = 0; i < l->tokens; i++) {
         memcpy(to + 2 * i * bytes, first + i * bytes, (size_t)bytes);
-        memcpy(to + (2 * i + 1) * bytes, second + i * bytes, (size_t)bytes);
+        memcpy(to + (2 * i + 1) * bytes, second + i * stride, (size_t)bytes);
     }
 }
 
@@ -179,9 +180,12 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
         recur(team, o, l);
     } else if (o->kind == GATE_HEADS) {
         gate_heads(team, o, l);
-    } else if (o->kind == SCALE) {
+    } else if (o->kind == SCALE || o->kind == SOFT_CAP) {
         const Scaling scaling = {tensor(l, o->x, o->selected), rows_of(l, o), o->size, o->number, o->dtype};
-        scale_in_team(team, &scaling);
+        o->kind == SCALE ? scale_in_team(team, &scaling) : soft_cap_in_team(team, &scaling);
+    } else if (o->kind == ADD) {
+        const Addition addition = {tensor(l, o->x, 0), tensor(l, o->delta, 0), l->tokens, o->size, o->dtype};
+        add_in_team(team, &addition);
     } else if (adapts(o)) {
         adapt(team, o, l);
     } else if (team->me == 0) {

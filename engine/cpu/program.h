@@ -11,7 +11,7 @@
 
 enum {
     NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN, CONVOLVE, RECUR,
-    GATE_HEADS, SCALE
+    GATE_HEADS, SCALE, ADD, SOFT_CAP
 };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
@@ -25,9 +25,11 @@ typedef struct {
     int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head, in lines
                                     `stride` long, of queries alone or of keys and values, too; of
                                     LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines; CONVOLVE,
-                                    RECUR: the layer's number among those with states */
+                                    RECUR: the layer's number among those with states; JOIN: the first of the `size`
+                                    numbers of delta's lines, which are `stride` long */
     const Matrix *next;          /* product: the matrix of the next product */
-    float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x */
+    float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x as ADD does; what
+                                    SOFT_CAP caps x at */
     int32_t dtype, activation;
     int32_t selected;            /* whether its tensors are of selected places alone; SELECT: the one that comes out */
 } Operation;

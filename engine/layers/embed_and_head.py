@@ -4,7 +4,7 @@ Between pipeline stages travels the residual stream with everything added to it,
 stage goes on with the very numbers that one rank would have.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from ..checkpoint.build_context import PipelineLink, rank_slice
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
-from ..cpu.elementwise import trace_embedding
+from ..cpu import library
+from ..cpu.elementwise import FusedSoftCap, trace_embedding
 from ..cpu.op_trace import OpTrace, SymbolicTensor
 from .linear import LMHead, split_reason
 from .norm import NormFactory
@@ -83,8 +84,8 @@ class LogitsOutput:
         self.norm = norm(loader.vector(norm_weight, spec.hidden_size), spec.norm_eps)
         name = EMBEDDING_WEIGHT if spec.tied_embeddings else HEAD_WEIGHT
         self.head = LMHead(loader, name, spec.vocab_size, spec.hidden_size)
-        self._cap = spec.logit_softcap
-        self.untraceable = self.head.untraceable if self._cap is None else "its logits are capped"
+        self._soft_cap = None if spec.logit_softcap is None else _fastest_soft_cap(spec.logit_softcap, loader)
+        self.untraceable = self.head.untraceable
 
     def __call__(self, x: Tensor, delta: Tensor, selections: Sequence[Tensor]) -> Iterator[Tensor]:
         """The residual stream `x` and what is still to be added to it, both [N, hidden], may be overwritten. Each
@@ -98,14 +99,21 @@ class LogitsOutput:
         norm = cast(Any, self.norm)
         head = cast(Any, self.head)
         logits: SymbolicTensor = head(norm.add_and_norm(x.select(), delta.select()))
-        return logits
+        return logits if self._soft_cap is None else cast(Any, self._soft_cap)(logits)
 
     def _logits(self, x: Tensor, delta: Tensor, places: Tensor) -> Tensor:
         if len(places) < len(x):
             x = x[places]
             delta = delta[places]
         logits = self.head(self.norm.add_and_norm(x, delta))
-        return logits if self._cap is None else (logits / self._cap).tanh_().mul_(self._cap)
+        return logits if self._soft_cap is None else self._soft_cap(logits)
+
+
+def _fastest_soft_cap(cap: float, loader: WeightLoader) -> Callable[[Tensor], Tensor]:
+    """cap * tanh(logits / cap), in place where kernels compute."""
+    if library.supports(loader.dtype, loader.device):
+        return FusedSoftCap(cap)
+    return lambda logits: (logits / cap).tanh_().mul_(cap)
 
 
 class DecoderEnds(NamedTuple):

@@ -70,14 +70,14 @@ class GatedMLP:
         down = f"{spec.name}.{spec.down}"
         whole = RowLinear(loader, down, spec.intermediate, mine, spec.hidden, bias=spec.bias)
         self._down: RowLinear | LayerMatmul = whole.partial if partial else whole
-        self._gate = _fastest_gate(spec.activation, loader)
+        self._gate = fastest_gate(spec.activation, loader)
         self.untraceable = whole.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         return self._down(self._gate(self._gate_up(x, context)), context)
 
 
-def _fastest_gate(activation: str, loader: WeightLoader) -> "FusedGate | TorchGate | TritonGate":
+def fastest_gate(activation: str, loader: WeightLoader) -> "FusedGate | TorchGate | TritonGate":
     if runtime.serves(loader.dtype, loader.device):
         from ..gpu.gate import TritonGate
 
@@ -105,12 +105,20 @@ class MixtureOfExperts:
     untraceable: str | None = "it has a mixture of experts"
 
     def __init__(
-        self, loader: WeightLoader, expert: GatedMLPSpec, spec: ExpertsSpec, router: str = "gate", bias: str = ""
+        self,
+        loader: WeightLoader,
+        expert: GatedMLPSpec,
+        spec: ExpertsSpec,
+        router: str = "gate",
+        bias: str = "",
+        scales: str = "",
     ) -> None:
-        """`expert` is what all experts are like, with the name of the mixture, which `router` and `bias` follow."""
+        """`expert` is what all experts are like, with the name of the mixture, which those of tensors follow: the
+        `router`, its `bias`, and `scales` that multiply the weights of each expert, if there are any."""
         weight = TensorSlice(f"{expert.name}.{router}.weight", (spec.count, expert.hidden))
         self._scores = build_matmul(loader, [weight], use=ROUTER)
         self._bias = loader.floats(f"{expert.name}.{bias}", spec.count) if spec.biased else None
+        self._scales = loader.floats(f"{expert.name}.{scales}", spec.count) if scales else None
         self._spec = spec
         self._group = loader.group
         mine = range(spec.count)
@@ -125,8 +133,9 @@ class MixtureOfExperts:
             f"{other.name}.{part}" for other in others for part in (other.gate, other.up, other.down)
         )
 
-    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        weights, chosen = self._choose(self._scores(x).float())
+    def __call__(self, x: Tensor, context: StepContext, routed: Tensor | None = None) -> Tensor:
+        """`routed` [N, hidden]: what the router sees in place of x."""
+        weights, chosen = self._choose(self._scores(x if routed is None else routed).float())
         return self._group.all_reduce(self._experts(x, chosen, weights, context))
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,6 +149,8 @@ class MixtureOfExperts:
             weights = likely.gather(-1, chosen)
         if spec.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + (_NOT_NOTHING if spec.sigmoid else 0.0))
+        if self._scales is not None:
+            weights = weights * self._scales[chosen]
         return weights * spec.scale if spec.scale != 1 else weights, chosen
 
 

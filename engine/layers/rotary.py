@@ -1,5 +1,6 @@
 """Rotary position embedding (arXiv 2104.09864) of whole heads or of their first numbers, with the scalings of
-config.json: linear, llama3, yarn (arXiv 2309.00071) and longrope (arXiv 2402.13753)."""
+config.json: linear, llama3, yarn (arXiv 2309.00071) and longrope (arXiv 2402.13753); proportional, which turns some of
+the pairs of whole heads."""
 
 import math
 from typing import NamedTuple, TypeAlias
@@ -116,6 +117,10 @@ def _frequencies(rope: RopeSpec, head_dim: int, positions: int) -> Tensor:
     the most that a sequence may have, decides between them, and not the length of a sequence: cached keys stay valid
     while the sequence grows."""
     size = rope.rotary_dim(head_dim)
+    if rope.kind == "proportional":
+        turned = int(rope.partial_rotary_factor * head_dim // 2)
+        slow = rope.theta ** -(torch.arange(0, 2 * turned, 2, dtype=torch.float32) / head_dim) / rope.factor
+        return torch.cat((slow, torch.zeros(head_dim // 2 - turned)))
     plain = 1.0 / rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if rope.kind == NO_ROPE:
         return torch.zeros_like(plain)

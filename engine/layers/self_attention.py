@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.build_context import kv_head_slice, rank_slice
-from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.model_spec import KeyValueShape, ModelSpec
 from ..checkpoint.weights import WeightLoader
 from .head_gate import build_head_gate
 from .linear import LayerMatmul, OutputShard, RowLinear, column_linear
@@ -27,6 +27,10 @@ class AttentionProjections(NamedTuple):
     gated: bool = False
     """The matrix of queries has a gate behind each head's, whose sigmoid multiplies the head's output
     (arXiv 2505.06708)."""
+    normed_values: bool = False
+    """Value heads are normalised, too, without weights."""
+    values: str = "v_proj"
+    """The matrix that makes values: that of keys, too, where both come of one projection."""
     out: str = "o_proj"
     norm_suffix: str = "norm"
     """Queries' norm is called q_ and this, keys' k_ and this."""
@@ -45,16 +49,22 @@ class SelfAttention:
         inputs: int | None = None,
     ) -> None:
         name = f"model.layers.{index}.self_attn"
-        size = spec.head_dim
+        kind = spec.attention[index]
+        assert kind is not None, "the layer attends"
+        shape = spec.kept(kind)
+        size = shape.key_size
         heads = rank_slice(spec.heads, loader.group)
-        kv_heads = kv_head_slice(spec.kv_heads, loader.group)
+        kv_heads = kv_head_slice(shape.heads, loader.group)
         queries, keys = (slice(part.start * size, part.stop * size) for part in (heads, kv_heads))
         self._cache_layer = spec.cache_index(index, loader.stage.layers(spec.layers).start)
         self._rotary = rotary
         self._head_dim = size
         self._heads = heads.stop - heads.start
-        self._kv_heads = kv_heads.stop - kv_heads.start
-        shards = _qkv_shards(name, spec, queries, keys, projections.fused)
+        kept_heads = kv_heads.stop - kv_heads.start if spec.owns_cache(index) else 0
+        self._packed_heads = self._heads + 2 * kept_heads
+        shards = _qkv_shards(name, spec, shape, queries, keys, projections)
+        if not kept_heads:
+            del shards[1:]
         self._gate: LayerMatmul | None = None
         ungated = None
         if projections.gated:
@@ -67,12 +77,15 @@ class SelfAttention:
             ungated = self._output_gate.untraceable
         self._qkv = column_linear(loader, shards, inputs or spec.hidden_size, bias=projections.qkv_bias)
         self._norm = None
-        if projections.norm is not None:  # one for the heads of queries and keys together, each with its own weight
-            of_queries, of_keys = (
-                loader.vector(f"{name}.{one}_{projections.norm_suffix}.weight", size) for one in "qk"
-            )
-            weight = torch.cat((of_queries.expand(self._heads, -1), of_keys.expand(self._kv_heads, -1)))
-            self._norm = projections.norm(weight, spec.norm_eps)
+        if projections.norm is not None:  # one for all heads together, each with its own weight
+            weights = [loader.vector(f"{name}.q_{projections.norm_suffix}.weight", size).expand(self._heads, -1)]
+            if kept_heads:
+                of_keys = loader.vector(f"{name}.k_{projections.norm_suffix}.weight", size)
+                weights.append(of_keys.expand(kept_heads, -1))
+                if projections.normed_values:
+                    weights.append(torch.ones_like(of_keys).expand(kept_heads, -1))
+            self._norm = projections.norm(torch.cat(weights), spec.norm_eps)
+            self._normed_heads = sum(map(len, weights))
         heads_size = spec.heads * size
         outputs = spec.hidden_size
         out = f"{name}.{projections.out}"
@@ -80,9 +93,9 @@ class SelfAttention:
         self.untraceable = rotary.untraceable or self._out.untraceable or ungated
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        packed = self._qkv(x, context).view(-1, self._heads + 2 * self._kv_heads, self._head_dim)
+        packed = self._qkv(x, context).view(-1, self._packed_heads, self._head_dim)
         if self._norm is not None:
-            self._norm.norm_heads(packed, self._heads + self._kv_heads)
+            self._norm.norm_heads(packed, self._normed_heads)
         angles = context.angles(self._rotary)
         mixed = context.attention.apply_rope_and_attend(self._cache_layer, packed, angles)
         if self._gate is not None:
@@ -96,13 +109,15 @@ def _gated_head(matrix: OutputShard, head: int, size: int, half: int) -> OutputS
     return matrix._replace(features=slice(first, first + size))
 
 
-def _qkv_shards(name: str, spec: ModelSpec, queries: slice, keys: slice, fused: bool) -> list[OutputShard]:
-    """The matrices of queries, keys and values, which are one below the other in one matrix if they are `fused`."""
-    q_size = spec.heads * spec.head_dim
-    kv_size = spec.kv_heads * spec.head_dim
-    if fused:
+def _qkv_shards(
+    name: str, spec: ModelSpec, shape: KeyValueShape, queries: slice, keys: slice, projections: AttentionProjections
+) -> list[OutputShard]:
+    """The matrices of queries, keys and values, which are one below the other in one matrix if they are fused."""
+    q_size = spec.heads * shape.key_size
+    kv_size = shape.heads * shape.key_size
+    if projections.fused:
         matrix = OutputShard(f"{name}.qkv_proj", q_size + 2 * kv_size, queries)
         key_rows = matrix._replace(features=keys).shifted(q_size)
         return [matrix, key_rows, key_rows.shifted(kv_size)]
-    key_matrix, value_matrix = (OutputShard(f"{name}.{one}_proj", kv_size, keys) for one in "kv")
+    key_matrix, value_matrix = (OutputShard(f"{name}.{one}", kv_size, keys) for one in ("k_proj", projections.values))
     return [OutputShard(f"{name}.q_proj", q_size, queries), key_matrix, value_matrix]

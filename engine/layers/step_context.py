@@ -4,8 +4,9 @@ A layer is called with its hidden states and this. Whatever else a step must tel
 not one more argument of every layer.
 """
 
+from collections.abc import Callable
 from copy import copy
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -35,6 +36,10 @@ class StepAttention(Protocol):
         next layer's call."""
 
 
+SharedPart: TypeAlias = Callable[[Tensor, "StepContext"], Tensor]
+"""Makes of the hidden states [N, hidden] that go into the first layer what all layers take."""
+
+
 class StepContext:
     """The tokens of one step, how they attend, the adapters that some of them have, if any does, and the states of
     their rows, if layers keep any."""
@@ -51,6 +56,7 @@ class StepContext:
         self.adapters = adapters
         self._states = states
         self._angles: dict[Rotary, RotaryAngles] = {}
+        self._shared: dict[SharedPart, Tensor] = {}
 
     @property
     def states(self) -> StepSlotStates:
@@ -62,6 +68,12 @@ class StepContext:
     def state_slots(self) -> StepSlots | None:
         """Where C finds the states, if layers keep some."""
         return None if self._states is None else self._states.kernel
+
+    def shared(self, part: SharedPart, x: Tensor) -> Tensor:
+        """What `part`, which layers share, makes of the first one's x; computed once."""
+        if part not in self._shared:
+            self._shared[part] = part(x, self)
+        return self._shared[part]
 
     def angles(self, rotary: Rotary) -> RotaryAngles:
         """The rotation of the step's tokens by `rotary`, computed once for all layers that share it."""

@@ -24,7 +24,7 @@ def build_dense_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedFo
 
 def mlp_spec(spec: ModelSpec, index: int) -> GatedMLPSpec:
     name = f"model.layers.{index}.mlp"
-    return GatedMLPSpec(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.activation)
+    return GatedMLPSpec(name, spec.hidden_size, spec.mlp_size(index), spec.mlp_bias, spec.activation)
 
 
 class LlamaVariant(NamedTuple):
@@ -40,9 +40,10 @@ def build_llama_variant(spec: ModelSpec, loader: WeightLoader, variant: LlamaVar
     return NativeDecoder(build_ends(spec, loader, rms_norm), layers)
 
 
-def shared_rotary(rope: RopeSpec, spec: ModelSpec, loader: WeightLoader) -> Rotary:
-    """The rotary embedding that all layers with `rope` share."""
-    return build_rotary(rope, spec.head_dim, loader.context.max_positions, loader.dtype, loader.device)
+def shared_rotary(rope: RopeSpec, spec: ModelSpec, loader: WeightLoader, head_dim: int | None = None) -> Rotary:
+    """The rotary embedding that all layers with `rope`, and heads of `head_dim`, share."""
+    size = head_dim or spec.head_dim
+    return build_rotary(rope, size, loader.context.max_positions, loader.dtype, loader.device)
 
 
 class LlamaDecoderLayer:

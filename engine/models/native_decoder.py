@@ -24,7 +24,7 @@ from ..cpu.op_trace import (
 from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, StepRun, ThreadPool
 from ..layers.embed_and_head import DecoderEnds, Embedding, LogitsOutput
 from ..layers.rotary import FusedRotary, Rotary, RotaryAngles
-from ..layers.step_context import StepContext
+from ..layers.step_context import SharedPart, StepContext
 from ..step_batch import SampledTokens
 from .interfaces import LogitsIterator
 
@@ -203,8 +203,14 @@ class SymbolicContext:
         self.states = self
         self._output_sizes = output_sizes
         self.adapters = None
+        self._shared: dict[SharedPart, Any] = {}
         self.rotaries: list[FusedRotary] = []
         """The rotary embeddings that layers asked for, each once."""
+
+    def shared(self, part: SharedPart, x: Tensor) -> Tensor:
+        if part not in self._shared:
+            self._shared[part] = part(x, cast(StepContext, self))
+        return cast(Tensor, self._shared[part])
 
     def angles(self, rotary: Rotary) -> RotaryAngles:
         assert isinstance(rotary, FusedRotary), "a layer that rotates by torch says that it is untraceable"

@@ -21,6 +21,7 @@ from ..cpu.memory import HugePageArena
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .calibration import calibrate
 from .gemma import build_gemma2, build_gemma3
+from .gemma4 import build_gemma4
 from .granite_hybrid import build_granite_hybrid
 from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, default_length
 from .lfm2 import build_lfm2
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Gemma2ForCausalLM": build_gemma2,
     "Gemma3ForCausalLM": build_gemma3,
+    "Gemma4ForCausalLM": build_gemma4,
+    "Gemma4UnifiedForCausalLM": build_gemma4,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
     "Lfm2ForCausalLM": build_lfm2,
     "Lfm2MoeForCausalLM": build_lfm2,

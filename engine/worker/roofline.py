@@ -64,13 +64,7 @@ def token_bytes(spec: ModelSpec, kind: str) -> int:
 
 def token_weights(spec: ModelSpec) -> int:
     """Numbers in the matrices that one token goes through; of a mixture, in those of the experts it is routed to."""
-    dense = 3 * spec.hidden_size * spec.intermediate_size
-    widths = [dense] * spec.layers
-    if spec.experts is not None:
-        chosen = spec.experts.intermediate_size * spec.experts.per_token
-        sparse = 3 * spec.hidden_size * (chosen + spec.experts.shared_size)
-        widths = [sparse if mixed else dense for mixed in spec.experts.sparse_layers]
-    return spec.mixer_weights + sum(widths) + spec.vocab_size * spec.hidden_size
+    return spec.mixer_weights + spec.feed_forward_weights + spec.vocab_size * spec.hidden_size
 
 
 def read_bandwidth() -> float:

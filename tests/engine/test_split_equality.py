@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gemma2": {"layer_types": SLIDING},
     "gemma3": {"layer_types": SLIDING},
+    "gemma4": {},
 }
 """Four layers each, and, all but the biased one, fewer key/value heads than four ranks."""
 SHAPED = ResolvedSampling(

@@ -33,6 +33,8 @@ OTHERS = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-small",
     "phi3",
     "mixtral",
     "mistral",

@@ -198,13 +198,25 @@ def test_greedy_tokens_are_transformers(
     assert_it_happened(setting, outcome, events)
 
 
-OTHERS = ("qwen2-yarn", "qwen2-window", "mistral", "qwen3", "qwen3-moe", "mixtral", "phi3", "gemma2", "gemma3")
+OTHERS = (
+    "qwen2-yarn",
+    "qwen2-window",
+    "mistral",
+    "qwen3",
+    "qwen3-moe",
+    "mixtral",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gemma4-small",
+)
 RECURRENT = ("qwen3.5", "lfm2", "granite-hybrid")
 FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2", "opt")
 
 
 @pytest.mark.parametrize("setting", [pytest.param("plain", marks=pytest.mark.proof), "everything, ahead 1"])
-@pytest.mark.parametrize("name", [*OTHERS, *FOREIGN])
+@pytest.mark.parametrize("name", [*OTHERS, *FOREIGN, pytest.param("gemma4-moe", marks=pytest.mark.proof)])
 def test_other_architectures_are_transformers(
     name: str,
     setting: str,

@@ -39,6 +39,7 @@ MODELS = [
     ("qwen2", "bfloat16", "int8"),
     ("qwen3-moe", "bfloat16", "int8"),
     ("gemma2", "bfloat16", "none"),
+    ("gemma4-small", "bfloat16", "int8"),
 ]
 
 

@@ -34,13 +34,16 @@ KIN = [
     "phi3",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-small",
+    "gemma4-moe",
     "qwen2-yarn",
     "llama-gelu",
     "llama-quick-gelu",
 ]
-PARTS = ["gemma3-image", "mistral3", "llava", "qwen2.5-vl", "qwen3-vl"]
+PARTS = ["gemma3-image", "gemma4-image", "mistral3", "llava", "qwen2.5-vl", "qwen3-vl"]
 """The language part of what takes images too."""
-SPARSE = ("qwen3-moe", "mixtral")
+SPARSE = ("qwen3-moe", "mixtral", "gemma4-moe")
 LENGTHS = (40, 1, 23, 100)
 
 
@@ -62,7 +65,7 @@ def logits(directory: Path, sequences: list[torch.Tensor], dtype: torch.dtype, b
     """[all tokens, vocabulary] of the sequences in one packed step."""
     found = checkpoint_builder(open_checkpoint(directory))
     model, shape, *_ = found.build(BuildContext(dtype, CPU, found.max_position))
-    cache = CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU)
+    cache = CacheSpec(shape.cached_attention, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU)
     attention = create_backend(backend, cache)
     attention.allocate(40)
     step = batch(sequences, 16)

@@ -21,7 +21,19 @@ from charonia.engine.models.registry import checkpoint_builder
 from charonia.engine.step_batch import StepBatch
 
 CPU = torch.device("cpu")
-DENSE = ["llama", "llama-linear-biased", "qwen2", "mistral", "qwen3", "phi3", "phi4-mini", "gemma2", "gemma3"]
+DENSE = [
+    "llama",
+    "llama-linear-biased",
+    "qwen2",
+    "mistral",
+    "qwen3",
+    "phi3",
+    "phi4-mini",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gemma4-small",
+]
 SPARSE = ["qwen3-moe", "mixtral"]
 LOGGER = "charonia.engine.models.native_decoder"
 
@@ -48,7 +60,7 @@ def spoken(decoder: Decoder, attention: NativeAttention) -> list[torch.Tensor]:
 
 
 def whole(decoder: Decoder) -> tuple[bool, bool]:
-    """Whether its program begins with token ids, and whether it ends with logits: those that are capped are torch's."""
+    """Whether its program begins with token ids, and whether it ends with logits."""
     assert isinstance(decoder, NativeDecoder)
     marks = None if decoder.program is None else decoder.program.io
     return marks is not None and marks.embeds_tokens, marks is not None and marks.logits is not None
@@ -75,7 +87,8 @@ def test_a_program_changes_no_bit(
     monkeypatch.setattr(DecoderProgram, "begin", counted)
     found = checkpoint_builder(open_checkpoint(checkpoint(name)))
     decoder, shape, *_ = found.build(BuildContext(dtype, CPU, 128))
-    attention = NativeAttention(CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, 16, dtype, CPU))
+    sizes = shape.heads, shape.kv_heads, shape.head_dim, 16
+    attention = NativeAttention(CacheSpec(shape.cached_attention, *sizes, dtype, CPU))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -83,14 +96,10 @@ def test_a_program_changes_no_bit(
     finally:
         torch.set_num_threads(before)
     assert runs == (0 if name in SPARSE else 4)
-    assert whole(decoder) == (name not in SPARSE, name not in (*SPARSE, "gemma2"))
-    reasons = {
-        "gemma2": "without the logits: its logits are capped",
-        **dict.fromkeys(SPARSE, "it has a mixture of experts"),
-    }
+    assert whole(decoder) == (name not in SPARSE, name not in SPARSE)
     told = [record.getMessage() for record in caplog.records if record.name == LOGGER]
-    assert len(told) == (name in reasons)
-    assert reasons.get(name, "") in "".join(told)
+    assert len(told) == (name in SPARSE)
+    assert ("it has a mixture of experts" in "".join(told)) == (name in SPARSE)
     monkeypatch.setattr(NativeDecoder, "_program_for", lambda *_: None)
     one_by_one = spoken(decoder, attention)
     assert all(torch.equal(a, b) for a, b in zip(by_program, one_by_one, strict=True))

@@ -233,9 +233,10 @@ def test_states_computed_by_torch_go_back_behind_wrong_drafts(tight: bool, check
         model.executor.close()
 
 
-def test_what_repeats_itself_is_drafted_from_the_text(models: Callable[..., Model]) -> None:
-    plain, steps, _ = models().run(ResolvedSampling())
-    outcome, fewer, speculation = models().run(ResolvedSampling(), NgramDrafter(1, 4))
+@pytest.mark.parametrize("name", ["llama", "gemma4-small"])
+def test_what_repeats_itself_is_drafted_from_the_text(name: str, models: Callable[..., Model]) -> None:
+    plain, steps, _ = models(name).run(ResolvedSampling())
+    outcome, fewer, speculation = models(name).run(ResolvedSampling(), NgramDrafter(1, 4))
     assert outcome.tokens == plain.tokens
     assert speculation is not None
     assert speculation.totals[NAME].accepted_tokens > 0

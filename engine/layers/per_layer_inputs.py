@@ -1,0 +1,82 @@
+"""Embeddings that a token has for each layer (Gemma 3n and 4). Their table is larger than the rest of a small model,
+and only gathered from: it stays in the host's memory, on a CPU in its file."""
+
+import math
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint.model_spec import GemmaSpec, ModelSpec
+from ..checkpoint.weights import TensorSlice, WeightLoader
+from ..cpu.elementwise import join_features, trace_embedding
+from ..cpu.op_trace import SymbolicTensor
+from .linear import OutputShard, column_linear
+from .mlp import fastest_gate
+from .norm import divided_rms_norm, rms_norm
+from .product_matrix import build_matmul
+from .step_context import StepContext
+
+
+class PerLayerInputs:
+    """Embeddings x [N, hidden] of a step's tokens -> [N, layers * size]: of each layer the projection of x, normalised,
+    and the token's own embedding, the sum divided by sqrt(2). Every rank of a group has all of it."""
+
+    def __init__(self, loader: WeightLoader, spec: ModelSpec, gemma: GemmaSpec) -> None:
+        self._layers = spec.layers
+        self._size = gemma.per_layer_size
+        width = spec.layers * gemma.per_layer_size
+        table = TensorSlice("model.embed_tokens_per_layer.weight", (gemma.per_layer_vocab, width))
+        self._table = loader.gathered(table)
+        self._factor = math.sqrt(gemma.per_layer_size / 2)
+        projection = TensorSlice("model.per_layer_model_projection.weight", (width, spec.hidden_size))
+        self._project = build_matmul(loader, [projection])
+        weight = loader.vector("model.per_layer_projection_norm.weight", gemma.per_layer_size)
+        # The projection is divided by sqrt(hidden) before its norm, which is as if the norm's epsilon were larger.
+        self._norm = divided_rms_norm(weight, spec.norm_eps * spec.hidden_size, math.sqrt(2))
+        self._gather = _fastest_gather(self._table, loader)
+        self.host_bound = self._table.device != loader.device
+        contiguous = self._table.is_contiguous() and self._table.dtype == loader.dtype
+        self.untraceable = None if contiguous else "its table of embeddings for layers is not contiguous"
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        inputs = self._project(x)
+        self._norm.norm_heads(inputs.view(-1, self._layers, self._size), self._layers)
+        traced: object = x  # declared for tensors
+        if isinstance(traced, SymbolicTensor):
+            return inputs.add_(trace_embedding(traced.trace, self._table, self._factor))  # type: ignore[arg-type]
+        return inputs.add_(self._gather(context.batch.tokens).mul_(self._factor))
+
+    def column(self, layer: int) -> int:
+        """Where the inputs of a layer begin."""
+        return layer * self._size
+
+
+class PerLayerGate:
+    """x [N, hidden] and the step's `PerLayerInputs` -> what layer `index` adds to the residual stream [N, hidden]: its
+    inputs, gated by x."""
+
+    def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, inputs: PerLayerInputs, size: int) -> None:
+        name = f"model.layers.{index}"
+        hidden = spec.hidden_size
+        self._inputs = inputs
+        self._column = inputs.column(index)
+        gate = OutputShard(f"{name}.per_layer_input_gate", size, slice(0, size))
+        self._gate = column_linear(loader, [gate], hidden, bias=False)
+        back = OutputShard(f"{name}.per_layer_projection", hidden, slice(0, hidden))
+        self._project = column_linear(loader, [back], size, bias=False)
+        self._activate = fastest_gate(spec.activation, loader)
+        weight = loader.vector(f"{name}.post_per_layer_input_norm.weight", hidden)
+        self._norm = rms_norm(weight, spec.norm_eps)
+        self.untraceable = inputs.untraceable
+
+    def __call__(self, x: Tensor, inputs: Tensor, context: StepContext) -> Tensor:
+        gated = self._activate(join_features(self._gate(x, context), inputs, self._column))
+        return self._norm(self._project(gated, context))
+
+
+def _fastest_gather(table: Tensor, loader: WeightLoader) -> Callable[[Tensor], Tensor]:
+    """Token ids [N] -> rows of the table [N, width], in memory of their own on the model's device."""
+    if table.device == loader.device:
+        return lambda tokens: F.embedding(tokens, table)
+    return lambda tokens: F.embedding(tokens.to(table.device), table).to(loader.device)
