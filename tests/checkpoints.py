@@ -128,6 +128,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "tie_word_embeddings": True,
     },
+    "gemma3n": LLAMA
+    | {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+    },
     # Keys' projections that make values, of larger heads.
     "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     # Embeddings for layers, and caches that layers share.
@@ -300,19 +313,6 @@ FOREIGN: dict[str, dict[str, Any]] = {
     },
     "starcoder2": LLAMA | {"model_type": "starcoder2", "sliding_window": WINDOW},
     "opt": LLAMA | {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64},
-    "gemma3n": LLAMA
-    | {
-        "model_type": "gemma3n_text",
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-        "head_dim": 16,
-        "sliding_window": WINDOW,
-        "vocab_size_per_layer_input": VOCAB,
-        "hidden_size_per_layer_input": 16,
-        "laurel_rank": 8,
-    },
     "cohere2": LLAMA
     | {
         "model_type": "cohere2",
@@ -323,7 +323,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
     },
 }
 """The same through transformers' modules: half of a head turned, scales, windows, layers without positions, learned
-positions, layers that share keys and values."""
+positions."""
 
 CONFIGS |= FOREIGN
 

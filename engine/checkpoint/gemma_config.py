@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config_fields import MOST_PARTS, ArchitectureDefaults, ConfigFields, UnequalLayers
-from .model_spec import LAYER_TYPES, GemmaSpec, KeyValueShape, LayerAttention
+from .model_spec import LAYER_TYPES, AltUpSpec, GemmaSpec, KeyValueShape, LayerAttention
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _OWN_FIELDS = {"head_dim", "num_key_value_heads"}
@@ -102,6 +102,59 @@ def _gemma4_fields(fields: ConfigFields) -> Mapping[str, Any]:
     return {**config, **own, "shared_expert_intermediate_size": config["intermediate_size"]}
 
 
+def _gemma3n(fields: ConfigFields) -> UnequalLayers:
+    types = _layer_types(fields, every=5)
+    sliding = LayerAttention(fields.number("sliding_window"), 1.0)
+    full = LayerAttention(None, 1.0)
+    streams = fields.number("altup_num_inputs", most=MOST_PARTS)
+    active = fields.config["altup_active_idx"]
+    if type(active) is not int or not 0 <= active < streams:
+        raise fields.error(f"altup_active_idx must be one of {streams} streams, got {active!r}")
+    if not fields.config["hidden_size_per_layer_input"]:
+        raise fields.unknown("hidden_size_per_layer_input 0 is not supported: layers have embeddings of their own")
+    altup = AltUpSpec(
+        streams,
+        active,
+        fields.flag("altup_correct_scale", True),
+        fields.number("laurel_rank", most=MOST_PARTS),
+        _sparsity(fields),
+    )
+    return UnequalLayers(
+        tuple(sliding if kind == _SLIDING else full for kind in types),
+        _cache_owners(fields, types, _first_shared_layer(fields)),
+        _mlp_sizes(fields),
+        fields.number("head_dim", most=MOST_PARTS),
+        GemmaSpec(*_per_layer_sizes(fields), altup=altup),
+    )
+
+
+def _sparsity(fields: ConfigFields) -> tuple[float, ...]:
+    layers = len(fields.layers)
+    pattern = fields.config.get("activation_sparsity_pattern")
+    if pattern is None:  # of ten layers, in a model that has more
+        pattern = [0.95 if layer < 10 < layers else 0.0 for layer in range(layers)]
+    elif not isinstance(pattern, list):
+        pattern = [pattern] * layers
+    if len(pattern) != layers or any(type(share) not in (int, float) or not 0 <= share < 1 for share in pattern):
+        raise fields.error(f"activation_sparsity_pattern must be a share below 1 for each of {layers} layers")
+    return tuple(map(float, pattern))
+
+
+def _mlp_sizes(fields: ConfigFields) -> tuple[int, ...]:
+    layers = len(fields.layers)
+    widths = fields.config["mlp_widths"]
+    widths = list(widths) if isinstance(widths, list) else [widths] * layers
+    if len(widths) != layers:
+        raise fields.error(f"intermediate_size must be one number, or one for each of {layers} layers")
+    return tuple(fields._replace(config={"intermediate_size": width}).number("intermediate_size") for width in widths)
+
+
+def _gemma3n_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    config = fields.config
+    widths = config["intermediate_size"]
+    return {**config, "mlp_widths": widths, "intermediate_size": max(widths) if isinstance(widths, list) else widths}
+
+
 _GEMMA4 = ArchitectureDefaults(
     absent={
         "hidden_activation": "gelu_pytorch_tanh",
@@ -124,6 +177,28 @@ _GEMMA4 = ArchitectureDefaults(
 )
 _UNIFIED = {"sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0}
 GEMMAS = {
+    "Gemma3nForCausalLM": ArchitectureDefaults(
+        absent={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "intermediate_size": 16_384,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "max_position_embeddings": 32_768,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "final_logit_softcapping": 30.0,
+            "vocab_size_per_layer_input": 262_144,
+            "hidden_size_per_layer_input": 256,
+            "altup_num_inputs": 4,
+            "altup_active_idx": 0,
+            "num_kv_shared_layers": 15,
+            "laurel_rank": 64,
+        },
+        unequal=_gemma3n,
+        translate=_gemma3n_fields,
+    ),
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4UnifiedForCausalLM": _GEMMA4._replace(absent={**_GEMMA4.absent, **_UNIFIED}),
 }

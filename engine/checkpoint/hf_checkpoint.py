@@ -31,6 +31,7 @@ _SEVEN_BILLION = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_h
 _GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, "max_position_embeddings": 131_072}
 _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", _GEMMA),
+    "gemma3n_text": ("Gemma3nForCausalLM", {}),
     "gemma4_text": ("Gemma4ForCausalLM", {}),
     "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", {}),
     "llama": ("LlamaForCausalLM", _SEVEN_BILLION | {"intermediate_size": 11008}),
@@ -47,6 +48,7 @@ _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 _USUAL_TEXT_PART = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma3nForConditionalGeneration": "gemma3n_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "LlavaForConditionalGeneration": "llama",

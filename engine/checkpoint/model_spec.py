@@ -190,6 +190,20 @@ class Multipliers(NamedTuple):
 NO_MULTIPLIERS = Multipliers()
 
 
+class AltUpSpec(NamedTuple):
+    """The streams of hidden states that Gemma 3n's layers have, and what else they have of their own."""
+
+    streams: int
+    active: int
+    """The number of the stream that layers compute with."""
+    scaled: bool
+    """Whether that stream is scaled before inputs of a layer's own are gated by it."""
+    laurel_rank: int
+    """Numbers between the two matrices beside attention."""
+    sparsity: tuple[float, ...]
+    """The share of an MLP's gates that each layer takes for nothing."""
+
+
 class GemmaSpec(NamedTuple):
     """What Gemma 3n and 4 have beside the parts that other decoders have, too."""
 
@@ -199,6 +213,7 @@ class GemmaSpec(NamedTuple):
     """Tokens that have such embeddings."""
     keys_as_values: bool = False
     """Whether layers that see all tokens make values of the projection of their keys."""
+    altup: AltUpSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,8 +254,12 @@ class ModelSpec(DecoderShape):
             chosen = self.experts.intermediate_size * self.experts.per_token + self.experts.shared_size
             mixed = zip(widths, self.experts.sparse_layers, strict=True)
             widths = [chosen if sparse else width for width, sparse in mixed]
-        inputs = 0 if self.gemma is None else self.gemma.per_layer_size
-        return 3 * self.hidden_size * (sum(widths) + self.layers * inputs)
+        inputs, altup = (0, None) if self.gemma is None else (self.gemma.per_layer_size, self.gemma.altup)
+        weights = 3 * self.hidden_size * (sum(widths) + self.layers * inputs)
+        if altup is not None:
+            low_rank = self.layers * 2 * altup.laurel_rank
+            weights += self.hidden_size * (low_rank + 2 * (altup.streams - 1) * self.hidden_size)
+        return weights
 
     @property
     def mixer_weights(self) -> int:

@@ -73,6 +73,8 @@ def check_partition(
 def _tensor_refusal(spec: ModelSpec, tensor: int, whole_experts: bool) -> str | None:
     if spec.recurrence is not None and tensor > 1:
         return f"layers that keep states can't be shared by {tensor} ranks yet; stages of a pipeline can have them"
+    if spec.gemma is not None and spec.gemma.altup is not None and tensor > 1:
+        return f"layers with several streams of hidden states can't be shared by {tensor} ranks"
     if spec.heads % tensor:
         return f"{spec.heads} attention heads can't be shared evenly by {tensor} ranks"
     for kv_heads in (spec.kv_heads, *(kind.kept.heads for kind in spec.cached_attention if kind.kept is not None)):

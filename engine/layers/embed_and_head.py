@@ -5,7 +5,7 @@ stage goes on with the very numbers that one rank would have.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import FusedSoftCap, trace_embedding
-from ..cpu.op_trace import OpTrace, SymbolicTensor
+from ..cpu.op_trace import OpTrace, SymbolicTensor, Traceable
 from .linear import LMHead, split_reason
 from .norm import NormFactory
 
@@ -53,7 +53,7 @@ class Embedding:
 
 
 class StageReceiver:
-    untraceable = "its hidden states come from the stage before"
+    untraceable: str | None = "its hidden states come from the stage before"
 
     def __init__(self, link: PipelineLink, spec: ModelSpec, loader: WeightLoader) -> None:
         self._link = link
@@ -68,7 +68,7 @@ class StageReceiver:
 
 
 class StageSender:
-    untraceable = "its hidden states go to the stage after"
+    untraceable: str | None = "its hidden states go to the stage after"
 
     def __init__(self, link: PipelineLink) -> None:
         self._link = link
@@ -116,11 +116,23 @@ def _fastest_soft_cap(cap: float, loader: WeightLoader) -> Callable[[Tensor], Te
     return lambda logits: (logits / cap).tanh_().mul_(cap)
 
 
+class DecoderInput(Traceable, Protocol):
+    """Token ids [N] -> hidden states [N, width] in memory of their own."""
+
+    def __call__(self, tokens: Tensor) -> Tensor: ...
+
+
+class DecoderOutput(Traceable, Protocol):
+    """As `LogitsOutput`; without a head it returns None."""
+
+    def __call__(self, x: Tensor, delta: Tensor, selections: Sequence[Tensor]) -> Iterator[Tensor] | None: ...
+
+
 class DecoderEnds(NamedTuple):
     """A decoder's input and output, and the width of the hidden states between them."""
 
-    input: Embedding | StageReceiver
-    output: LogitsOutput | StageSender
+    input: DecoderInput
+    output: DecoderOutput
     hidden_size: int
 
 
@@ -135,6 +147,8 @@ def build_ends(
     the weight `last_norm`."""
     link = loader.context.shard.link
     stage = loader.context.shard.stage
+    first: DecoderInput
     first = Embedding(loader, spec, scale) if link is None or stage.first else StageReceiver(link, spec, loader)
+    last: DecoderOutput
     last = LogitsOutput(spec, loader, norm, last_norm) if link is None or stage.last else StageSender(link)
     return DecoderEnds(first, last, spec.hidden_size)

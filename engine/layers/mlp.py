@@ -3,6 +3,7 @@ of such MLPs as experts (arXiv 1701.06538, 2101.03961)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -50,6 +51,9 @@ class GatedMLPSpec(NamedTuple):
     down: str = "down_proj"
     fused: str | None = None
     """The one matrix that holds gate and up, where a checkpoint has them in one."""
+    sparsity: float = 0.0
+    """The share of a token's gates that become 0: those below what a normal distribution of their mean and spread has
+    at this share; what others are more than that remains."""
 
     def gate_and_up(self, features: slice) -> list[OutputShard]:
         """The matrices of gate and up, of each the output `features` that this rank computes."""
@@ -71,10 +75,21 @@ class GatedMLP:
         whole = RowLinear(loader, down, spec.intermediate, mine, spec.hidden, bias=spec.bias)
         self._down: RowLinear | LayerMatmul = whole.partial if partial else whole
         self._gate = fastest_gate(spec.activation, loader)
-        self.untraceable = whole.untraceable
+        self._spreads = NormalDist().inv_cdf(spec.sparsity) if spec.sparsity else None
+        self.untraceable = whole.untraceable or (None if self._spreads is None else "its gates are thinned by torch")
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        return self._down(self._gate(self._gate_up(x, context)), context)
+        both = self._gate_up(x, context)
+        if self._spreads is not None:
+            _keep_largest(both.chunk(2, -1)[0], self._spreads)
+        return self._down(self._gate(both), context)
+
+
+def _keep_largest(gates: Tensor, spreads: float) -> None:
+    """Take from gates [N, n], in place, so many standard deviations above their mean, down to 0."""
+    wide = gates.float()
+    deviation, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
+    gates.copy_(wide.sub_(mean + spreads * deviation).relu_())
 
 
 def fastest_gate(activation: str, loader: WeightLoader) -> "FusedGate | TorchGate | TritonGate":

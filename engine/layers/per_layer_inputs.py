@@ -35,9 +35,10 @@ class PerLayerInputs:
         # The projection is divided by sqrt(hidden) before its norm, which is as if the norm's epsilon were larger.
         self._norm = divided_rms_norm(weight, spec.norm_eps * spec.hidden_size, math.sqrt(2))
         self._gather = _fastest_gather(self._table, loader)
+        self._tokens = gemma.per_layer_vocab if gemma.per_layer_vocab < spec.vocab_size else None
         self.host_bound = self._table.device != loader.device
-        contiguous = self._table.is_contiguous() and self._table.dtype == loader.dtype
-        self.untraceable = None if contiguous else "its table of embeddings for layers is not contiguous"
+        contiguous = self._table.is_contiguous() and self._table.dtype == loader.dtype and self._tokens is None
+        self.untraceable = None if contiguous else "its embeddings for layers are not one table of all tokens"
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         inputs = self._project(x)
@@ -45,7 +46,10 @@ class PerLayerInputs:
         traced: object = x  # declared for tensors
         if isinstance(traced, SymbolicTensor):
             return inputs.add_(trace_embedding(traced.trace, self._table, self._factor))  # type: ignore[arg-type]
-        return inputs.add_(self._gather(context.batch.tokens).mul_(self._factor))
+        tokens = context.batch.tokens
+        if self._tokens is not None:  # others, of images, have the first one's
+            tokens = tokens.where(tokens < self._tokens, 0)
+        return inputs.add_(self._gather(tokens).mul_(self._factor))
 
     def column(self, layer: int) -> int:
         """Where the inputs of a layer begin."""

@@ -21,6 +21,7 @@ from ..cpu.memory import HugePageArena
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .calibration import calibrate
 from .gemma import build_gemma2, build_gemma3
+from .gemma3n import build_gemma3n
 from .gemma4 import build_gemma4
 from .granite_hybrid import build_granite_hybrid
 from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, default_length
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Gemma2ForCausalLM": build_gemma2,
     "Gemma3ForCausalLM": build_gemma3,
+    "Gemma3nForCausalLM": build_gemma3n,
     "Gemma4ForCausalLM": build_gemma4,
     "Gemma4UnifiedForCausalLM": build_gemma4,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,

@@ -1,4 +1,4 @@
-"""What Gemma 4's config.json says of its layers, as it is published and as transformers writes it."""
+"""What config.json of Gemma 3n and 4 says of their layers, as it is published and as transformers writes it."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.engine.checkpoint.hf_config import read_spec
 from charonia.engine.checkpoint.model_spec import (
+    AltUpSpec,
     CheckpointError,
     GemmaSpec,
     KeyValueShape,
@@ -97,6 +98,48 @@ def test_attention_between_images_is_no_texts() -> None:
 def test_what_no_layer_can_be_is_refused(changes: dict[str, Any], kind: type[CheckpointError], message: str) -> None:
     with pytest.raises(kind, match=message):
         spec(**changes)
+
+
+E4B_3N: dict[str, Any] = {
+    "architectures": ["Gemma3nForCausalLM"],
+    "vocab_size": 262_400,
+    "hidden_size": 2048,
+    "intermediate_size": 35 * [16384],
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "activation_sparsity_pattern": [*10 * [0.95], *25 * [0.0]],
+    "dtype": "bfloat16",
+}
+
+
+def spec_3n(**changes: Any) -> ModelSpec:
+    return read_spec(E4B_3N | changes, "here")
+
+
+def test_gemma_3n_has_streams_and_gates_that_are_thinned() -> None:
+    model = spec_3n()
+    assert model.gemma is not None
+    assert model.gemma.altup == AltUpSpec(4, 0, True, 64, (*10 * (0.95,), *25 * (0.0,)))
+    assert model.cache_owners == (*range(20), *3 * (*4 * (18,), 19))
+    assert (model.rope.theta, model.local_rope.theta, model.logit_softcap) == (1e6, 1e4, 30.0)
+    assert spec_3n(intermediate_size=16384, activation_sparsity_pattern=None) == model
+    with pytest.raises(InvalidArgument, match="several streams of hidden states can't be shared by 2 ranks"):
+        check_partition(model, "model", 2, PipelineStage())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"intermediate_size": [16384]}, "intermediate_size must be one number, or one for each of 35 layers"),
+        ({"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern must be a share below 1 for each of 35"),
+        ({"activation_sparsity_pattern": 35 * [1.0]}, "activation_sparsity_pattern must be a share below 1"),
+        ({"altup_active_idx": 4}, "altup_active_idx must be one of 4 streams, got 4"),
+        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input 0 is not supported"),
+    ],
+)
+def test_what_no_layer_of_gemma_3n_can_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        spec_3n(**changes)
 
 
 def test_embeddings_for_layers_stay_with_the_first() -> None:

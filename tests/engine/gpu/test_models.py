@@ -33,6 +33,7 @@ OTHERS = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma3n",
     "gemma4",
     "gemma4-small",
     "phi3",

@@ -216,7 +216,10 @@ FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2", "opt")
 
 
 @pytest.mark.parametrize("setting", [pytest.param("plain", marks=pytest.mark.proof), "everything, ahead 1"])
-@pytest.mark.parametrize("name", [*OTHERS, *FOREIGN, pytest.param("gemma4-moe", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "name",
+    [*OTHERS, *FOREIGN, *(pytest.param(name, marks=pytest.mark.proof) for name in ("gemma4-moe", "gemma3n"))],
+)
 def test_other_architectures_are_transformers(
     name: str,
     setting: str,

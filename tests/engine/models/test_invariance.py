@@ -40,6 +40,7 @@ MODELS = [
     ("qwen3-moe", "bfloat16", "int8"),
     ("gemma2", "bfloat16", "none"),
     ("gemma4-small", "bfloat16", "int8"),
+    pytest.param(("gemma3n", "bfloat16", "none"), marks=pytest.mark.proof),
 ]
 
 
@@ -97,7 +98,7 @@ def answers(outcome: LoopResult) -> list[Answer]:
     return [Answer(outcome.tokens[key], outcome.logprobs[key]) for key in range(len(LENGTHS))]
 
 
-@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+@pytest.fixture(scope="module", params=MODELS, ids=lambda model: "-".join(model))
 def engine(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[Engine]:
     name, dtype, quantization = request.param
     made = Engine(checkpoint(name), dtype, quantization)

@@ -34,6 +34,7 @@ KIN = [
     "phi3",
     "gemma2",
     "gemma3",
+    "gemma3n",
     "gemma4",
     "gemma4-small",
     "gemma4-moe",
