@@ -123,6 +123,8 @@ def read_task_tensors(
 
 def _modules(spec: ModelSpec) -> Mapping[int, tuple[_Projection, ...]]:
     """TensorRT-LLM's numbers of modules -> their linear layers; those of a module have one A."""
+    if spec.gemma is not None:
+        raise _wrong("lora_weights: the layers of this model are of different sizes; bring its adapters as files")
     hidden, wide = spec.hidden_size, spec.intermediate_size
     heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     output, down = _Projection("self_attn.o_proj", heads, hidden), _Projection("mlp.down_proj", wide, hidden)

@@ -137,7 +137,9 @@ def decode_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[s
     queries = max(next_power_of_2(places * spec.group), 16)
     cut = {"PLACES": places, "LEAST": LEAST_PART, "MOST": MOST_PARTS, "M": queries, "TILE": _tile_tokens(spec)}
     stages = 3 if spec.shape.codes is None else 5
-    warps = 4 if queries <= 32 and queries * spec.shape.head_dim <= 1 << 13 else 8
+    warps = 4 if queries <= 32 else 8
+    if spec.shape.head_dim > 256:
+        warps = 8 if queries == 16 else 16
     return _sizes(spec, sinks) | cut | {"num_warps": warps, "num_stages": stages}
 
 
@@ -152,7 +154,8 @@ def chunk_plan(spec: AttentionSpec, generation: int, sinks: bool = False) -> dic
     size = spec.shape.head_dim
     queries = 128 if 64 < size <= 128 and generation >= 90 else 64
     tile = {"M": max(queries, next_power_of_2(spec.group)), "TILE": _tile_tokens(spec)}
-    return _sizes(spec, sinks) | tile | {"num_warps": 4 if size <= 64 else 8, "num_stages": 2}
+    warps = 4 if size <= 64 else 8 if size <= 256 else 16
+    return _sizes(spec, sinks) | tile | {"num_warps": warps, "num_stages": 2}
 
 
 def _tile_tokens(spec: AttentionSpec) -> int:

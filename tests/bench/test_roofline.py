@@ -52,19 +52,22 @@ def test_the_one_billion_shape_has_its_weights() -> None:
     assert demand.weight_bytes == pytest.approx(1.236e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3.5", "lfm2", "granite-hybrid"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3.5", "lfm2", "granite-hybrid", "gemma4-small"])
 def test_the_demand_of_a_decoder_is_what_its_checkpoint_holds(making: ModuleType, tmp_path: Path, kind: str) -> None:
     """Every matrix of its layers, and for a sequence each number of its states, read and written."""
     directory = making.write_checkpoint(tmp_path, making.CONFIGS[kind])
     spec = read_spec(json.loads((directory / "config.json").read_text()), "here")
     tensors = load_file(directory / "model.safetensors")
-    weights = sum(tensor.numel() for name, tensor in tensors.items() if ".layers." in name and tensor.dim() == 2)
+    parts = ".layers.", ".per_layer_model_projection."
+    matrices = {name: tensor for name, tensor in tensors.items() if any(part in name for part in parts)}
+    weights = sum(tensor.numel() for tensor in matrices.values() if tensor.dim() == 2)
     states = [state for state in spec.states if state is not None]
-    matrices = sum(state.heads * state.rows * state.columns for state in states)
+    state_numbers = sum(state.heads * state.rows * state.columns for state in states)
     demand = ModelDemand.of(spec, "bf16")
-    assert demand.layers == weights + 4 * matrices
+    assert demand.layers == weights + 4 * state_numbers
     assert demand.weight_bytes == 2 * (weights + demand.head)
-    keys = 2 * 2 * len(spec.cached_attention) * spec.kv_heads * spec.head_dim
+    assert demand.token_bytes == 2 * spec.token_numbers
+    keys = 2 * sum(spec.kept(kind).numbers for kind in spec.attention if kind is not None)
     assert demand.context_bytes(1) - 2 * demand.state_bytes == keys
     assert demand.context_bytes(3) == 3 * keys + 2 * sum(state.bytes(2) for state in states)
 

@@ -1,5 +1,5 @@
-"""Models whose layers keep states, over HTTP with the prefix cache on: what they say is what transformers says, also
-where a request goes on from what another left."""
+"""Models whose layers keep states, or share caches, over HTTP with the prefix cache on: what they say is what
+transformers says, also where a request goes on from what another left."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from .models import write_model
 from .serving import Server, serving
 
-NAMES = ["qwen3.5", "lfm2", "granite-hybrid"]
+NAMES = ["qwen3.5", "lfm2", "granite-hybrid", "gemma4-small"]
 NEW = 12
 generator = torch.Generator().manual_seed(5)
 SHARED = torch.randint(1, 384, (100,), generator=generator).tolist()
@@ -55,7 +55,7 @@ def right(checkpoints: dict[str, Path]) -> Callable[[str], list[list[int]]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_they_say_what_transformers_says(hybrids: Server, right: Callable[[str], list[list[int]]], name: str) -> None:
-    """Twice: the second time each prompt goes on from a snapshot of what it was the first time."""
+    """Twice: the second time each prompt goes on from a snapshot, or from blocks, of what it was the first time."""
     with openai.OpenAI(base_url=f"{hybrids.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
         cached = []
         for _ in range(2):

@@ -104,7 +104,7 @@ def chosen_after(checkpoint: Path, prompt: list[int], tokens: list[int]) -> list
     return list(logits.argmax(-1).tolist())
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "granite-hybrid"])
+@pytest.mark.parametrize("name", ["qwen3.5", "granite-hybrid", "gemma4", "gemma4-small"])
 def test_layers_with_states_and_gated_attention_take_adapters(
     name: str,
     checkpoint: Callable[..., Path],
@@ -112,7 +112,7 @@ def test_layers_with_states_and_gated_attention_take_adapters(
     load: Callable[..., InlineExecutor],
     tmp_path: Path,
 ) -> None:
-    """Qwen's queries and their gates are parts of one matrix."""
+    """Qwen's queries and their gates are parts of one matrix; of Gemma 4's, one makes keys and values."""
     base = checkpoint(name)
     parts = "q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "mamba.in_proj", "out_proj", "down_proj"
     written = adapters.write_adapter(tmp_path / "all", adapters.layers_of(base, parts), 1)
