@@ -34,7 +34,7 @@ class FirstStreamInputs:
         return self._per_layer(x[:, : self._hidden].contiguous(), context)
 
 
-class SharedParts(NamedTuple):
+class Gemma3nSharedParts(NamedTuple):
     """What layers have in common: the rotations of those with a window and of the others, and their inputs."""
 
     local_rotary: Rotary
@@ -48,7 +48,7 @@ def build_gemma3n(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     assert gemma is not None, "config.json of this architecture is read with it"
     assert gemma.altup is not None, "and with its streams"
     per_layer = PerLayerInputs(loader, spec, gemma)
-    shared = SharedParts(
+    shared = Gemma3nSharedParts(
         shared_rotary(spec.local_rope, spec, loader),
         shared_rotary(spec.rope, spec, loader),
         per_layer,
@@ -65,7 +65,7 @@ class Gemma3nDecoderLayer:
     untraceable: str | None = AltUp.untraceable
 
     def __init__(
-        self, spec: ModelSpec, loader: WeightLoader, index: int, altup: AltUpSpec, shared: SharedParts
+        self, spec: ModelSpec, loader: WeightLoader, index: int, altup: AltUpSpec, shared: Gemma3nSharedParts
     ) -> None:
         name = f"model.layers.{index}"
         hidden = spec.hidden_size

@@ -21,7 +21,7 @@ from .llama import mlp_spec, shared_rotary
 from .native_decoder import NativeDecoder
 
 
-class SharedParts(NamedTuple):
+class Gemma4SharedParts(NamedTuple):
     """What layers have in common: the rotations of those with a window and of the others, and their inputs."""
 
     local_rotary: Rotary
@@ -33,7 +33,7 @@ def build_gemma4(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     gemma = spec.gemma
     assert gemma is not None, "config.json of this architecture is read with it"
     full_head_dim = next(spec.kept(kind).key_size for kind in spec.attention if kind and kind.window is None)
-    shared = SharedParts(
+    shared = Gemma4SharedParts(
         shared_rotary(spec.local_rope, spec, loader),
         shared_rotary(spec.rope, spec, loader, full_head_dim),
         PerLayerInputs(loader, spec, gemma) if gemma.per_layer_size else None,
@@ -43,7 +43,7 @@ def build_gemma4(spec: ModelSpec, loader: WeightLoader) -> Decoder:
 
 
 class Gemma4DecoderLayer:
-    def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int, shared: SharedParts) -> None:
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int, shared: Gemma4SharedParts) -> None:
         name = f"model.layers.{index}"
         gemma = spec.gemma
         assert gemma is not None, "config.json of this architecture is read with it"
