@@ -82,11 +82,12 @@ class StateSlots:
             ValueError: tokens of a new sequence are computed, but no snapshot says what state they left, or no token of
                 it is in this step.
         """
-        index_of = {row: index for index, row in enumerate(batch.rows.tolist())}
         sources = np.where(batch.starts == 0, -1, batch.rows)
-        for sequence in new:
-            if not sequence.computed:
-                continue
+        resumed = [sequence for sequence in new if sequence.computed]
+        if not resumed and not len(saves) and not len(restores):
+            return StepSlotStates(self.layers, batch, StepStates(sources), self._addresses)
+        index_of = {row: index for index, row in enumerate(batch.rows.tolist())}
+        for sequence in resumed:
             if sequence.state < 0 or sequence.row not in index_of:
                 raise ValueError(f"row {sequence.row} begins after tokens whose state is not kept")
             sources[index_of[sequence.row]] = self._rows + sequence.state

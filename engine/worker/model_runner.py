@@ -69,8 +69,10 @@ class ModelRunner:
             views = [view for attention in self.attentions for view in attention.device_blocks]
             self._host_cache = HostCache(views, host_blocks)
 
-    def free_states(self) -> None:
-        """Give back what states of rows and snapshots take; no step may follow before `allocate`."""
+    def free_cache(self) -> None:
+        """Give back what blocks, and states of rows and snapshots, take; no step may follow before `allocate`."""
+        for attention in self.attentions:
+            attention.allocate(0)
         if self.computer.states is not None:
             self.computer.states.free()
 

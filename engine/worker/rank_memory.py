@@ -24,8 +24,9 @@ def measure_step_bytes(
     config: EngineConfig, context: BuildContext, runner: ModelRunner, computer: DeviceStepComputer
 ) -> int:
     """What the worst step of `runner`, which has this `computer`, takes of a GPU, and what recorded steps keep: the
-    activations of the largest of them, and what comes out of it, which all share. The rows' states are the cache's, not
-    the steps', and are freed before it returns; the cache is to be allocated anew afterwards."""
+    activations of the largest of them, and what comes out of it, which all share. The block that they
+    share and the rows' states are the cache's, not the steps', and are freed before it returns; the cache is to be
+    allocated anew afterwards."""
     device = context.device
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens
@@ -38,7 +39,7 @@ def measure_step_bytes(
     worst = peak_bytes(device, compute_worst_step)
     peaks = sum(peak_bytes(device, graphs.compute_largest) for graphs in runner.all_graphs)
     kept = sum(graphs.bytes for graphs in runner.all_graphs)
-    runner.free_states()
+    runner.free_cache()
     torch.cuda.empty_cache()  # nothing without a GPU
     return worst + peaks + kept
 

@@ -108,5 +108,6 @@ def test_states_of_rows_are_no_part_of_a_step_and_gone_when_memory_is_read(
     monkeypatch.setattr(rank_memory, "peak_bytes", peak)
     assert measure_step_bytes(rank.config, rank.context, ModelRunner(computer, rows), computer) == 1000
     assert held() == 0
+    assert sum(blocks.nbytes for blocks in computer.attention.device_blocks) == 0
     assert counts == [[256, 256, 88], [1] * 40]
     rank.close()
