@@ -42,7 +42,7 @@ Norm: TypeAlias = Union[TorchNorm, FusedNorm, "TritonNorm"]
 """x [..., n] -> [..., n], in x's dtype."""
 
 NormFactory: TypeAlias = Callable[[Tensor, float], Norm]
-"""`rms_norm` or `offset_rms_norm`: makes a norm of its weight [n], or [heads, n] for x [N, heads, n], and epsilon."""
+"""`rms_norm`, for one: makes a norm of its weight [n], or [heads, n] for x [N, heads, n], and epsilon."""
 
 
 def rms_norm(weight: Tensor, eps: float) -> Norm:
