@@ -175,11 +175,19 @@ class RanksExecutor:
 
 
 def tightest_capacity(capacities: Sequence[Capacity]) -> Capacity:
-    """What fits into every rank, for all have as many blocks and states: that of the rank with room for the fewest
-    blocks. Of a model with states, stages may hold none, or no blocks: the largest of both, in the least memory."""
+    """What fits into every rank, for all have as many blocks and states: that of the rank of whose memory both a block
+    and a state are the largest share. Where no rank has both, as when a stage holds no states, or no blocks, it is the
+    largest of both in the least memory, though a little more may fit."""
+
+    def shares(capacity: Capacity) -> tuple[float, float]:
+        free_bytes = max(capacity.free_bytes, 1)
+        return capacity.block_bytes / free_bytes, capacity.state_bytes / free_bytes
+
+    largest = tuple(max(kind) for kind in zip(*map(shares, capacities), strict=True))
+    for capacity in capacities:
+        if shares(capacity) == largest:
+            return capacity
     state_bytes = max(capacity.state_bytes for capacity in capacities)
-    if not state_bytes:
-        return min(capacities, key=lambda capacity: capacity.free_bytes / capacity.block_bytes)
     block_bytes = max(capacity.block_bytes for capacity in capacities)
     free_bytes = min(capacity.free_bytes for capacity in capacities)
     return capacities[0]._replace(block_bytes=block_bytes, free_bytes=free_bytes, state_bytes=state_bytes)

@@ -428,6 +428,13 @@ def test_of_stages_all_get_what_the_tightest_has_room_for() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
+def test_of_uneven_stages_with_states_all_get_all_that_the_tightest_has_room_for(order: int) -> None:
+    roomy = Capacity(1000, 512, block_bytes=300, free_bytes=9_000, state_bytes=700)
+    narrow = Capacity(1000, 512, block_bytes=200, free_bytes=5_000, state_bytes=500)
+    assert tightest_capacity([roomy, narrow][::order]) == narrow
+
+
+@pytest.mark.parametrize("order", [1, -1])
 def test_a_stage_without_states_or_without_blocks_hides_no_others(order: int) -> None:
     """It has room for the fewest blocks, and all stages keep as many states."""
     stateless = Capacity(1000, 512, block_bytes=300, free_bytes=9_000)
