@@ -4,8 +4,6 @@ with a mixture of experts in place of the MLP."""
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, RopeSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
@@ -13,9 +11,9 @@ from ..layers.mlp import FeedForward, GatedMLP, GatedMLPSpec, MixtureOfExperts
 from ..layers.norm import rms_norm
 from ..layers.rotary import Rotary, build_rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
-from ..layers.step_context import StepContext
 from .interfaces import Decoder
 from .native_decoder import NativeDecoder
+from .pre_norm_layer import PreNormLayer
 
 
 def build_dense_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
@@ -36,7 +34,7 @@ class LlamaVariant(NamedTuple):
 
 def build_llama_variant(spec: ModelSpec, loader: WeightLoader, variant: LlamaVariant) -> Decoder:
     rotary = shared_rotary(spec.rope, spec, loader)
-    layers = [LlamaDecoderLayer(spec, loader, index, variant, rotary) for index in loader.stage.layers(spec.layers)]
+    layers = [build_layer(spec, loader, index, variant, rotary) for index in loader.stage.layers(spec.layers)]
     return NativeDecoder(build_ends(spec, loader, rms_norm), layers)
 
 
@@ -46,23 +44,14 @@ def shared_rotary(rope: RopeSpec, spec: ModelSpec, loader: WeightLoader, head_di
     return build_rotary(rope, size, loader.context.max_positions, loader.dtype, loader.device)
 
 
-class LlamaDecoderLayer:
-    def __init__(
-        self, spec: ModelSpec, loader: WeightLoader, index: int, variant: LlamaVariant, rotary: Rotary
-    ) -> None:
-        name = f"model.layers.{index}"
-        hidden = spec.hidden_size
-        eps = spec.norm_eps
-        self._before_attention = rms_norm(loader.vector(f"{name}.input_layernorm.weight", hidden), eps)
-        self._attention = SelfAttention(loader, spec, index, variant.projections, rotary)
-        self._before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), eps)
-        self._mlp = variant.build_feed_forward(spec, loader, index)
-        self.untraceable = self._attention.untraceable or self._mlp.untraceable
-        self.host_bound = self._mlp.host_bound
-
-    def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
-        mixed = self._attention(self._before_attention.add_and_norm(x, delta), context)
-        return self._mlp(self._before_mlp.add_and_norm(x, mixed), context)
+def build_layer(
+    spec: ModelSpec, loader: WeightLoader, index: int, variant: LlamaVariant, rotary: Rotary
+) -> PreNormLayer:
+    name = f"model.layers.{index}"
+    before_mixer = rms_norm(loader.vector(f"{name}.input_layernorm.weight", spec.hidden_size), spec.norm_eps)
+    attention = SelfAttention(loader, spec, index, variant.projections, rotary)
+    before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", spec.hidden_size), spec.norm_eps)
+    return PreNormLayer(before_mixer, attention, before_mlp, variant.build_feed_forward(spec, loader, index))
 
 
 def build_llama(spec: ModelSpec, loader: WeightLoader) -> Decoder:

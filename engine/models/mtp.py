@@ -20,9 +20,9 @@ from ..layers.norm import NormFactory, offset_rms_norm, rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections
 from .draft_head import DraftHead, HeadEnds
-from .llama import LlamaDecoderLayer, LlamaVariant, shared_rotary
+from .llama import LlamaVariant, build_layer, shared_rotary
 from .native_decoder import DecoderLayer, NativeDecoder
-from .qwen3_5 import Qwen35DecoderLayer
+from .qwen3_5 import build_qwen3_5_layer
 
 MTP_PREFIX = "model.mtp_layers.0."
 _OWN_LAYER = "model.layers.0."
@@ -52,11 +52,11 @@ class MtpLayout(NamedTuple):
 
 
 def _build_mimo(spec: ModelSpec, loader: WeightLoader, rotary: Rotary) -> DecoderLayer:
-    return LlamaDecoderLayer(spec, loader, 0, LlamaVariant(AttentionProjections(qkv_bias=True)), rotary)
+    return build_layer(spec, loader, 0, LlamaVariant(AttentionProjections(qkv_bias=True)), rotary)
 
 
 def _build_qwen(spec: ModelSpec, loader: WeightLoader, rotary: Rotary) -> DecoderLayer:
-    return Qwen35DecoderLayer(spec, loader, 0, rotary)
+    return build_qwen3_5_layer(spec, loader, 0, rotary)
 
 
 _MIMO = MtpLayout(

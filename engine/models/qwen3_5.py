@@ -2,8 +2,6 @@
 a gated delta rule (arXiv 2412.06464), every fourth attends, with gated heads of which a part is rotated. Norms are
 zero-centred."""
 
-from torch import Tensor
-
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.delta_net import GatedDeltaNet
@@ -12,10 +10,10 @@ from ..layers.mlp import FeedForward, GatedMLP, GatedMLPSpec, MixtureOfExperts, 
 from ..layers.norm import offset_rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
-from ..layers.step_context import StepContext
 from .interfaces import Decoder
 from .llama import mlp_spec, shared_rotary
 from .native_decoder import NativeDecoder
+from .pre_norm_layer import Mixer, PreNormLayer
 
 
 def build_qwen3_5(spec: ModelSpec, loader: WeightLoader) -> Decoder:
@@ -29,11 +27,12 @@ def build_qwen3_next(spec: ModelSpec, loader: WeightLoader) -> Decoder:
 
 def _build(spec: ModelSpec, loader: WeightLoader, grouped: bool) -> Decoder:
     rotary = shared_rotary(spec.rope, spec, loader)
-    layers = [Qwen35DecoderLayer(spec, loader, index, rotary, grouped) for index in loader.stage.layers(spec.layers)]
+    layers = [build_qwen3_5_layer(spec, loader, index, rotary, grouped) for index in loader.stage.layers(spec.layers)]
     return NativeDecoder(build_ends(spec, loader, offset_rms_norm), layers)
 
 
 def build_feed_forward(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
+    """An MLP, or experts beside one that every token goes through, by the token's own gate."""
     dense = mlp_spec(spec, index)._replace(bias=False)
     if spec.experts is None or not spec.experts.sparse_layers[index]:
         return GatedMLP(loader, dense)
@@ -45,29 +44,19 @@ def build_feed_forward(spec: ModelSpec, loader: WeightLoader, index: int) -> Fee
     return SharedExpert(loader, experts, shared, gate=f"{dense.name}.shared_expert_gate")
 
 
-class Qwen35DecoderLayer:
-    def __init__(
-        self, spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary, grouped: bool = False
-    ) -> None:
-        """`grouped`: see `GatedDeltaNet`."""
-        name = f"model.layers.{index}"
-        self._before_mixer = offset_rms_norm(
-            loader.vector(f"{name}.input_layernorm.weight", spec.hidden_size), spec.norm_eps
-        )
-        self._mixer: SelfAttention | GatedDeltaNet
-        if spec.attention[index] is None:
-            self._mixer = GatedDeltaNet(loader, spec, index, f"{name}.linear_attn", grouped)
-        else:
-            bias = spec.attention_bias
-            projections = AttentionProjections(qkv_bias=bias, out_bias=bias, norm=offset_rms_norm, gated=True)
-            self._mixer = SelfAttention(loader, spec, index, projections, rotary)
-        self._before_mlp = offset_rms_norm(
-            loader.vector(f"{name}.post_attention_layernorm.weight", spec.hidden_size), spec.norm_eps
-        )
-        self._mlp = build_feed_forward(spec, loader, index)
-        self.untraceable = self._mixer.untraceable or self._mlp.untraceable
-        self.host_bound = self._mlp.host_bound
-
-    def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
-        mixed = self._mixer(self._before_mixer.add_and_norm(x, delta), context)
-        return self._mlp(self._before_mlp.add_and_norm(x, mixed), context)
+def build_qwen3_5_layer(
+    spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary, grouped: bool = False
+) -> PreNormLayer:
+    """`grouped`: see `GatedDeltaNet`."""
+    name = f"model.layers.{index}"
+    hidden = spec.hidden_size
+    before_mixer = offset_rms_norm(loader.vector(f"{name}.input_layernorm.weight", hidden), spec.norm_eps)
+    mixer: Mixer
+    if spec.attention[index] is None:
+        mixer = GatedDeltaNet(loader, spec, index, f"{name}.linear_attn", grouped)
+    else:
+        bias = spec.attention_bias
+        projections = AttentionProjections(qkv_bias=bias, out_bias=bias, norm=offset_rms_norm, gated=True)
+        mixer = SelfAttention(loader, spec, index, projections, rotary)
+    before_mlp = offset_rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), spec.norm_eps)
+    return PreNormLayer(before_mixer, mixer, before_mlp, build_feed_forward(spec, loader, index))
