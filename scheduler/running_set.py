@@ -176,7 +176,7 @@ class RunningSet:
         self.next_commit_at[row] = cached + self.cache.block_size
         self.reserved_tokens[row] = reserved_tokens
         if self.saves is not None:
-            self.saves.enter(row, table, sequence.known, self._forks_of_waiting(sequence))
+            self.saves.enter(row, table, sequence.known, self._forks_of_waiting(sequence), spec.snapshot_at)
         self.max_in_flight[row] = min(spec.max_in_flight or self._most_in_flight, self._most_in_flight)
         self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)

@@ -49,6 +49,9 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     """What `KVCacheManager.digest` makes of the prompt and `extras`."""
     constrained: bool = False
     """The host follows the tokens and may force some, see `ForcedTokens`."""
+    snapshot_at: tuple[int, ...] = ()
+    """Counts of its first tokens after which others may go on differently, such as ends of messages: where layers keep
+    states, that after so many is kept if it spares enough."""
     max_in_flight: int = 0
     """Steps in flight that may have the sequence at once. 0 is no limit of its own; 1 is for one whose next token
     depends on what the host makes of the last."""

@@ -32,8 +32,8 @@ class StateSaves:
     """The positions of `size` rows, multiples of `block_size`, whose states are to be kept in `states`.
 
     Of a prompt: its last block's end but for a few tokens; the end of what it shares with others, where that goes
-    further than a snapshot; and in between as `rule` has it. Of generated text the newest few:
-    a conversation goes on near its end.
+    further than a snapshot; where it says itself that others may part; and in between as `rule` has it. Of generated
+    text the newest few: a conversation goes on near its end.
     """
 
     def __init__(self, size: int, states: StatePool, block_size: int, rule: SnapshotRule) -> None:
@@ -58,12 +58,14 @@ class StateSaves:
     def _whole_blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size) * self._block_size
 
-    def enter(self, row: int, table: BlockTable, known: int, marks: Iterable[int] = ()) -> None:
-        """A sequence of `known` tokens enters a row with its table. `marks`: counts of tokens at which others part from
-        it."""
+    def enter(
+        self, row: int, table: BlockTable, known: int, forks: Iterable[int] = (), marks: Iterable[int] = ()
+    ) -> None:
+        """A sequence of `known` tokens enters a row with its table. `forks`: counts of tokens at which others part from
+        it; `marks`: at which they may."""
         last = (known - 1) // self._block_size * self._block_size
         answered = max(known - 1 - self._prompt_tail, 0)
-        positions = self._positions(table.cached, last, [table.forked, *marks, answered])
+        positions = self._positions(table.cached, last, [table.forked, *forks, answered, *marks])
         self._promised[row] = tuple(table.promised)
         for position in positions:
             self._promise(row, position)

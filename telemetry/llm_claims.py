@@ -47,6 +47,11 @@ def llm_claims(interval: ModelInterval, loop_is_late: bool, roofline: StepRoofli
     running = spent.get("running", 0.0)
     lost = running * min(recomputed / computed, 1.0) if computed else 0.0
     yield from _preemption_claims(interval, spent.get("preempted", 0.0) + lost, recomputed)
+    missed = interval.grown("charonia_state_missed_tokens_total")
+    unspared = (running - lost) * min(missed / computed, 1.0) if computed else 0.0
+    if missed:
+        yield _snapshot_claim(interval, unspared, missed)
+    lost += unspared
     answering = interval.grown("nv_inference_compute_output_duration_us") / 1e6
     behind = max(interval.grown("charonia_unread_seconds_total"), answering)
     yield _reader_claim(interval, behind, loop_is_late)
@@ -133,6 +138,22 @@ def _preemption_claims(interval: ModelInterval, seconds: float, recomputed: floa
         evidence = {"preemptions": count, "recomputed_tokens": recomputed}
         what = "running sequences lose their cache and wait to go on"
         yield TimeClaim(Cause.PREEMPTIONS, seconds, what, why, turn, evidence)
+
+
+def _snapshot_claim(interval: ModelInterval, seconds: float, missed: float) -> TimeClaim:
+    """The time for prompt tokens whose blocks were cached, where layers keep states and none of them was kept there."""
+    begun = interval.grown("charonia_state_snapshot_hits_total")
+    evicted = interval.grown("charonia_state_snapshot_evictions_total")
+    kept = interval.gauge("charonia_state_snapshots")
+    tokens = f"{missed:,.0f} tokens of prompts had blocks and no state to go on from"
+    why = f"{tokens}; {begun:.0f} sequences began with one of {kept:.0f} snapshots, and {evicted:.0f} made room"
+    if evicted:
+        turn = "--state-cache-fraction or --kv-cache-memory-fraction up, or more --data-parallel-size"
+    else:
+        turn = "nothing: where prompts part a state is kept from the second on that has the beginning"
+    evidence = {"missed_tokens": missed, "snapshot_hits": begun, "evictions": evicted, "snapshots": kept}
+    what = "prompts are computed though the cache has their blocks"
+    return TimeClaim(Cause.NO_SNAPSHOT, seconds, what, why, turn, evidence)
 
 
 def _reader_claim(interval: ModelInterval, seconds: float, loop_is_late: bool) -> TimeClaim:

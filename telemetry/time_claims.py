@@ -10,6 +10,7 @@ class Cause(StrEnum):
     BATCHING = "batching"
     CACHE_FULL = "cache_full"
     PREEMPTIONS = "preemptions"
+    NO_SNAPSHOT = "no_snapshot"
     MEMORY_BANDWIDTH = "memory_bandwidth"
     ARITHMETIC = "arithmetic"
     COMPUTATION = "computation"

@@ -14,7 +14,7 @@ from ...core.request import Conversation, GenerateRequest
 from ...core.request_context import RequestContext
 from ...core.sampling import SamplingParams
 from ...core.token_limit import TokenLimit
-from ...scheduler.plan import LogitsParams, ResolvedSampling
+from ...scheduler.plan import IntArray, LogitsParams, ResolvedSampling
 from ...scheduler.sequence import SequenceSpec
 from ...tokenization.generation_defaults import GenerationDefaults
 from ..core.messages import AddRequest, CoreReady
@@ -54,11 +54,12 @@ def build_add_request(
     """
     check_vocabulary(prompt, engine.vocab_size)
     sampling = request.sampling
+    tokens = np.array(prompt, np.int32)
     stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *defaults.eos)
     stops = tuple(token for token in sorted(set(stops)) if token < engine.vocab_size)
     spec = SequenceSpec(
         key=0,
-        prompt=np.array(prompt, np.int32),
+        prompt=tokens,
         max_tokens=_max_tokens(request, len(prompt), engine.max_model_len),
         sampling=ResolvedSampling(
             temperature=min(defaults.resolve(sampling, "temperature"), _FLAT),
@@ -81,9 +82,17 @@ def build_add_request(
         target_itl=_target(request.target_itl_ms, context),
         drafts_wanted=None if request.drafts is None else request.drafts.most,
         prediction=np.array(prediction[: engine.max_model_len], np.int32) if prediction else None,
+        snapshot_at=_message_ends(tokens, defaults.eos),
     )
     timeout = request.timeout or (_NO_TIMEOUT if context.background else 0.0)
     return AddRequest(spec, request.guided_decoding, timeout)
+
+
+def _message_ends(prompt: IntArray, eos: Sequence[int]) -> tuple[int, ...]:
+    """After how many tokens the first message of a chat ends, which all chats of an application may have, and its last
+    two, of which the last may be asked anew: by the tokens that end a text, which most templates put behind each."""
+    ends = np.flatnonzero(np.isin(prompt, eos)) + 1
+    return tuple(np.unique(ends[[0, -2, -1]] if len(ends) > 2 else ends).tolist())
 
 
 def _target(milliseconds: float, context: RequestContext) -> float | None:

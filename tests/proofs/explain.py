@@ -64,6 +64,13 @@ _LANGUAGE: Mapping[str, Mapping[str, object]] = {
     "narrow": {"max_num_batched_tokens": 64, "fake_step_seconds": 0.02, "prefix_caching": "false"},
     "full": {"kv_cache_blocks": 24, "admission": "no_evict", "fake_step_seconds": 0.01},
     "evicting": {"kv_cache_blocks": 40, "fake_step_seconds": 0.005, "prefix_caching": "false"},
+    "forgetful": {
+        "kv_cache_blocks": 600,
+        "state_cache_fraction": 0.06,
+        "fake_state_bytes": 1 << 20,
+        "fake_token_seconds": 0.0001,
+        "max_num_batched_tokens": 4096,
+    },
     "fast": {"fake_step_seconds": 0.0002, "fake_max_model_len": 65536},
 }
 app = App(name="python -m tests.proofs.explain", help=__doc__)
@@ -213,6 +220,12 @@ STATES: Mapping[str, ServerState] = {
         Cause.PREEMPTIONS,
         "lose their cache",
         tuple(generates("evicting", 16, 300, first=50 * number) for number in range(10)),
+    ),
+    "snapshots_evicted": ServerState(
+        "forgetful",
+        Cause.NO_SNAPSHOT,
+        "though the cache has their blocks",
+        tuple(generates("forgetful", 400, 2, first=50 * number) for number in range(6)),
     ),
     "computation": ServerState("narrow", Cause.COMPUTATION, "computed", (generates("narrow", 8, 60),) * 2),
     "loop_held": ServerState(

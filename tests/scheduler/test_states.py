@@ -39,12 +39,12 @@ class StateTrial:
         self.plans: list[StepPlan] = []
         self.outputs: dict[int, list[int]] = {}
 
-    def add(self, prompt: IntArray, new: int = 1) -> int:
+    def add(self, prompt: IntArray, new: int = 1, snapshot_at: tuple[int, ...] = ()) -> int:
         """A sequence arrives; its key."""
         key = len(self.outputs)
         self.outputs[key] = []
         hashes = self.cache.digest(prompt)
-        self.scheduler.add(SequenceSpec(key=key, prompt=prompt, max_tokens=new, hashes=hashes))
+        self.scheduler.add(SequenceSpec(key=key, prompt=prompt, max_tokens=new, hashes=hashes, snapshot_at=snapshot_at))
         return key
 
     def run(self) -> None:
@@ -61,9 +61,9 @@ class StateTrial:
                 self.outputs[key] += [next(tokens) for _ in range(count)]
         self.scheduler.check_integrity()
 
-    def serve(self, prompt: IntArray, new: int = 1) -> int:
+    def serve(self, prompt: IntArray, new: int = 1, snapshot_at: tuple[int, ...] = ()) -> int:
         """The tokens that a lone sequence finds."""
-        key = self.add(prompt, new)
+        key = self.add(prompt, new, snapshot_at)
         self.run()
         return self.cached[key]
 
@@ -106,6 +106,21 @@ def test_a_conversation_goes_on_though_its_template_began_the_answer_otherwise()
     history = text(0, 1_590)
     trial.serve(joined(history, text(1, 10)))
     assert trial.serve(joined(history, text(2, 300))) == 1_568
+
+
+def test_the_first_of_many_chats_keeps_the_end_of_the_message_that_all_begin_with() -> None:
+    trial = StateTrial(40)
+    system = text(0, 410)
+    found = [trial.serve(joined(system, text(seed, 90)), snapshot_at=(410, 495)) for seed in range(1, 4)]
+    assert found == [0, 400, 400]
+    assert trial.kept == [400, 480, 480, 480], "nothing beside it is kept for a message that ends nearby"
+
+
+def test_a_question_that_is_asked_anew_begins_behind_the_answer_before() -> None:
+    trial = StateTrial(40)
+    history = text(0, 900)
+    trial.serve(joined(history, text(1, 250)), snapshot_at=(900, 1_150))
+    assert trial.serve(joined(history, text(2, 250)), snapshot_at=(900, 1_150)) == 896
 
 
 def test_states_are_kept_in_the_middle_of_a_chunk() -> None:

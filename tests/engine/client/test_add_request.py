@@ -121,6 +121,22 @@ def test_what_just_fits_is_taken(tokens: int, max_tokens: int | None, expected: 
     assert build_add_request(asked, RequestContext("test"), [1] * tokens, MODEL, READY).spec.max_tokens == expected
 
 
+@pytest.mark.parametrize(
+    ("prompt", "ends"),
+    [
+        ([1, 1, 1], ()),
+        ([1, 9, 1, 1], (2,)),
+        ([1, 9, 1, 8, 1], (2, 4)),
+        ([1, 9, 1, 8, 1, 9, 1, 1, 9], (2, 6, 9)),
+    ],
+)
+def test_a_request_says_where_messages_end(prompt: list[int], ends: tuple[int, ...]) -> None:
+    """The first, and the last two, by the tokens that end a text."""
+    asked = GenerateRequest(id="", prompt=CHAT)
+    defaults = GenerationDefaults((8, 9))
+    assert build_add_request(asked, RequestContext("test"), prompt, defaults, READY).spec.snapshot_at == ends
+
+
 @pytest.mark.parametrize(("tokens", "max_tokens", "expected"), [(60, 100, 4), (60, 3, 3), (63, 2**70, 1)])
 def test_lenient_limits_are_cut_to_what_fits(tokens: int, max_tokens: int, expected: int) -> None:
     asked = GenerateRequest(id="", prompt="x", sampling=SamplingParams(max_tokens=max_tokens), lenient_limits=True)
