@@ -6,15 +6,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from charonia.telemetry.scrape import Interval, parse_scrape
+
 from .models import write_model
 from .serving import Server, serving
 
 NAMES = ["qwen3.5", "lfm2", "granite-hybrid", "gemma4-small"]
+DRAFTING = "qwen3.5"
+"""The one whose steps verify drafts."""
 NEW = 12
 generator = torch.Generator().manual_seed(5)
 SHARED = torch.randint(1, 384, (100,), generator=generator).tolist()
@@ -30,8 +35,10 @@ def checkpoints(making: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("repository")
+    drafts = r"{\"method\": \"ngram\", \"prompt_lookup_min\": 1}"
     for name, checkpoint in checkpoints.items():
-        write_model(repository, name, checkpoint, max_num_seqs=4)
+        drafting = {"speculative_config": drafts} if name == DRAFTING else {}
+        write_model(repository, name, checkpoint, max_num_seqs=4, **drafting)
     with serving(tmp_path_factory.mktemp("s") / "t", "--model-repository", str(repository)) as running:
         yield running
         assert running.stop() == 0, running.said
@@ -68,3 +75,5 @@ def test_they_say_what_transformers_says(hybrids: Server, right: Callable[[str],
                 cached.append(answer.usage.prompt_tokens_details.cached_tokens)
     assert cached[0] == 0
     assert min(cached[3:]) >= 64
+    drafted = Interval(None, parse_scrape(httpx.get(hybrids.metrics_url).text, "the server"))
+    assert (drafted.grown("charonia_draft_tokens_total", name) > 0) == (name == DRAFTING)
