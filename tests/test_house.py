@@ -97,7 +97,7 @@ BUDGETS = {
     "kvcache": 400,
     "tokenization": 3_300,
     "scheduler": 2_050,
-    "engine": 19_850,
+    "engine": 20_400,
     "classic_backends": 7_450,
     "ensembles": 1_200,
     "routing": 250,

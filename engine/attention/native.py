@@ -105,10 +105,12 @@ class NativeStepAttention:
         stored = None if k is None or v is None else (_heads_side_by_side(k), _heads_side_by_side(v))
         return planned.attend_separate(self.caches.caches[layer], _heads_side_by_side(q), stored, sinks)
 
-    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
+    def apply_rope_and_attend(
+        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
+    ) -> Tensor:
         assert isinstance(angles, FusedAngles), "kernels that attend also rotate"
         planned = self._planned[self.caches.params_of_layer[layer]]
-        return planned.attend_packed(self.caches.caches[layer], packed, angles.cos_sin)
+        return planned.attend_packed(self.caches.caches[layer], packed, angles.cos_sin, sinks)
 
     @cached_property
     def _planned(self) -> list[PlannedAttention]:

@@ -39,13 +39,15 @@ class TorchStepAttention:
     ) -> Tensor:
         return self._attend(layer, q, k, v, sinks)
 
-    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
+    def apply_rope_and_attend(
+        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
+    ) -> Tensor:
         if packed.shape[1] == self._heads:
-            return self._attend(layer, angles.rotate(packed), None, None, None)
+            return self._attend(layer, angles.rotate(packed), None, None, sinks)
         rotated_heads = self._heads + self._shapes[layer].heads
         rotated = angles.rotate(packed[:, :rotated_heads])
         values = packed[:, rotated_heads:]
-        return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, None)
+        return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, sinks)
 
 
 class ReferenceAttention(AttentionBackend):

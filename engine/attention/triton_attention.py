@@ -109,13 +109,15 @@ class TritonStepAttention:
         stored = None if k is None or v is None else (_heads_side_by_side(k), _heads_side_by_side(v))
         return self._attend(layer, _heads_side_by_side(q), stored, sinks, None)
 
-    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
+    def apply_rope_and_attend(
+        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
+    ) -> Tensor:
         assert isinstance(angles, TorchAngles), "the C kernels' angles are for the CPU"
         shape = self._specs[self._index[layer]].shape
         if packed.shape[1] == shape.heads:
-            return self._attend(layer, packed, None, None, angles)
+            return self._attend(layer, packed, None, sinks, angles)
         q, k, v = torch.split(packed, [shape.heads, shape.kv_heads, shape.kv_heads], 1)
-        return self._attend(layer, q, (k, v), None, angles)
+        return self._attend(layer, q, (k, v), sinks, angles)
 
     def _attend(
         self,

@@ -15,7 +15,7 @@ from ..cpu.memory import HugePageArena
 from ..gpu import runtime
 from ..step_adapters import LoraPart, RankAdapter, RankAdapterTable
 from .adapter_files import AdaptedModule, AdapterFiles, StoredMatrix
-from .hf_checkpoint import text_tensor_name
+from .hf_checkpoint import own_tensor_name, text_tensor_name
 from .weights import STORED, TensorSlice, dtype_name
 
 _PIECE = 1 << 15
@@ -25,11 +25,13 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
 class _TargetPart:
-    """A matrix of the checkpoint, some rows and columns of which are a product's outputs from `first` on."""
+    """A matrix of the checkpoint, some rows and columns of which, times `factor`, are a product's outputs from `first`
+    on."""
 
-    def __init__(self, slices: Sequence[TensorSlice], first: int) -> None:
+    def __init__(self, slices: Sequence[TensorSlice], first: int, factor: float) -> None:
         self.shape, self._columns = slices[0].shape, slices[0].columns
         self._first = first
+        self._factor = factor
         self._rows = [part.row_range for part in slices]
 
     @property
@@ -43,7 +45,7 @@ class _TargetPart:
         some = [whole[rows.start : rows.stop] for rows in self._rows]
         b = some[0] if len(some) == 1 else torch.cat(some)
         b = pack_outputs(b) if memory.native else b.t()
-        return LoraPart(self._first, self.outputs, memory.copy_of(a), memory.copy_of(b), adapted.scale)
+        return LoraPart(self._first, self.outputs, memory.copy_of(a), memory.copy_of(b), adapted.scale * self._factor)
 
 
 class _AdapterMemory:
@@ -98,8 +100,8 @@ class AdapterTargets:
         self._parts: dict[str, list[tuple[int, _TargetPart]]] = {}
         for number, slices in enumerate(products):
             first = 0
-            for name, same_tensor in groupby(slices, lambda part: part.name):
-                part = _TargetPart(list(same_tensor), first)
+            for (name, factor), same_tensor in groupby(slices, lambda part: (part.name, part.factor)):
+                part = _TargetPart(list(same_tensor), first, factor)
                 self._parts.setdefault(name.removesuffix(".weight"), []).append((number, part))
                 first += part.outputs
 
@@ -131,7 +133,7 @@ class AdapterTargets:
     def _matched(self, files: AdapterFiles) -> Iterator[tuple[str, int, _TargetPart, AdaptedModule]]:
         """Every matrix of this rank's layers, and its place, for errors. Other ranks check theirs."""
         for stored, adapted in files.modules.items():
-            own = text_tensor_name(f"{stored}.") if self._language_part else f"{stored}."
+            own = (text_tensor_name if self._language_part else own_tensor_name)(f"{stored}.")
             layer = _LAYER.match(own)
             other_stage = layer and int(layer[1]) < self._total and int(layer[1]) not in self._layers
             if other_stage or own.removesuffix(".") in self._elsewhere:

@@ -27,6 +27,13 @@ from .weights import WHOLE
 
 WORD_BITS = 32
 
+_OCTETS = {"U8": torch.uint8}
+_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
+"""Twice the numbers of e2m1, by its lower three bits; the fourth is the sign."""
+_FP4_CODES = torch.cat((128 + _FP4, 128 - _FP4)).to(torch.uint8)
+"""All of them as codes of eight bits whose zero is 128."""
+_MXFP4_GROUP = 32
+
 
 def words_for(count: int, bits: int) -> int:
     """The words that hold a stream of `count` numbers, some of which lie across two words."""
@@ -269,3 +276,29 @@ def _block_shapes(parts: MatrixParts, block: tuple[int, int] | None) -> list[tup
     if block is None:
         return scale_shapes(parts, 0)
     return [(-(-parts.outputs // block[0]), -(-parts.inputs // block[1]))]
+
+
+class Mxfp4Matrix(CodedMatrix):
+    """Floats of four bits, two in an octet, the first in the lower half; 32 share a scale, a power of two
+    (OCP Microscaling Formats 1.0). Twice such a float is a whole number, so codes of eight bits change no weight."""
+
+    def __init__(self, parts: MatrixParts) -> None:
+        self._parts = parts
+        self._groups = parts.inputs // _MXFP4_GROUP
+        wanted = parts.outputs, self._groups, _MXFP4_GROUP // 2
+        if parts.shape("blocks") != wanted or parts.shape("scales") != wanted[:2] or parts.inputs % _MXFP4_GROUP:
+            found = f"blocks {list(parts.shape('blocks'))} and scales {list(parts.shape('scales'))}"
+            raise parts.error(f"{found} are not what mxfp4 has for {[parts.outputs, parts.inputs]}")
+        self._wanted = wanted
+        parts.view("blocks", wanted, _OCTETS)
+        parts.view("scales", wanted[:2], _OCTETS)
+        self.form = StoredForm("mxfp4", 4 + 8 / _MXFP4_GROUP, CodeForm(8, _MXFP4_GROUP))
+
+    def codes(self, rows: slice) -> GroupedRows:
+        octets = self._parts.view("blocks", self._wanted, _OCTETS, rows).flatten(1)
+        exponents = self._parts.view("scales", self._wanted[:2], _OCTETS, rows)
+        if bool((exponents == 255).any()):
+            raise self._parts.error("a scale is no number")
+        nibbles = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
+        scales = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - 128)
+        return GroupedRows(_FP4_CODES[nibbles.int()], scales)

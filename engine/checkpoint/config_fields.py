@@ -3,7 +3,7 @@ leaves out. Knows nothing of tensors or files."""
 
 import math
 from collections.abc import Callable, Mapping, Set
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ...core.errors import shorten
 from .model_spec import (
@@ -11,6 +11,7 @@ from .model_spec import (
     DTYPES,
     LAYER_TYPES,
     ROPE_TYPES,
+    BranchMultipliers,
     CheckpointError,
     ExpertsSpec,
     GemmaSpec,
@@ -28,6 +29,8 @@ MOST_PARTS = 1 << 16
 MOST_REAL = 1e30
 """Beyond, squares and quotients of a field are no numbers any more."""
 
+_Kind = TypeVar("_Kind")
+
 SlidingRule: TypeAlias = Callable[[Mapping[str, Any], int], bool]
 """(config, layer) -> whether the layer has the sliding window, if the config has one."""
 
@@ -40,6 +43,8 @@ class HybridLayers(NamedTuple):
     recurrence: RecurrenceSpec
     gated: bool = False
     """Whether heads of attention have gates, as wide as their queries."""
+    feeds: tuple[bool, ...] = ()
+    """Whether each layer has an MLP or experts; empty: all have."""
 
     @property
     def states(self) -> tuple[LayerState | None, ...]:
@@ -62,7 +67,7 @@ class ArchitectureDefaults(NamedTuple):
     unless it `reads_layer_types` and has them. `absent`: values of fields that are not there. `partial_rotary`: only a
     part of each head may be rotated. `rope_types`: its own names of rope types -> ours. `hybrid`: reads what layers are
     like where not all attend, `unequal` where they attend in ways of their own. `translate`: config.json in the fields
-    that are read here."""
+    that are read here. `only`: fields of which one value is computed."""
 
     slides: SlidingRule = lambda config, layer: False
     absent: Mapping[str, Any] = {}
@@ -72,6 +77,7 @@ class ArchitectureDefaults(NamedTuple):
     hybrid: "Callable[[ConfigFields], HybridLayers] | None" = None
     unequal: "Callable[[ConfigFields], UnequalLayers] | None" = None
     translate: "Callable[[ConfigFields], Mapping[str, Any]]" = lambda fields: fields.config
+    only: Mapping[str, Any] = {}
 
 
 class ConfigFields(NamedTuple):
@@ -148,9 +154,9 @@ class ConfigFields(NamedTuple):
             raise self.unknown(f"hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
-    def layer_types(self, usual: Callable[[int], str], names: Mapping[str, bool]) -> tuple[bool, ...]:
-        """Whether each layer attends, by the `names` of types that there may be; `usual`: a layer's type where
-        config.json has none."""
+    def layer_types(self, usual: Callable[[int], str], names: Mapping[str, _Kind]) -> tuple[_Kind, ...]:
+        """What each layer is, by the `names` of types that there may be; `usual`: a layer's type where config.json has
+        none."""
         layers = self.layers
         types = self.texts("layer_types") or self.texts("layers_block_type") or [*map(usual, layers)]
         self._check_layer_types(types, names.keys())
@@ -163,10 +169,12 @@ class ConfigFields(NamedTuple):
         if not names >= set(types):
             raise self.unknown(f"layer_types must say of every layer {' or '.join(sorted(names))}, got {quoted}")
 
-    def attention(self, hybrid: HybridLayers | None) -> tuple[LayerAttention | None, ...]:
+    def attention(self, hybrid: HybridLayers | None, head_dim: int) -> tuple[LayerAttention | None, ...]:
         scalar = self.real("query_pre_attn_scalar")
         scale = self.real("attention_multiplier") if scalar is None else scalar**-0.5
-        full = LayerAttention(None, scale, self.real("attn_logit_softcapping"))
+        if (keys := self.real("key_multiplier")) is not None:  # and what keys and queries are made of, twice
+            scale = head_dim**-0.5 * keys * (self.real("attention_in_multiplier") or 1.0) ** 2
+        full = LayerAttention(None, scale, self.real("attn_logit_softcapping"), self.flag("attention_sinks"))
         if hybrid is not None:
             return tuple(full if attends else None for attends in hybrid.attends)
         layers, types = self.layers, self.texts("layer_types")
@@ -236,8 +244,24 @@ class ConfigFields(NamedTuple):
         )
 
     def multipliers(self) -> Multipliers:
-        names = "embedding_multiplier", "residual_multiplier", "logits_scaling"
-        return Multipliers(*(self.real(name) or 1.0 for name in names))
+        names = "embedding_multiplier", "residual_multiplier", "logits_scaling", "lm_head_multiplier"
+        embedding, residual, divisor, head = (self.real(name) or 1.0 for name in names)
+        return Multipliers(embedding, residual, divisor / head)
+
+    def branch_multipliers(self) -> BranchMultipliers:
+        gate, mlp = self.reals("mlp_multipliers", 2)
+        attention, entering, mamba = (
+            self.real(f"{name}_multiplier") or 1.0 for name in ("attention_out", "attention_in", "ssm_out")
+        )
+        return BranchMultipliers(attention * entering, mamba, gate, mlp)
+
+    def reals(self, name: str, count: int) -> tuple[float, ...]:
+        """So many positive numbers; ones where the field is absent or null."""
+        values = self.config.get(name)
+        values = [1.0] * count if values is None else values
+        if not isinstance(values, list) or len(values) != count:
+            raise self.error(f"{name} must be {count} positive numbers, got {shorten(repr(values))}")
+        return tuple(self.positive(name, value) for value in values)
 
     def experts(self) -> ExpertsSpec | None:
         if "num_experts_per_tok" not in self.config:
@@ -258,6 +282,8 @@ class ConfigFields(NamedTuple):
             self.real("routed_scaling_factor") or 1.0,
             self.flag("use_expert_bias"),
             self.number("shared_expert_intermediate_size") if "shared_expert_intermediate_size" in self.config else 0,
+            self.number("moe_latent_size") if self.config.get("moe_latent_size") is not None else 0,
+            self.flag("float32_router"),
         )
 
 

@@ -161,6 +161,20 @@ def text_tensor_name(stored: str) -> str:
     return stored
 
 
+_BACKBONE = "backbone."
+_BACKBONE_NAMES = {"embeddings.": "embed_tokens.", "embedding.": "embed_tokens.", "norm_f.": "norm."}
+
+
+def own_tensor_name(stored: str) -> str:
+    """The name that we give a tensor of Mamba's line, whose checkpoints call the model a backbone; other tensors keep
+    their names."""
+    if not stored.startswith(_BACKBONE):
+        return stored
+    inner = stored.removeprefix(_BACKBONE)
+    part = next((part for part in _BACKBONE_NAMES if inner.startswith(part)), "")
+    return f"model.{_BACKBONE_NAMES.get(part, '')}{inner.removeprefix(part)}"
+
+
 def open_safetensors(path: Path, framework: str) -> Any:
     """Open a file by `safe_open`, which holds Python's lock while it reads the header.
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ...core.errors import shorten
 from .config_fields import MOST_PARTS, ArchitectureDefaults, ConfigFields
 from .gemma_config import GEMMAS
 from .hybrid_config import HYBRIDS
@@ -39,6 +40,9 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
     kv_heads = fields.number("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    for name, value in fields.defaults.only.items():
+        if fields.config.get(name, value) != value:
+            raise fields.unknown(f"{name} {shorten(repr(fields.config[name]))} is not supported here, {value} is")
     hybrid = None if fields.defaults.hybrid is None else fields.defaults.hybrid(fields)
     unequal = None if fields.defaults.unequal is None else fields.defaults.unequal(fields)
     rope = fields.rope("full_attention", head_dim if unequal is None else unequal.full_head_dim)
@@ -51,7 +55,7 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        attention=fields.attention(hybrid) if unequal is None else unequal.attention,
+        attention=fields.attention(hybrid, head_dim) if unequal is None else unequal.attention,
         cache_owners=() if unequal is None else unequal.cache_owners,
         mlp_sizes=() if unequal is None else unequal.mlp_sizes,
         gemma=None if unequal is None else unequal.gemma,
@@ -59,6 +63,9 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         recurrence=None if hybrid is None else hybrid.recurrence,
         gated_attention=hybrid is not None and hybrid.gated,
         multipliers=fields.multipliers(),
+        branches=fields.branch_multipliers(),
+        feeds=() if hybrid is None else hybrid.feeds,
+        mlp_matrices=fields.number("mlp_matrices", 3),
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
         rope=rope,
         local_rope=fields.rope("sliding_attention", head_dim),
@@ -86,12 +93,28 @@ def _qwen(config: Mapping[str, Any], layer: int) -> bool:
     return _if_used(config, layer) and layer >= int(config.get("max_window_layers", 28))
 
 
-def _gemma2(config: Mapping[str, Any], layer: int) -> bool:
+def _even(config: Mapping[str, Any], layer: int) -> bool:
     return layer % 2 == 0
 
 
 def _gemma3(config: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % int(config.get("sliding_window_pattern") or 6) != 0
+
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _gpt_oss_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    config = fields.config
+    own: dict[str, Any] = {"attention_sinks": True}
+    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+        own["rope_parameters"] = _GPT_OSS_ROPE
+    return {**config, **own}
 
 
 _GEMMA = {
@@ -122,7 +145,7 @@ _ARCHITECTURES: dict[str, ArchitectureDefaults] = {
         rope_types={"su": "longrope", "yarn": "longrope"},
     ),
     "Gemma2ForCausalLM": ArchitectureDefaults(
-        _gemma2,
+        _even,
         _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         reads_layer_types=True,
     ),
@@ -132,6 +155,23 @@ _ARCHITECTURES: dict[str, ArchitectureDefaults] = {
         reads_layer_types=True,
     ),
     **GEMMAS,
+    "GptOssForCausalLM": ArchitectureDefaults(
+        _even,
+        {
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "rope_theta": 150000.0,
+            "attention_bias": True,
+        },
+        reads_layer_types=True,
+        translate=_gpt_oss_fields,
+        only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu"},
+    ),
     **HYBRIDS,
 }
 """Any other architecture has Llama's defaults: no layer has a window."""

@@ -83,31 +83,46 @@ def _step_limits(fields: ConfigFields) -> tuple[float, float]:
     return float(ends[0]), float(ends[1])
 
 
-def _mamba2(fields: ConfigFields) -> HybridLayers:
-    _convolves_with_silu(fields)
+def _granite(fields: ConfigFields) -> HybridLayers:
     attends = fields.layer_types(
         lambda layer: "mamba",
         {"full_attention": True, "attention": True, "linear_attention": False, "mamba": False},
     )
+    return _hybrid(attends, _mamba2(fields))
+
+
+def _mamba2(fields: ConfigFields) -> Mamba2Spec:
+    """Mamba-2's layers, in the fields that Granite has for them."""
+    _convolves_with_silu(fields)
     heads, groups = (fields.number(f"mamba_n_{part}", most=MOST_PARTS) for part in ("heads", "groups"))
-    inner = fields.number("mamba_expand", most=MOST_PARTS) * fields.number("hidden_size")
+    if fields.config.get("mamba_d_ssm") is not None:
+        inner = fields.number("mamba_d_ssm")
+    elif fields.config.get("mamba_expand") is not None:
+        inner = fields.number("mamba_expand", most=MOST_PARTS) * fields.number("hidden_size")
+    else:
+        inner = heads * fields.number("mamba_d_head", most=MOST_PARTS)
     if inner % heads or heads % groups:
         raise fields.error(f"mamba_n_heads {heads} must divide {inner} features, and be a multiple of {groups} groups")
     if fields.config["mamba_d_head"] != "auto" and (head_dim := fields.number("mamba_d_head")) != inner // heads:
         raise fields.error(f"mamba_d_head {head_dim} times {heads} heads is not {inner}")
     if inner // heads > MOST_PARTS:
         raise fields.error(f"mamba_expand makes {heads} heads of {inner // heads} features, more than {MOST_PARTS}")
-    spec = Mamba2Spec(
+    entering = fields.real("ssm_in_multiplier") or 1.0
+    bias = fields.flag("mamba_proj_bias")
+    return Mamba2Spec(
         heads,
         inner // heads,
         fields.number("mamba_d_state", most=MOST_PARTS),
         groups,
         fields.number("mamba_d_conv", most=MOST_PARTS),
-        fields.flag("mamba_proj_bias"),
+        bias,
         fields.flag("mamba_conv_bias"),
         _step_limits(fields),
+        fields.flag("projectors_bias", bias),
+        fields.flag("mamba_rms_norm", True),
+        not fields.flag("mamba_norm_before_gate"),
+        tuple(entering * factor for factor in fields.reals("ssm_multipliers", 5)),
     )
-    return _hybrid(attends, spec)
 
 
 _NO_POSITIONS = "no positions"
@@ -126,6 +141,112 @@ def _granite_fields(fields: ConfigFields) -> Mapping[str, Any]:
     return {**config, **own}
 
 
+_NEMOTRON_LAYERS = {
+    "full_attention": "*",
+    "attention": "*",
+    "linear_attention": "M",
+    "mamba": "M",
+    "mlp": "-",
+    "moe": "E",
+    **{mark: mark for mark in "*M-E"},
+}
+"""A layer's type, or its mark in `hybrid_override_pattern` -> that mark."""
+
+
+def _nemotron(fields: ConfigFields) -> HybridLayers:
+    marks = fields.layer_types(lambda layer: "M", _NEMOTRON_LAYERS)
+    attends, recurs = (tuple(own == mark for own in marks) for mark in "*M")
+    return HybridLayers(attends, recurs, _mamba2(fields), feeds=tuple(mark in "-E" for mark in marks))
+
+
+def _nemotron_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    config = fields.config
+    pattern = config["hybrid_override_pattern"]
+    if not isinstance(pattern, str):
+        raise fields.error(f"hybrid_override_pattern must be a text, got {shorten(repr(pattern))}")
+    types = fields.texts("layers_block_type") or fields.texts("layer_types") or [*pattern]
+    sparse = [layer for layer, kind in enumerate(types) if kind in ("moe", "E")]
+    own = _mixer_fields(fields) | {
+        "layer_types": types,
+        "num_hidden_layers": len(types),
+        "mamba_n_heads": fields.number("mamba_num_heads", most=MOST_PARTS),
+        "mamba_d_head": fields.number("mamba_head_dim", most=MOST_PARTS),
+        "mamba_d_state": fields.number("ssm_state_size", most=MOST_PARTS),
+        "mamba_expand": None,
+        "time_step_limit": [fields.real("time_step_min") or 0.0, math.inf],
+        "rope_parameters": {"rope_type": _NO_POSITIONS},
+        "mlp_matrices": 2,
+        "num_experts": fields.number("n_routed_experts", most=MOST_PARTS),
+        "mlp_only_layers": [layer for layer in range(len(types)) if layer not in sparse],
+        "shared_expert_intermediate_size": fields.number("moe_shared_expert_intermediate_size"),
+        "sigmoid_router": True,
+        "float32_router": True,
+        "use_expert_bias": True,
+    }
+    if not sparse:
+        config = {name: value for name, value in config.items() if name != "num_experts_per_tok"}
+    return {**config, **own}
+
+
+def _mixer_fields(fields: ConfigFields) -> dict[str, Any]:
+    """What Mamba's own line and Nemotron call by other names than Granite."""
+    return {
+        "mamba_n_groups": fields.number("n_groups", most=MOST_PARTS),
+        "mamba_d_conv": fields.number("conv_kernel", most=MOST_PARTS),
+        "mamba_proj_bias": fields.flag("use_bias"),
+        "mamba_conv_bias": fields.flag("use_conv_bias"),
+        "rms_norm_eps": fields.real("layer_norm_epsilon"),
+    }
+
+
+def _only_mamba2(fields: ConfigFields) -> HybridLayers:
+    nowhere = (False,) * len(fields.layers)
+    return HybridLayers(nowhere, tuple(not attending for attending in nowhere), _mamba2(fields), feeds=nowhere)
+
+
+def _mamba2_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    own = _mixer_fields(fields) | {
+        "mamba_n_heads": fields.number("num_heads", most=MOST_PARTS),
+        "mamba_d_head": fields.number("head_dim", most=MOST_PARTS),
+        "mamba_d_state": fields.number("state_size", most=MOST_PARTS),
+        "mamba_expand": fields.number("expand", most=MOST_PARTS),
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+        "intermediate_size": fields.number("hidden_size"),
+    }
+    return {**fields.config, **own}
+
+
+def _bamba(fields: ConfigFields) -> HybridLayers:
+    attending = fields.layer_numbers("attn_layer_indices")
+    return _hybrid(tuple(layer in attending for layer in fields.layers), _mamba2(fields))
+
+
+def _falcon_h1(fields: ConfigFields) -> HybridLayers:
+    everywhere = (True,) * len(fields.layers)
+    return HybridLayers(everywhere, everywhere, _mamba2(fields))
+
+
+_MAMBA2 = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "time_step_limit": None,
+}
+_MIXER = {
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "expand": 2,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "layer_norm_epsilon": 1e-5,
+    "time_step_limit": None,
+}
 _LFM2 = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 128_000,
@@ -145,6 +266,32 @@ _QWEN3_5 = {
     "linear_conv_kernel_dim": 4,
 }
 HYBRIDS = {
+    "BambaForCausalLM": ArchitectureDefaults(
+        absent={
+            **_MAMBA2,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262_144,
+            "partial_rotary_factor": 0.5,
+        },
+        partial_rotary=True,
+        hybrid=_bamba,
+    ),
+    "FalconH1ForCausalLM": ArchitectureDefaults(
+        absent={
+            **_MAMBA2,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+            "mamba_d_ssm": 1024,
+            "mamba_norm_before_gate": True,
+            "mamba_rms_norm": False,
+            "projectors_bias": False,
+            "key_multiplier": 1.0,
+        },
+        hybrid=_falcon_h1,
+        only={"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False},
+    ),
     "GraniteMoeHybridForCausalLM": ArchitectureDefaults(
         absent={
             "attention_multiplier": 1.0,
@@ -152,17 +299,10 @@ HYBRIDS = {
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 1024,
             "position_embedding_type": None,
-            "mamba_n_heads": 128,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 256,
-            "mamba_d_head": "auto",
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_conv_bias": True,
-            "time_step_limit": None,
+            **_MAMBA2,
         },
         rope_types={_NO_POSITIONS: NO_ROPE},
-        hybrid=_mamba2,
+        hybrid=_granite,
         translate=_granite_fields,
     ),
     "Lfm2ForCausalLM": ArchitectureDefaults(
@@ -180,6 +320,39 @@ HYBRIDS = {
         absent={**_LFM2, "num_dense_layers": 2, "use_expert_bias": True, "routed_scaling_factor": 1.0},
         hybrid=_lfm2,
         translate=_lfm2_moe_fields,
+    ),
+    "Mamba2ForCausalLM": ArchitectureDefaults(
+        absent={
+            **_MIXER,
+            "num_heads": 128,
+            "head_dim": 64,
+            "state_size": 128,
+            "max_position_embeddings": 131_072,  # its states have no end
+        },
+        hybrid=_only_mamba2,
+        translate=_mamba2_fields,
+    ),
+    "NemotronHForCausalLM": ArchitectureDefaults(
+        absent={
+            **_MIXER,
+            "hybrid_override_pattern": "ME*-",
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "intermediate_size": 21504,
+            "ssm_state_size": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "time_step_min": 0.001,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+        },
+        rope_types={_NO_POSITIONS: NO_ROPE},
+        hybrid=_nemotron,
+        translate=_nemotron_fields,
+        only={"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "n_group": 1, "topk_group": 1},
     ),
     "Qwen3NextForCausalLM": ArchitectureDefaults(
         absent={

@@ -113,6 +113,10 @@ class ExpertsSpec:
     """Whether a bias is added to the weights where experts are chosen, and there alone (arXiv 2408.15664)."""
     shared_size: int = 0
     """The width of an expert that every token goes through; 0: there is none."""
+    latent_size: int = 0
+    """What experts read and write is projected to so many features, and back; 0: it is the hidden states."""
+    float32_router: bool = False
+    """Whether the router's matrix is kept in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +220,18 @@ class GemmaSpec(NamedTuple):
     altup: AltUpSpec | None = None
 
 
+class BranchMultipliers(NamedTuple):
+    """Numbers by which Falcon-H1 multiplies what comes out of the parts of a layer (arXiv 2507.22448)."""
+
+    attention: float = 1.0
+    mamba: float = 1.0
+    mlp_gate: float = 1.0
+    mlp: float = 1.0
+
+
+NO_BRANCH_MULTIPLIERS = BranchMultipliers()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(DecoderShape):
     """All numbers of a decoder. `dtype`: that of the stored weights, one of DTYPES. `local_rope`: of the layers with a
@@ -241,6 +257,11 @@ class ModelSpec(DecoderShape):
     mlp_sizes: tuple[int, ...] = ()
     """The width of each layer's MLP; empty: `intermediate_size`, as wide as all are."""
     gemma: GemmaSpec | None = None
+    branches: BranchMultipliers = NO_BRANCH_MULTIPLIERS
+    feeds: tuple[bool, ...] = ()
+    """Whether each layer has an MLP or experts; empty: all have."""
+    mlp_matrices: int = 3
+    """Of an MLP and of an expert; two where they have no gate."""
 
     def mlp_size(self, layer: int) -> int:
         return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
@@ -249,17 +270,24 @@ class ModelSpec(DecoderShape):
     def feed_forward_weights(self) -> int:
         """Numbers in the matrices of MLPs, and of what layers make of embeddings of their own, that a token goes
         through: of a mixture, those of the experts it is routed to."""
-        widths = [self.mlp_size(layer) for layer in range(self.layers)]
+        of_size = self.mlp_matrices * self.hidden_size
+        weights = [of_size * self.mlp_size(layer) for layer in range(self.layers)]
         if self.experts is not None:
-            chosen = self.experts.intermediate_size * self.experts.per_token + self.experts.shared_size
-            mixed = zip(widths, self.experts.sparse_layers, strict=True)
-            widths = [chosen if sparse else width for width, sparse in mixed]
+            mixed = zip(weights, self.experts.sparse_layers, strict=True)
+            weights = [self._expert_weights(self.experts) if sparse else dense for dense, sparse in mixed]
+        if self.feeds:
+            weights = [own * feeds for own, feeds in zip(weights, self.feeds, strict=True)]
         inputs, altup = (0, None) if self.gemma is None else (self.gemma.per_layer_size, self.gemma.altup)
-        weights = 3 * self.hidden_size * (sum(widths) + self.layers * inputs)
+        total = sum(weights) + 3 * self.hidden_size * self.layers * inputs
         if altup is not None:
             low_rank = self.layers * 2 * altup.laurel_rank
-            weights += self.hidden_size * (low_rank + 2 * (altup.streams - 1) * self.hidden_size)
-        return weights
+            total += self.hidden_size * (low_rank + 2 * (altup.streams - 1) * self.hidden_size)
+        return total
+
+    def _expert_weights(self, experts: ExpertsSpec) -> int:
+        chosen = (experts.latent_size or self.hidden_size) * experts.intermediate_size * experts.per_token
+        own = self.mlp_matrices * (chosen + self.hidden_size * experts.shared_size)
+        return own + 2 * self.hidden_size * experts.latent_size
 
     @property
     def mixer_weights(self) -> int:

@@ -60,7 +60,7 @@ def check_partition(
         raise InvalidArgument(message, field="pipeline_layers")
     for number in range(stage.count):
         layers = replace(stage, index=number).layers(spec.layers)
-        if all(spec.attention[layer] is None for layer in layers):
+        if any(spec.attention) and all(spec.attention[layer] is None for layer in layers):
             message = f"model {model}: no layer of stage {number} of {stage.count} attends, and each must have a cache"
             raise InvalidArgument(message, field="pipeline_parallel_size")
         if away := [layer for layer in layers if spec.cache_owner(layer) not in layers]:

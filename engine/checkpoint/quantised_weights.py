@@ -7,15 +7,28 @@ from torch import Tensor
 
 from ..cpu.matmul import GroupedRows
 from .code_forms import StoredForm
-from .compressed_matrices import FP8, AwqMatrix, BitStreamMatrix, Fp8Block, Fp8Matrix, GptqMatrix, Int8Matrix
+from .compressed_matrices import (
+    FP8,
+    AwqMatrix,
+    BitStreamMatrix,
+    Fp8Block,
+    Fp8Matrix,
+    GptqMatrix,
+    Int8Matrix,
+    Mxfp4Matrix,
+)
 from .gguf_weights import GgufWeights
-from .hf_checkpoint import Checkpoint, text_tensor_name
+from .hf_checkpoint import Checkpoint, own_tensor_name, text_tensor_name
 from .matrix_parts import MatrixParts, MatrixReader
-from .quantization_config import Awq, CompressedTensors, Gptq, ScaledFp8, StoredQuantization, read_quantization
+from .quantization_config import Awq, CompressedTensors, Gptq, Mxfp4, ScaledFp8, StoredQuantization, read_quantization
 from .weights import CheckpointWeights, TensorSlice, WeightSource
 
 _SCALES_OF_OTHERS = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
 """Names of scales for activations and the KV cache, which are quantised in our own way, if at all."""
+
+
+_PACKED = ("qweight", "weight_packed", "blocks")
+"""What a matrix's numbers are called in place of "weight"."""
 
 
 class QuantizedWeights:
@@ -28,9 +41,7 @@ class QuantizedWeights:
 
     def __contains__(self, name: str) -> bool:
         module = name.removesuffix(".weight")
-        return (
-            name in self._weights or f"{module}.qweight" in self._weights or f"{module}.weight_packed" in self._weights
-        )
+        return name in self._weights or any(f"{module}.{part}" in self._weights for part in _PACKED)
 
     @property
     def unread(self) -> list[str]:
@@ -72,6 +83,8 @@ def find_matrix(
         return GptqMatrix(parts, stored) if isinstance(stored, Gptq) else AwqMatrix(parts, stored)
     if isinstance(stored, CompressedTensors) and parts.has("weight_packed"):
         return BitStreamMatrix(parts, stored)
+    if isinstance(stored, Mxfp4):
+        return Mxfp4Matrix(parts) if parts.has("blocks") else None
     if not parts.has("weight"):
         return None
     dtype = parts.dtype("weight")
@@ -95,7 +108,7 @@ def open_weights(checkpoint: Checkpoint) -> WeightSource:
     """
     if checkpoint.gguf is not None:
         return GgufWeights(checkpoint.gguf, checkpoint.spec.head_dim)
-    weights = CheckpointWeights(checkpoint.directory, text_tensor_name if checkpoint.language_part else str)
+    weights = CheckpointWeights(checkpoint.directory, text_tensor_name if checkpoint.language_part else own_tensor_name)
     stored = read_quantization(checkpoint.config, checkpoint.where)
     if stored is None:
         return weights

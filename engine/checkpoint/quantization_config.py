@@ -76,7 +76,17 @@ class ScaledFp8(NamedTuple):
         return None
 
 
-StoredQuantization: TypeAlias = CompressedTensors | Gptq | Awq | ScaledFp8
+class Mxfp4(NamedTuple):
+    """Experts in floats of four bits (e2m1), of which 32 share a scale, a power of two (OCP Microscaling Formats)."""
+
+    notes: tuple[str, ...] = ()
+
+    @property
+    def integers(self) -> str | None:
+        return None
+
+
+StoredQuantization: TypeAlias = CompressedTensors | Gptq | Awq | ScaledFp8 | Mxfp4
 
 STORED_AS: Mapping[str, str] = {
     "awq": "awq",
@@ -86,6 +96,7 @@ STORED_AS: Mapping[str, str] = {
     "gguf": "gguf",
     "gptq": "gptq",
     "gptq_marlin": "gptq",
+    "mxfp4": "mxfp4",
 }
 """vLLM's names of stored forms, in `--quantization` -> `quant_method` of a config, or gguf."""
 
@@ -165,7 +176,7 @@ def stored_bits(stored: StoredQuantization) -> int:
             return min((form.bits for form in forms if not form.floats), default=8)
         case Gptq(bits):
             return bits
-        case Awq():
+        case Awq() | Mxfp4():
             return 4
         case ScaledFp8():
             return 8
@@ -199,6 +210,10 @@ def _fp8(fields: _Quantization) -> ScaledFp8:
     scheme = fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     fields.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     return ScaledFp8(fields.block("weight_block_size"), (_STATIC,) if scheme == "static" else ())
+
+
+def _mxfp4(fields: _Quantization) -> Mxfp4:
+    return Mxfp4()
 
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
@@ -254,4 +269,5 @@ _READERS: Mapping[str, Callable[[_Quantization], StoredQuantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }

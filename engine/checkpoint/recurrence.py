@@ -75,10 +75,17 @@ class Mamba2Spec(NamedTuple):
     """B and C are of a group, which serves equally many heads, one after the other."""
     kernel: int
     bias: bool
-    """Of the projections."""
+    """Of the projection into the layer."""
     convolution_bias: bool
     step_limits: tuple[float, float]
     """Steps are held between these."""
+    out_bias: bool = False
+    normalised: bool = True
+    """Whether the result has a norm besides its gate."""
+    gates_first: bool = True
+    """The gate is before that norm, and not after."""
+    factors: tuple[float, ...] = (1.0,) * 5
+    """What gate, x, B, C and steps are multiplied by, as they come out of the projection."""
 
     def weights(self, hidden: int) -> int:
         """See `DeltaNetSpec.weights`."""

@@ -25,7 +25,10 @@ _QUANTIZED_BYTES = {"int8": 1, "fp8": 1, "int4": 1}
 _CODE_BYTES = {True: 0.625, False: 1.125}
 """Whether a code has at most four bits -> its bytes, in groups of 32."""
 
-_WEIGHT_NAMES = (".weight", ".bias", ".qweight", ".weight_packed")
+_WORD_BITS = {"I32": 32, "U8": 8}
+"""Of what numbers are packed into, by its dtype."""
+
+_WEIGHT_NAMES = (".weight", ".bias", ".qweight", ".weight_packed", "_blocks", "_bias", ".sinks")
 """Ends of the names of tensors that hold numbers, as opposed to scales."""
 
 _TEXT_PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
@@ -124,14 +127,16 @@ def _quantised_bytes(tensors: Sequence[_StoredTensor], stored: StoredQuantizatio
     bits = stored_bits(stored)
     kept: dict[str, float] = {}
     if keeps_codes(dtype, False, use.capability):
-        kept = {"I32": _CODE_BYTES[bits <= 4], "I8": _CODE_BYTES[False]}
+        kept = {"I32": _CODE_BYTES[bits <= 4], "I8": _CODE_BYTES[False], "U8": _CODE_BYTES[False]}
+    if use.quantization in _QUANTIZED_BYTES:
+        kept["U8"] = _QUANTIZED_BYTES[use.quantization]
     if use.quantization in _QUANTIZED_BYTES and use.quantization != "fp8":
         kept["F8_E4M3"] = _QUANTIZED_BYTES[use.quantization]
     elif keeps_codes(dtype, True, use.capability) and (group := _fp8_group(stored)) is not None:
         kept["F8_E4M3"] = 1 + 4 / group
     for tensor in tensors:
         if tensor.name.endswith(_WEIGHT_NAMES):
-            numbers = tensor.numbers * (32 / bits if tensor.dtype == "I32" else 1)
+            numbers = tensor.numbers * (_WORD_BITS.get(tensor.dtype, bits) / bits)
             total += numbers * kept.get(tensor.dtype, floats)
     return total
 

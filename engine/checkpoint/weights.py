@@ -1,28 +1,25 @@
 """Reads tensors out of a checkpoint's files, slice by slice, for layers. Knows nothing of architectures."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
-from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...tokenization.checkpoint_files import refuse_lfs_pointer
 from ..cpu.matmul import GroupedRows
 from ..cpu.memory import HugePageArena
 from .build_context import BuildContext, TensorGroup
 from .code_forms import CodeForm, CodeRange, StoredForm, common_form, turn_codes
-from .hf_checkpoint import find_weights, open_safetensors
+from .hf_checkpoint import find_weights
 from .model_spec import CheckpointError
 from .packing_cache import Packing
 from .served_forms import ServedForm, ServedForms
 from .stacked_experts import StackedMatrix, stacked_matrices
+from .weight_files import describe, open_weight_file
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """The supported dtypes: safetensors' name -> torch's."""
@@ -43,6 +40,8 @@ class TensorSlice(NamedTuple):
     shape: tuple[int, ...]
     rows: slice = WHOLE
     columns: slice = WHOLE
+    factor: float = 1.0
+    """What its numbers are multiplied by for a product."""
 
     @property
     def row_range(self) -> range:
@@ -56,7 +55,8 @@ class TensorSlice(NamedTuple):
     def label(self) -> str:
         """A name that no other slice of the checkpoint has."""
         rows, columns = self.row_range, self.column_range
-        return f"{self.name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]"
+        factor = "" if self.factor == 1 else f" times {self.factor}"
+        return f"{self.name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]{factor}"
 
     @property
     def width(self) -> int:
@@ -114,7 +114,7 @@ class CheckpointWeights:
         """
         files, by_tensor = find_weights(directory)
         self.where = directory
-        self._open: dict[Path, Any] = {path: _open(path) for path in files}
+        self._open: dict[Path, Any] = {path: open_weight_file(path) for path in files}
         self._files = dict.fromkeys(self._open[files[0]].keys(), files[0]) if by_tensor is None else by_tensor
         self._stored = {own_name(stored): stored for stored in self._files}
         self._unread = set(self._files)
@@ -155,11 +155,9 @@ class CheckpointWeights:
         Raises `CheckpointError` for a missing tensor, or another shape or dtype."""
         matrix = self._stacked.get(piece.name)
         stored, path, tensor = self._find(piece.name if matrix is None else matrix.stored)
-        dtype, shape = _described(tensor)
-        at: tuple[int, ...] = ()
+        dtype, shape = describe(tensor)
         if matrix is not None:
-            shape = shape[1:]
-            at = (matrix.number,)
+            shape = matrix.shape(shape)
         dtype = dtypes.get(str(dtype), dtype)
         if dtype not in dtypes.values():
             supported = f"which is not supported ({', '.join(dtypes)} are)"
@@ -170,16 +168,18 @@ class CheckpointWeights:
         self._unread.discard(stored)
         if not shape:
             return tensor if isinstance(tensor, Tensor) else self._open[path].get_tensor(stored)
-        view: Tensor = tensor[*at, piece.rows] if len(shape) == 1 else tensor[*at, piece.rows, piece.columns]
+        if matrix is not None:
+            return matrix.view(tensor, piece.row_range, piece.columns)
+        view: Tensor = tensor[piece.rows] if len(shape) == 1 else tensor[piece.rows, piece.columns]
         return view
 
     def described(self, name: str) -> tuple[torch.dtype | str, tuple[int, ...]]:
         """The dtype of tensor `name`, torch's or its name in safetensors, and its shape. Raises `CheckpointError` if it
         is missing."""
         if (matrix := self._stacked.get(name)) is not None:
-            dtype, shape = _described(self._find(matrix.stored)[2])
-            return dtype, shape[1:]
-        return _described(self._find(name)[2])
+            dtype, shape = describe(self._find(matrix.stored)[2])
+            return dtype, matrix.shape(shape)
+        return describe(self._find(name)[2])
 
     def _find(self, name: str) -> tuple[str, Path, Any]:
         """The name in the file, the file, and the tensor, or `safe_open`'s slice of it."""
@@ -192,36 +192,6 @@ class CheckpointWeights:
             return stored, path, file[stored] if isinstance(file, dict) else file.get_slice(stored)
         except (SafetensorError, KeyError) as error:
             raise CheckpointError(f"{path}: tensor {stored} is missing, though the index puts it here") from error
-
-
-def _described(tensor: Any) -> tuple[torch.dtype | str, tuple[int, ...]]:
-    if isinstance(tensor, Tensor):
-        return tensor.dtype, tuple(tensor.shape)
-    return tensor.get_dtype(), tuple(tensor.get_shape())
-
-
-def _open(path: Path) -> Any:
-    """The tensors of a file by their names: `safe_open`'s result, or a dict."""
-    try:
-        refuse_lfs_pointer(path)
-        return _load_torch_file(path) if path.suffix == ".bin" else open_safetensors(path, "pt")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: the file is missing") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: truncated or not a safetensors file: {error}") from error
-
-
-def _load_torch_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of `torch.save`, by torch's safe loader, which runs no code; old files are not mapped."""
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        code = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"{code[1]} is in it" if code else str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path}: truncated, or no weights that torch loads safely: {reason}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"{path}: it must hold tensors by their names, and nothing else")
-    return tensors
 
 
 class ReadProgress:
@@ -264,6 +234,12 @@ class WeightLoader:
         """This loader for layers that another group shares."""
         other = copy(self)
         other.group = group
+        return other
+
+    def for_dtype(self, dtype: torch.dtype) -> "WeightLoader":
+        """This loader for layers that compute in another dtype."""
+        other = copy(self)
+        other.dtype = dtype
         return other
 
     def has(self, name: str) -> bool:
@@ -319,13 +295,13 @@ class WeightLoader:
             return whole
         for first, part in self._parts(pieces):
             rows = self._weights.read(part)
-            whole[first : first + len(rows)].copy_(rows)
+            whole[first : first + len(rows)].copy_(rows if part.factor == 1 else rows.float() * part.factor)
         return whole
 
     def sample(self, piece: TensorSlice) -> Tensor:
         """At most SAMPLED rows, spread over a matrix, float32 on the device."""
         view = self._weights.read(piece)
-        return view[:: -(-len(view) // SAMPLED)].to(self.device).float()
+        return view[:: -(-len(view) // SAMPLED)].to(self.device).float() * piece.factor
 
     def pass_over(self, pieces: Iterable[TensorSlice]) -> None:
         """Count matrices as read that were packed before. They must exist all the same."""
@@ -334,7 +310,9 @@ class WeightLoader:
 
     def tiles(self, pieces: Iterable[TensorSlice]) -> Iterator[tuple[int, Tensor]]:
         """The tensors, concatenated by rows, as floats: a few rows at a time, with the index of the first."""
-        return ((first, self._weights.read(part)) for first, part in self._parts(pieces))
+        for first, part in self._parts(pieces):
+            rows = self._weights.read(part)
+            yield first, rows if part.factor == 1 else rows.float() * part.factor
 
     def common_form(self, pieces: Sequence[TensorSlice]) -> CodeForm | None:
         """The form to which `code_tiles` can convert the codes of all pieces; None: some are stored as floats, or no
@@ -348,7 +326,11 @@ class WeightLoader:
         for first, part in self._parts(pieces):
             stored = self._code_range(part)
             assert stored is not None, "a common form is of codes"
-            yield first, turn_codes(self._weights.codes(part), stored, to)
+            codes = turn_codes(self._weights.codes(part), stored, to)
+            if part.factor != 1:
+                offsets = None if codes.offsets is None else codes.offsets * part.factor
+                codes = codes._replace(scales=codes.scales * part.factor, offsets=offsets)
+            yield first, codes
 
     def count_served(
         self, pieces: Iterable[TensorSlice], kept: str, bits: float, error: float | None, product: bool = True

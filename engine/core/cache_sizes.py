@@ -16,6 +16,9 @@ _USEFUL_TIMES = 4
 _USEFUL_SNAPSHOTS = 32
 """For each row, in the same way."""
 
+_NUMBERED_BLOCKS = 1 << 20
+"""Of a model that keeps no tokens. Its blocks are numbers alone, by which prefixes are found; so many take 20 MB."""
+
 _DRAFTING_ROWS = 8
 """So many rows may verify all the drafts that a step may have, at once, where they have states: with more rows a step
 takes longer for each draft, and drafts are seldom worth it."""
@@ -64,14 +67,17 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
         return CacheSizes(blocks, host_blocks=_host_blocks(config, capacity), prefix_caching=caching)
     check_states_go_with(config)
     fraction = config.cache.state_fraction if caching else 0.0
+    if not capacity.block_bytes:
+        fraction = float(caching)
     drafts = _draft_states(config, capacity)
-    if config.cache.blocks is not None:
+    if config.cache.blocks is not None and capacity.block_bytes:
         blocks = config.cache.blocks
         state_bytes = int(blocks * capacity.block_bytes * fraction / (1 - fraction))
     else:
         state_bytes, block_bytes = _divide_bytes(config, capacity, fraction, drafts)
-        blocks = resolve_cache_blocks(CacheConfig(bytes=block_bytes), capacity, rows * length)
-        if config.cache.bytes is None:
+        given = CacheConfig(block_size=config.cache.block_size, blocks=config.cache.blocks, bytes=block_bytes)
+        blocks = resolve_cache_blocks(given, capacity, rows * length)
+        if config.cache.blocks is None and config.cache.bytes is None:
             blocks = min(blocks, _useful_blocks(config.cache, rows * length))
     snapshots = min(state_bytes // capacity.state_bytes, _USEFUL_SNAPSHOTS * rows)
     if config.cache.blocks is not None:
@@ -134,6 +140,8 @@ def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: 
     """
     if cache.blocks is not None:
         blocks = cache.blocks
+    elif not capacity.block_bytes:
+        blocks = min(_useful_blocks(cache, useful_tokens), _NUMBERED_BLOCKS)
     elif cache.bytes is not None:
         blocks = cache.bytes // capacity.block_bytes
     else:

@@ -82,18 +82,19 @@ class PlannedAttention:
         self._addresses = (*structs, self._scratch.data_ptr())
         self._attend = library.bind_function("charonia_attention")
 
-    def attend_packed(self, cache: int, packed: Tensor, cos_sin: Tensor) -> Tensor:
+    def attend_packed(self, cache: int, packed: Tensor, cos_sin: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Rotates queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], writes keys and values into the
         layer's cache at address `cache`, and attends; of queries alone, [N, heads, head_dim], writes nothing. Returns
         [N, heads * head_dim], overwritten by the next call. `cos_sin` is a table of every position, float32
-        [positions, 2, n / 2], for the first n numbers of each head. Both are contiguous."""
+        [positions, 2, n / 2], for the first n numbers of each head. Both are contiguous. `sinks`: float32 [heads] or
+        none."""
         call, at = self._call, packed.data_ptr()
         call.queries, call.keys, call.values = at, at + self._query_bytes, at + self._query_bytes + self._key_bytes
         if packed.shape[1] == self._params.heads:
             call.keys = call.values = None
         call.query_stride = call.key_stride = call.value_stride = packed.stride(0)
         call.cos_sin, call.rotary_dim = cos_sin.data_ptr(), 2 * cos_sin.shape[-1]
-        call.sinks, call.cache = None, cache
+        call.sinks, call.cache = None if sinks is None else sinks.data_ptr(), cache
         self._attend(*self._addresses)
         return self._out
 

@@ -1,7 +1,11 @@
 /* Normalisation, gating, rotation and embedding over many rows. Each row by itself: no result depends on another row. */
 #include "elementwise.h"
 
-enum activation { SILU, GELU, ERF_GELU, QUICK_GELU };
+enum activation { SILU, GELU, ERF_GELU, QUICK_GELU, CLAMPED_SWIGLU, SQUARED_RELU };
+
+/* Whether rows have gate and up, or one of them alone. */
+#define GATED(activation) ((activation) != SQUARED_RELU)
+#define CLAMP 7.0f /* of CLAMPED_SWIGLU */
 
 #define SUBJECT "elementwise.inc"
 #include "each_level.h"
@@ -40,9 +44,9 @@ void norm_in_team(Team *team, const Norm *o)
 void gate_in_team(Team *team, const Gate *o)
 {
     gate_row *gate = gates[charonia_level()];
-    FOR_ROWS(team, o->rows, 2 * o->rows * o->n,
-             gate(place(o->x, 2 * row * o->n, o->kind), place(o->out, row * o->n, o->kind), o->n, o->activation,
-                  o->kind));
+    const int64_t width = GATED(o->activation) ? 2 * o->n : o->n;
+    FOR_ROWS(team, o->rows, o->rows * width,
+             gate(place(o->x, row * width, o->kind), place(o->out, row * o->n, o->kind), o->n, o->activation, o->kind));
 }
 
 void gate_heads_in_team(Team *team, const HeadGateCall *o)

@@ -16,7 +16,7 @@ typedef struct {
     int kind;
 } Norm;
 
-/* out [rows, n] = activation(gate) * up of x [rows, gate and up, n]. */
+/* out [rows, n] = activation(gate) * up of x [rows, gate and up, n], or activation(x) of one without gates. */
 typedef struct {
     const void *x;
     void *out;

@@ -10,7 +10,13 @@ from torch import Tensor
 from . import library
 from .op_trace import EMBED, GATE, JOIN, NORM, SOFT_CAP, OpStruct, OpTrace, SymbolicTensor, TensorOrSymbol
 
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3}
+CLAMPED_SWIGLU = "clamped_swiglu"
+"""quick_gelu(gate) * (up + 1) of a gate of at most CLAMP, and an up within it on both sides (arXiv 2508.10925)."""
+CLAMP = 7.0
+SQUARED_RELU = "squared_relu"
+"""max(x, 0)^2 of rows that have no gate (arXiv 2109.08668)."""
+
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3, CLAMPED_SWIGLU: 4, SQUARED_RELU: 5}
 """The numbers of `enum activation` of elementwise.c."""
 
 
@@ -52,16 +58,18 @@ class FusedNorm:
 
 
 class FusedGate:
-    """Gate and up features side by side, [N, 2n] and contiguous -> activation(gate) * up [N, n] (arXiv 2002.05202)."""
+    """Gate and up features side by side, [N, 2n] and contiguous -> activation(gate) * up [N, n] (arXiv 2002.05202); of
+    SQUARED_RELU the features [N, n] alone."""
 
     def __init__(self, activation: str) -> None:
         self._activation, self._gate = ACTIVATION_CODES[activation], library.bind_function("charonia_gate")
+        self._parts = 1 if activation == SQUARED_RELU else 2
 
     def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
         if isinstance(x, SymbolicTensor):
-            size = x.width // 2
+            size = x.width // self._parts
             return x.trace.add_op(OpStruct(kind=GATE, size=size, activation=self._activation), x, size)
-        rows, size = x.shape[0], x.shape[1] // 2
+        rows, size = x.shape[0], x.shape[1] // self._parts
         out = torch.empty((rows, size), dtype=x.dtype)
         self._gate(x.data_ptr(), out.data_ptr(), rows, size, self._activation, library.DTYPE_CODES[x.dtype])
         return out

@@ -42,8 +42,8 @@ static void attend(Team *team, const Operation *o, const StepLayout *l)
     char *queries = tensor(l, o->x, 0), *keys = 0, *values = 0;
     if (stride > p->heads * p->head_dim)
         keys = queries + p->heads * head, values = keys + p->kv_heads * head;
-    const struct attention_call call = {queries, keys, values, stride, stride, stride, l->program->cos_sin[o->angles], 0,
-                                        l->arguments->caches[o->layer], tensor(l, o->out, 0), o->size};
+    const struct attention_call call = {queries, keys, values, stride, stride, stride, l->program->cos_sin[o->angles],
+                                        o->what, l->arguments->caches[o->layer], tensor(l, o->out, 0), o->size};
     attend_in_team(team, p, &l->step, l->plans + index, &call, l->scratches[index]);
 }
 

@@ -19,8 +19,9 @@ enum {
 typedef struct {
     int64_t kind, x, delta, out; /* delta: -1 is none */
     const void *what;            /* a norm's weights, a product's Matrix, an embedding table; SAMPLE: int32 ids to store in
-                                    place of tokens, or null; CONVOLVE, RECUR, GATE_HEADS: their Convolution, Recurrence,
-                                    HeadGate, with lines of x `stride` long, and of delta, the gates, `size` */
+                                    place of tokens, or null; ATTENTION: its sinks, or null; CONVOLVE, RECUR,
+                                    GATE_HEADS: their Convolution, Recurrence, HeadGate, with lines of x `stride` long,
+                                    and of delta, the gates, `size` */
     int64_t heads, stride, weights, size;
     int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head, in lines
                                     `stride` long, of queries alone or of keys and values, too; of

@@ -200,10 +200,10 @@ def selective_scan(shape: RecurrenceShape, step_column: int, steps: ScanSteps, d
 
 
 class HeadNorm(NamedTuple):
-    """An RMS norm of each head: `weight` float32 [n] or [heads, n]. The gate, through SiLU or a `sigmoid`, multiplies
-    its result, or if it `gates_first` what is normalised."""
+    """An RMS norm of each head: `weight` float32 [n] or [heads, n]; None: it has no norm. The gate, through SiLU or a
+    `sigmoid`, multiplies its result, or if it `gates_first` what is normalised."""
 
-    weight: Tensor
+    weight: Tensor | None
     eps: float
     gates_first: bool = False
     sigmoid: bool = False
@@ -216,7 +216,7 @@ class HeadGate:
 
     def __init__(self, heads: int, size: int, column: int, dtype: torch.dtype, norm: HeadNorm | None = None) -> None:
         """Gates, [heads, n], begin at `column` of their lines."""
-        self._weight = None if norm is None else norm.weight.contiguous()
+        self._weight = None if norm is None or norm.weight is None else norm.weight.contiguous()
         weights, address = 1, None
         if self._weight is not None:
             weights, address = self._weight.numel() // size, self._weight.data_ptr()

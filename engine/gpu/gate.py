@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cpu.elementwise import CLAMP, CLAMPED_SWIGLU, SQUARED_RELU
 from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", CLAMPED_SWIGLU, SQUARED_RELU)
+_CLAMP = tl.constexpr(CLAMP)
 _BLOCK = 1024
 
 
@@ -28,33 +30,51 @@ def activate(x, ACTIVATION: tl.constexpr):
         out = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":  # 1 + tanh(y) is 2 sigmoid(2 y)
         out = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "squared_relu":
+        x = tl.maximum(x, 0.0)
+        out = x * x
     else:
-        tl.static_assert(ACTIVATION == "quick_gelu")
+        tl.static_assert(ACTIVATION == "quick_gelu" or ACTIVATION == "clamped_swiglu")
+        if ACTIVATION == "clamped_swiglu":
+            x = tl.minimum(x, _CLAMP)
         out = x * _sigmoid(1.702 * x)
     return out
 
 
 @triton.jit
+def lift(up, ACTIVATION: tl.constexpr):
+    """What the activated gate is multiplied by, of float32 `up`."""
+    if ACTIVATION == "clamped_swiglu":
+        up = tl.minimum(tl.maximum(up, -_CLAMP), _CLAMP) + 1.0
+    return up
+
+
+@triton.jit
 def _gate_kernel(packed, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row] = activation(packed[row, :size]) * packed[row, size:]."""
+    """out[row] = activation(packed[row, :size]) * packed[row, size:]; without a gate activation(packed[row])."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = columns < size
-    gate = tl.load(packed + row * 2 * size + columns, mask=valid, other=0.0)
-    up = tl.load(packed + row * 2 * size + size + columns, mask=valid, other=0.0)
-    product = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
+    gated: tl.constexpr = ACTIVATION != "squared_relu"
+    at = packed + row * (2 if gated else 1) * size + columns
+    gate = tl.load(at, mask=valid, other=0.0)
+    product = activate(gate.to(tl.float32), ACTIVATION)
+    if gated:
+        up = tl.load(at + size, mask=valid, other=0.0)
+        product *= lift(up.to(tl.float32), ACTIVATION)
     tl.store(out + row * size + columns, product.to(gate.dtype), mask=valid)
 
 
 class TritonGate:
-    """Gate and up features side by side, [N, 2n] and contiguous -> activation(gate) * up [N, n]."""
+    """Gate and up features side by side, [N, 2n] and contiguous -> activation(gate) * up [N, n]; of SQUARED_RELU the
+    features [N, n] alone."""
 
     def __init__(self, activation: str) -> None:
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = len(x)
-        size = x.shape[1] // 2
+        size = x.shape[1] // (1 if self._activation == SQUARED_RELU else 2)
         out = x.new_empty(rows, size)
         if rows:
             _gate_kernel[rows, triton.cdiv(size, _BLOCK)](x, out, size, self._activation, _BLOCK, num_warps=4)

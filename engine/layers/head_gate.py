@@ -37,6 +37,8 @@ class TorchHeadGate:
         if norm is None:
             return (wide * gate.sigmoid_()).flatten(1).to(x.dtype)
         gate = gate.sigmoid_() if norm.sigmoid else F.silu(gate)
+        if norm.weight is None:
+            return (wide * gate).flatten(1).to(x.dtype)
         if norm.gates_first:
             return (_normalised(wide * gate, norm.eps) * norm.weight).flatten(1).to(x.dtype)
         return (_normalised(wide, norm.eps) * norm.weight * gate).flatten(1).to(x.dtype)

@@ -27,6 +27,8 @@ class OutputShard(NamedTuple):
     name: str
     size: int
     features: slice
+    factor: float = 1.0
+    """What they are multiplied by."""
 
     def shifted(self, by: int) -> "OutputShard":
         """The same number of features `by` further on, where one matrix holds several projections."""
@@ -90,12 +92,12 @@ def _fastest_lora(
 
 def column_slices(outputs: Iterable[OutputShard], inputs: int) -> list[TensorSlice]:
     """The parts of matrices [size, inputs] that compute these output features."""
-    return [TensorSlice(f"{o.name}.weight", (o.size, inputs), o.features) for o in outputs]
+    return [TensorSlice(f"{o.name}.weight", (o.size, inputs), o.features, factor=o.factor) for o in outputs]
 
 
 def column_linear(loader: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> LayerMatmul:
     """The product x [N, in] -> this rank's output features [N, out], those of several matrices in one."""
-    biases = (TensorSlice(f"{o.name}.bias", (o.size,), o.features) for o in outputs)
+    biases = (TensorSlice(f"{o.name}.bias", (o.size,), o.features, factor=o.factor) for o in outputs)
     return LayerMatmul(loader, column_slices(outputs, inputs), loader.concatenate(biases) if bias else None)
 
 

@@ -1,6 +1,8 @@
 """Mamba-2 (arXiv 2405.21060): each head keeps a matrix that decays by a step of the token's own, and to which every
 token adds; queries, keys and values are called C, B and x there."""
 
+from itertools import accumulate
+
 from torch import Tensor
 
 from ..checkpoint.model_spec import ModelSpec
@@ -24,9 +26,7 @@ class Mamba2:
         number = spec.state_index(index, loader.stage.layers(spec.layers).start)
         inner = mamba.inner
         channels = mamba.state.channels
-        width = inner + channels + mamba.heads
-        whole = OutputShard(f"{name}.in_proj", width, slice(0, width))
-        self._input = column_linear(loader, [whole], spec.hidden_size, bias=mamba.bias)
+        self._input = column_linear(loader, _input_parts(f"{name}.in_proj", mamba), spec.hidden_size, bias=mamba.bias)
         sizes = channels, mamba.kernel
         self._convolution = StateConvolution(
             loader,
@@ -44,10 +44,10 @@ class Mamba2:
         bias, skip = (loader.floats(f"{name}.{one}", heads) for one in ("dt_bias", "D"))
         steps = ScanSteps(rates, bias, skip, *mamba.step_limits)
         self._recurrence = build_selective_scan(loader, number, shape, inner + channels, steps)
-        weight = loader.floats(f"{name}.norm.weight", inner).view(mamba.groups, -1)
-        norm = HeadNorm(weight, spec.norm_eps, gates_first=True)
+        weight = loader.floats(f"{name}.norm.weight", inner).view(mamba.groups, -1) if mamba.normalised else None
+        norm = HeadNorm(weight, spec.norm_eps, mamba.gates_first)
         self._output_gate = build_head_gate(loader, mamba.groups, inner // mamba.groups, 0, norm)
-        self._out = RowLinear(loader, f"{name}.out_proj", inner, slice(0, inner), spec.hidden_size, bias=mamba.bias)
+        self._out = RowLinear(loader, f"{name}.out_proj", inner, slice(0, inner), spec.hidden_size, bias=mamba.out_bias)
         parts = self._convolution, self._recurrence, self._output_gate, self._out
         self.untraceable = next((part.untraceable for part in parts if part.untraceable), None)
 
@@ -55,3 +55,16 @@ class Mamba2:
         wide = self._input(x, context)
         read = self._recurrence(self._convolution(wide, context), wide, context)
         return self._out(self._output_gate(read, wide), context)
+
+
+def _input_parts(name: str, mamba: Mamba2Spec) -> list[OutputShard]:
+    """The rows of the projection into a layer: gate, x, B, C and steps, those next to each other with one factor
+    together."""
+    keyed = mamba.groups * mamba.state_size
+    ends = [*accumulate((mamba.inner, mamba.inner, keyed, keyed, mamba.heads))]
+    parts: list[OutputShard] = []
+    for first, end, factor in zip([0, *ends], ends, mamba.factors, strict=False):
+        if parts and parts[-1].factor == factor:
+            first = parts.pop().features.start
+        parts.append(OutputShard(name, ends[-1], slice(first, end), factor))
+    return parts

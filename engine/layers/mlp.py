@@ -14,7 +14,7 @@ from ..checkpoint.build_context import SingleRank, rank_slice
 from ..checkpoint.model_spec import ExpertsSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
-from ..cpu.elementwise import FusedGate
+from ..cpu.elementwise import CLAMP, CLAMPED_SWIGLU, SQUARED_RELU, FusedGate
 from ..gpu import runtime
 from .linear import LayerMatmul, OutputShard, RowLinear, column_linear, column_slices
 from .product_matrix import LAYER, ROUTER, ProductMatrix, build_matmul
@@ -32,6 +32,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    SQUARED_RELU: lambda x: F.relu(x).square_(),
 }
 """The functions by their names in `model_spec.ACTIVATIONS`."""
 
@@ -45,7 +46,7 @@ class GatedMLPSpec(NamedTuple):
     intermediate: int
     bias: bool = False
     activation: str = "silu"
-    """One of ACTIVATION_FUNCTIONS."""
+    """One of ACTIVATION_FUNCTIONS or CLAMPED_SWIGLU. With SQUARED_RELU the layer has no gate, only `up`."""
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -54,11 +55,16 @@ class GatedMLPSpec(NamedTuple):
     sparsity: float = 0.0
     """The share of a token's gates that become 0: those below what a normal distribution of their mean and spread has
     at this share; what others are more than that remains."""
+    gate_factor: float = 1.0
+    """What the gate is multiplied by before its activation."""
 
     def gate_and_up(self, features: slice) -> list[OutputShard]:
         """The matrices of gate and up, of each the output `features` that this rank computes."""
+        if self.activation == SQUARED_RELU:
+            return [OutputShard(f"{self.name}.{self.up}", self.intermediate, features)]
         if self.fused is None:
-            return [OutputShard(f"{self.name}.{one}", self.intermediate, features) for one in (self.gate, self.up)]
+            gate = OutputShard(f"{self.name}.{self.gate}", self.intermediate, features, self.gate_factor)
+            return [gate, OutputShard(f"{self.name}.{self.up}", self.intermediate, features)]
         matrix = OutputShard(f"{self.name}.{self.fused}", 2 * self.intermediate, features)
         return [matrix, matrix.shifted(self.intermediate)]
 
@@ -105,10 +111,15 @@ class TorchGate:
     """The same as `FusedGate` by torch, and its reference."""
 
     def __init__(self, activation: str) -> None:
-        self._activation = ACTIVATION_FUNCTIONS[activation]
+        self._name = activation
+        self._activation = ACTIVATION_FUNCTIONS["quick_gelu" if activation == CLAMPED_SWIGLU else activation]
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._name == SQUARED_RELU:
+            return self._activation(x)
         gate, up = x.chunk(2, -1)
+        if self._name == CLAMPED_SWIGLU:
+            gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP) + 1
         return self._activation(gate).mul_(up)
 
 
@@ -129,9 +140,22 @@ class MixtureOfExperts:
         scales: str = "",
     ) -> None:
         """`expert` is what all experts are like, with the name of the mixture, which those of tensors follow: the
-        `router`, its `bias`, and `scales` that multiply the weights of each expert, if there are any."""
+        `router`, its `bias`, and `scales` that multiply the weights of each expert, if there are any. If experts
+        have biases, the router has one, too."""
         weight = TensorSlice(f"{expert.name}.{router}.weight", (spec.count, expert.hidden))
-        self._scores = build_matmul(loader, [weight], use=ROUTER)
+        scores_bias = loader.floats(f"{expert.name}.{router}.bias", spec.count) if expert.bias else None
+        exact = loader.for_dtype(torch.float32) if spec.float32_router else loader
+        self._scores_dtype = exact.dtype
+        self._scores = build_matmul(exact, [weight], scores_bias, ROUTER)
+        self._latent: tuple[LayerMatmul, LayerMatmul] | None = None
+        if spec.latent_size:
+            into = OutputShard(f"{expert.name}.fc1_latent_proj", spec.latent_size, slice(0, spec.latent_size))
+            back = OutputShard(f"{expert.name}.fc2_latent_proj", expert.hidden, slice(0, expert.hidden))
+            self._latent = (
+                column_linear(loader, [into], expert.hidden, bias=expert.bias),
+                column_linear(loader, [back], spec.latent_size, bias=expert.bias),
+            )
+            expert = expert._replace(hidden=spec.latent_size)
         self._bias = loader.floats(f"{expert.name}.{bias}", spec.count) if spec.biased else None
         self._scales = loader.floats(f"{expert.name}.{scales}", spec.count) if scales else None
         self._spec = spec
@@ -150,8 +174,11 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor, context: StepContext, routed: Tensor | None = None) -> Tensor:
         """`routed` [N, hidden]: what the router sees in place of x."""
-        weights, chosen = self._choose(self._scores(x if routed is None else routed).float())
-        return self._group.all_reduce(self._experts(x, chosen, weights, context))
+        weights, chosen = self._choose(self._scores((x if routed is None else routed).to(self._scores_dtype)).float())
+        if self._latent is None:
+            return self._group.all_reduce(self._experts(x, chosen, weights, context))
+        into, back = self._latent
+        return back(self._group.all_reduce(self._experts(into(x, context), chosen, weights, context)), context)
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the experts of each token, [N, per token]."""
@@ -201,11 +228,12 @@ def build_experts(
     loader: WeightLoader, experts: Sequence[GatedMLPSpec], numbers: range
 ) -> "EachExpert | TritonExperts":
     """The experts of these `numbers`, as grouped products where kernels serve and multiply with their weights, without
-    biases or adapters."""
+    biases, adapters, or activations that are not of the gate alone."""
     mine = rank_slice(experts[0].intermediate, loader.group) if experts else slice(0)
     gate_up = [piece for expert in experts for piece in column_slices(expert.gate_and_up(mine), expert.hidden)]
     down = [TensorSlice(f"{e.name}.{e.down}.weight", (e.hidden, e.intermediate), columns=mine) for e in experts]
     plain = bool(experts) and not experts[0].bias and loader.context.observer is None and loader.adaptable is None
+    plain = plain and experts[0].activation not in (CLAMPED_SWIGLU, SQUARED_RELU)
     if not plain or not runtime.serves(loader.dtype, loader.device):
         return EachExpert(loader, experts, numbers)
     matrices = ProductMatrix(loader, gate_up, LAYER), ProductMatrix(loader, down, LAYER)

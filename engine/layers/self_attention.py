@@ -31,9 +31,13 @@ class AttentionProjections(NamedTuple):
     """Value heads are normalised, too, without weights."""
     values: str = "v_proj"
     """The matrix that makes values: that of keys, too, where both come of one projection."""
+    name: str = "self_attn"
+    """What a layer calls its attention."""
     out: str = "o_proj"
     norm_suffix: str = "norm"
     """Queries' norm is called q_ and this, keys' k_ and this."""
+    sinks: bool = False
+    """Each query head has a learned score of nothing (arXiv 2309.17453, 2508.10925)."""
 
 
 class SelfAttention:
@@ -48,7 +52,7 @@ class SelfAttention:
         rotary: Rotary,
         inputs: int | None = None,
     ) -> None:
-        name = f"model.layers.{index}.self_attn"
+        name = f"model.layers.{index}.{projections.name}"
         kind = spec.attention[index]
         assert kind is not None, "the layer attends"
         shape = spec.kept(kind)
@@ -86,6 +90,7 @@ class SelfAttention:
                     weights.append(torch.ones_like(of_keys).expand(kept_heads, -1))
             self._norm = projections.norm(torch.cat(weights), spec.norm_eps)
             self._normed_heads = sum(map(len, weights))
+        self._sinks = loader.floats(f"{name}.sinks", spec.heads)[heads] if projections.sinks else None
         heads_size = spec.heads * size
         outputs = spec.hidden_size
         out = f"{name}.{projections.out}"
@@ -97,7 +102,7 @@ class SelfAttention:
         if self._norm is not None:
             self._norm.norm_heads(packed, self._normed_heads)
         angles = context.angles(self._rotary)
-        mixed = context.attention.apply_rope_and_attend(self._cache_layer, packed, angles)
+        mixed = context.attention.apply_rope_and_attend(self._cache_layer, packed, angles, self._sinks)
         if self._gate is not None:
             mixed = self._output_gate(mixed, self._gate(x, context))
         return self._out(mixed, context)

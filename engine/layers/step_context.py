@@ -30,7 +30,9 @@ class StepAttention(Protocol):
         where keys have them -> [N, heads * value_size]. `sinks`, float32 [heads], is given for a layer whose
         `LayerAttention` has sinks, and for no other."""
 
-    def apply_rope_and_attend(self, layer: int, packed: Tensor, angles: RotaryAngles) -> Tensor:
+    def apply_rope_and_attend(
+        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
+    ) -> Tensor:
         """The same for queries, keys and values of one size side by side, [N, heads + 2 kv_heads, head_dim], or queries
         alone, [N, heads, head_dim], contiguous, after `angles` rotated queries and keys. The result is good until the
         next layer's call."""

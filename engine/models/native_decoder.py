@@ -218,8 +218,15 @@ class SymbolicContext:
             self.rotaries.append(rotary)
         return cast(RotaryAngles, _SymbolicAngles(self.rotaries.index(rotary), 2 * rotary.cos_sin.shape[-1]))
 
-    def apply_rope_and_attend(self, layer: int, packed: SymbolicTensor, angles: _SymbolicAngles) -> SymbolicTensor:
+    def apply_rope_and_attend(
+        self, layer: int, packed: SymbolicTensor, angles: _SymbolicAngles, sinks: Tensor | None = None
+    ) -> SymbolicTensor:
         operation = OpStruct(
-            kind=ATTENTION, stride=packed.width, layer=layer, angles=angles.number, size=angles.rotary_dim
+            kind=ATTENTION,
+            what=None if sinks is None else sinks.data_ptr(),
+            stride=packed.width,
+            layer=layer,
+            angles=angles.number,
+            size=angles.rotary_dim,
         )
         return packed.trace.add_op(operation, packed, self._output_sizes[layer])

@@ -19,32 +19,41 @@ from ..config import ParallelConfig
 from ..cpu import library
 from ..cpu.memory import HugePageArena
 from ..layers.embed_and_head import HEAD_WEIGHT
+from .bamba import build_bamba, build_falcon_h1
 from .calibration import calibrate
 from .gemma import build_gemma2, build_gemma3
 from .gemma3n import build_gemma3n
 from .gemma4 import build_gemma4
+from .gpt_oss import build_gpt_oss
 from .granite_hybrid import build_granite_hybrid
 from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, default_length
 from .lfm2 import build_lfm2
 from .llama import build_llama, build_mistral, build_mixtral, build_phi3, build_qwen2, build_qwen3, build_qwen3_moe
+from .mamba2 import build_mamba2
 from .mtp import MTP_PREFIX
+from .nemotron_h import build_nemotron_h
 from .qwen3_5 import build_qwen3_5, build_qwen3_next
 
 log = logging.getLogger(__name__)
 
 ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
+    "BambaForCausalLM": build_bamba,
+    "FalconH1ForCausalLM": build_falcon_h1,
     "Gemma2ForCausalLM": build_gemma2,
     "Gemma3ForCausalLM": build_gemma3,
     "Gemma3nForCausalLM": build_gemma3n,
     "Gemma4ForCausalLM": build_gemma4,
     "Gemma4UnifiedForCausalLM": build_gemma4,
+    "GptOssForCausalLM": build_gpt_oss,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
     "Lfm2ForCausalLM": build_lfm2,
     "Lfm2MoeForCausalLM": build_lfm2,
     "LlamaForCausalLM": build_llama,
+    "Mamba2ForCausalLM": build_mamba2,
     "MiMoForCausalLM": build_qwen2,
     "MistralForCausalLM": build_mistral,
     "MixtralForCausalLM": build_mixtral,
+    "NemotronHForCausalLM": build_nemotron_h,
     "Phi3ForCausalLM": build_phi3,
     "Qwen2ForCausalLM": build_qwen2,
     "Qwen3ForCausalLM": build_qwen3,

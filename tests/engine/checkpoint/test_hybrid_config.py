@@ -20,6 +20,11 @@ ARCHITECTURES = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2-moe": "Lfm2MoeForCausalLM",
     "granite-hybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron-h": "NemotronHForCausalLM",
+    "nemotron-3": "NemotronHForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "falcon-h1": "FalconH1ForCausalLM",
+    "bamba": "BambaForCausalLM",
 }
 
 
@@ -38,6 +43,14 @@ def config_of(making: ModuleType) -> MakeConfig:
         ("granite-hybrid", {"mamba_expand": 60_000, "mamba_d_head": "auto"}, "more than 65536"),
         ("granite-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported beside states"),
         ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported beside states"),
+        ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M?"}, "layer_types must say of every"),
+        ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported here, relu2 is"),
+        ("nemotron-3", {"n_group": 2}, "n_group 2 is not supported here, 1 is"),
+        ("mamba2", {"num_heads": 7}, "mamba_n_heads 7 must divide 128 features"),
+        ("mamba2", {"head_dim": 8}, "mamba_d_head 8 times 8 heads is not 128"),
+        ("falcon-h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 positive numbers"),
+        ("falcon-h1", {"mlp_multipliers": [0.0, 1.0]}, "mlp_multipliers must be a positive number, got 0.0"),
+        ("falcon-h1", {"mamba_proj_bias": True}, "mamba_proj_bias True is not supported here"),
     ],
 )
 def test_what_layers_with_states_cannot_be_is_refused(
@@ -88,6 +101,14 @@ MAMBA_COUNTS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_head", "mamba_expand"),
     *("shared_intermediate_size", "num_local_experts"),
 )
+NEMOTRON_COUNTS = (
+    *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "n_routed_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+)
+FALCON_MULTIPLIERS = (
+    *("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
+    *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+)
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 LFM2 = SHARED | {"conv_L_cache": NO_COUNTS, "conv_bias": NO_FLAGS, "tie_embedding": NO_FLAGS, "norm_eps": NO_REALS}
 CANNOT_BE: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -111,6 +132,20 @@ CANNOT_BE: dict[str, dict[str, tuple[Any, ...]]] = {
     | dict.fromkeys(MULTIPLIERS, NO_REALS)
     | dict.fromkeys(("mamba_proj_bias", "mamba_conv_bias"), NO_FLAGS)
     | {"rms_norm_eps": NO_REALS, "time_step_limit": NO_STEP_LIMITS},
+    "nemotron-3": dict.fromkeys(NEMOTRON_COUNTS, NO_COUNTS)
+    | {
+        "layers_block_type": ("xxxx", 5, [1] * 4),
+        "use_bias": NO_FLAGS,
+        "use_conv_bias": NO_FLAGS,
+        "norm_topk_prob": NO_FLAGS,
+    }
+    | dict.fromkeys(("layer_norm_epsilon", "time_step_min", "routed_scaling_factor"), NO_REALS),
+    "mamba2": dict.fromkeys(("num_heads", "head_dim", "state_size", "expand", "n_groups", "conv_kernel"), NO_COUNTS)
+    | {"layer_norm_epsilon": NO_REALS, "time_step_limit": NO_STEP_LIMITS},
+    "falcon-h1": dict.fromkeys((*MAMBA_COUNTS[:5], "mamba_d_ssm"), NO_COUNTS)
+    | dict.fromkeys(FALCON_MULTIPLIERS, NO_REALS)
+    | dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"), NO_FLAGS),
+    "bamba": SHARED | {"attn_layer_indices": NO_LAYERS, "layer_types": ()},
 }
 """Values that fields of configs with recurrent layers cannot have."""
 

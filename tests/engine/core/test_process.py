@@ -83,6 +83,25 @@ def test_states_of_rows_come_first_and_snapshots_get_a_share(cache: CacheConfig,
     assert (sizes.blocks, sizes.snapshots, sizes.prefix_caching) == (blocks, snapshots, snapshots > 0)
 
 
+@pytest.mark.parametrize(
+    ("cache", "blocks", "snapshots"),
+    [
+        (CacheConfig(bytes=28_000), 1025, 10),
+        (CacheConfig(bytes=28_000, blocks=30), 30, 10),
+        (CacheConfig(bytes=28_000, prefix_caching=False), 1025, 0),
+        (CacheConfig(bytes=28_000, block_size=64), 257, 10),
+    ],
+)
+def test_of_a_model_that_keeps_no_tokens_snapshots_get_all_and_blocks_are_numbers(
+    cache: CacheConfig, blocks: int, snapshots: int
+) -> None:
+    """As many as all rows of full length have, several times; they take no memory."""
+    sizes = resolve_cache_sizes(engine(cache), STATEFUL._replace(block_bytes=0), 1024)
+    assert (sizes.blocks, sizes.snapshots, sizes.prefix_caching) == (blocks, snapshots, snapshots > 0)
+    endless = resolve_cache_sizes(engine(cache), STATEFUL._replace(block_bytes=0), 1 << 30)
+    assert endless.blocks == (cache.blocks or 1 << 20)
+
+
 def test_a_model_without_states_has_all_of_the_cache_for_blocks() -> None:
     sizes = resolve_cache_sizes(engine(CacheConfig(bytes=28_000)), CAPACITY, 1024)
     assert sizes == (28, 0, 0, True, 0, 0)

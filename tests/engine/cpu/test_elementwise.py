@@ -8,8 +8,15 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from charonia.engine.checkpoint.model_spec import ACTIVATIONS
-from charonia.engine.cpu.elementwise import ACTIVATION_CODES, FusedGate, FusedNorm, apply_rope
-from charonia.engine.layers.mlp import ACTIVATION_FUNCTIONS
+from charonia.engine.cpu.elementwise import (
+    ACTIVATION_CODES,
+    CLAMPED_SWIGLU,
+    SQUARED_RELU,
+    FusedGate,
+    FusedNorm,
+    apply_rope,
+)
+from charonia.engine.layers.mlp import ACTIVATION_FUNCTIONS, TorchGate
 
 SIZES = (1, 3, 8, 15, 16, 17, 64, 100, 896)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -64,7 +71,8 @@ def test_norm_of_heads_between_others(level: str, dtype: torch.dtype) -> None:
 
 def test_every_activation_is_what_transformers_means_by_it() -> None:
     x = torch.linspace(-6, 6, 4001)
-    assert set(ACTIVATIONS.values()) == set(ACTIVATION_CODES) == set(ACTIVATION_FUNCTIONS)
+    assert set(ACTIVATIONS.values()) == set(ACTIVATION_CODES) - {CLAMPED_SWIGLU, SQUARED_RELU}
+    assert set(ACTIVATIONS.values()) == set(ACTIVATION_FUNCTIONS) - {SQUARED_RELU}
     for theirs, name in ACTIVATIONS.items():
         right = ACT2FN[theirs](x.double())
         assert close(ACTIVATION_FUNCTIONS[name](x), right), theirs
@@ -75,11 +83,26 @@ def test_every_activation_is_what_transformers_means_by_it() -> None:
 @pytest.mark.parametrize(("size", "dtype"), CASES, ids=str)
 def test_gate(level: str, size: int, dtype: torch.dtype, name: str) -> None:
     x = random(6, 2 * size, dtype=dtype, scale=5.0)
-    gate, up = x.double().chunk(2, -1)
-    assert close(FusedGate(name)(x), ACTIVATION_FUNCTIONS[name](gate) * up, roundings=8 if name == "gelu" else 4)
+    assert close(FusedGate(name)(x), TorchGate(name)(x.double()), roundings=8 if name == "gelu" else 4)
 
 
-@pytest.mark.parametrize("name", ACTIVATION_CODES)
+def test_a_clamped_gate_is_what_gpt_oss_means_by_it(level: str) -> None:
+    gate, up = torch.linspace(-20, 20, 401).repeat(2, 1)
+    up = up.flip(0)
+    low, high = gate.double().clamp(max=7), up.double().clamp(-7, 7)
+    right = (high + 1) * low * torch.sigmoid(1.702 * low)
+    assert close(FusedGate(CLAMPED_SWIGLU)(torch.cat((gate, up))[None])[0], right)
+
+
+def test_squares_are_of_what_is_positive(level: str) -> None:
+    x = torch.tensor([[-1e30, -2.0, 0.0, 0.25, 1.5, 3.0]])
+    assert torch.equal(FusedGate(SQUARED_RELU)(x), torch.tensor([[0.0, 0.0, 0.0, 0.0625, 2.25, 9.0]]))
+    for name in (CLAMPED_SWIGLU, SQUARED_RELU):
+        assert FusedGate(name)(torch.tensor([[float("nan"), 1.0]])).isnan().any()
+    assert FusedGate(CLAMPED_SWIGLU)(torch.tensor([[1.0, float("nan")]])).isnan().all()
+
+
+@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS.values())))
 def test_gate_of_numbers_far_out(level: str, name: str) -> None:
     far = torch.tensor([-1e30, -3e4, -200.0, -90.0, -1e-30, 0.0, 1e-30, 50.0, 200.0, 1e30])
     found = FusedGate(name)(torch.cat((far, torch.ones_like(far)))[None])[0]

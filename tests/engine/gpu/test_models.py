@@ -38,6 +38,7 @@ OTHERS = (
     "gemma4-small",
     "phi3",
     "mixtral",
+    "gpt-oss",
     "mistral",
     "qwen3.5",
     "lfm2",

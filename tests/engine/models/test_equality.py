@@ -210,8 +210,10 @@ OTHERS = (
     "gemma3",
     "gemma4",
     "gemma4-small",
+    "gpt-oss",
 )
 RECURRENT = ("qwen3.5", "lfm2", "granite-hybrid")
+OTHER_RECURRENT = ("nemotron-h", "nemotron-3", "falcon-h1", "mamba2", "bamba")
 FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2", "opt")
 
 
@@ -244,6 +246,13 @@ def test_models_with_states_are_transformers(
 ) -> None:
     """Sequences that share a prefix, or begin again, go on from snapshots."""
     test_greedy_tokens_are_transformers(name, backend, SETTINGS[setting], bench, followed)
+
+
+@pytest.mark.parametrize("name", OTHER_RECURRENT)
+def test_other_models_with_states_are_transformers(
+    name: str, bench: Callable[[str, str], Bench], followed: Callable[[str, list[list[int]]], list[list[int]]]
+) -> None:
+    test_greedy_tokens_are_transformers(name, "auto", SETTINGS["everything, ahead 1"], bench, followed)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "cpu"])

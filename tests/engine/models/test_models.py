@@ -41,10 +41,11 @@ KIN = [
     "qwen2-yarn",
     "llama-gelu",
     "llama-quick-gelu",
+    "gpt-oss",
 ]
 PARTS = ["gemma3-image", "gemma4-image", "mistral3", "llava", "qwen2.5-vl", "qwen3-vl"]
 """The language part of what takes images too."""
-SPARSE = ("qwen3-moe", "mixtral", "gemma4-moe")
+SPARSE = ("qwen3-moe", "mixtral", "gemma4-moe", "gpt-oss")
 LENGTHS = (40, 1, 23, 100)
 
 

@@ -31,7 +31,9 @@ from charonia.scheduler.plan import NewSequence, ResolvedSampling
 
 CPU = torch.device("cpu")
 NAMES = ["qwen3.5", "lfm2", "granite-hybrid"]
-SPARSE = ["qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite-hybrid-moe"]
+KIN = ["nemotron-h", "falcon-h1", "mamba2", "bamba"]
+"""What keeps the states of one of these."""
+SPARSE = ["qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite-hybrid-moe", "nemotron-3"]
 PARTS = ["qwen3.5-image"]
 """The language part of what takes images too."""
 LENGTHS = (130, 1, 23, 64, 100)
@@ -126,7 +128,7 @@ def right_logits(directory: Path, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("name", [*NAMES, *SPARSE, *PARTS])
+@pytest.mark.parametrize("name", [*NAMES, *KIN, *SPARSE, *PARTS])
 def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: str, backend: str) -> None:
     """Rows in one step, with our kernels and without any."""
     right = right_logits(checkpoint(name), torch.float32)
@@ -166,7 +168,25 @@ def test_experts_in_one_tensor_are_those_one_by_one(checkpoint: Callable[..., Pa
     assert torch.equal(Engine(copy).whole(tokens), Engine(checkpoint("qwen3.5-moe")).whole(tokens))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KIN)
+def test_kin_are_one_program_and_the_same_however_they_are_cut_and_resumed(
+    engine: Callable[..., Engine], name: str
+) -> None:
+    model = engine(name, torch.bfloat16)
+    tokens = prompts()[0]
+    right = model.whole(tokens)
+    decoder: Any = model.decoder
+    assert decoder.program is not None
+    with patch.object(decoder, "program", None):
+        assert torch.equal(model.whole(tokens), right)
+    assert torch.equal(model.cut(tokens, [1, 64, 127], row=1), right)
+    model.step({2: (0, tokens[:100]), 4: (0, prompts()[2])}, saves=[(2, 48, 1)])
+    model.cut(tokens[:48], [], row=3)  # keys and values, which a hit would share
+    model.poison([2, 3])
+    assert torch.equal(model.cut(tokens, [90], row=3, start=48, snapshot=1), right[48:])
+
+
+@pytest.mark.parametrize("name", [*NAMES, *KIN])
 def test_half_precision_is_as_near_as_transformers(
     engine: Callable[..., Engine], checkpoint: Callable[..., Path], name: str
 ) -> None:
