@@ -11,6 +11,7 @@ from ..checkpoint.model_spec import GemmaSpec, ModelSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu.elementwise import join_features, trace_embedding
 from ..cpu.op_trace import SymbolicTensor
+from ..gpu import runtime
 from .linear import OutputShard, column_linear
 from .mlp import fastest_gate
 from .norm import divided_rms_norm, rms_norm
@@ -34,11 +35,10 @@ class PerLayerInputs:
         weight = loader.vector("model.per_layer_projection_norm.weight", gemma.per_layer_size)
         # The projection is divided by sqrt(hidden) before its norm, which is as if the norm's epsilon were larger.
         self._norm = divided_rms_norm(weight, spec.norm_eps * spec.hidden_size, math.sqrt(2))
-        self._gather = _fastest_gather(self._table, loader)
-        self._tokens = gemma.per_layer_vocab if gemma.per_layer_vocab < spec.vocab_size else None
-        self.host_bound = self._table.device != loader.device
-        contiguous = self._table.is_contiguous() and self._table.dtype == loader.dtype and self._tokens is None
-        self.untraceable = None if contiguous else "its embeddings for layers are not one table of all tokens"
+        self._add_embeddings = _fastest_addition(self._table, self._factor, loader)
+        self.host_bound = self._table.device != loader.device and not runtime.serves(loader.dtype, loader.device)
+        whole = self._table.is_contiguous() and gemma.per_layer_vocab >= spec.vocab_size
+        self.untraceable = None if whole else "its embeddings for layers are not one table of all tokens"
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         inputs = self._project(x)
@@ -46,10 +46,8 @@ class PerLayerInputs:
         traced: object = x  # declared for tensors
         if isinstance(traced, SymbolicTensor):
             return inputs.add_(trace_embedding(traced.trace, self._table, self._factor))  # type: ignore[arg-type]
-        tokens = context.batch.tokens
-        if self._tokens is not None:  # others, of images, have the first one's
-            tokens = tokens.where(tokens < self._tokens, 0)
-        return inputs.add_(self._gather(tokens).mul_(self._factor))
+        self._add_embeddings(inputs, context.batch.tokens)
+        return inputs
 
     def column(self, layer: int) -> int:
         """Where the inputs of a layer begin."""
@@ -79,8 +77,17 @@ class PerLayerGate:
         return self._norm(self._project(gated, context))
 
 
-def _fastest_gather(table: Tensor, loader: WeightLoader) -> Callable[[Tensor], Tensor]:
-    """Token ids [N] -> rows of the table [N, width], in memory of their own on the model's device."""
-    if table.device == loader.device:
-        return lambda tokens: F.embedding(tokens, table)
-    return lambda tokens: F.embedding(tokens.to(table.device), table).to(loader.device)
+def _fastest_addition(table: Tensor, factor: float, loader: WeightLoader) -> Callable[[Tensor, Tensor], object]:
+    """Adds to x [N, width], on the model's device, the rows of tokens [N] times `factor`; of tokens beyond the table,
+    such as those of images, the first one."""
+    if runtime.serves(loader.dtype, loader.device):
+        from ..gpu.host_rows import add_rows
+
+        return lambda x, tokens: add_rows(x, table, tokens, factor)
+
+    def add(x: Tensor, tokens: Tensor) -> Tensor:
+        stored = tokens.to(table.device)
+        rows = F.embedding(stored.where(stored < len(table), 0), table)
+        return x.add_(rows.to(x.device).mul_(factor))
+
+    return add
