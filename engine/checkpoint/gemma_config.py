@@ -175,7 +175,7 @@ _GEMMA4 = ArchitectureDefaults(
     unequal=_gemma4,
     translate=_gemma4_fields,
 )
-_UNIFIED = {"sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0}
+_UNIFIED = {"sliding_window": 1024, "max_position_embeddings": 262_144}
 GEMMAS = {
     "Gemma3nForCausalLM": ArchitectureDefaults(
         absent={
@@ -200,6 +200,10 @@ GEMMAS = {
         translate=_gemma3n_fields,
     ),
     "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4UnifiedForCausalLM": _GEMMA4._replace(absent={**_GEMMA4.absent, **_UNIFIED}),
+    "Gemma4UnifiedForCausalLM": _GEMMA4._replace(
+        absent={**_GEMMA4.absent, **_UNIFIED},
+        # It has neither, whatever config.json says.
+        translate=lambda fields: {**fields.config, "hidden_size_per_layer_input": 0, "enable_moe_block": False},
+    ),
 }
 """Architecture -> what its config.json means by what it leaves out."""

@@ -65,7 +65,8 @@ class AttentionSpec(NamedTuple):
 
     def decode_places(self, most: int) -> int:
         """The places of the decoding tile for rows of `most` places; 0 where such rows are chunks."""
-        fits = [places for places in DECODE_PLACES if places >= most and (places == 1 or places * self.group <= 64)]
+        queries = 64 if self.shape.head_dim <= 256 else 32  # as many as fit in registers with their mix
+        fits = [one for one in DECODE_PLACES if one >= most and (one == 1 or one * self.group <= queries)]
         return fits[0] if fits else 0
 
 
@@ -152,10 +153,9 @@ def combine_plan(spec: AttentionSpec, places: int) -> dict[str, Any]:
 def chunk_plan(spec: AttentionSpec, generation: int, sinks: bool = False) -> dict[str, Any]:
     """The largest tile that spills no register; an A100 has room for fewer queries than later GPUs."""
     size = spec.shape.head_dim
-    queries = 128 if 64 < size <= 128 and generation >= 90 else 64
+    queries = 128 if 64 < size <= 128 and generation >= 90 else 64 if size <= 256 else 32
     tile = {"M": max(queries, next_power_of_2(spec.group)), "TILE": _tile_tokens(spec)}
-    warps = 4 if size <= 64 else 8 if size <= 256 else 16
-    return _sizes(spec, sinks) | tile | {"num_warps": warps, "num_stages": 2}
+    return _sizes(spec, sinks) | tile | {"num_warps": 4 if size <= 64 else 8, "num_stages": 2}
 
 
 def _tile_tokens(spec: AttentionSpec) -> int:

@@ -73,8 +73,9 @@ def test_per_layer_config_says_what_older_fields_say() -> None:
 
 
 def test_the_unified_one_has_no_embeddings_for_layers() -> None:
-    unified = spec(architectures=["Gemma4UnifiedForCausalLM"])
+    unified = spec(architectures=["Gemma4UnifiedForCausalLM"], hidden_size_per_layer_input=256, top_k_experts=2)
     assert unified.gemma == GemmaSpec(0, 0)
+    assert unified.experts is None
 
 
 def test_attention_between_images_is_no_texts() -> None:
