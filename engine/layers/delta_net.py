@@ -59,7 +59,7 @@ def _projections(name: str, net: DeltaNetSpec) -> tuple[list[OutputShard], list[
     wide = OutputShard(f"{name}.in_proj_qkv", mixed, slice(0, mixed))
     gate = OutputShard(f"{name}.in_proj_z", net.value_width, slice(0, net.value_width))
     heads = slice(0, net.value_heads)
-    return [wide, gate], [OutputShard(f"{name}.in_proj_{one}", net.value_heads, heads) for one in "ab"]
+    return [wide, gate], [OutputShard(f"{name}.in_proj_{part}", net.value_heads, heads) for part in "ab"]
 
 
 def _grouped_projections(name: str, net: DeltaNetSpec) -> tuple[list[OutputShard], list[OutputShard]]:

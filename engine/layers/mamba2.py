@@ -41,7 +41,7 @@ class Mamba2:
         shape = RecurrenceShape(mamba.heads, mamba.groups, mamba.state_size, mamba.head_dim, inner + keyed, inner, 0)
         heads = mamba.heads
         rates = loader.floats(f"{name}.A_log", heads).exp().neg()
-        bias, skip = (loader.floats(f"{name}.{one}", heads) for one in ("dt_bias", "D"))
+        bias, skip = (loader.floats(f"{name}.{vector}", heads) for vector in ("dt_bias", "D"))
         steps = ScanSteps(rates, bias, skip, *mamba.step_limits)
         self._recurrence = build_selective_scan(loader, number, shape, inner + channels, steps)
         weight = loader.floats(f"{name}.norm.weight", inner).view(mamba.groups, -1) if mamba.normalised else None

@@ -2,7 +2,8 @@
 2412.06464) and Mamba-2's selective scan (arXiv 2405.21060). Rows go token by token: where a prompt is cut changes
 nothing, by the C kernels not a bit."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,9 @@ from ..cpu import library
 from ..cpu.recurrent import MAX_KEY_SIZE, Recurrence, RecurrenceShape, ScanSteps, gated_delta_rule, selective_scan
 from .recurrent_state import StepSlotStates
 from .step_context import StepContext
+
+StateScan: TypeAlias = Iterator[tuple[Tensor, Tensor]]
+"""See `StepSlotStates.scan`."""
 
 _UNIT_EPS = 1e-6
 """Added to the sum of squares by which queries and keys become unit vectors."""
@@ -78,6 +82,14 @@ class TorchScanSteps(NamedTuple):
     column: int
 
 
+class _HeadInputs(NamedTuple):
+    """Queries, keys and values of tokens, float32 [N, heads, size]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 class TorchRecurrence:
     """The same as `Recurrence` by torch."""
 
@@ -98,29 +110,22 @@ class TorchRecurrence:
         served = shape.heads // shape.key_heads
         if isinstance(self._rule, DeltaRuleGates):
             q, k = ((part * _inverse_length(part)).repeat_interleave(served, 1) for part in (q, k))
-            out = self._delta_rule(self._rule, q * shape.key_size**-0.5, k, v, gates, matrices, states)
+            inputs = _HeadInputs(q * shape.key_size**-0.5, k, v)
+            out = self._delta_rule(self._rule, inputs, gates, states.scan(matrices))
         else:
             q, k = (part.repeat_interleave(served, 1) for part in (q, k))
-            out = self._scan(self._rule, q, k, v, gates, matrices, states)
+            out = self._scan(self._rule, _HeadInputs(q, k, v), gates, states.scan(matrices))
         return out.flatten(1).to(x.dtype)
 
     def _gate(self, gates: Tensor, column: int) -> Tensor:
         return gates[:, column : column + self._shape.heads].float()
 
-    def _delta_rule(
-        self,
-        rule: DeltaRuleGates,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: Tensor,
-        matrices: Tensor,
-        states: StepSlotStates,
-    ) -> Tensor:
+    def _delta_rule(self, rule: DeltaRuleGates, inputs: _HeadInputs, gates: Tensor, scan: StateScan) -> Tensor:
+        q, k, v = inputs
         decay = (rule.rates * F.softplus(self._gate(gates, rule.decay_column) + rule.bias)).exp_()
         beta = self._gate(gates, rule.beta_column).sigmoid_()
         out = torch.empty_like(v)
-        for tokens, state in states.scan(matrices):
+        for tokens, state in scan:
             state *= decay[tokens][..., None, None]
             key = k[tokens].unsqueeze(-1)
             wrong = v[tokens] - (state * key).sum(-2)
@@ -128,21 +133,13 @@ class TorchRecurrence:
             out[tokens] = (state * q[tokens].unsqueeze(-1)).sum(-2)
         return out
 
-    def _scan(
-        self,
-        rule: TorchScanSteps,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: Tensor,
-        matrices: Tensor,
-        states: StepSlotStates,
-    ) -> Tensor:
+    def _scan(self, rule: TorchScanSteps, inputs: _HeadInputs, gates: Tensor, scan: StateScan) -> Tensor:
+        q, k, v = inputs
         rates, bias, skip, least, most = rule.steps
         dt = F.softplus(self._gate(gates, rule.column) + bias).clamp_(least, most)
         decay = (rates * dt).exp_()
         out = torch.empty_like(v)
-        for tokens, state in states.scan(matrices):
+        for tokens, state in scan:
             state *= decay[tokens][..., None, None]
             state += k[tokens].unsqueeze(-1) * (dt[tokens].unsqueeze(-1) * v[tokens]).unsqueeze(-2)
             out[tokens] = (state * q[tokens].unsqueeze(-1)).sum(-2)
