@@ -24,9 +24,8 @@ def measure_step_bytes(
     config: EngineConfig, context: BuildContext, runner: ModelRunner, computer: DeviceStepComputer
 ) -> int:
     """What the worst step of `runner`, which has this `computer`, takes of a GPU, and what recorded steps keep: the
-    activations of the largest of them, and what comes out of it, which all share. The block that they
-    share and the rows' states are the cache's, not the steps', and are freed before it returns; the cache is to be
-    allocated anew afterwards."""
+    activations of the largest of them, and what comes out of it, which all share. The block and the states that the
+    step has are the cache's, not its own, and are freed before this returns; the cache is to be allocated anew."""
     device = context.device
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens
