@@ -148,7 +148,13 @@ def _measure_checkpoint(
         seconds=round(perf_counter() - began, 1),
         error=error,
     )
-    return MachineFile(origin=origin, machine=machine, engine=measurement.shape, block_bytes=measurement.block_bytes)
+    return MachineFile(
+        origin=origin,
+        machine=machine,
+        engine=measurement.shape,
+        block_bytes=measurement.block_bytes,
+        state_bytes=measurement.state_bytes,
+    )
 
 
 def _measure_server(options: CalibrationOptions, engine: EngineOptions, seconds: float, tell: Tell) -> MachineFile:
@@ -221,7 +227,13 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
         precision={"weights": precision, "kv_cache_dtype": config.cache.dtype},
         versions={"charonia": __version__},
     )
-    return MachineFile(origin=origin, machine=estimate.machine, engine=shape, block_bytes=block_bytes)
+    return MachineFile(
+        origin=origin,
+        machine=estimate.machine,
+        engine=shape,
+        block_bytes=block_bytes,
+        state_bytes=estimate.state_bytes,
+    )
 
 
 def _default_shape(config: EngineConfig, length: int) -> EngineShape:

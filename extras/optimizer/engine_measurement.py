@@ -51,12 +51,13 @@ Tell = Callable[[float, str], None]
 
 
 class EngineMeasurement(NamedTuple):
-    """The steps of an engine, its sizes as a server would have them, the bytes of a cache block, and the seconds that
-    the step loop counts to a step and `samples` do not."""
+    """The steps of an engine, its sizes as a server would have them, the bytes of a cache block and of the recurrent
+    states of a sequence, and the seconds that the step loop counts to a step and `samples` do not."""
 
     samples: list[StepSample]
     shape: EngineShape
     block_bytes: int
+    state_bytes: int
     overhead: float
 
 
@@ -174,7 +175,8 @@ def measure_engine(config: EngineConfig, seconds: float, tell: Tell, seed: int =
         executor.allocate(shape.blocks, snapshots=shape.snapshots)
         run = _EngineRun(executor, capacity.vocab_size, shape, Random(seed))
         samples = run.measure(seconds, tell)
-    return EngineMeasurement(samples, shape, capacity.block_bytes, max(0.0, median(run.overheads)))
+    overhead = max(0.0, median(run.overheads))
+    return EngineMeasurement(samples, shape, capacity.block_bytes, capacity.state_bytes, overhead)
 
 
 @contextmanager

@@ -40,13 +40,14 @@ class MachineOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
 class MachineFile(msgspec.Struct, frozen=True, kw_only=True):
     """`engine`: as it was measured, or would be served there by default; `block_bytes`: of a block of its cache, 0 if
-    that is not known."""
+    that is not known; `state_bytes`: of the recurrent states of a sequence."""
 
     format: str = MACHINE_FORMAT
     origin: MachineOrigin
     machine: SimulatedMachine
     engine: EngineShape
     block_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    state_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 def write_machine_file(path: Path, content: MachineFile) -> None:

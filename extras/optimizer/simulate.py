@@ -114,7 +114,8 @@ def _check_fleet(fleet: FleetOptions) -> None:
 
 
 def resolve_engine(file: MachineFile, options: SimulatedEngineOptions) -> EngineShape:
-    """The engine that was calibrated, with what the options change.
+    """The engine that was calibrated, with what the options change. Bytes of the cache are also those of the states of
+    its rows, and of as many snapshots as were calibrated.
 
     Raises:
         InvalidArgument: the numbers do not go together.
@@ -127,9 +128,12 @@ def resolve_engine(file: MachineFile, options: SimulatedEngineOptions) -> Engine
         if not file.block_bytes:
             message = "a block's size was not seen when the machine was measured: give --kv-cache-blocks"
             raise InvalidArgument(message, field="kv_cache_bytes")
-        blocks = size // file.block_bytes
-        if not blocks:
+        rows = changes.get("max_num_seqs", file.engine.scheduler.max_num_seqs)
+        states = (rows + file.engine.snapshots) * file.state_bytes
+        blocks = (size - states) // file.block_bytes
+        if blocks < 1:
             message = f"kv_cache_bytes {size} has no room for a block of {file.block_bytes} bytes"
+            message += f" beside {states} bytes of states" if states else ""
             raise InvalidArgument(message, field="kv_cache_bytes")
     own = {name: changes.pop(name) for name in list(changes) if name in EngineShape.__struct_fields__}
     scheduler = msgspec.structs.replace(file.engine.scheduler, **changes)

@@ -7,9 +7,12 @@ from types import ModuleType
 import pytest
 
 from charonia.cli.app import app
+from charonia.core.errors import InvalidArgument
 from charonia.engine.options import EngineOptions
 from charonia.extras.optimizer.calibrate import _flags_of
 from charonia.extras.optimizer.machine_file import MachineFile, read_machine_file
+from charonia.extras.optimizer.options import SimulatedEngineOptions
+from charonia.extras.optimizer.simulate import resolve_engine
 from charonia.extras.optimizer.simulated_machine import StepLoad
 
 SHAPE = str(Path(__file__).parents[3] / "examples/shapes/llama-3.1-8b")
@@ -108,6 +111,11 @@ def test_states_have_room_beside_the_cache_and_are_read_once_a_step(
     assert plain.engine.snapshots == left // 4 // state_bytes
     assert plain.engine.blocks == (left - left // 4) // plain.block_bytes
     assert (uncached.engine.snapshots, uncached.engine.blocks) == (0, left // plain.block_bytes)
+    states = (4 + plain.engine.snapshots) * state_bytes
+    smaller = SimulatedEngineOptions(kv_cache_bytes=states + 9 * plain.block_bytes, max_num_seqs=4)
+    assert resolve_engine(plain, smaller).blocks == 9
+    with pytest.raises(InvalidArgument, match=f"no room for a block of 4096 bytes beside {states} bytes of states"):
+        resolve_engine(plain, SimulatedEngineOptions(kv_cache_bytes=states + 99, max_num_seqs=4))
     one, eight = (plain.machine.seconds(StepLoad.of_decoding(rows, 0)) for rows in (1, 8))
     assert eight - one == pytest.approx(7 * 2 * state_bytes / 2.4e12)
     assert plain.machine.decode_context == pytest.approx(2 * 2 * 32 * 2 / 2.4e12)
