@@ -478,8 +478,9 @@ class Draws:
     def _run(
         self, asked: Sequence[tuple[tuple[int, ...], ResolvedSampling]], new: int, drafter: Drafter | None
     ) -> tuple[LoopResult, Speculation | None]:
-        cache = KVCacheManager(400, BLOCK)
-        self._model.executor.allocate(400)
+        draft_states = 16 * DRAWN if any(self._model.executor.rank.shape.states) else None
+        cache = KVCacheManager(400, BLOCK, draft_states is None, draft_states=draft_states)
+        self._model.executor.allocate(400, snapshots=draft_states or 0)
         speculation = None
         if drafter is not None:
             speculation = Speculation({NAME: drafter}, DRAWN, 4096, draft_model=isinstance(drafter, ProposedDrafts))
@@ -539,5 +540,26 @@ def test_what_is_drawn_beside_drafts_is_distributed_as_the_models(
     finally:
         model.executor.close()
     assert speculation.totals[NAME].accepted_tokens > count / 50
+    check_draws(found, draws, count)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite-hybrid"])
+def test_what_a_model_with_states_draws_beside_drafts_is_distributed_as_its_own(
+    name: str, checkpoint: Callable[..., Path]
+) -> None:
+    count = 3_000
+    model = Model(checkpoint(name), scheduler=SchedulerConfig(max_num_seqs=128))
+    try:
+        draws = Draws(model, 1.0, 1.0)
+        likely = sorted({token for path in draws.expected for token in path})
+        found, speculation = draws.draw(count, OneOf(likely))
+    finally:
+        model.executor.close()
+    assert speculation.totals[NAME].accepted_tokens > count / 50
+    check_draws(found, draws, count)
+
+
+def check_draws(found: Counter[tuple[int, ...]], draws: Draws, count: int) -> None:
     assert found.keys() <= draws.expected.keys()
     assert abs(deviation(found, draws.expected, count)) < 4, "chance does that once in ten thousand times"
