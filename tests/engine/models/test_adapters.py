@@ -25,6 +25,8 @@ from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import DraftRequest, Speculation
 
+from .transformers_choices import chosen_after
+
 BLOCK, NEW, BLOCKS = 16, 20, 64
 LENGTHS = (1, 9, 17, 40, 33, 5, 64, 21)
 NATIVE = pytest.mark.skipif(library.level() is None, reason="torch's products promise no such thing")
@@ -96,12 +98,8 @@ def serve(
     return run_to_end(Scheduler(config, cache, speculation=speculation), executor, requests)
 
 
-@torch.inference_mode()
-def chosen_after(checkpoint: Path, prompt: list[int], tokens: list[int]) -> list[int]:
-    """What transformers chooses after the prompt and each of the tokens."""
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-    return list(logits.argmax(-1).tolist())
+def chosen_by(checkpoint: Path, prompt: list[int], tokens: list[int]) -> list[int]:
+    return chosen_after(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), prompt, tokens)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "granite-hybrid", "gemma4", "gemma4-small"])
@@ -120,7 +118,7 @@ def test_layers_with_states_and_gated_attention_take_adapters(
     executor = load(base)
     outcome = serve(executor, ["", executor.load_adapter(str(written)).result(10).digest], chunk=29)
     for key, prompt in enumerate(prompts()):
-        assert outcome.tokens[key] == chosen_after([base, merged][key % 2], prompt, outcome.tokens[key]), key
+        assert outcome.tokens[key] == chosen_by([base, merged][key % 2], prompt, outcome.tokens[key]), key
 
 
 @pytest.mark.parametrize(
@@ -181,7 +179,7 @@ def test_several_adapters_in_one_batch_say_what_merged_models_do(
     assert drafting.totals["right"].draft_tokens > drafting.totals["right"].accepted_tokens > 20
     for key, prompt in enumerate(prompts()):
         model = [base, *merged][key % 4]
-        assert outcome.tokens[key] == chosen_after(model, prompt, outcome.tokens[key]), (key, model.name)
+        assert outcome.tokens[key] == chosen_by(model, prompt, outcome.tokens[key]), (key, model.name)
 
 
 def test_a_model_in_gguf_takes_the_adapters_of_the_checkpoint_that_it_was_made_from(
@@ -198,7 +196,7 @@ def test_a_model_in_gguf_takes_the_adapters_of_the_checkpoint_that_it_was_made_f
     executor = load(sibling("gguf_models.py").write_gguf(base, tmp_path / "model.gguf"))
     outcome = serve(executor, [executor.load_adapter(str(adapter)).result(10).digest], range(3))
     for key in range(3):
-        assert outcome.tokens[key] == chosen_after(merged, prompts()[key], outcome.tokens[key])
+        assert outcome.tokens[key] == chosen_by(merged, prompts()[key], outcome.tokens[key])
 
 
 @pytest.mark.parametrize(

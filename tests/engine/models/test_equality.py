@@ -22,6 +22,8 @@ from charonia.scheduler.plan import ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 
+from .transformers_choices import chosen_after
+
 BLOCK = 16
 GREEDY = ResolvedSampling()
 NEW = 32
@@ -151,12 +153,6 @@ def followed(checkpoint: Callable[..., Path]) -> Callable[[str, list[list[int]]]
         return [chosen_after(models[name], *each) for each in zip(prompts(), texts, strict=True)]
 
     return follow
-
-
-@torch.inference_mode()
-def chosen_after(model: Any, prompt: list[int], tokens: list[int]) -> list[int]:
-    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-    return list(logits.argmax(-1).tolist())
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,8 @@ from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 
+from .transformers_choices import chosen_after
+
 BLOCK, NEW = 16, 12
 LENGTHS = (1, 23, 90)
 
@@ -83,12 +85,6 @@ def generated(model: Path, asked: list[list[int]], length: int | None) -> list[l
     outcome = run_to_end(scheduler, executor, requests)
     executor.close()
     return [outcome.tokens[key] for key in range(len(requests))]
-
-
-@torch.inference_mode()
-def chosen_after(model: Any, prompt: list[int], tokens: list[int]) -> list[int]:
-    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-    return list(logits.argmax(-1).tolist())
 
 
 @pytest.mark.parametrize(("name", "kind", "changes"), CASES, ids=[f"{name}-{kind}" for name, kind, _ in CASES])
