@@ -86,7 +86,7 @@ class StreamsOutput:
         return (logits for places in selections for logits in self._logits(x[places] + delta[places]))
 
     def _logits(self, x: Tensor) -> Iterator[Tensor]:
-        first, *others = (stream.contiguous() for stream in x.split(self._hidden, -1))
+        first, *others = (stream.contiguous() for stream in torch.split(x, self._hidden, -1))
         size = _size(first)
         whole = first.float()
         for project, stream in zip(self._projections, others, strict=True):
@@ -117,7 +117,8 @@ def _projections(
 
 def _size(x: Tensor) -> Tensor:
     """The root of each line's mean square, float32 [N, 1]."""
-    return torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
+    size: Tensor = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
+    return size
 
 
 def _scaled(x: Tensor, size: Tensor) -> Tensor:
