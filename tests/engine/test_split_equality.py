@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"layer_types": SLIDING},
     "gemma3": {"layer_types": SLIDING},
     "gemma4": {},
+    "gpt-oss": {"layer_types": SLIDING},
 }
 """Four layers each, and, all but the biased one, fewer key/value heads than four ranks."""
 SHAPED = ResolvedSampling(
@@ -195,7 +196,7 @@ def texts(outcome: LoopResult, *left: int) -> dict[int, list[int]]:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("layout", [(2,), (4,), (2, 2)], ids=["TP 2", "TP 4", "TP 2 x PP 2"])
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gpt-oss"])
 def test_whole_experts_say_the_same(
     name: str,
     layout: tuple[int, ...],

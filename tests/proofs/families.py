@@ -138,7 +138,7 @@ def tiny_config(model_type: str) -> dict[str, Any]:
         for name, size in _SIZES.items()
         if hasattr(usual, name) and not (name in _UNUSUAL and known.get(name) is None)
     }
-    if kinds := [*dict.fromkeys(getattr(usual, "layer_types", None) or ())]:
+    if kinds := [*dict.fromkeys(known.get("layer_types") or ())]:
         fields["layer_types"] = (2 * kinds)[:2]
     return fields | ARCHITECTURES[model_type] | {"model_type": model_type, "dtype": "float32"}
 

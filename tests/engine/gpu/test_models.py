@@ -43,6 +43,9 @@ OTHERS = (
     "qwen3.5",
     "lfm2",
     "granite-hybrid",
+    "nemotron-3",
+    "falcon-h1",
+    "mamba2",
 )
 
 
