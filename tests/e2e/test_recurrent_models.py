@@ -17,7 +17,7 @@ from charonia.telemetry.scrape import Interval, parse_scrape
 from .models import write_model
 from .serving import Server, serving
 
-NAMES = ["qwen3.5", "lfm2", "granite-hybrid", "gemma4-small"]
+NAMES = ["qwen3.5", "lfm2", "granite-hybrid", "gemma4-small", "mamba2", "gpt-oss"]
 DRAFTING = "qwen3.5"
 """The one whose steps verify drafts."""
 NEW = 12
