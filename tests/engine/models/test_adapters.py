@@ -102,7 +102,7 @@ def chosen_by(checkpoint: Path, prompt: list[int], tokens: list[int]) -> list[in
     return chosen_after(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), prompt, tokens)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "granite-hybrid", "gemma4", "gemma4-small"])
+@pytest.mark.parametrize("name", ["qwen3.5", "granite-hybrid", "gemma4", "gemma4-small", "falcon-h1", "nemotron-h"])
 def test_layers_with_states_and_gated_attention_take_adapters(
     name: str,
     checkpoint: Callable[..., Path],
@@ -112,7 +112,18 @@ def test_layers_with_states_and_gated_attention_take_adapters(
 ) -> None:
     """Qwen's queries and their gates are parts of one matrix; of Gemma 4's, one makes keys and values."""
     base = checkpoint(name)
-    parts = "q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "mamba.in_proj", "out_proj", "down_proj"
+    parts = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "in_proj_qkv",
+        "in_proj_z",
+        "mamba.in_proj",
+        "mixer.in_proj",
+        "out_proj",
+        "down_proj",
+    )
     written = adapters.write_adapter(tmp_path / "all", adapters.layers_of(base, parts), 1)
     merged = adapters.merge(base, written, 2.0, tmp_path / "merged")
     executor = load(base)
