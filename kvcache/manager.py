@@ -5,141 +5,32 @@ Knows no tensors, no rows, no steps and no requests.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .block_pool import BlockPool
+from .block_table import NO_BLOCK, BlockTable
 from .draft_states import DraftStates
 from .host_tier import BlockCopy, HostTier
+from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand
 from .state_pool import StatePool
 
 HashExtras = tuple[str, ...]
 """Adapter, tenant and salt, which set equal tokens apart: they enter at the root and so mark the whole chain."""
 
-
-class BlockPool:
-    """Numbered blocks 0 to `size` - 1, each held by `references[block]` tables.
-
-    Blocks without a holder form an intrusive doubly linked list in eviction order; one that has a hash can still be
-    found there. So free and cached blocks are the same list, and caching costs no memory:
-
-    ======================  =======  ==========  =====================
-    block is                holders  in the list  findable by its hash
-    ======================  =======  ==========  =====================
-    being filled            1        no          no
-    full, committed         1 or more no         yes
-    cached                  0        yes, tail   yes, until taken
-    worthless               0        yes, head   no
-    ======================  =======  ==========  =====================
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.free = size
-        self.references = array("i", [0]) * size
-        self._end = size  # the sentinel that closes the ring: its next is the head, its previous the tail
-        self._next = array("i", [*range(1, size + 1), 0])
-        self._previous = array("i", [size, *range(size)])
-        self._hashes: list[bytes | None] = [None] * size
-        self._index: dict[bytes, int] = {}
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._index
-
-    def take(self) -> tuple[int, bytes | None]:
-        """Hold the block at the head of the list; the hash of what it cached is forgotten, and returned. One must be
-        free."""
-        block: int = self._next[self._end]
-        assert block != self._end, "no block is free"
-        self._unlink(block)
-        digest, self._hashes[block] = self._hashes[block], None
-        if digest is not None:
-            del self._index[digest]
-        self.references[block] = 1
-        return block, digest
-
-    def share(self, digest: bytes) -> int | None:
-        """Hold the block of this hash once more, or None where no block has it."""
-        block = self._index.get(digest)
-        if block is None:
-            return None
-        if self.references[block] == 0:
-            self._unlink(block)
-        self.references[block] += 1
-        return block
-
-    def publish(self, block: int, digest: bytes) -> None:
-        """Make a full block findable. Of two blocks with equal content the first stays the one that is found."""
-        if digest not in self._index:
-            self._index[digest] = block
-            self._hashes[block] = digest
-
-    def drop(self, block: int) -> None:
-        """Give up one hold. A block that can be found again goes to the tail; one without a hash is taken first."""
-        self.references[block] -= 1
-        if self.references[block]:
-            return
-        after = self._next[self._end] if self._hashes[block] is None else self._end
-        before = self._previous[after]
-        self._next[before] = self._previous[after] = block
-        self._previous[block], self._next[block] = before, after
-        self.free += 1
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._previous[block], self._next[block]
-        self._next[before], self._previous[after] = after, before
-        self.free -= 1
-
-    def check_integrity(self, held: Iterable[int]) -> None:
-        """Recompute everything from `held`: every block of every table, repeated where shared."""
-        references = [0] * self.size
-        for block in held:
-            references[block] += 1
-        assert references == self.references.tolist(), "a reference count is not the number of holders"
-        listed, block = [], self._next[self._end]
-        while block != self._end:
-            assert self._next[self._previous[block]] == block == self._previous[self._next[block]]
-            listed.append(block)
-            assert len(listed) <= self.size, "the free list runs in a circle"
-            block = self._next[block]
-        assert sorted(listed) == [block for block in range(self.size) if references[block] == 0]
-        assert self.free == len(listed)
-        hashed = {digest: block for block, digest in enumerate(self._hashes) if digest is not None}
-        assert hashed == self._index, "index and blocks disagree"
-
-
-class BlockTable:
-    """The blocks of one sequence in order of position; filled and freed by the manager alone, append-only. `cached`:
-    tokens that `open` and `restore` found, `restored` of them the latter. `committed`: leading blocks that are
-    findable, or equal to one that is. `promised`: the hashes known at `open`; those from `committed` on are what this
-    sequence is computing.
-
-    Where sequences have states: `snapshot` is the one that this one's state begins as, -1 for as nothing, and `forked`
-    are the tokens, `cached` or more, of which others had the blocks at `open`, or were computing them. `states`: the
-    hashes of the last two snapshots of the prefix, the last of which ends it.
-    """
-
-    __slots__ = ("blocks", "cached", "committed", "forked", "promised", "restored", "snapshot", "states")
-
-    def __init__(self, blocks: list[int], cached: int, promised: Sequence[bytes]) -> None:
-        self.blocks = blocks
-        self.cached = cached
-        self.committed = len(blocks)
-        self.promised = promised
-        self.restored = 0
-        self.snapshot = -1
-        self.states: list[bytes] = []
-        self.forked = self.cached
+_ANY_LENGTH = 1 << 30
 
 
 class KVCacheManager:
     """A pool of `blocks` blocks of `block_size` tokens, shared by whole blocks of equal prefixes. Of those that were
     evicted from it, the latest `host_blocks` are kept in the host's memory. `snapshots`: of the states of sequences,
     if they have any: then a prefix is shared up to a block's end whose state is among them. `draft_states`: slots for
-    the states before drafts; None: sequences have no states.
+    the states before drafts; None: sequences have no states. `groups`: each has a block of its own for the same tokens;
+    where some slide, a prefix is shared up to an end before which they have what the next token sees.
 
     Lives in the step loop's thread; only `digest` may be called from elsewhere.
     """
@@ -152,14 +43,20 @@ class KVCacheManager:
         host_blocks: int = 0,
         snapshots: int = 0,
         draft_states: int | None = None,
+        groups: LayerGroups = ONE_GROUP,
     ) -> None:
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
         if host_blocks and snapshots:
             raise ValueError("blocks in the host's memory have no snapshots of states beside them")
+        if snapshots and groups.sliding:
+            raise ValueError("where sequences have states, layers keep every token")
         self.blocks = blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.groups = groups
+        self.demand = SpanDemand(groups, block_size)
+        self._shared_sliding = 0  # holds of blocks of sliding groups beyond the first of each
         self._pool = BlockPool(blocks)
         self._host = HostTier(host_blocks) if host_blocks else None
         self.states = StatePool(snapshots) if snapshots and prefix_caching else None
@@ -173,12 +70,41 @@ class KVCacheManager:
         return self._pool.free
 
     @property
+    def admissible_blocks(self) -> int:
+        """Free blocks, but those that sequences will take in place of blocks that they share and that slide: they do
+        not come back when one sequence gives them up."""
+        return self._pool.free - self._shared_sliding
+
+    @property
     def open_tables(self) -> int:
         return len(self._tables)
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens take."""
+    def spans_for(self, tokens: int) -> int:
+        """Blocks that `tokens` tokens take in a group that keeps them."""
         return -(-tokens // self.block_size)
+
+    def blocks_for(self, tokens: int) -> int:
+        """The most blocks that a sequence holds until it has `tokens` tokens."""
+        return self.demand.blocks(self.spans_for(tokens))
+
+    def spans_of(self, table: BlockTable) -> int:
+        """Spans that the table has, those included that slid."""
+        return len(table.blocks) // self.groups.total
+
+    def held_blocks(self, table: BlockTable) -> int:
+        """Blocks that the table holds."""
+        return len(table.blocks) - self.groups.sliding * table.slid
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that there is room for; of one that fits however long it is, a large
+        number."""
+        spans = self.demand.longest(self.blocks)
+        return _ANY_LENGTH if spans is None else spans * self.block_size
+
+    def missing_blocks(self, table: BlockTable, tokens: int) -> int:
+        """Blocks that `extend` takes, negative where the table has more."""
+        return self.spans_for(tokens) * self.groups.total - len(table.blocks)
 
     def digest(
         self, tokens: NDArray[np.int32] | Iterable[int], extras: HashExtras = (), parent: bytes | None = None
@@ -202,7 +128,6 @@ class KVCacheManager:
     def open(self, hashes: Sequence[bytes], known: int) -> BlockTable:
         """A table for a sequence of `known` tokens that shares the longest cached prefix; takes nothing more. The
         prefix ends before the newest known token: that one has to run, or nothing is sampled."""
-        blocks: list[int] = []
         shared = hashes[: (known - 1) // self.block_size]
         forked = 0
         resumable: list[int] = []
@@ -210,17 +135,76 @@ class KVCacheManager:
             forked = self._forked(shared)
             resumable = self._resumable(shared[:forked], self.states)
             shared = shared[: max(resumable, default=0)]
-        for block_hash in shared:
-            block = self._pool.share(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        table = BlockTable(blocks, len(blocks) * self.block_size, tuple(hashes))
+        table = BlockTable(tuple(hashes))
+        if self.groups.sliding:
+            self._hold_spans(table, shared[: self._window_end(shared, self._pool.__contains__)], self._share)
+        else:
+            for block_hash in shared:
+                block = self._pool.share(block_hash)
+                if block is None:
+                    break
+                table.blocks.append(block)
+            table.committed = len(table.blocks)
+        table.cached = table.committed * self.block_size
         table.forked = max(table.cached, forked * self.block_size)
         table.states = [hashes[number - 1] for number in resumable[-2:]]
         self._tables.add(table)
         self._computing.update(table.promised[table.committed :])
         return table
+
+    def _window_end(self, hashes: Sequence[bytes], kept: Callable[[bytes], bool]) -> int:
+        """How many spans of these hashes a sequence can begin with, going by which blocks are `kept`: of full groups
+        all of them, of sliding ones those that the next token sees."""
+        groups = self.groups
+        held = (all(kept(_key(block_hash, group)) for group in range(groups.full)) for block_hash in hashes)
+        number = end = sum(takewhile(bool, held))
+        while number > max(end - self.demand.window, 0):
+            number -= 1
+            if not all(kept(_key(hashes[number], group)) for group in range(groups.full, groups.total)):
+                end = number
+        return end
+
+    def _hold_spans(self, table: BlockTable, hashes: Sequence[bytes], hold: Callable[[bytes, int], int | None]) -> bool:
+        """Let the table have the spans of `hashes` after those that it has, but of sliding groups only what the next
+        token sees. `hold` holds a group's block. False: one was missing, and none is held."""
+        groups, before = self.groups, len(table.blocks)
+        slid = max(len(hashes) - self.demand.window, 0)
+        for number in range(table.committed, len(hashes)):
+            kept = groups.full if number < slid else groups.total
+            for group in range(kept):
+                block = hold(_key(hashes[number], group), group)
+                if block is None:
+                    self._drop_from(table, before)
+                    return False
+                table.blocks.append(block)
+            table.blocks += [NO_BLOCK] * (groups.total - kept)
+        table.committed = max(table.committed, len(hashes))
+        self._slide_to(table, slid)
+        return True
+
+    def _share_or_restore(self, key: bytes, group: int) -> int | None:
+        """One more hold of a block, which may be in the host's memory alone."""
+        block = self._share(key, group)
+        if block is not None or self._host is None or key not in self._host:
+            return block
+        block = self._take()
+        if key not in self._host:  # it made room for what was evicted from the block
+            self._pool.drop(block)
+            return None
+        self._host.restore(key, block)
+        self._pool.publish(block, key)
+        return block
+
+    def _share(self, key: bytes, group: int) -> int | None:
+        block = self._pool.share(key)
+        if block is not None and group >= self.groups.full and self._pool.references[block] > 1:
+            self._shared_sliding += 1
+        return block
+
+    def _drop(self, block: int, group: int) -> None:
+        if group >= self.groups.full and self._pool.references[block] > 1:
+            self._shared_sliding -= 1
+        self._pool.drop(block)
 
     def shareable(self, hashes: Sequence[bytes], known: int) -> int:
         """Tokens of the prefix that are cached, or that an open table computes right now. Where sequences have states,
@@ -278,22 +262,22 @@ class KVCacheManager:
             table.snapshot = self.states.restore(*reversed(table.states))
         if self._host is None:
             return
-        first, size = len(table.blocks), self.block_size
-        for block_hash in table.promised[first : (known - 1) // size]:
-            block = self._pool.share(block_hash)
-            if block is None:
-                if block_hash not in self._host:
+        first, hashes = table.committed, table.promised[: (known - 1) // self.block_size]
+        if self.groups.sliding:
+            end = self._window_end(hashes, self._is_findable)
+            taken = self.groups.full * (end - first) + self.groups.sliding * min(self.demand.window, end - first)
+            if end > first and taken <= self._pool.free:
+                self._hold_spans(table, hashes[:end], self._share_or_restore)
+        else:
+            for block_hash in hashes[first:]:
+                block = self._share_or_restore(block_hash, 0)
+                if block is None:
                     break
-                block = self._take()
-                if block_hash not in self._host:  # it made room for what was evicted from the block
-                    self._pool.drop(block)
-                    break
-                self._host.restore(block_hash, block)
-                self._pool.publish(block, block_hash)
-            table.blocks.append(block)
-            table.committed += 1
+                table.blocks.append(block)
+                table.committed += 1
+        for block_hash in hashes[first : table.committed]:
             self._settle(block_hash)
-        table.restored = (len(table.blocks) - first) * size
+        table.restored = (table.committed - first) * self.block_size
         table.cached += table.restored
 
     def take_block_copies(self) -> list[BlockCopy]:
@@ -301,16 +285,32 @@ class KVCacheManager:
         return [] if self._host is None else self._host.take_block_copies()
 
     def room_for(self, table: BlockTable, tokens: int, spare: int = 0) -> bool:
-        """Whether `extend(table, tokens)` would succeed and leave `spare` blocks free."""
-        return self.blocks_for(tokens) - len(table.blocks) + spare <= self._pool.free
+        """Whether the table may grow to `tokens` tokens, sliding as they are computed, and leave `spare` blocks. Where
+        nothing slides, `extend(table, tokens)` would succeed."""
+        spans = self.spans_of(table)
+        needed = self.demand.to_come(max(self.spans_for(tokens) - spans, 0), spans - table.slid)
+        return needed + spare <= self.admissible_blocks
 
     def extend(self, table: BlockTable, tokens: int) -> bool:
         """Let the table hold `tokens` tokens in all; all or nothing. False: too few blocks are free."""
-        missing = self.blocks_for(tokens) - len(table.blocks)
+        missing = self.missing_blocks(table, tokens)
         if missing > self._pool.free:
             return False
         table.blocks.extend([self._take() for _ in range(missing)])
         return True
+
+    def slide(self, table: BlockTable, computed: int) -> None:
+        """Give up the blocks of sliding groups that no token from position `computed` on sees. They stay cached."""
+        self._slide_to(table, max(computed + 1 - self.groups.window, 0) // self.block_size)
+
+    def _slide_to(self, table: BlockTable, spans: int) -> None:
+        for span in range(table.slid, spans):
+            for group in range(self.groups.full, self.groups.total):
+                place = span * self.groups.total + group
+                if table.blocks[place] != NO_BLOCK:
+                    self._drop(table.blocks[place], group)
+                    table.blocks[place] = NO_BLOCK
+        table.slid = max(table.slid, spans)
 
     def _take(self) -> int:
         block, evicted = self._pool.take()
@@ -323,7 +323,10 @@ class KVCacheManager:
     def commit(self, table: BlockTable, hashes: Iterable[bytes]) -> None:
         """The next blocks of the table are full and final, with these hashes: from now on they can be found."""
         for block_hash in hashes:
-            self._pool.publish(table.blocks[table.committed], block_hash)
+            first = table.committed * self.groups.total
+            self._pool.publish(table.blocks[first], block_hash)
+            for group in range(1, self.groups.total):
+                self._pool.publish(table.blocks[first + group], _key(block_hash, group))
             if table.committed < len(table.promised):
                 self._settle(table.promised[table.committed])
             table.committed += 1
@@ -333,9 +336,18 @@ class KVCacheManager:
         self._tables.remove(table)
         for block_hash in table.promised[table.committed :]:
             self._settle(block_hash)
-        for block in reversed(table.blocks):
-            self._pool.drop(block)
-        table.blocks.clear()
+        self._drop_from(table, 0)
+
+    def _drop_from(self, table: BlockTable, first: int) -> None:
+        """Give up the blocks from the `first`th on."""
+        if self.groups.sliding:
+            for place in range(len(table.blocks) - 1, first - 1, -1):
+                if table.blocks[place] != NO_BLOCK:
+                    self._drop(table.blocks[place], place % self.groups.total)
+        else:
+            for block in reversed(table.blocks[first:]):
+                self._pool.drop(block)
+        del table.blocks[first:]
 
     def being_computed(self, block_hash: bytes) -> bool:
         """Whether an open table will commit this block."""
@@ -349,12 +361,27 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Recompute free + cached + used == total, holders and promises from the tables. Raises `AssertionError` where
         something leaked."""
-        self._pool.check_integrity(block for table in self._tables for block in table.blocks)
+        held = [block for table in self._tables for block in table.blocks if block != NO_BLOCK]
+        self._pool.check_integrity(held)
         if self._host is not None:
             self._host.check_integrity()
         computing: Counter[bytes] = Counter()
+        sliding: list[int] = []
         for table in self._tables:
-            assert len(set(table.blocks)) == len(table.blocks), "a block twice in one table"
-            assert table.committed <= len(table.blocks)
+            full, count = self.groups.full, self.groups.total
+            assert len(table.blocks) % count == 0, "a span lacks a block"
+            for span in range(self.spans_of(table)):
+                of_sliding = table.blocks[span * count + full : (span + 1) * count]
+                assert all((block == NO_BLOCK) == (span < table.slid) for block in of_sliding), "slid, or not"
+                sliding += [block for block in of_sliding if block != NO_BLOCK]
+            blocks = [block for block in table.blocks if block != NO_BLOCK]
+            assert len(set(blocks)) == len(blocks), "a block twice in one table"
+            assert table.committed <= self.spans_of(table)
             computing.update(table.promised[table.committed :])
         assert computing == self._computing, "a promise leaked"
+        assert self._shared_sliding == len(sliding) - len(set(sliding)), "holds of sliding blocks are miscounted"
+
+
+def _key(block_hash: bytes, group: int) -> bytes:
+    """The identity of a group's block in pool and host memory."""
+    return block_hash + bytes((group,)) if group else block_hash

@@ -63,6 +63,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.in_flight_per_sequence or self.ahead + 1
 
     @property
+    def tokens_in_flight(self) -> int:
+        """The most tokens that plans in flight compute together."""
+        return (self.ahead + 1) * self.max_num_batched_tokens
+
+    @property
     def rank_step_tokens(self) -> int:
         """Prompt tokens that count as a step of waiting when prompts are ranked: about what one gets in a step."""
         return self.max_num_batched_tokens if self.target_itl_ms == 0 else min(self.max_num_batched_tokens, 16)

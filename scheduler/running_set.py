@@ -3,18 +3,18 @@
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.metrics import SequenceState
-from ..kvcache.manager import BlockTable, KVCacheManager
+from ..kvcache.block_table import BlockTable
+from ..kvcache.manager import KVCacheManager
 from .config import SnapshotRule
 from .plan import IntArray, LongArray, NewSequence
 from .prefill_budget import StepWork
+from .scheduler_totals import SchedulerTotals
 from .sequence import Sequence
 from .state_saves import StateSave, StateSaves
 from .waiting_queue import WaitingQueue
@@ -42,26 +42,6 @@ class InFlightStep(NamedTuple):
     """The number of drafts, by row."""
     saves: tuple[StateSave, ...] = ()
     """The states that it keeps."""
-
-
-@dataclass(slots=True)
-class SchedulerTotals:
-    """Sequences preempted, prompt tokens looked up in the prefix cache, found there, and found there in the host's
-    memory; tokens that were computed again after a preemption; prompt tokens whose blocks were found, but no state to
-    go on from; and the seconds of steps that sequences spent in each state, all of them together."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    restored: int = 0
-    recomputed_tokens: int = 0
-    state_misses: int = 0
-    sequence_seconds: dict[str, float] = field(default_factory=dict)
-
-    def count_seconds(self, states: Mapping[SequenceState, int], seconds: float) -> None:
-        """A step took so long, while so many sequences were in each state."""
-        for state, count in states.items():
-            self.sequence_seconds[state.value] = self.sequence_seconds.get(state.value, 0.0) + count * seconds
 
 
 class RunningSet:
@@ -102,6 +82,8 @@ class RunningSet:
         self.token_limit = _counter(size)
         self.decode_limit = _counter(size)  # tokens it may have scheduled as a decoding row; 0: none, or awaits results
         self.capacity = _counter(size)  # tokens its blocks hold
+        self.slid = _counter(size)  # blocks without the tokens that no sliding layer sees any more
+        self.next_slide_at = np.full(size, UNLIMITED, np.int32)  # computed tokens after which there is another one
         self.reserved_tokens = _counter(size)  # tokens its admission counted on
         self.max_in_flight = _counter(size)  # plans in flight that may have the row
         self.drafts_from = np.full(size, UNLIMITED, np.int32)  # tokens known when it may have drafts, if it ever may
@@ -152,13 +134,17 @@ class RunningSet:
 
     def reserved_blocks(self) -> int:
         """Blocks that running rows were promised at admission and have not taken yet."""
-        lacking = np.maximum(self.reserved_tokens - self.capacity, 0)[self.running]
-        return int((-(-lacking // self.cache.block_size)).sum())
+        size = self.cache.block_size
+        lacking = -(-np.maximum(self.reserved_tokens - self.capacity, 0)[self.running] // size)
+        if not self.cache.groups.sliding:
+            return int(lacking.sum())
+        return self.cache.demand.all_to_come(lacking, (self.capacity // size - self.slid)[self.running])
 
     def spare_blocks(self, no_evict: bool) -> int:
-        """Blocks that a new sequence must leave: those promised to others, and optimistically one for each to grow."""
+        """Blocks that a new sequence must leave: those promised to others, and optimistically one of each group for
+        each of them to grow."""
         reserved = self.reserved_blocks()
-        return reserved if no_evict else reserved + self.num_running
+        return reserved if no_evict else reserved + self.num_running * self.cache.groups.total
 
     # The life of a row
 
@@ -175,6 +161,7 @@ class RunningSet:
         self.scheduled[row] = self.computed[row] = self.capacity[row] = cached
         self.next_commit_at[row] = cached + self.cache.block_size
         self.reserved_tokens[row] = reserved_tokens
+        self._note_slid(row)
         if self.saves is not None:
             self.saves.enter(row, table, sequence.known, self._forks_of_waiting(sequence), spec.snapshot_at)
         self.max_in_flight[row] = min(spec.max_in_flight or self._most_in_flight, self._most_in_flight)
@@ -245,13 +232,28 @@ class RunningSet:
         before = len(table.blocks)
         if not self.cache.extend(table, end):
             return None
-        self.capacity[row] = len(table.blocks) * self.cache.block_size
+        self.capacity[row] = self.cache.spans_of(table) * self.cache.block_size
         return table.blocks[before:]
+
+    def slide(self) -> None:
+        """Give up blocks that are behind the window of all tokens to come."""
+        if not self.cache.groups.sliding:
+            return
+        for row in (self.computed >= self.next_slide_at).nonzero()[0].tolist():
+            self.cache.slide(self.tables[row], int(self.computed[row]))
+            self._note_slid(row)
+
+    def _note_slid(self, row: int) -> None:
+        slid, groups = self.tables[row].slid, self.cache.groups
+        self.slid[row] = slid
+        if groups.sliding:
+            self.next_slide_at[row] = (slid + 1) * self.cache.block_size + groups.window - 1
 
     def remove(self, row: int) -> None:
         """End a row's stay: it is released at once, or when the last plan in flight that has it is applied."""
         self.running[row] = False
         self.decode_limit[row] = 0
+        self.next_slide_at[row] = UNLIMITED
         self.prefilling.discard(row)
         self.releasing.add(row)
         self.forced = [forced for forced in self.forced if forced[0] != row]
@@ -379,7 +381,9 @@ class RunningSet:
         assert row not in self.prefilling or scheduled < known == expected
         decodes = self.running[row] and row not in self.awaiting_results | self.prefilling
         assert self.decode_limit[row] == (limit - 1 if decodes else 0)
-        assert scheduled <= self.capacity[row] == len(table.blocks) * size
+        assert scheduled <= self.capacity[row] == self.cache.spans_of(table) * size
+        assert self.slid[row] == table.slid
+        assert self.computed[row] < self.next_slide_at[row]
         assert self.next_commit_at[row] == (table.committed + 1) * size
 
 

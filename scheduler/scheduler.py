@@ -14,7 +14,8 @@ from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
 from .plan import ForcedTokens, Proposals, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
-from .running_set import InFlightStep, RunningSet, SchedulerTotals
+from .running_set import InFlightStep, RunningSet
+from .scheduler_totals import SchedulerTotals
 from .sequence import Sequence, SequenceSpec
 from .speculation import Speculation
 from .step_packer import StepPacker
@@ -231,6 +232,7 @@ class Scheduler:
             slots = [self._live[key].tenant_slot for key in updates.keys]
             self._fairness.charge_outputs(slots, updates.counts)
         self._commit_full_blocks(flight)
+        rows.slide()
         for key, _ in updates.finished:
             self._end(key)
         rows.release_settled()
@@ -287,7 +289,7 @@ class Scheduler:
         rows.check_integrity()
         assert self._cache.open_tables == len(rows.tables), "a table without a row"
         assert all(self._cache.being_computed(block_hash) for block_hash in self._waiting.awaited_hashes)
-        assert self.config.admission == "optimistic" or rows.reserved_blocks() <= self._cache.free_blocks
+        assert self.config.admission == "optimistic" or rows.reserved_blocks() <= self._cache.admissible_blocks
         waiting = [sequence.spec.key for sequence in self._waiting]
         placed = [sequence.spec.key for row, sequence in rows.sequences.items() if not rows.ended[row]]
         assert sorted(waiting + placed) == sorted(self._live), "a live sequence neither waits nor has a row, or both"

@@ -72,8 +72,7 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
         TokenLimit(max_model_len).check_sequence(prompt, new)
         if cache.blocks_for(prompt + max(new, 1) - 1) > cache.blocks:
             field = "max_tokens" if cache.blocks_for(prompt) <= cache.blocks else "prompt"
-            capacity = cache.blocks * cache.block_size
-            message = f"{prompt} prompt tokens and {new} new ones exceed the cache's {capacity}"
+            message = f"{prompt} prompt tokens and {new} new ones exceed the cache's {cache.longest}"
             raise InvalidArgument(message, field=field)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kvcache.manager import BlockTable
+from ..kvcache.block_table import BlockTable
 from ..kvcache.state_pool import StatePool
 from .config import SnapshotRule
 from .plan import IntArray, LongArray

@@ -212,7 +212,8 @@ class StepPacker:
         most = min(most, int(rows.token_limit[row]) - 1 - end)
         if end + most <= held or self._no_evict:
             return most
-        return min(most, held - end + size * max(self._cache.free_blocks - rows.num_running, 0))
+        spans = self._cache.free_blocks // self._cache.groups.total
+        return min(most, held - end + size * max(spans - rows.num_running, 0))
 
     def _plan_proposals(
         self, speculation: Speculation, chosen: list[int], ends: list[int], samples: list[bool]
@@ -326,7 +327,7 @@ class StepPacker:
         blocked, available = self._rows.blocked
         if blocked not in (first, next_of_all):
             return first
-        return first if self._cache.free_blocks - self._rows.spare_blocks(self._no_evict) > available else None
+        return first if self._cache.admissible_blocks - self._rows.spare_blocks(self._no_evict) > available else None
 
     def _admit(self, lane: PrefillLane, sequence: Sequence) -> None:
         """Give the sequence a row and its first chunk; or set it aside until a block it can share is computed, or fewer
@@ -338,7 +339,7 @@ class StepPacker:
         if not self._has_adapter_room(sequence):
             self._waiting.wait_for_adapter(sequence, self._step)
             return
-        spare, free = self._rows.spare_blocks(self._no_evict), self._cache.free_blocks
+        spare, free = self._rows.spare_blocks(self._no_evict), self._cache.admissible_blocks
         table = self._cache.open(sequence.hashes, sequence.shareable_tokens)
         reserved = sequence.token_limit - 1 if self._no_evict else sequence.known
         if not self._cache.room_for(table, reserved, spare):
@@ -366,7 +367,7 @@ class StepPacker:
         if not self._counts[row]:
             return
         end = int(self._rows.scheduled[row] + self._counts[row])
-        missing = self._cache.blocks_for(end) - len(self._rows.tables[row].blocks)
+        missing = self._cache.missing_blocks(self._rows.tables[row], end)
         while missing > 0 and not self._extend(row, end):
             if not self._make_room(row, missing):
                 self._set_count(row, 0)
@@ -382,7 +383,7 @@ class StepPacker:
         """Preempt the youngest running row of the lowest class for `missing` blocks. False: the row itself was it, or
         blocks come back only when plans in flight are applied."""
         self._short_of_blocks = True
-        returning = sum(len(self._rows.tables[leaver].blocks) for leaver in self._rows.releasing)
+        returning = sum(self._cache.held_blocks(self._rows.tables[leaver]) for leaver in self._rows.releasing)
         if returning + self._cache.free_blocks >= missing:
             return False
         victim = self._rows.by_seniority(np.flatnonzero(self._rows.running))[-1]

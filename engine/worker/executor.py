@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError
+from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 
 ProgressCallback = Callable[[str, float], None]
@@ -18,7 +19,7 @@ class Capacity(NamedTuple):
     vocab_size: int
     max_model_len: int
     block_bytes: int
-    """Bytes one cache block takes, over all layers."""
+    """Bytes one cache block takes, over all layers of a group."""
     free_bytes: int
     """Memory left for the cache on the tightest device."""
     machine: str = ""
@@ -27,6 +28,8 @@ class Capacity(NamedTuple):
     """Steps that should be under way beside the one that is computed, unless somebody says otherwise."""
     state_bytes: int = 0
     """Bytes of one sequence's recurrent state, over all layers; 0 where every layer has a cache of tokens."""
+    groups: LayerGroups = ONE_GROUP
+    """Of the layers that have a cache: each has blocks of its own for the same tokens."""
 
 
 class StepFuture(Protocol):

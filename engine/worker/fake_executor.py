@@ -17,6 +17,7 @@ import numpy as np
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError
 from ...core.logprobs import Logprobs, PromptLogprobs
+from ...kvcache.block_table import NO_BLOCK
 from ...scheduler.plan import (
     NO_PROPOSALS,
     MaskArray,
@@ -57,8 +58,8 @@ class FakeBehaviour:
 
 @dataclass(slots=True)
 class FakeRow:
-    """A row: token ids, the first `prompt` of them its prompt, how many are computed, its sampling, block table, and
-    the tokens that its state has seen, where it has one."""
+    """A row: token ids, the first `prompt` of them its prompt, how many are computed, its sampling, block table, span
+    by span, and the tokens that its state has seen, where it has one."""
 
     tokens: list[int]
     computed: int
@@ -152,8 +153,7 @@ class FakeExecutor:
         assert self._next_step in (None, plan.step), f"step {plan.step} came instead of {self._next_step}"
         self._next_step = plan.step + 1
         for row in plan.closed.tolist():
-            for block in self._rows.pop(row).blocks:
-                self._holders[block] -= 1
+            self._let_go(self._rows.pop(row).blocks)
         for block, slot, back in plan.block_copies.tolist():
             assert not self._holders[block], f"block {block} is moved and has {self._holders[block]} holders"
             content = self._slots[block * self._block_size :][: self._block_size]
@@ -172,9 +172,13 @@ class FakeExecutor:
                 state=self._first_state(new),
             )
         for row, block in plan.appended.tolist():
-            assert block not in self._rows[row].blocks, f"row {row} has block {block} already"
-            self._rows[row].blocks.append(block)
-            self._holders[block] += 1
+            blocks = self._rows[row].blocks
+            if block == NO_BLOCK:
+                assert len(blocks) % self._capacity.groups.total >= self._capacity.groups.full, "a group lacks a block"
+            else:
+                assert block not in blocks, f"row {row} has block {block} already"
+                self._holders[block] += 1
+            blocks.append(block)
         for row, snapshot in plan.state_restores.tolist():
             assert self._capacity.state_bytes, f"row {row} goes on from a state, and there are none"
             state = self._snapshots[snapshot].copy()
@@ -201,7 +205,7 @@ class FakeExecutor:
             start = int(plan.starts[plan.rows.tolist().index(row)])
             assert start < position <= self._rows[row].computed, f"row {row} has no state at {position} in this step"
             self._snapshots[snapshot] = self._rows[row].state[:position]
-        ends = {row: len(self._rows[row].tokens) for row, *_ in ran}
+        ends = {row: len(self._rows[row].tokens) for row, *_ in ran}  # before tokens are drawn
         drafts = {row: len(guessed) for row, guessed in guesses.items()}
         sampled = [
             row
@@ -224,6 +228,8 @@ class FakeExecutor:
                 drawn.append(list(self._successors(state.tokens[-1], self._random.randint(*self._behaviour.burst))))
             state.tokens.extend(drawn[-1])
             logprobs += [self._logprobs(token, state.sampling.logprobs) for token in drawn[-1]]
+        for row, *_ in ran if self._capacity.groups.sliding else ():
+            self._slide(self._rows[row])
         scores = [
             (row, self._scores(self._rows[row], start, count))
             for (row, start, count, _), logits in zip(ran, plan.num_logits.tolist(), strict=True)
@@ -245,7 +251,7 @@ class FakeExecutor:
             if not most or row not in sampled:
                 continue
             state = self._rows[row]
-            assert end + most <= len(state.blocks) * self._block_size, "no block for the last proposal but one"
+            assert end + most <= self._room(state), "no block for the last proposal but one"
             tokens = self._successors(state.tokens[-1], most)
             proposals.append((row, len(state.tokens), [t if at < right else 7 for at, t in enumerate(tokens)]))
         passes = max((len(tokens) for _, _, tokens in proposals), default=1)
@@ -273,15 +279,44 @@ class FakeExecutor:
         if self._capacity.state_bytes:
             assert start == len(row.state), f"a state after {len(row.state)} tokens goes on at {start}"
             row.state += known[start:end]
-        assert end <= len(row.blocks) * self._block_size, "no block for the last token"
-        for block in set(row.blocks[start // self._block_size : (end - 1) // self._block_size + 1]):
-            assert self._holders[block] == 1, f"block {block} is written and has {self._holders[block]} holders"
-        if self._check_contents:  # write the new positions, then read all of them
-            slots = (np.array(row.blocks)[:, None] * self._block_size + np.arange(self._block_size)).ravel()[:end]
-            content = np.array(known[:end])
-            self._slots[slots[start:]] = content[start:]
-            assert (self._slots[slots] == content).all(), "a block holds another sequence's tokens"
+        assert end <= self._room(row), "no block for the last token"
+        groups = self._capacity.groups
+        for group in range(groups.total):
+            first = 0 if group < groups.full else max(start + 1 - groups.window, 0)
+            self._attend(row.blocks[group :: groups.total], known[:end], start, first)
         row.computed = end
+
+    def _attend(self, blocks: list[int], tokens: list[int], start: int, first: int) -> None:
+        """Write the tokens from `start` on into a group's blocks, then read all from `first` on."""
+        size, end = self._block_size, len(tokens)
+        for block in set(blocks[start // size : (end - 1) // size + 1]):
+            assert block != NO_BLOCK, "tokens are written where there is no block"
+            assert self._holders[block] == 1, f"block {block} is written and has {self._holders[block]} holders"
+        if self._check_contents:
+            assert NO_BLOCK not in blocks[first // size :], "a token attends to what slid"
+            slots = (np.array(blocks)[:, None] * size + np.arange(size)).ravel()[:end]
+            content = np.array(tokens)
+            self._slots[slots[start:]] = content[start:]
+            assert (self._slots[slots] == content)[first:].all(), "a block holds another sequence's tokens"
+
+    def _slide(self, row: FakeRow) -> None:
+        """Let go of blocks behind the window: a plan that is made from now on may give them to another row."""
+        groups = self._capacity.groups
+        next_token = min(row.computed, len(row.tokens) - 1)
+        spans = max(next_token + 1 - groups.window, 0) // self._block_size
+        for group in range(groups.full, groups.total):
+            behind = slice(group, spans * groups.total, groups.total)
+            self._let_go(row.blocks[behind])
+            row.blocks[behind] = [NO_BLOCK] * len(row.blocks[behind])
+
+    def _let_go(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if block != NO_BLOCK:
+                self._holders[block] -= 1
+
+    def _room(self, row: FakeRow) -> int:
+        """Tokens that the row has blocks for."""
+        return len(row.blocks) // self._capacity.groups.total * self._block_size
 
     def _first_state(self, new: NewSequence) -> list[int]:
         """A copy of the snapshot that a row begins with."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
+from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import ForcedTokens, ResolvedSampling, StepPlan, StepResult, StepUpdates
@@ -30,8 +31,8 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 class SchedulerWorld:
     """The sizes, rules and load of a trial. `host_blocks`: for evicted blocks. `snapshots`: of states, which the model
     has unless it is None: then each step brings a token where it samples; `draft_states`: those that all rows' drafts
-    may take. `live`: sequences that it adds at once. Of a random trial's prompts, `long_prompts` may be of any length;
-    `outputs`: the most new tokens that it asks for.
+    may take. `groups`: of its layers. `live`: sequences that it adds at once. Of a random trial's prompts,
+    `long_prompts` may be of any length; `outputs`: the most new tokens that it asks for.
     `tenants`: their number; each weighs twice the one before. `adapters`: their number, beside the model itself.
     `token_seconds`: the time of a token that the scheduler is told, roughly; 0 for none.
     `drafts`: the most tokens that are drafted for a sequence in a step, each right with `draft_accuracy`.
@@ -43,6 +44,7 @@ class SchedulerWorld:
     host_blocks: int = 0
     snapshots: int | None = None
     draft_states: int = 0
+    groups: LayerGroups = ONE_GROUP
     burst: tuple[int, int] = (1, 1)
     live: int = 16
     long_prompts: float = 0.3
@@ -86,7 +88,9 @@ class SchedulerWorld:
                 max_loras=random.choice((1, 2)) if adapters else 0,
             ),
         )
-        return world.with_states(random) if random.random() < 0.4 else world
+        if random.random() < 0.4:
+            return world.with_states(random)
+        return world.with_windows(random) if random.random() < 0.4 else world
 
     def with_states(self, random: Random) -> "SchedulerWorld":
         """The same for a model whose sequences have states."""
@@ -105,6 +109,12 @@ class SchedulerWorld:
             draft_states=random.choice((0, 1, 3, 8, 40)),
             scheduler=msgspec.structs.replace(self.scheduler, snapshots=rule),
         )
+
+    def with_windows(self, random: Random) -> "SchedulerWorld":
+        """The same for a model with layers that keep the last tokens alone, or with no others."""
+        full, sliding = random.choice(((1, 1), (1, 1), (1, 3), (2, 3), (0, 1)))
+        window = random.choice((1, 2, 5, 8, 20))
+        return replace(self, blocks=self.blocks * (full + sliding), groups=LayerGroups(full, sliding, window))
 
     def staged(self, stages: int) -> "SchedulerWorld":
         """The same over a pipeline, as a step loop schedules it; unchanged for one stage."""
@@ -165,9 +175,10 @@ class SchedulerTrial:
         snapshots = world.snapshots or 0
         prefix_caching = world.prefix_caching and world.snapshots != 0
         draft_states = None if world.snapshots is None else world.draft_states
-        self.cache = KVCacheManager(
-            world.blocks, world.block_size, prefix_caching, world.host_blocks, snapshots, draft_states
-        )
+        steps = world.scheduler.ahead + 1
+        groups = world.groups._replace(in_flight=steps * world.scheduler.max_num_batched_tokens)
+        sizes = world.blocks, world.block_size, prefix_caching, world.host_blocks, snapshots, draft_states
+        self.cache = KVCacheManager(*sizes, groups)
         drafter = _RandomDrafter(Random(seed + 1), world.draft_accuracy)
         speculation = Speculation({"trial": drafter}, world.drafts, VOCABULARY) if world.drafts else None
         if speculation is not None:
@@ -180,6 +191,7 @@ class SchedulerTrial:
                 block_bytes=1,
                 free_bytes=world.blocks,
                 state_bytes=0 if world.snapshots is None else 1,
+                groups=world.groups,
             ),
             block_size=world.block_size,
             behaviour=FakeBehaviour(burst=world.burst, seed=seed),
@@ -207,7 +219,7 @@ class SchedulerTrial:
 
     def longest(self) -> int:
         """The tokens, prompt and new ones, that a sequence may have here."""
-        return min(self.world.scheduler.max_model_len, self.world.blocks * self.world.block_size)
+        return min(self.world.scheduler.max_model_len, self.cache.longest)
 
     def arrive(
         self,

@@ -4,7 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from charonia.kvcache.manager import BlockTable, KVCacheManager
+from charonia.kvcache.block_table import BlockTable
+from charonia.kvcache.manager import KVCacheManager
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from charonia.kvcache.manager import BlockTable, KVCacheManager
+from charonia.kvcache.block_table import BlockTable
+from charonia.kvcache.manager import KVCacheManager
 
 TOKENS = np.arange(100, dtype=np.int32)
 

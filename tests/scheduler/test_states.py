@@ -11,7 +11,8 @@ import pytest
 
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeExecutor
-from charonia.kvcache.manager import BlockTable, KVCacheManager
+from charonia.kvcache.block_table import BlockTable
+from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import ForcedTokens, IntArray, StepPlan
 from charonia.scheduler.scheduler import Scheduler

@@ -12,7 +12,8 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import IntArray
-from charonia.scheduler.scheduler import Scheduler, SchedulerTotals
+from charonia.scheduler.scheduler import Scheduler
+from charonia.scheduler.scheduler_totals import SchedulerTotals
 from charonia.scheduler.sequence import SequenceSpec
 
 BLOCK, NEW, ROWS = 16, 24, 3
