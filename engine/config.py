@@ -17,7 +17,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`memory_fraction` of the memory left after the weights, unless `bytes` or `blocks` says exactly. `dtype`: "auto"
     is the model's, "int8" and "fp8" halve what bfloat16 takes. `host_bytes`: of the host's memory, over all ranks, for
     blocks that the cache has no room for. `state_fraction`: the part of the cache that is for snapshots of recurrent
-    states, if the model has any."""
+    states, if the model has any. `layer_groups`: whether layers with a window have blocks of their own, which they give
+    up, for whoever makes plans by `Capacity.groups`."""
 
     block_size: int = 16
     dtype: str = "auto"
@@ -27,6 +28,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     host_bytes: int = 0
     state_fraction: float = 0.25
+    layer_groups: bool = False
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """One step's tokens and how its next tokens are chosen: the types that kernels, attention, models and worker share."""
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
@@ -71,15 +72,18 @@ class StepBatch:
         block_ids: Tensor,
         block_size: int,
         on_device: DeviceBatch | None = None,
+        groups: int = 1,
     ) -> None:
         """`rows`, `starts` and `counts`, [R], are host numbers; `rows` are lines of `token_ids` int32 [lines,
-        max_tokens], and of `block_ids` int64 [lines, max_blocks], with anything after the last block. `on_device`: of a
-        recorded step, buffers whose numbers change when it is replayed. Then `starts` and `counts` are upper bounds, by
-        which kernels choose their grids."""
+        max_tokens], and of `block_ids` int64 [lines, groups * max_blocks], group by group, with anything after the last
+        block of each. `on_device`: of a recorded step, buffers whose numbers change when it is replayed. Then `starts`
+        and `counts` are upper bounds, by which kernels choose their grids."""
         self.rows, self.starts, self.counts = (np.ascontiguousarray(x, np.int32) for x in (rows, starts, counts))
         self.token_ids = token_ids
         self.block_ids = block_ids
         self.block_size = block_size
+        self._groups = groups
+        self._by_group: dict[int, StepBatch] = {}
         self._given = on_device
         self._on_host = on_device is None and token_ids.device.type == "cpu"
 
@@ -123,7 +127,26 @@ class StepBatch:
         """The fields of `struct step` (attention.h): valid as long as this batch lives."""
         columns = self.rows, self.starts, self.counts, self.first_places
         addresses = (column.ctypes.data for column in columns)
-        return len(self.rows), self.block_ids.stride(0), *addresses, self.block_ids.data_ptr()
+        widths = self.block_ids.stride(0), self._group_width
+        return len(self.rows), *widths, *addresses, self.block_ids.data_ptr()
+
+    @property
+    def _group_width(self) -> int:
+        return self.block_ids.shape[1] // self._groups
+
+    def of_group(self, group: int) -> "StepBatch":
+        """The same step for layers of one group, whose blocks alone it has."""
+        if self._groups == 1:
+            return self
+        if group not in self._by_group:
+            block_ids = self.block_ids[:, group * self._group_width : (group + 1) * self._group_width]
+            own = copy(self)
+            own.block_ids, own._groups = block_ids, 1
+            own._by_group = {}
+            own.__dict__.pop("tables", None)
+            own.__dict__["on_device"] = self.on_device._replace(block_ids=block_ids)
+            self._by_group[group] = own
+        return self._by_group[group]
 
     @cached_property
     def tables(self) -> Tensor:

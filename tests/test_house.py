@@ -110,7 +110,7 @@ BUDGETS = {
     "extras/rollouts": 1_150,
     "bench": 5_600,
     "cli": 2_630,
-    "extras/optimizer": 3_940,
+    "extras/optimizer": 3_960,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}

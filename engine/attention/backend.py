@@ -10,13 +10,14 @@ from torch import Tensor
 from ..checkpoint.model_spec import KeyValueShape, LayerAttention
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
+from .layer_places import LayerPlace
 
 
 class CacheSpec(NamedTuple):
     """One rank's cache of keys and values."""
 
     attention: tuple[LayerAttention, ...]
-    """That of each layer with keys and values of its own. Layers with a window keep all tokens, too."""
+    """That of each layer with keys and values of its own."""
     heads: int
     """Query heads."""
     kv_heads: int
@@ -29,6 +30,8 @@ class CacheSpec(NamedTuple):
     device: torch.device
     kv_cache_dtype: str = "auto"
     """"auto" stores `dtype`, "int8" and "fp8" (e4m3) a byte for each number and a scale for each token and head."""
+    places: tuple[LayerPlace, ...] = ()
+    """That of each layer. Empty: all have one group, and a place each."""
 
     @property
     def layers(self) -> int:
@@ -49,11 +52,21 @@ class CacheSpec(NamedTuple):
         return [self.kept(kind) for kind in self.attention]
 
     @property
-    def layers_by_shape(self) -> dict[KeyValueShape, list[int]]:
-        """The layers that keep the same of a token: their caches lie side by side."""
+    def layer_places(self) -> tuple[LayerPlace, ...]:
+        return self.places or tuple(LayerPlace(0, layer) for layer in range(self.layers))
+
+    @property
+    def place_shapes(self) -> list[KeyValueShape]:
+        """What a block has room for, of each token: that of a layer in each place."""
+        shapes = {place.number: shape for place, shape in zip(self.layer_places, self.shapes, strict=True)}
+        return [shapes[number] for number in range(len(shapes))]
+
+    @property
+    def places_by_shape(self) -> dict[KeyValueShape, list[int]]:
+        """The places of layers that keep the same of a token: their caches lie side by side."""
         by_shape: dict[KeyValueShape, list[int]] = {}
-        for layer, shape in enumerate(self.shapes):
-            by_shape.setdefault(shape, []).append(layer)
+        for number, shape in enumerate(self.place_shapes):
+            by_shape.setdefault(shape, []).append(number)
         return by_shape
 
     @property
@@ -81,11 +94,12 @@ class AttentionBackend(ABC):
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
+        self._layer_places = spec.layer_places
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
         """Whether the backend can serve what every layer keeps, given that all in `supports` fits."""
-        return all(cls.supports_shape(shape, spec.heads) for shape in spec.layers_by_shape)
+        return all(cls.supports_shape(shape, spec.heads) for shape in spec.places_by_shape)
 
     @classmethod
     def supports_shape(cls, shape: KeyValueShape, heads: int) -> bool:
@@ -101,9 +115,9 @@ class AttentionBackend(ABC):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes, over all layers."""
+        """Bytes that one block takes, over all layers of a group."""
         spec = self._spec
-        return spec.block_size * sum(shape.numbers for shape in spec.shapes) * spec.dtype.itemsize
+        return spec.block_size * sum(shape.numbers for shape in spec.place_shapes) * spec.dtype.itemsize
 
     @abstractmethod
     def allocate(self, blocks: int) -> None:

@@ -29,7 +29,7 @@ from .backend import AttentionBackend, BackendSupport, CacheSpec
 
 
 class NativeAttention(AttentionBackend):
-    """A cache for each shape of keys and values, uint8 [layers, blocks, bytes of a block]; a block is tiles of 16
+    """A cache for each shape of keys and values, uint8 [places, blocks, bytes of a block]; a block is tiles of 16
     tokens and one head."""
 
     supports: ClassVar[BackendSupport] = BackendSupport(
@@ -55,28 +55,32 @@ class NativeAttention(AttentionBackend):
             scale = kind.scale or shape.key_size**-0.5
             self._params.append(AttentionParams(*sizes, kind.window or 0, dtype, stored, scale, kind.softcap or 0.0))
         tiles = spec.block_size // TILE_TOKENS
-        params = [self._params[index] for index in spec.attention_index]
-        self._layer_bytes = [tiles * kind.kv_heads * kind.tile_bytes for kind in params]
+        bytes_of = {
+            spec.kept(kind): own.tile_bytes for kind, own in zip(spec.distinct_attention, self._params, strict=True)
+        }
+        self._place_bytes = [tiles * shape.heads * bytes_of[shape] for shape in spec.place_shapes]
         self.allocate(0)
 
     @property
     def block_bytes(self) -> int:
-        return sum(self._layer_bytes)
+        return sum(self._place_bytes)
 
     def allocate(self, blocks: int) -> None:
         self._by_shape: list[Tensor] = []  # earlier ones are freed first
         size = blocks * self.block_bytes
         free = HugePageArena().allocate(size)[:size]
-        addresses = [0] * self._spec.layers
-        for layers in self._spec.layers_by_shape.values():
-            block_bytes = self._layer_bytes[layers[0]]
-            size = len(layers) * blocks * block_bytes
-            cache = free[:size].view(len(layers), blocks, block_bytes)
+        places = [0] * len(self._place_bytes)
+        for numbers in self._spec.places_by_shape.values():
+            block_bytes = self._place_bytes[numbers[0]]
+            size = len(numbers) * blocks * block_bytes
+            cache = free[:size].view(len(numbers), blocks, block_bytes)
             free = free[size:]
             self._by_shape.append(cache)
-            for layer, own_cache in zip(layers, cache, strict=True):
-                addresses[layer] = own_cache.data_ptr()
-        self._caches = LayerCaches(self._params, self._spec.attention_index, addresses)
+            for number, own_cache in zip(numbers, cache, strict=True):
+                places[number] = own_cache.data_ptr()
+        addresses = [places[place.number] for place in self._layer_places]
+        groups = [place.group for place in self._layer_places]
+        self._caches = LayerCaches(self._params, self._spec.attention_index, addresses, groups)
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
@@ -103,14 +107,16 @@ class NativeStepAttention:
     ) -> Tensor:
         planned = self._planned[self.caches.params_of_layer[layer]]
         stored = None if k is None or v is None else (_heads_side_by_side(k), _heads_side_by_side(v))
-        return planned.attend_separate(self.caches.caches[layer], _heads_side_by_side(q), stored, sinks)
+        place = self.caches.caches[layer], self.caches.groups[layer]
+        return planned.attend_separate(*place, _heads_side_by_side(q), stored, sinks)
 
     def apply_rope_and_attend(
         self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
     ) -> Tensor:
         assert isinstance(angles, FusedAngles), "kernels that attend also rotate"
         planned = self._planned[self.caches.params_of_layer[layer]]
-        return planned.attend_packed(self.caches.caches[layer], packed, angles.cos_sin, sinks)
+        place = self.caches.caches[layer], self.caches.groups[layer]
+        return planned.attend_packed(*place, packed, angles.cos_sin, sinks)
 
     @cached_property
     def _planned(self) -> list[PlannedAttention]:

@@ -35,7 +35,7 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
     for backend in capable:
         if BACKENDS[backend].supports_heads(spec):
             return BACKENDS[backend](spec)
-    refused = next(s for s in spec.layers_by_shape if not BACKENDS[capable[0]].supports_shape(s, spec.heads))
+    refused = next(s for s in spec.places_by_shape if not BACKENDS[capable[0]].supports_shape(s, spec.heads))
     heads = f"{spec.heads} heads on {refused.heads} with keys of {refused.key_size} and values of {refused.value_size}"
     raise InvalidArgument(f"attention {capable[0]!r} can't do {heads}", field="attention")
 

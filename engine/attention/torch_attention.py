@@ -51,44 +51,46 @@ class TorchStepAttention:
 
 
 class ReferenceAttention(AttentionBackend):
-    """Keys and values of each layer, [slots, kv_heads, key or value size]; scores and sums in float32, one sequence at
+    """Keys and values of each place, [slots, kv_heads, key or value size]; scores and sums in float32, one sequence at
     a time."""
 
     supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(devices=("cpu", "cuda"))
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._places: list[tuple[Tensor, Tensor]] = []
+        self._layers: list[tuple[Tensor, Tensor]] = []  # by layer; several may have one place, in different blocks
 
     def allocate(self, blocks: int) -> None:
         spec = self._spec
         self._layers = []  # earlier ones are freed first
-        for shape in spec.shapes:
+        self._places = []
+        for shape in spec.place_shapes:
             lines = blocks * spec.block_size, shape.heads
             keys = torch.zeros(*lines, shape.key_size, dtype=spec.dtype, device=spec.device)
             if shape.values_in_keys:
-                self._layers.append((keys, keys[..., : shape.value_size]))
+                self._places.append((keys, keys[..., : shape.value_size]))
             else:
-                self._layers.append((keys, keys.new_zeros(*lines, shape.value_size)))
+                self._places.append((keys, keys.new_zeros(*lines, shape.value_size)))
+        self._layers = [self._places[place.number] for place in self._layer_places]
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        stored = zip(self._layers, self._spec.shapes, strict=True)
-        caches = [cache for layer, shape in stored for cache in (layer[:1] if shape.values_in_keys else layer)]
+        stored = zip(self._places, self._spec.place_shapes, strict=True)
+        caches = [cache for place, shape in stored for cache in (place[:1] if shape.values_in_keys else place)]
         return [cache.view(-1, self._spec.block_size, *cache.shape[1:]) for cache in caches]
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
-        slots = batch.slots()
         counts = batch.counts.tolist()
         starts = batch.starts.tolist()
-        size = self._spec.block_size
-        known = []
-        for row, length in enumerate((batch.starts + batch.counts).tolist()):
-            positions = torch.arange(length, device=self._spec.device)
-            known.append(batch.tables[row, positions // size] * size + positions % size)
+        groups = sorted({place.group for place in self._layer_places})
+        slots_of = {group: batch.of_group(group).slots() for group in groups}
+        known_of = {group: self._known_slots(batch.of_group(group)) for group in groups}
 
         def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None) -> Tensor:
             keys, values = self._layers[layer]
+            group = self._layer_places[layer].group
+            slots, known = slots_of[group], known_of[group]
             if k is not None:
                 keys[slots] = k
             if v is not None:
@@ -100,6 +102,15 @@ class ReferenceAttention(AttentionBackend):
             )
 
         return TorchStepAttention(attend, self._spec)
+
+    def _known_slots(self, batch: StepBatch) -> list[Tensor]:
+        """The slots of the tokens of each row, those of the step included."""
+        size = self._spec.block_size
+        known = []
+        for row, length in enumerate((batch.starts + batch.counts).tolist()):
+            positions = torch.arange(length, device=self._spec.device)
+            known.append(batch.tables[row, positions // size] * size + positions % size)
+        return known
 
 
 def reference_attention(
@@ -142,7 +153,7 @@ class _AttentionPart(NamedTuple):
 
 
 class TorchSdpaAttention(AttentionBackend):
-    """Keys and values of each layer, each [blocks, block_size * kv_heads * head_dim], and attention by
+    """Keys and values of each place, each [blocks, block_size * kv_heads * head_dim], and attention by
     `F.scaled_dot_product_attention`. The query heads that share a key/value head are spread over an axis of their own:
     its `enable_gqa` would expand the keys."""
 
@@ -154,25 +165,33 @@ class TorchSdpaAttention(AttentionBackend):
         super().__init__(spec)
         self._distinct = spec.distinct_attention
         self._index = spec.attention_index
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._places: list[tuple[Tensor, Tensor]] = []
+        self._layers: list[tuple[Tensor, Tensor]] = []  # as `ReferenceAttention` has them
 
     def allocate(self, blocks: int) -> None:
         self._layers = []  # earlier ones are freed first
-        for shape in self._spec.shapes:
-            self._layers.append((_zeros(self._spec, shape, blocks), _zeros(self._spec, shape, blocks)))
+        self._places = []
+        for shape in self._spec.place_shapes:
+            self._places.append((_zeros(self._spec, shape, blocks), _zeros(self._spec, shape, blocks)))
+        self._layers = [self._places[place.number] for place in self._layer_places]
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        return [cache for layer in self._layers for cache in layer]
+        return [cache for place in self._places for cache in place]
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
-        slots = batch.slots()
         spec = self._spec
-        begun = slots[slots % spec.block_size == 0] // spec.block_size
-        parts = [[*self._decode_parts(batch, kind), *self._chunk_parts(batch, kind)] for kind in self._distinct]
+        places = self._layer_places
+        groups = {place.group: batch.of_group(place.group) for place in places}
+        slots_of = {group: own.slots() for group, own in groups.items()}
+        begun_of = {group: slots[slots % spec.block_size == 0] // spec.block_size for group, slots in slots_of.items()}
+        kinds = {(place.group, index) for place, index in zip(places, self._index, strict=True)}
+        parts = {(group, index): self._parts(groups[group], self._distinct[index]) for group, index in kinds}
 
         def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None) -> Tensor:
             kv_heads, size = spec.shapes[layer][:2]
+            group = places[layer].group
+            slots, begun = slots_of[group], begun_of[group]
             token = (-1, kv_heads * size)
             grouped = (-1, kv_heads, spec.heads // kv_heads, size)
             for cache, new in zip(self._layers[layer], (k, v), strict=True):
@@ -182,7 +201,7 @@ class TorchSdpaAttention(AttentionBackend):
                     cache.index_fill_(0, begun, 0)
                 cache.view(token).index_copy_(0, slots, new.reshape(token))
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            for part in parts[self._index[layer]]:
+            for part in parts[group, self._index[layer]]:
                 out.view(grouped)[part.tokens] = self._attend(part, layer, q.view(grouped)[part.tokens], sinks)
             return out.view(len(q), -1)
 
@@ -202,6 +221,9 @@ class TorchSdpaAttention(AttentionBackend):
         keys, values = (entries.transpose(0, 1).expand(-1, group, -1, -1) for entries in (keys, values))
         mixed = _mix(part, queries.permute(1, 2, 0, 3), keys, values, None if sunk is None else sunk.unsqueeze(-1))
         return mixed.permute(2, 0, 1, 3)
+
+    def _parts(self, batch: StepBatch, kind: LayerAttention) -> list[_AttentionPart]:
+        return [*self._decode_parts(batch, kind), *self._chunk_parts(batch, kind)]
 
     def _decode_parts(self, batch: StepBatch, attention: LayerAttention) -> Iterator[_AttentionPart]:
         """The rows of one token, in groups of nearly equal length."""

@@ -20,8 +20,8 @@ range. Of numbers above a fourteenth of that largest one int8 keeps more than fp
 
 
 class TritonAttention(AttentionBackend):
-    """A cache for each shape of keys and values, [layers, keys and values, blocks, kv_heads, block_size, head_dim]; of
-    codes also `LayerCache.scales` of these layers, [layers, blocks, kv_heads, block_size, keys and values]."""
+    """A cache for each shape of keys and values, [places, keys and values, blocks, kv_heads, block_size, head_dim]; of
+    codes also `LayerCache.scales` of these places, [places, blocks, kv_heads, block_size, keys and values]."""
 
     supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(
         devices=("cpu", "cuda"), kv_cache_dtypes=("auto", *CODES)
@@ -43,6 +43,7 @@ class TritonAttention(AttentionBackend):
             scale = kind.scale or size**-0.5
             self._specs.append(AttentionSpec(shape, scale, kind.window or 0, kind.softcap or 0.0))
         self._index = spec.attention_index
+        self._groups = [place.group for place in self._layer_places]
         self._layers: list[LayerCache] = []
         self._blocks: list[Tensor] = []
 
@@ -50,8 +51,8 @@ class TritonAttention(AttentionBackend):
     def block_bytes(self) -> int:
         if self._codes is None:
             return super().block_bytes
-        scales = sum(2 * shape.heads * torch.float32.itemsize for shape in self._spec.shapes)
-        return self._spec.block_size * (sum(shape.numbers for shape in self._spec.shapes) + scales)
+        scales = sum(2 * shape.heads * torch.float32.itemsize for shape in self._spec.place_shapes)
+        return self._spec.block_size * (sum(shape.numbers for shape in self._spec.place_shapes) + scales)
 
     @property
     def recordable_places(self) -> int:
@@ -63,19 +64,19 @@ class TritonAttention(AttentionBackend):
         self._layers = []
         self._blocks = []
         caches: dict[int, LayerCache] = {}
-        for shape, layers in spec.layers_by_shape.items():
+        for shape, places in spec.places_by_shape.items():
             lines = blocks, shape.heads, spec.block_size
             # Zeros: a head that drafts attends to places that it never wrote, where memory may hold what is no number.
             numbers = torch.zeros(
-                (len(layers), 2, *lines, shape.key_size), dtype=self._codes or spec.dtype, device=spec.device
+                (len(places), 2, *lines, shape.key_size), dtype=self._codes or spec.dtype, device=spec.device
             )
             self._blocks.append(numbers.movedim(2, 0))
-            caches |= {layer: LayerCache(own[0], own[1]) for layer, own in zip(layers, numbers, strict=True)}
+            caches |= {place: LayerCache(own[0], own[1]) for place, own in zip(places, numbers, strict=True)}
             if self._codes is not None:
-                scales = torch.zeros((len(layers), *lines, 2), dtype=torch.float32, device=spec.device)
+                scales = torch.zeros((len(places), *lines, 2), dtype=torch.float32, device=spec.device)
                 self._blocks.append(scales.movedim(1, 0))
-                caches |= {layer: caches[layer]._replace(scales=own) for layer, own in zip(layers, scales, strict=True)}
-        self._layers = [caches[layer] for layer in range(spec.layers)]
+                caches |= {place: caches[place]._replace(scales=own) for place, own in zip(places, scales, strict=True)}
+        self._layers = [caches[place.number] for place in self._layer_places]
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
@@ -83,7 +84,7 @@ class TritonAttention(AttentionBackend):
 
     def begin_step(self, batch: StepBatch) -> "TritonStepAttention":
         tiles = [plan_tiles(spec, batch) for spec in self._specs]
-        return TritonStepAttention(batch, self._specs, tiles, self._index, self._layers)
+        return TritonStepAttention(batch, self._specs, tiles, self._index, self._layers, self._groups)
 
 
 class TritonStepAttention:
@@ -96,12 +97,14 @@ class TritonStepAttention:
         tiles: list[StepTiles],
         index: list[int],
         layers: list[LayerCache],
+        groups: list[int],
     ) -> None:
         self._batch = batch
         self._specs = specs
         self._tiles = tiles
         self._index = index
         self._layers = layers
+        self._groups = groups
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
@@ -131,7 +134,7 @@ class TritonStepAttention:
         from ..gpu.cache_write import write_cache
 
         at = self._index[layer]
-        batch = self._batch.on_device
+        batch = self._batch.of_group(self._groups[layer]).on_device
         spec = self._specs[at]
         cache = self._layers[layer]
         if stored is not None:

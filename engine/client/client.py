@@ -92,11 +92,13 @@ class Replica:
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
-        """Tokens that the cache blocks in use hold, and that all of them would."""
+        """Tokens that the cache blocks in use hold, and that all of them would, with a block of each group for the
+        same ones."""
         info = self.core.info
         if info is None:
             return 0, 0
-        return (info.blocks - self.core.load.free_blocks) * info.block_size, info.blocks * info.block_size
+        used, size = info.blocks - self.core.load.free_blocks, info.block_size
+        return used * size // info.groups, info.blocks * size // info.groups
 
     async def close(self) -> None:
         """Stop the core; streams still open end with `Unavailable`. May be called again."""

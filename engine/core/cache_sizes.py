@@ -4,6 +4,7 @@ import logging
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
+from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ..config import CacheConfig, EngineConfig
 from ..state_options import check_states_go_with
 from ..worker.executor import Capacity
@@ -37,6 +38,7 @@ class CacheSizes(NamedTuple):
     prefix_caching: bool = True
     state_bytes: int = 0
     draft_states: int = 0
+    groups: LayerGroups = ONE_GROUP
 
     @property
     def extra_states(self) -> int:
@@ -46,6 +48,9 @@ class CacheSizes(NamedTuple):
     def describe(self, block_size: int) -> str:
         """One line for people."""
         line = f"{self.blocks} blocks of {block_size} tokens"
+        if self.groups.sliding:
+            count, sliding, window = self.groups.total, self.groups.sliding, self.groups.window
+            line += f" and one of {count} groups of layers, {sliding} of which keep the last {window} tokens"
         if self.host_blocks:
             line += f", {self.host_blocks} in the host's memory"
         if self.state_bytes:
@@ -64,7 +69,8 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
     rows, caching = config.scheduler.max_num_seqs, config.cache.prefix_caching
     if not capacity.state_bytes:
         blocks = resolve_cache_blocks(config.cache, capacity, rows * length)
-        return CacheSizes(blocks, host_blocks=_host_blocks(config, capacity), prefix_caching=caching)
+        host = _host_blocks(config, capacity)
+        return CacheSizes(blocks, host_blocks=host, prefix_caching=caching, groups=capacity.groups)
     check_states_go_with(config)
     fraction = config.cache.state_fraction if caching else 0.0
     if not capacity.block_bytes:
@@ -146,7 +152,7 @@ def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: 
         blocks = cache.bytes // capacity.block_bytes
     else:
         share = int(capacity.free_bytes * cache.memory_fraction) // capacity.block_bytes
-        blocks = min(share, _useful_blocks(cache, useful_tokens))
+        blocks = min(share, _useful_blocks(cache, useful_tokens) * capacity.groups.total)
     if blocks >= 1:
         return blocks
     block = f"no room for the cache: a block of {cache.block_size} tokens takes {capacity.block_bytes} bytes"

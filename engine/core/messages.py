@@ -85,6 +85,8 @@ class CoreReady(msgspec.Struct, array_like=True, tag="ready", frozen=True):
     blocks: int
     cache_bytes: int = 0
     """The host's memory that a full cache takes."""
+    groups: int = 1
+    """Groups of layers, each of which has blocks of its own for the same tokens."""
 
 
 class EngineLoad(msgspec.Struct, array_like=True, frozen=True):

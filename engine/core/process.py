@@ -126,9 +126,12 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     progress.report("cache", 1.0, sizes.describe(config.cache.block_size))
     caching = sizes.prefix_caching
     drafts = sizes.draft_states if capacity.state_bytes else None
-    cache = KVCacheManager(sizes.blocks, config.cache.block_size, caching, sizes.host_blocks, sizes.snapshots, drafts)
+    rules = scheduler_config(config, length, capacity.ahead)
+    groups = capacity.groups._replace(in_flight=rules.tokens_in_flight)
+    counts = sizes.blocks, config.cache.block_size, caching, sizes.host_blocks, sizes.snapshots, drafts
+    cache = KVCacheManager(*counts, groups)
     speculation = None if drafts == 0 else _speculation(config, capacity.vocab_size)
-    scheduler = Scheduler(scheduler_config(config, length, capacity.ahead), cache, speculation=speculation)
+    scheduler = Scheduler(rules, cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
     core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
     progress.report("warm-up", 0.0)
@@ -138,7 +141,9 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     here = capacity.machine and config.parallel.backend == "mp"
     states = (sizes.extra_states + config.scheduler.max_num_seqs) * capacity.state_bytes
     cache_bytes = (sizes.blocks * capacity.block_bytes + states) * config.parallel.world if here else 0
-    return core, CoreReady(capacity.vocab_size, length, config.cache.block_size, sizes.blocks, cache_bytes)
+    return core, CoreReady(
+        capacity.vocab_size, length, config.cache.block_size, sizes.blocks, cache_bytes, groups.total
+    )
 
 
 def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
@@ -188,11 +193,13 @@ def resolve_max_model_len(wanted: int | None, capacity: Capacity) -> int:
 
 
 def build_executor(config: EngineConfig) -> Executor:
-    """The executor that `config.executor` names; "auto" computes in this process if there is one rank.
+    """The executor that `config.executor` names; "auto" computes in this process if there is one rank. Plans are made
+    by the groups of layers that it reports.
 
     Raises:
         CharoniaError: the name is unknown, it cannot have these ranks, or they cannot share the checkpoint.
     """
+    config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, layer_groups=True))
     # Executors are imported when they are wanted: some of them load torch.
     name = config.executor
     parallel = config.parallel

@@ -37,23 +37,23 @@ struct attention_params {
 };
 
 /* One step: `rows` sequences. The rth has `counts` tokens from position `starts` on, packed from firsts[r] on, and its
-   blocks are tables[lines[r]], a line `width` long. */
+   blocks are tables[lines[r]], a line `width` long; those of the next group of layers follow `group_width` behind. */
 struct step {
-    int64_t rows, width;
+    int64_t rows, width, group_width;
     const int32_t *lines, *starts, *counts;
     const int64_t *firsts, *tables;
 };
 
 /* One layer's part of a step. Without `keys` nothing is written. Strides in elements between tokens; `cos_sin` [positions, 2, rotary_dim / 2] for the
    first `rotary_dim` numbers of a head, or none; `sinks` [heads] or none: for each query head the score of a token that
-   it always sees, whose value is 0. */
+   it always sees, whose value is 0; `group`: the layer's. */
 struct attention_call {
     const void *queries, *keys, *values;
     int64_t query_stride, key_stride, value_stride;
     const float *cos_sin, *sinks;
     char *cache;
     void *out;
-    int64_t rotary_dim;
+    int64_t rotary_dim, group;
 };
 
 /* Neighbouring tokens of a row, from `token` of it: those that share a tile to be written, or queries of one head that

@@ -39,7 +39,7 @@ class AttentionParams(ctypes.Structure):
 class StepStruct(ctypes.Structure):
     """`struct step`: the rows of one step and their blocks, `StepBatch.c_fields`."""
 
-    _fields_ = struct_fields("l rows width", "p lines starts counts firsts tables")
+    _fields_ = struct_fields("l rows width group_width", "p lines starts counts firsts tables")
 
 
 class _PlanStruct(ctypes.Structure):
@@ -48,22 +48,30 @@ class _PlanStruct(ctypes.Structure):
 
 class _CallStruct(ctypes.Structure):
     _fields_ = struct_fields(
-        "p queries keys values", "l query_stride key_stride value_stride", "p cos_sin sinks cache out", "l rotary_dim"
+        "p queries keys values",
+        "l query_stride key_stride value_stride",
+        "p cos_sin sinks cache out",
+        "l rotary_dim group",
     )
 
 
 class LayerCaches:
     """The cache of each layer with its parameters, as C reads them: `params` are the different ones, `params_of_layer`
-    the index among them by layer, `caches` the address by layer."""
+    the index among them by layer, `caches` the address by layer, `groups` that of each layer, by which its blocks are
+    found."""
 
     def __init__(
-        self, params: Sequence[AttentionParams], params_of_layer: Sequence[int], caches: Sequence[int]
+        self,
+        params: Sequence[AttentionParams],
+        params_of_layer: Sequence[int],
+        caches: Sequence[int],
+        groups: Sequence[int],
     ) -> None:
-        self.params, self.params_of_layer, self.caches = params, params_of_layer, caches
-        columns = ([ctypes.addressof(each) for each in params], params_of_layer, caches)
+        self.params, self.params_of_layer, self.caches, self.groups = params, params_of_layer, caches, groups
+        columns = ([ctypes.addressof(each) for each in params], params_of_layer, caches, groups)
         self._columns = [np.array(column, np.int64) for column in columns]
         self.c_fields = [len(params), *(column.ctypes.data for column in self._columns)]
-        """The number of `params`, and the addresses of the three arrays, valid as long as this object lives."""
+        """The number of `params`, and the addresses of the four arrays, valid as long as this object lives."""
 
 
 class PlannedAttention:
@@ -82,24 +90,27 @@ class PlannedAttention:
         self._addresses = (*structs, self._scratch.data_ptr())
         self._attend = library.bind_function("charonia_attention")
 
-    def attend_packed(self, cache: int, packed: Tensor, cos_sin: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend_packed(
+        self, cache: int, group: int, packed: Tensor, cos_sin: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Rotates queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], writes keys and values into the
-        layer's cache at address `cache`, and attends; of queries alone, [N, heads, head_dim], writes nothing. Returns
-        [N, heads * head_dim], overwritten by the next call. `cos_sin` is a table of every position, float32
-        [positions, 2, n / 2], for the first n numbers of each head. Both are contiguous. `sinks`: float32 [heads] or
-        none."""
+        layer's cache at address `cache`, into the blocks of its `group`, and attends; of queries alone,
+        [N, heads, head_dim], writes nothing. Returns [N, heads * head_dim], overwritten by the next call. `cos_sin` is
+        a table of every position, float32 [positions, 2, n / 2], for the first n numbers of each head. Both are
+        contiguous. `sinks`: float32 [heads] or none."""
         call, at = self._call, packed.data_ptr()
         call.queries, call.keys, call.values = at, at + self._query_bytes, at + self._query_bytes + self._key_bytes
         if packed.shape[1] == self._params.heads:
             call.keys = call.values = None
         call.query_stride = call.key_stride = call.value_stride = packed.stride(0)
         call.cos_sin, call.rotary_dim = cos_sin.data_ptr(), 2 * cos_sin.shape[-1]
-        call.sinks, call.cache = None if sinks is None else sinks.data_ptr(), cache
+        call.sinks = None if sinks is None else sinks.data_ptr()
+        call.cache, call.group = cache, group
         self._attend(*self._addresses)
         return self._out
 
     def attend_separate(
-        self, cache: int, q: Tensor, stored: tuple[Tensor, Tensor] | None, sinks: Tensor | None
+        self, cache: int, group: int, q: Tensor, stored: tuple[Tensor, Tensor] | None, sinks: Tensor | None
     ) -> Tensor:
         """The same for rotated q [N, heads, head_dim] and, if any are to be stored, keys and values, each
         [N, kv_heads, head_dim], the heads of a token contiguous; `sinks` float32 [heads] or none. The result is the
@@ -110,7 +121,8 @@ class PlannedAttention:
         if stored is not None:
             call.keys, call.values = (x.data_ptr() for x in stored)
             call.key_stride, call.value_stride = (x.stride(0) for x in stored)
-        call.cos_sin, call.sinks, call.cache = None, None if sinks is None else sinks.data_ptr(), cache
+        call.cos_sin, call.sinks = None, None if sinks is None else sinks.data_ptr()
+        call.cache, call.group = cache, group
         self._attend(*self._addresses)
         return self._out.clone()
 

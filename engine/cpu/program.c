@@ -43,7 +43,8 @@ static void attend(Team *team, const Operation *o, const StepLayout *l)
     if (stride > p->heads * p->head_dim)
         keys = queries + p->heads * head, values = keys + p->kv_heads * head;
     const struct attention_call call = {queries, keys, values, stride, stride, stride, l->program->cos_sin[o->angles],
-                                        o->what, l->arguments->caches[o->layer], tensor(l, o->out, 0), o->size};
+                                        o->what, l->arguments->caches[o->layer], tensor(l, o->out, 0), o->size,
+                                        l->arguments->group_of_layer[o->layer]};
     attend_in_team(team, p, &l->step, l->plans + index, &call, l->scratches[index]);
 }
 

@@ -60,6 +60,7 @@ typedef struct {
     const struct attention_params *const *params; /* the different ones */
     const int64_t *params_of_layer;
     char *const *caches;                          /* by layer */
+    const int64_t *group_of_layer;
     double *seconds;                              /* of each operation, or null */
     char *memory;                                 /* for tensors, shared by all steps of a program */
     int64_t memory_bytes;

@@ -45,7 +45,7 @@ class _StepArguments(ctypes.Structure):
         *struct_fields("p token_ids", "l token_ids_stride"),
         *struct_fields("p hidden_states logits_indices", "l logits_count"),
         *struct_fields("p sampled sampled_of sampling", "l sampled_count operation_count params_count"),
-        *struct_fields("p params params_of_layer caches seconds"),
+        *struct_fields("p params params_of_layer caches group_of_layer seconds"),
         *struct_fields("p memory", "l memory_bytes", "p workspace", "l workspace_bytes", "p mask_of masks"),
         *struct_fields("l lora_count", "p lora_adapters lora_begins lora_places"),
         ("moves", MovesStruct),
@@ -230,7 +230,8 @@ class DecoderProgram:
         arguments, token_ids = workspace.arguments, inputs.batch.token_ids
         arguments.step = StepStruct(*inputs.batch.c_fields)
         arguments.token_ids, arguments.token_ids_stride = token_ids.data_ptr(), token_ids.stride(0)
-        arguments.params_count, arguments.params, arguments.params_of_layer, arguments.caches = inputs.caches.c_fields
+        arguments.params_count, *layers = inputs.caches.c_fields
+        arguments.params, arguments.params_of_layer, arguments.caches, arguments.group_of_layer = layers
         arguments.lora_count = 0
         if (adapters := inputs.adapters) is not None:
             arguments.lora_count, *lora = adapters.c_fields

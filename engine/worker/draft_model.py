@@ -92,7 +92,8 @@ class DraftModel(StepDrafter):
         shared = {new.row: new.computed // size for new in plan.new}
         taken = Counter[int]()
         for row, block in plan.appended.tolist():
-            if taken[row] >= shared.get(row, 0):
+            number, group = divmod(taken[row], self._rows.groups)
+            if not group and number >= shared.get(row, 0):
                 self._full[block] = False
             taken[row] += 1
         for row, blocks in shared.items():

@@ -12,7 +12,9 @@ import msgspec
 import torch
 
 from ...core.errors import InvalidArgument
+from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...processes.host import usable_cores
+from ..attention.layer_places import choose_groups
 from ..attention.selector import capable_backends
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
@@ -52,6 +54,8 @@ class LoadedRank:
     context: BuildContext
     shape: DecoderShape
     """Of the whole model."""
+    groups: LayerGroups
+    """Of the whole model's layers."""
     rows: RowStates
     runner: ModelRunner
     adapters: RankAdapters | None = None
@@ -91,6 +95,7 @@ class LoadedRank:
             machine=self._machine() if on_cpu else "",
             ahead=0 if on_cpu else 1,
             state_bytes=0 if computer.states is None else computer.states.slot_bytes,
+            groups=self.groups,
         )
 
     def _machine(self) -> str:
@@ -137,13 +142,18 @@ def load_rank(
         raise InvalidArgument(message, field="enable_lora")
     progress(1.0)
     local = shard.local_shape(shape)
-    attention = create_attention(config, context, local)
+    groups = ONE_GROUP
+    if config.cache.layer_groups and not any(shape.states):
+        groups = choose_groups(shape.cached_attention, context.max_positions)
+    if config.speculation is not None and config.speculation.computes and not groups.full:
+        groups = ONE_GROUP  # what drafts has a cache of the first group's blocks, and may attend to all tokens
+    attention = create_attention(config, context, local, groups)
     states = None
     if any(shape.states):
         states = StateSlots(local.states, config.scheduler.max_num_seqs, context.dtype, device)
     held: dict[str, RankAdapter] = {}
     lines = 0 if device.type == "cpu" else config.scheduler.max_num_seqs  # recorded steps read them in place
-    rows = RowStates(context.max_positions, block_size, device, held, lines)
+    rows = RowStates(context.max_positions, block_size, device, held, lines, groups.total)
     adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora, held, rows)
     draft = load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     computer: StepComputer
@@ -152,7 +162,7 @@ def load_rank(
     else:
         computer = DeviceStepComputer(decoder, attention, rows, device, states)
         record_decode_steps(config, context, computer, draft, CudaRecorder(device))
-    return LoadedRank(config, context, shape, rows, ModelRunner(computer, rows, draft), adapters, served)
+    return LoadedRank(config, context, shape, groups, rows, ModelRunner(computer, rows, draft), adapters, served)
 
 
 def check_rank_config(config: EngineConfig) -> str:

@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 
 from ...core.errors import InvalidArgument
+from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ..attention.backend import AttentionBackend, CacheSpec
+from ..attention.layer_places import place_layers
 from ..attention.selector import create_backend
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import Checkpoint, open_checkpoint
@@ -101,8 +103,11 @@ def use_cpu_level(config: EngineConfig) -> None:
         raise InvalidArgument(f"cpu_level {config.cpu_level}: {error}", field="cpu_level") from None
 
 
-def create_attention(config: EngineConfig, context: BuildContext, shape: DecoderShape) -> AttentionBackend:
-    """The attention of a rank whose share of the model has this `shape`."""
+def create_attention(
+    config: EngineConfig, context: BuildContext, shape: DecoderShape, groups: LayerGroups = ONE_GROUP
+) -> AttentionBackend:
+    """The attention of a rank whose share of the model has this `shape`, its layers in these `groups`."""
     sizes = shape.heads, shape.kv_heads, shape.head_dim, config.cache.block_size
-    spec = CacheSpec(shape.cached_attention, *sizes, context.dtype, context.device, config.cache.dtype)
+    places = place_layers(shape.cached_attention, groups, context.max_positions)
+    spec = CacheSpec(shape.cached_attention, *sizes, context.dtype, context.device, config.cache.dtype, places)
     return create_backend(config.attention, spec)

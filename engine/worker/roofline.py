@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...kvcache.layer_groups import ONE_GROUP
+from ..attention.layer_places import choose_groups, places_in_block
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import DecoderShape, ModelSpec
@@ -98,7 +100,12 @@ def describe_checkpoint(model: str) -> list[str]:
     lines = [f"{shape.architecture}, {shape.layers} layers, texts to {builder.max_position} tokens", *served.lines()]
     if not served.quantised:
         lines.append(f"all matrices are stored as {builder.dtype}; --quantization can make them smaller")
+    groups = ONE_GROUP if any(shape.states) else choose_groups(shape.cached_attention, builder.default_length)
     full = cache * builder.default_length
+    if groups.sliding:
+        kept = groups.full * builder.default_length + groups.sliding * groups.window
+        places = places_in_block(shape.cached_attention, groups, builder.default_length)
+        full = cache * places * kept // len(shape.cached_attention)
     memory = (
         f"memory: {served.bytes / 1e6:.0f} MB of weights, {cache / 1e3:.0f} KB of KV cache for a token,"
         f" {full / 1e6:.0f} MB for a text of {builder.default_length} tokens"
@@ -108,6 +115,8 @@ def describe_checkpoint(model: str) -> list[str]:
     )
     if state_bytes:
         memory += f", and {state_bytes / 1e6:.3g} MB of states for each"
+    if groups.sliding:
+        memory += f", of which sliding layers keep the last {groups.window}"
     lines.append(memory)
     bound = measure_roofline(shape, builder.dtype, served)
     return [*lines, "speed: the weights stay in this machine's caches" if bound is None else f"speed: {bound}"]

@@ -99,14 +99,21 @@ class RowStates:
         device: torch.device,
         adapters: Mapping[str, RankAdapter] = {},
         lines: int = 0,
+        groups: int = 1,
     ) -> None:
         """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed. `adapters`: by
-        digest, those that plans may name. `lines`: rows that the tables have from the beginning; they grow."""
+        digest, those that plans may name. `lines`: rows that the tables have from the beginning; they grow. `groups`:
+        of layers, each of which has its own blocks of a row."""
         self.device = device
         self.block_size = block_size
         self._known_adapters = adapters
         self._lines = lines
-        self._width = (max_tokens + 1, -(-max_tokens // block_size))
+        self.groups = groups
+        blocks = -(-max_tokens // block_size)
+        if groups > 1:  # an even number: kernels are compiled anew for tables that are not aligned
+            blocks += blocks % 2
+        self._group_width = blocks
+        self._width = (max_tokens + 1, groups * blocks)
         self.clear()
 
     def clear(self) -> None:
@@ -133,6 +140,9 @@ class RowStates:
         if len(plan.appended):
             rows, blocks = plan.appended.astype(np.int64).T
             places = self._blocks[rows] + _occurrence(rows)
+            if self.groups > 1:
+                places = places % self.groups * self._group_width + places // self.groups
+                blocks = np.maximum(blocks, 0)  # nobody reads where there is none
             self._host_tables[rows, places] = blocks
             if self.device.type != "cpu":
                 self._scatter(self._tables, rows, places, blocks)
@@ -192,7 +202,7 @@ class RowStates:
     def batch(self, rows: IntArray, starts: IntArray, counts: IntArray, tokens: Tensor | None = None) -> StepBatch:
         """`counts` places of `rows` from `starts` on, with their tokens, or those of another table."""
         table = self._tokens if tokens is None else tokens
-        return StepBatch(rows, starts, counts, table, self._tables, self.block_size)
+        return StepBatch(rows, starts, counts, table, self._tables, self.block_size, groups=self.groups)
 
     def static_batch(self, step: StaticStep, tokens: Tensor | None = None) -> StepBatch:
         """The rows that a recorded step will have, with their tokens, or those of another table."""
@@ -201,7 +211,7 @@ class RowStates:
         rows, starts, counts, first_places = step.numbers.unbind()
         on_device = DeviceBatch(rows, starts, counts, first_places, self._tables, size)
         bounds = np.zeros(size), np.full(size, step.context - step.most), np.full(size, step.most)
-        return StepBatch(*bounds, table, self._tables, self.block_size, on_device)
+        return StepBatch(*bounds, table, self._tables, self.block_size, on_device, self.groups)
 
     def longest_rows(self, tokens: int) -> IntArray:
         """The counts of so many tokens in as few rows as can hold them, of rows that there are."""
@@ -229,7 +239,7 @@ class RowStates:
         return tokens
 
     def blocks_of(self, row: int, first: int, end: int) -> LongArray:
-        """The ids of the row's blocks from number `first` on."""
+        """The ids of the row's blocks from number `first` on, of the first group of layers."""
         return self._host_tables[row, first:end]
 
     def _processed_places(self, rows: IntArray | LongArray) -> LongArray:

@@ -167,6 +167,7 @@ def measure_engine(config: EngineConfig, seconds: float, tell: Tell, seed: int =
             scheduler=scheduler_config(config, length, capacity.ahead),
             blocks=sizes.blocks,
             snapshots=sizes.snapshots,
+            groups=capacity.groups,
             block_size=config.cache.block_size,
             prefix_caching=sizes.prefix_caching,
             max_queued_requests=config.max_queued_requests,
@@ -197,7 +198,7 @@ class _EngineRun:
         self._vocab_size = vocab_size
         self._shape = shape
         self._random = random
-        self._cache = KVCacheManager(shape.blocks, shape.block_size, shape.prefix_caching, snapshots=shape.snapshots)
+        self._cache = shape.make_cache()
         self._rule = ChunkRule(random)
         self._scheduler = RecordedScheduler(shape.scheduler, self._cache, self._rule)
         self._last_key = 0
@@ -209,7 +210,7 @@ class _EngineRun:
         samples.clear()
         began = perf_counter()
         tokens = _FIRST_TOKENS
-        most = min(self._shape.scheduler.max_num_seqs, self._shape.blocks)
+        most = min(self._shape.scheduler.max_num_seqs, self._shape.blocks // self._shape.groups.total)
         counts = [1 << power for power in range(most.bit_length())]
         # The largest loads first: a time that ends early has seen both ends.
         for number, rows in enumerate(cycle([*counts[::-2], *counts[-2::-2][::-1]])):
@@ -229,7 +230,7 @@ class _EngineRun:
     def _draw_episode(self, rows: int, tokens: int, gathering: bool) -> _Episode:
         """Prompts of about so many tokens in all, which the cache has room for."""
         longest = min(self._shape.scheduler.max_model_len, LONGEST) - 1
-        room = self._shape.blocks * self._shape.block_size // rows
+        room = self._shape.blocks // self._shape.groups.total * self._shape.block_size // rows
         mean = min(max(tokens // rows, _SHORTEST), room // 2, longest)
         steps = tokens // self._shape.scheduler.max_num_batched_tokens if gathering else 0
         requests = []

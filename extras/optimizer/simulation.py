@@ -20,6 +20,7 @@ from ...core.errors import InvalidArgument, QueueFull
 from ...engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
 from ...engine.client.routing import TOKENS_PER_REQUEST, PrefixIndex, route_prompt
 from ...engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
+from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, StepPlan, StepResult, StepUpdates
@@ -36,16 +37,23 @@ _AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine as far as a simulation goes: its scheduler, the `blocks` of each replica's cache, the `snapshots` of
-    recurrent states beside them, if its model has any, and what may wait."""
+    """An engine as far as a simulation goes: its scheduler, the `blocks` of each replica's cache, each for one of the
+    `groups` of its layers, the `snapshots` of recurrent states beside them, if its model has any, and what may wait."""
 
     scheduler: SchedulerConfig
     blocks: _AtLeastOne
     snapshots: Annotated[int, msgspec.Meta(ge=0)] = 0
+    groups: LayerGroups = ONE_GROUP
     block_size: _AtLeastOne = 16
     prefix_caching: bool = True
     max_queued_requests: _AtLeastOne = 512
     max_queued_tokens: _AtLeastOne = 1_048_576
+
+    def make_cache(self) -> KVCacheManager:
+        """An empty cache of a replica."""
+        groups = self.groups._replace(in_flight=self.scheduler.tokens_in_flight)
+        sizes = self.blocks, self.block_size, self.prefix_caching
+        return KVCacheManager(*sizes, snapshots=self.snapshots, groups=groups)
 
 
 def unlimited_engine(scheduler: SchedulerConfig) -> EngineShape:
@@ -127,9 +135,7 @@ class SimulatedReplica:
         self._machine = machine
         self._watch = watch
         self._random = Random(seed)
-        self._cache = KVCacheManager(
-            engine.blocks, engine.block_size, engine.prefix_caching, snapshots=engine.snapshots
-        )
+        self._cache = engine.make_cache()
         self.scheduler = Scheduler(engine.scheduler, self._cache, make_budget)
         self._inbox: list[tuple[SequenceSpec, float]] = []
         self._flying = deque[_FlyingStep]()
@@ -159,10 +165,16 @@ class SimulatedReplica:
         return len(self._uncomputed) * TOKENS_PER_REQUEST + self._uncomputed_tokens
 
     @property
+    def cache_tokens(self) -> int:
+        """Tokens of the longest sequence that its cache has room for."""
+        return self._cache.longest
+
+    @property
     def kv_tokens(self) -> tuple[int, int]:
         """Tokens that the cache blocks in use hold, and that all of them would."""
-        size = self._cache.block_size
-        return (self._cache.blocks - self._cache.free_blocks) * size, self._cache.blocks * size
+        size, groups = self._cache.block_size, self._cache.groups.total
+        used = self._cache.blocks - self._cache.free_blocks
+        return used * size // groups, self._cache.blocks * size // groups
 
     def submit(self, key: int, request: SimulatedRequest, now: float, cached: int = 0) -> None:
         """A request comes, whose first `cached` tokens are likely in the cache. An idle core takes it at once, a busy
@@ -300,7 +312,7 @@ class Simulation:
     def _why_too_long(self, request: SimulatedRequest) -> str:
         """The limit that a request can never keep, without its own numbers: so that refusals can be counted."""
         longest = self._engine.scheduler.max_model_len
-        capacity = self._engine.blocks * self._engine.block_size
+        capacity = self.replicas[0].cache_tokens
         limit = f"model's {longest}" if request.prompt + request.new > longest else f"cache's {capacity}"
         return f"tokens exceed the {limit}"
 

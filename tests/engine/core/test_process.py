@@ -13,6 +13,7 @@ from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig, Sp
 from charonia.engine.core.cache_sizes import resolve_cache_blocks, resolve_cache_sizes
 from charonia.engine.core.process import resolve_max_model_len, scheduler_config
 from charonia.engine.worker.executor import Capacity
+from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.scheduler.config import SchedulerConfig
 
 CAPACITY = Capacity(vocab_size=100, max_model_len=1024, block_bytes=1000, free_bytes=100_000)
@@ -104,8 +105,12 @@ def test_of_a_model_that_keeps_no_tokens_snapshots_get_all_and_blocks_are_number
 
 def test_a_model_without_states_has_all_of_the_cache_for_blocks() -> None:
     sizes = resolve_cache_sizes(engine(CacheConfig(bytes=28_000)), CAPACITY, 1024)
-    assert sizes == (28, 0, 0, True, 0, 0)
+    assert sizes == (28, 0, 0, True, 0, 0, ONE_GROUP)
     assert sizes.describe(16) == "28 blocks of 16 tokens"
+    windows = CAPACITY._replace(groups=LayerGroups(1, 3, 128))
+    sliding = resolve_cache_sizes(engine(CacheConfig(bytes=28_000)), windows, 1024)
+    line = "28 blocks of 16 tokens and one of 4 groups of layers, 3 of which keep the last 128 tokens"
+    assert sliding.describe(16) == line
     stateful = resolve_cache_sizes(engine(CacheConfig(bytes=28_000)), STATEFUL, 1024)
     assert stateful.describe(16) == "15 blocks of 16 tokens, 2 snapshots of states of 0.002 MB"
 

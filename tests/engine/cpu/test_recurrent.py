@@ -303,7 +303,7 @@ def test_a_program_computes_what_its_layers_do(level: str, dtype: torch.dtype) -
         inputs = torch.cat((x[start:end], x[:5]))
         moves = StepStates([source_of, -1], [(1, 2, 9)])
         slots = StepSlots(batch, moves, recorded)
-        run = program.begin(ProgramInputs(batch, LayerCaches([], [], []), inputs, states=slots))
+        run = program.begin(ProgramInputs(batch, LayerCaches([], [], [], []), inputs, states=slots))
         run.finish()
         assert torch.equal(run.kept[0], compute(inputs, StepSlots(batch, moves, called)))
     program.threads.close()

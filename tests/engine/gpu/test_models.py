@@ -83,13 +83,14 @@ def generate(
     attention: str = "auto",
 ) -> list[list[int]]:
     """What the engine says. Chunks, prefix hits and preemption included: the cache has room for two of PROMPTS."""
-    sizes = CacheConfig(block_size=BLOCK, dtype=kept)
+    sizes = CacheConfig(block_size=BLOCK, dtype=kept, layer_groups=True)
     executor = InlineExecutor(EngineConfig(model=str(directory), device="cpu", attention=attention, cache=sizes))
     executor.load(lambda phase, fraction: None)
     assert isinstance(executor.rank.runner.computer.attention, backend)
     snapshots = 4 if executor.rank.runner.computer.states is not None else 0
-    cache = KVCacheManager(5, BLOCK, prefix_caching=True, snapshots=snapshots)
-    executor.allocate(5, 0, snapshots)
+    groups = executor.rank.groups._replace(in_flight=13)
+    cache = KVCacheManager(5 * groups.total, BLOCK, prefix_caching=True, snapshots=snapshots, groups=groups)
+    executor.allocate(5 * groups.total, 0, snapshots)
     rule = SnapshotRule(least_gain=BLOCK)
     config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=13, max_model_len=64, snapshots=rule)
     requests = [_request(cache, key, prompt) for key, prompt in enumerate(prompts)]

@@ -16,6 +16,7 @@ from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.kvcache.layer_groups import SpanDemand
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import ResolvedSampling, StepPlan
@@ -84,7 +85,7 @@ class Bench:
             model=str(checkpoint),
             device="cpu",
             attention="auto" if backend == "torch" else backend,
-            cache=CacheConfig(block_size=BLOCK),
+            cache=CacheConfig(block_size=BLOCK, layer_groups=True),
             max_model_len=length,
         )
         self.executor = InlineExecutor(config)
@@ -95,10 +96,16 @@ class Bench:
         self, setting: Setting, sampling: ResolvedSampling = GREEDY, asked: Sequence[list[int]] = ()
     ) -> tuple[LoopResult, Events]:
         asked, events = asked or prompts(), Events()
-        needed = sum(-(-(len(prompt) + NEW) // BLOCK) for prompt in asked)
-        blocks = needed // 6 if setting.tight else needed
+        groups = self.executor.rank.groups
+        spans = [-(-(len(prompt) + NEW) // BLOCK) for prompt in asked]
+        blocks = sum(spans) * groups.total
+        if setting.tight and groups.sliding:  # room for the longest and no more
+            groups = groups._replace(in_flight=(setting.ahead + 1) * min(setting.chunk, 64))
+            blocks = SpanDemand(groups, BLOCK).blocks(max(spans))
+        elif setting.tight:
+            blocks = blocks // 6
         snapshots = SNAPSHOTS if self.executor.rank.runner.computer.states is not None else 0
-        cache = KVCacheManager(blocks, BLOCK, setting.prefix, snapshots=snapshots)
+        cache = KVCacheManager(blocks, BLOCK, setting.prefix, snapshots=snapshots, groups=groups)
         config = SchedulerConfig(
             max_num_seqs=setting.rows,
             max_num_batched_tokens=setting.chunk,
