@@ -149,6 +149,8 @@ def attach_all(memory: Memory, name: str, a: list[int]) -> None:
             attach(a0=rows, a1=rows, a2=a[7] * a[8] * 4, a3=rows)
         case "charonia_gate":
             attach(a0=2 * a[2] * a[3] * WIDTHS[a[5]], a1=a[2] * a[3] * WIDTHS[a[5]])
+        case "charonia_soft_cap":
+            attach(a0=a[1] * a[2] * WIDTHS[a[3]])
         case "charonia_rope":
             head = 2 * a[6] * WIDTHS[a[7]]
             attach(a0=(a[3] - 1) * a[5] * WIDTHS[a[7]] + a[4] * head, a1=a[3] * 2 * a[6] * 4, a2=a[3] * a[4] * head)

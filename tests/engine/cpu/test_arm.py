@@ -161,6 +161,7 @@ def test_what_stands_between_products_is_right_too(dtype: torch.dtype, emulate: 
     for size in (3, 17, 100):
         test_elementwise.test_norm("", size, dtype)
         test_elementwise.test_norm_after_a_sum("", size, dtype)
+        test_elementwise.test_soft_cap("", size, dtype)
         for activation in ACTIVATION_CODES:
             test_elementwise.test_gate("", size, dtype, activation)
     test_elementwise.test_turn("", 20, dtype)

@@ -14,7 +14,9 @@ from charonia.engine.cpu.elementwise import (
     SQUARED_RELU,
     FusedGate,
     FusedNorm,
+    FusedSoftCap,
     apply_rope,
+    join_features,
 )
 from charonia.engine.layers.mlp import ACTIVATION_FUNCTIONS, TorchGate
 
@@ -67,6 +69,21 @@ def test_norm_of_heads_between_others(level: str, dtype: torch.dtype) -> None:
     norm_of(weight).norm_heads(packed, 7)
     assert close(packed[:, :7], rms_normalised(before[:, :7], weight, 1e-6))
     assert torch.equal(packed[:, 7:], before[:, 7:])
+
+
+@pytest.mark.parametrize(("size", "dtype"), CASES, ids=str)
+def test_soft_cap(level: str, size: int, dtype: torch.dtype) -> None:
+    """Near nothing, around the cap, and far beyond it."""
+    x = random(4, size, dtype=dtype) * torch.tensor([[1e-3], [1.0], [30.0], [1e6]]).to(dtype)
+    right = 20.0 * (x.double() / 20.0).tanh()
+    found = FusedSoftCap(20.0)(x)
+    assert found is x
+    assert ((found.double() - right).abs() <= 4 * torch.finfo(dtype).eps * right.abs() + 1e-5).all()
+
+
+def test_a_part_of_lines_is_joined_to_others() -> None:
+    first, second = random(3, 4, dtype=torch.float32), random(3, 10, dtype=torch.float32)
+    assert torch.equal(join_features(first, second, 5), torch.cat((first, second[:, 5:9]), 1))
 
 
 def test_every_activation_is_what_transformers_means_by_it() -> None:
