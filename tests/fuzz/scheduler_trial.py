@@ -88,9 +88,10 @@ class SchedulerWorld:
                 max_loras=random.choice((1, 2)) if adapters else 0,
             ),
         )
-        if random.random() < 0.4:
+        kept = random.random()
+        if kept < 0.4:
             return world.with_states(random)
-        return world.with_windows(random) if random.random() < 0.4 else world
+        return world.with_windows(random) if kept > 0.75 else world
 
     def with_states(self, random: Random) -> "SchedulerWorld":
         """The same for a model whose sequences have states."""
@@ -104,6 +105,8 @@ class SchedulerWorld:
         return replace(
             self,
             snapshots=random.choice((0, 1, 2, 4, 9, 40)),
+            blocks=self.blocks // self.groups.total,
+            groups=ONE_GROUP,
             host_blocks=0,
             burst=(max(self.burst[0], 1), max(self.burst)),
             draft_states=random.choice((0, 1, 3, 8, 40)),
