@@ -50,9 +50,36 @@ class TorchStepAttention:
         return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, sinks)
 
 
+class StoredTokens(TorchStepAttention):
+    """The attention of one step, and the keys by row: what models that attend by themselves keep of a token."""
+
+    def __init__(
+        self,
+        attend: AttentionFunction,
+        spec: CacheSpec,
+        keys: Sequence[Tensor],
+        known: Sequence[Sequence[Tensor]],
+        starts: Sequence[int],
+    ) -> None:
+        """`keys`: of each layer. `known`: of each layer and row the slots of all the row's tokens after the step, of
+        which the first `starts` are computed."""
+        super().__init__(attend, spec)
+        self._keys = keys
+        self._known = known
+        self._starts = starts
+
+    def read(self, layer: int, row: int) -> Tensor:
+        """The keys [tokens, heads, key size] that earlier steps kept of a row."""
+        return self._keys[layer][self._known[layer][row][: self._starts[row]]]
+
+    def write(self, layer: int, row: int, keys: Tensor) -> None:
+        """Keep those of the step's own tokens, of the same shape."""
+        self._keys[layer][self._known[layer][row][self._starts[row] :]] = keys
+
+
 class ReferenceAttention(AttentionBackend):
     """Keys and values of each place, [slots, kv_heads, key or value size]; scores and sums in float32, one sequence at
-    a time."""
+    a time. Its steps are `StoredTokens`."""
 
     supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(devices=("cpu", "cuda"))
 
@@ -101,7 +128,8 @@ class ReferenceAttention(AttentionBackend):
                 [reference_attention(some, keys[at], values[at], start, attention, sinks) for some, at, start in rows]
             )
 
-        return TorchStepAttention(attend, self._spec)
+        known_by_layer = [known_of[place.group] for place in self._layer_places]
+        return StoredTokens(attend, self._spec, [keys for keys, _ in self._layers], known_by_layer, starts)
 
     def _known_slots(self, batch: StepBatch) -> list[Tensor]:
         """The slots of the tokens of each row, those of the step included."""

@@ -136,6 +136,8 @@ class DecoderShape:
     cache_owners: tuple[int, ...] = ()
     """The layer whose keys and values each layer attends to: itself or an earlier one like it, and then it has none of
     its own. Empty: every layer has its own."""
+    attends_itself: bool = False
+    """Whether the decoder attends by itself, and has our cache of keys and values as a store alone."""
 
     @property
     def layers(self) -> int:

@@ -155,6 +155,14 @@ class StepSlotStates:
         if saved is not None and len(saved):
             slots[self._saved] = saved
 
+    def saves_of(self, index: int) -> dict[int, list[int]]:
+        """Where the state of the row with that index in the step goes on the way: slots by tokens of this step."""
+        slots: dict[int, list[int]] = {}
+        for row, offset, slot in self._states.saves.tolist():
+            if row == index:
+                slots.setdefault(offset, []).append(slot)
+        return slots
+
     def scan(self, matrices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Go through the rows token by token, all rows side by side: yields the places int64 [n] of their next tokens,
         and their matrices, which the caller changes in place before it goes on. Slots and snapshots are written."""

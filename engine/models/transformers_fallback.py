@@ -1,4 +1,5 @@
-"""Any other decoder: a transformers model over our paged attention (`transformers_attention.py`).
+"""Any other decoder: a transformers model over our paged attention (`transformers_attention.py`), or, where that can't
+take the place of its own, as it is and one sequence at a time (`transformers_sequences.py`).
 
 It serves architectures without a module of their own here, more slowly: its Python runs layer by layer as transformers
 wrote it. This module imports transformers, so it is imported for such checkpoints alone.
@@ -15,94 +16,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..attention.backend import CacheSpec
-from ..attention.torch_attention import ReferenceAttention
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint
 from ..checkpoint.model_spec import DTYPES, LAYER_TYPES, CheckpointError, DecoderShape
 from ..checkpoint.weights import CheckpointWeights
 from ..config import ParallelConfig
 from ..layers.step_context import StepContext
-from ..step_batch import SampledTokens, StepBatch
-from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, LogitsIterator, default_length
+from ..step_batch import SampledTokens
+from .interfaces import BuiltDecoder, CheckpointBuilder, LogitsIterator, default_length
 from .transformers_attention import (
     ATTENTION_NAME,
     AttentionCall,
     AttentionHandler,
     ProbedLayer,
     probe_layers,
-    refuse_failures,
     register_attention,
 )
-
-_BLOCK_SIZE = 4
-_FIRST_STEP = (4, 4)
-"""Tokens of two sequences in the check's first step."""
-
-_SECOND_STEP = (3,)
-"""Tokens of the first of them in its second step."""
-
-_TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-"""The tolerated error relative to the spread of logits. Correct roundings differ less; forgetting something, more."""
-
-
-@torch.inference_mode()
-def verify_decoder(model: Any, decoder: Decoder, layers: list[ProbedLayer], dtype: torch.dtype) -> None:
-    """Compare two sequences over a paged cache, packed and in two steps, their logits in pieces, with transformers' own
-    attention over each alone.
-
-    Raises:
-        CheckpointError: logits differ by more than rounding; the message is the reason alone.
-    """
-    high = min(int(model.config.vocab_size), 1000)
-    first = torch.arange(7, 7 + 11 * (_FIRST_STEP[0] + _SECOND_STEP[0]), 11, device=model.device) % high
-    second = torch.arange(5, 5 + 17 * _FIRST_STEP[1], 17, device=model.device) % high
-    with refuse_failures("by itself, so its config.json may contradict itself"):
-        right = _logits_of_transformers(model, first), _logits_of_transformers(model, second)
-    heads = layers[0][1:]
-    attention = tuple(layer.attention for layer in layers)
-    cache = ReferenceAttention(CacheSpec(attention, *heads, _BLOCK_SIZE, dtype, model.device))
-    cache.allocate(4)
-    packed = torch.cat((first[: _FIRST_STEP[0]], second))
-    with refuse_failures("over a cache that holds several sequences in blocks"):
-        parts = [
-            *torch.split(_logits_over_cache(decoder, cache, packed, (0, 0), _FIRST_STEP), list(_FIRST_STEP)),
-            _logits_over_cache(decoder, cache, first[_FIRST_STEP[0] :], (_FIRST_STEP[0],), _SECOND_STEP),
-        ]
-        expected = right[0][: _FIRST_STEP[0]], right[1], right[0][_FIRST_STEP[0] :]
-        worst = max(_relative_error(part, right_part) for part, right_part in zip(parts, expected, strict=True))
-    if not worst < _TOLERANCE[dtype]:
-        differ = f"differ from its own by {worst:.1%} of their spread"
-        raise CheckpointError(f"over a cache of keys and values its logits {differ}")
-
-
-def _logits_of_transformers(model: Any, tokens: Tensor) -> Tensor:
-    model.set_attn_implementation("eager")
-    try:
-        logits: Tensor = model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0]
-        return logits
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
-
-
-def _logits_over_cache(
-    decoder: Decoder, cache: ReferenceAttention, tokens: Tensor, starts: tuple[int, ...], counts: tuple[int, ...]
-) -> Tensor:
-    """Logits of `tokens`, rows one after the other; row r has blocks 2r and 2r + 1."""
-    tables = torch.arange(2 * len(counts), device=tokens.device).view(-1, 2)
-    batch = StepBatch.from_tokens(tokens, starts, counts, tables, _BLOCK_SIZE)
-    pieces = torch.split(torch.arange(len(tokens), device=tokens.device), 2)
-    logits = decoder.compute_logits(StepContext(batch, cache.begin_step(batch)), pieces)
-    assert logits is not None, "transformers computes the whole model"
-    return torch.cat(list(logits))
-
-
-def _relative_error(logits: Tensor, right: Tensor) -> float:
-    """The median error of a token's logits relative to their spread; not the mean, for a rounding may send one token to
-    another expert."""
-    error = (logits.float() - right.float()).pow(2).mean(-1).sqrt()
-    return float((error / right.float().std(-1)).median())
-
+from .transformers_caches import SequenceCaches, keeps_states, sequence_caches
+from .transformers_check import verify_decoder
+from .transformers_sequences import SequenceDecoder, sequence_shape
 
 log = logging.getLogger(__name__)
 
@@ -186,29 +118,60 @@ class TransformersBuilder(CheckpointBuilder):
     directory: Path
     architecture: str
     config: Any
+    obstacle: str | None
+    """Why our attention can't take the place of its own; None: it may."""
+    caches: SequenceCaches | None
+    """The caches that transformers computes one sequence with; None: the class takes none that we can fill."""
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.caches is not None and keeps_states(self.caches)
 
     def build(self, context: BuildContext) -> BuiltDecoder:
-        """Load the model, probe its layers, and verify it over a small cache."""
+        """Load the model, find out what it keeps, and verify it over a small cache."""
         try:
             _check_context(context)
-            model = _load(self.directory, context)
-            layers = probe_layers(model)
-            decoder = TransformersDecoder(model, layers[0].kv_heads, layers[0].head_dim)
-            verify_decoder(model, decoder, layers, context.dtype)
+            built = self._build_over_attention(context) if self.obstacle is None else None
+            if built is None:
+                built = self._build_by_sequence(context)
         except CheckpointError as error:
             raise _refusal(str(self.directory), self.architecture, error.message) from error
+        return built
+
+    def _build_over_attention(self, context: BuildContext) -> BuiltDecoder | None:
+        """The model over our attention; None: it does something else, so it may serve by sequence alone."""
+        model = _load(self.directory, context, ATTENTION_NAME)
+        try:
+            layers = probe_layers(model)
+            shape = _attending_shape(self.config, layers)
+            decoder = TransformersDecoder(model, shape.kv_heads, shape.head_dim)
+            verify_decoder(model, decoder, shape, context.dtype)
+        except CheckpointError as error:
+            if self.caches is None or self.keeps_states:
+                raise
+            log.info("%s: our attention can't take the place of its own: %s", self.architecture, error.message)
+            return None
         log.warning("%s has no file of its own: transformers computes it over our cache, slower", self.architecture)
-        hidden = int(self.config.hidden_size)
-        width = getattr(self.config, "intermediate_size", None) or 4 * hidden  # a list has one for each layer
-        shape = DecoderShape(
-            vocab_size=int(self.config.vocab_size),
-            hidden_size=hidden,
-            intermediate_size=max(width) if isinstance(width, list) else int(width),
-            heads=layers[0].heads,
-            kv_heads=layers[0].kv_heads,
-            head_dim=layers[0].head_dim,
-            attention=tuple(layer.attention for layer in layers),
-        )
+        return BuiltDecoder(decoder, shape)
+
+    def _build_by_sequence(self, context: BuildContext) -> BuiltDecoder:
+        """The model as it is, called for one sequence at a time."""
+        assert self.caches is not None
+        model = _load(self.directory, context)
+        self.caches.probe(model)
+        shape = sequence_shape(self.config, self.caches)
+        if any(shape.states) and not self.keeps_states:
+            raise CheckpointError("it keeps states that its config.json does not tell of")
+        decoder = SequenceDecoder(model, self.caches)
+        try:
+            verify_decoder(model, decoder, shape, context.dtype)
+        except CheckpointError:
+            if not any(shape.states):
+                raise
+            decoder = SequenceDecoder(model, self.caches, resumes_singly=True)
+            verify_decoder(model, decoder, shape, context.dtype)
+        message = "%s has no file of its own: transformers computes it one sequence after the other, much slower"
+        log.warning(message, self.architecture)
         return BuiltDecoder(decoder, shape)
 
     def dry_run(self, context: BuildContext, parallel: ParallelConfig) -> str:
@@ -230,12 +193,15 @@ def transformers_builder(checkpoint: Checkpoint) -> TransformersBuilder:
     architecture = str((checkpoint.config.get("architectures") or ["without a name"])[0])
     try:
         config = _read_config(checkpoint.directory)
-        _check_config(config, architecture)
+        model_class = _model_class(config, architecture)
+        obstacle = _attention_obstacle(config, model_class)
+        caches = _caches(model_class, config, obstacle)
     except CheckpointError as error:
         raise _refusal(checkpoint.where, architecture, error.message) from error
     dtype = str(config.dtype or checkpoint.config.get("dtype") or "float32").removeprefix("torch.")
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
-    return TransformersBuilder(dtype, longest, default_length(longest), checkpoint.directory, architecture, config)
+    kinds = architecture, config, obstacle, caches
+    return TransformersBuilder(dtype, longest, default_length(longest), checkpoint.directory, *kinds)
 
 
 def _refusal(where: str, architecture: str, reason: str) -> CheckpointError:
@@ -265,8 +231,8 @@ def _first_line(error: Exception) -> str:
     return line if line and not isinstance(error, KeyError) else f"{type(error).__name__} {line}"
 
 
-def _check_config(config: Any, architecture: str) -> None:
-    """Raise unless `architecture` is the language model of `config`, a decoder whose attention can be exchanged."""
+def _model_class(config: Any, architecture: str) -> Any:
+    """The class of `architecture`. Raises unless it is the language model of `config`, a decoder of plain numbers."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -278,25 +244,55 @@ def _check_config(config: Any, architecture: str) -> None:
         raise CheckpointError(f"transformers has no causal language model of type {config.model_type}")
     if model_class.__name__ != architecture:
         raise CheckpointError(f"the causal language model of type {config.model_type} is {model_class.__name__}")
-    if not model_class._supports_attention_backend:
-        message = "its class has not got transformers' attention interface, by which ours takes the place of its own"
-        raise CheckpointError(message)
     if getattr(config, "quantization_config", None):
         method = config.to_dict()["quantization_config"].get("quant_method", "unknown method")
         raise CheckpointError(f"its weights are quantised ({method}); supported dtypes: {', '.join(DTYPES)}")
-    strange = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if strange:
-        served = ", ".join(sorted(LAYER_TYPES))
-        raise CheckpointError(f"it has layers of type {', '.join(sorted(strange))}; served are {served}")
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     longest = _BATCH_DEPENDENT_ROPE & {rope.get("rope_type") for rope in nested}
     if longest:
         raise CheckpointError(f"rope type {', '.join(longest)} depends on the other sequences of a batch")
+    return model_class
 
 
-def _load(directory: Path, context: BuildContext) -> Any:
-    """The model with our attention, all of its tensors from the checkpoint."""
+def _attention_obstacle(config: Any, model_class: Any) -> str | None:
+    """Why our attention can't take the place of the model's own, as far as its class and configuration say."""
+    if not model_class._supports_attention_backend:
+        return "its class has not got transformers' attention interface, by which ours takes the place of its own"
+    strange = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if strange:
+        served = ", ".join(sorted(LAYER_TYPES))
+        return f"it has layers of type {', '.join(sorted(strange))}; served are {served}"
+    return None
+
+
+def _caches(model_class: Any, config: Any, obstacle: str | None) -> SequenceCaches | None:
+    """The caches of a model; None: it has none, but may be computed over our attention."""
+    try:
+        return sequence_caches(model_class, config)
+    except CheckpointError as error:
+        if obstacle is None:
+            return None
+        raise CheckpointError(f"{obstacle}, and {error.message}") from error
+
+
+def _attending_shape(config: Any, layers: Sequence[ProbedLayer]) -> DecoderShape:
+    """The shape of a model whose layers were probed."""
+    hidden = int(config.hidden_size)
+    width = getattr(config, "intermediate_size", None) or 4 * hidden  # a list has one for each layer
+    return DecoderShape(
+        vocab_size=int(config.vocab_size),
+        hidden_size=hidden,
+        intermediate_size=max(width) if isinstance(width, list) else int(width),
+        heads=layers[0].heads,
+        kv_heads=layers[0].kv_heads,
+        head_dim=layers[0].head_dim,
+        attention=tuple(layer.attention for layer in layers),
+    )
+
+
+def _load(directory: Path, context: BuildContext, attention: str | None = None) -> Any:
+    """The model with the named attention, or the one that transformers chooses, all tensors from the checkpoint."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -307,7 +303,7 @@ def _load(directory: Path, context: BuildContext) -> Any:
         model, loading_info = auto.from_pretrained(
             directory,
             dtype=context.dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=attention,
             output_loading_info=True,
             local_files_only=True,
             trust_remote_code=False,

@@ -8,7 +8,7 @@ preemption, a step ahead.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,21 +20,32 @@ from cyclopts import App
 
 from charonia.bench.checkpoint import write_random
 from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.engine.attention.backend import CacheSpec
+from charonia.engine.attention.torch_attention import ReferenceAttention
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.layers.recurrent_state import StateSlots
+from charonia.engine.layers.step_context import StepContext
+from charonia.engine.models.interfaces import BuiltDecoder, Decoder
 from charonia.engine.models.registry import checkpoint_builder
+from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 
 LENGTHS, SHARED, NEW = (15, 30, 14, 29, 46, 60), 33, 24
 """Of prompts, of what half of them begin with, and of what is generated."""
+CUTS, TOLERANCE = (29, 1, 28, 2), 0.01
+"""Of the one prompt that every architecture computes."""
 BLOCKS, BLOCK, CHUNK = 9, 16, 29
+SNAPSHOTS = 12
+SNAPSHOT_RULE = SnapshotRule(prompt_stride=32, generated_stride=16, least_gain=16)
+"""Of models that keep states."""
 
 _TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -125,8 +136,9 @@ def is_known(family: str) -> bool:
     return family in CONFIG_MAPPING
 
 
-def tiny_config(model_type: str) -> dict[str, Any]:
-    """The configuration of a tiny model: of the usual sizes those that its own has, and two layers of its kinds."""
+def tiny_config(model_type: str, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The configuration of a tiny model: of the usual sizes those that its own has, and two layers of its kinds.
+    `others`: what it needs beside sizes; None: as in the tables."""
     if model_type in FAMILIES:
         return _TINY | FAMILIES[model_type] | {"model_type": model_type}
     from transformers import CONFIG_MAPPING
@@ -136,22 +148,67 @@ def tiny_config(model_type: str) -> dict[str, Any]:
     fields = {
         name: size
         for name, size in _SIZES.items()
-        if hasattr(usual, name) and not (name in _UNUSUAL and known.get(name) is None)
+        if hasattr(usual, name) and not (name in _UNUSUAL and known.get(name) is None) and not _is_derived(usual, name)
     }
-    if kinds := [*dict.fromkeys(known.get("layer_types") or ())]:
+    if not _is_derived(usual, "layer_types") and (kinds := [*dict.fromkeys(getattr(usual, "layer_types", None) or ())]):
         fields["layer_types"] = (2 * kinds)[:2]
-    return fields | ARCHITECTURES[model_type] | {"model_type": model_type, "dtype": "float32"}
+    more = ARCHITECTURES[model_type] if others is None else others
+    return fields | dict(more) | {"model_type": model_type, "dtype": "float32"}
+
+
+def _is_derived(config: Any, name: str) -> bool:
+    """Whether a configuration computes a field from others."""
+    kind = getattr(type(config), type(config).attribute_map.get(name, name), None)
+    return isinstance(kind, property) and kind.fset is None
 
 
 def refusal(model_type: str, directory: Path) -> str:
-    """Why a tiny model of an architecture, made in `directory`, is not served; "" if it is: then its logits are
-    transformers' own."""
+    """Why a tiny model of an architecture, made in `directory`, is not served; "" if it is, and right: then its logits
+    are transformers' own, also those of a prompt that is cut and longer than its windows."""
     write_random(directory, tiny_config(model_type))
     try:
-        checkpoint_builder(open_checkpoint(directory)).build(BuildContext(torch.float32, torch.device("cpu"), 128))
-    except CheckpointError as error:
-        return error.message
-    return ""
+        _, error = build_and_compare(directory)
+    except CheckpointError as refused:
+        return refused.message
+    return f"its logits for a longer prompt are wrong by {error:.1%}" if not error < TOLERANCE else ""
+
+
+def build_and_compare(directory: Path) -> tuple[Decoder, float]:
+    """The decoder of a checkpoint, and how far its logits of a longer prompt are from transformers' own, relative to
+    their spread.
+
+    Raises:
+        CheckpointError: it is refused.
+    """
+    built = checkpoint_builder(open_checkpoint(directory)).build(BuildContext(torch.float32, torch.device("cpu"), 128))
+    return built.decoder, _error_of_cut_prompt(directory, built)
+
+
+@torch.inference_mode()
+def _error_of_cut_prompt(directory: Path, built: BuiltDecoder) -> float:
+    """The largest difference from transformers' logits for one prompt in `CUTS`, relative to their spread."""
+    from transformers import AutoModelForCausalLM
+
+    shape, device = built.shape, torch.device("cpu")
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    cache = ReferenceAttention(CacheSpec(shape.cached_attention, *heads, BLOCK, torch.float32, device))
+    cache.allocate(-(-sum(CUTS) // BLOCK))
+    states = StateSlots(shape.states, 1, torch.float32, device)
+    states.allocate(0)
+    tokens = torch.randint(1, 384, (sum(CUTS),), generator=torch.Generator().manual_seed(6))
+    tables = torch.arange(-(-len(tokens) // BLOCK)).view(1, -1)
+    parts = []
+    for start, piece in zip(np.cumsum((0, *CUTS)).tolist(), tokens.split(CUTS), strict=False):
+        batch = StepBatch.from_tokens(piece, (start,), (len(piece),), tables, BLOCK)
+        slots = states.begin_step(batch) if any(shape.states) else None
+        context = StepContext(batch, cache.begin_step(batch), states=slots)
+        logits = built.decoder.compute_logits(context, (torch.arange(len(piece)),))
+        assert logits is not None
+        parts.append(next(logits).float().clone())
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(directory, dtype=torch.float32)
+    right = model(tokens.unsqueeze(0), use_cache=False).logits[0]
+    return float((torch.cat(parts) - right).abs().max() / right.std())
 
 
 def faults(family: str, directory: Path, device: str = "cpu") -> Iterator[str]:
@@ -177,11 +234,12 @@ def _prompts() -> list[list[int]]:
 
 
 def _served(directory: Path, device: str, prompts: list[list[int]]) -> tuple[LoopResult, list[StepPlan]]:
-    cache, plans = KVCacheManager(BLOCKS, BLOCK), list[StepPlan]()
+    snapshots = SNAPSHOTS if checkpoint_builder(open_checkpoint(directory)).keeps_states else 0
+    cache, plans = KVCacheManager(BLOCKS, BLOCK, snapshots=snapshots), list[StepPlan]()
     executor = InlineExecutor(EngineConfig(model=str(directory), device=device, cache=CacheConfig(block_size=BLOCK)))
     try:
         executor.load(lambda phase, fraction: None)
-        executor.allocate(BLOCKS)
+        executor.allocate(BLOCKS, 0, snapshots)
         requests = []
         for key, prompt in enumerate(prompts):
             tokens = np.array(prompt, np.int32)
@@ -189,7 +247,9 @@ def _served(directory: Path, device: str, prompts: list[list[int]]) -> tuple[Loo
             requests.append(
                 SequenceSpec(key=key, prompt=tokens, max_tokens=NEW, hashes=hashes, sampling=ResolvedSampling())
             )
-        config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=CHUNK, max_model_len=256, ahead=1)
+        config = SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=CHUNK, max_model_len=256, ahead=1, snapshots=SNAPSHOT_RULE
+        )
         return run_to_end(Scheduler(config, cache), executor, requests, observe=plans.append), plans
     finally:
         executor.close()

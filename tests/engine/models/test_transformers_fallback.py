@@ -20,7 +20,9 @@ from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.interfaces import BuiltDecoder
 from charonia.engine.models.registry import checkpoint_builder
 from charonia.engine.models.transformers_attention import ATTENTION_NAME, probe_layers, register_attention
+from charonia.engine.models.transformers_caches import SequenceCaches
 from charonia.engine.models.transformers_fallback import TransformersDecoder
+from charonia.engine.models.transformers_sequences import SequenceDecoder
 from charonia.engine.step_batch import StepBatch
 
 SIZES = {
@@ -46,17 +48,16 @@ def build(directory: Path, dtype: torch.dtype = torch.float32) -> BuiltDecoder:
         ("bert", "BertForMaskedLM", {}, "of type bert is BertLMHeadModel"),
         ("vit", "ViTForImageClassification", {}, "no causal language model of type vit"),
         ("gpt_neox", "GPTNeoXForSequenceClassification", {}, "is GPTNeoXForCausalLM"),
-        ("mamba", "MambaForCausalLM", {}, "attention interface"),
-        ("bloom", "BloomForCausalLM", {}, "attention interface"),
-        ("llama4_text", "Llama4ForCausalLM", SIZES, "chunked_attention"),
-        ("deepseek_v32", "DeepseekV32ForCausalLM", {}, "layers of type indexed_attention"),
+        ("rwkv", "RwkvForCausalLM", {}, "attention interface"),
+        ("rwkv", "RwkvForCausalLM", {}, "its class takes no cache of transformers"),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", {}, "layers of its own kind (DeepseekV4CSACache"),
         (
             "gpt_neox",
             "GPTNeoXForCausalLM",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "dynamic",
         ),
-        ("deepseek_v32", "DeepseekV32ForCausalLM", {}, "served are full_attention, sliding_attention"),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", {}, "served are full_attention, sliding_attention"),
         ("gpt_oss", "GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "are quantised (mxfp4)"),
     ],
 )
@@ -89,9 +90,21 @@ def refused(directory: Path, architecture: str, says: str) -> None:
     assert says in refusal.value.message
 
 
-def test_what_the_layers_rule_out(making: Any, tmp_path: Path) -> None:
+def test_what_our_attention_cannot_do_is_computed_by_sequence(
+    making: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     making.write_random(tmp_path, {"model_type": "diffllama", "dtype": "float32", **SIZES})
-    refused(tmp_path, "DiffLlamaForCausalLM", "attends more than once in a layer")
+    with caplog.at_level(logging.INFO):
+        built = build(tmp_path)
+    assert isinstance(built.decoder, SequenceDecoder)
+    assert "attends more than once in a layer" in caplog.text
+    assert "one sequence after the other" in caplog.text
+    assert built.shape.attends_itself
+
+
+def test_a_cache_of_another_kind_is_refused(making: Any, tmp_path: Path) -> None:
+    making.write_random(tmp_path, {"model_type": "minimax", "dtype": "float32", **SIZES})
+    refused(tmp_path, "MiniMaxForCausalLM", "MiniMax uses cache of its own")
 
 
 class Layers:
@@ -132,7 +145,7 @@ def test_heads_that_no_cache_holds(layers: Any, says: str) -> None:
 
 
 def test_a_module_that_computes_something_else_is_found_out(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     honest = TransformersDecoder.compute_logits
 
@@ -141,7 +154,17 @@ def test_a_module_that_computes_something_else_is_found_out(
         return honest(self, context, selections)
 
     monkeypatch.setattr(TransformersDecoder, "compute_logits", without_positions)
-    refused(checkpoint("granite"), "GraniteForCausalLM", "differ from its own")
+    with caplog.at_level(logging.INFO):
+        assert isinstance(build(checkpoint("granite")).decoder, SequenceDecoder)
+    assert "differ from its own" in caplog.text
+
+
+def test_a_sequence_that_is_not_resumed_is_found_out(
+    making: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making.write_random(tmp_path, {"model_type": "diffllama", "dtype": "float32", **SIZES})
+    monkeypatch.setattr(SequenceCaches, "filled", lambda self, tokens, state: self.empty())
+    refused(tmp_path, "DiffLlamaForCausalLM", "over a cache")
 
 
 def test_a_head_that_computes_what_nobody_asked_for_is_found_out(
@@ -234,5 +257,5 @@ def test_a_config_that_contradicts_itself_is_refused_by_what_fails(making: Any, 
     """Heads of keys that its latent attention does not have: transformers' own code fails, and the server does not."""
     latent = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
     making.write_random(tmp_path, {"model_type": "minicpm3", "dtype": "float32", **SIZES, **latent, "head_dim": 16})
-    refused(tmp_path, "MiniCPM3ForCausalLM", "transformers' own code for it fails by itself")
+    refused(tmp_path, "MiniCPM3ForCausalLM", "transformers' own code for it fails over a cache of its own")
     refused(tmp_path, "MiniCPM3ForCausalLM", "(RuntimeError: The size of tensor a (4) must match")
