@@ -97,7 +97,7 @@ BUDGETS = {
     "kvcache": 560,
     "tokenization": 3_300,
     "scheduler": 2_090,
-    "engine": 20_650,
+    "engine": 20_950,
     "classic_backends": 7_450,
     "ensembles": 1_200,
     "routing": 250,

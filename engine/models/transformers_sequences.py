@@ -39,7 +39,7 @@ class SequenceDecoder:
         tokens = batch.tokens.long()
         states = context.states if self._caches.states else None
         state = None if states is None else states.read(states.layers[0].matrices).flatten(1)
-        logits = []
+        logits: list[Tensor] = []
         for index, first in enumerate(batch.first_places.tolist()):
             end = first + int(batch.counts[index])
             places = wanted[(wanted >= first) & (wanted < end)] - first
@@ -78,8 +78,8 @@ class SequenceDecoder:
                 yield logits
             if state is not None:
                 state.copy_(self._caches.state(cache))
-            for slot in saves.get(end, ()):
-                context.states.layers[0].matrices[slot].view(-1).copy_(state)
+                for slot in saves.get(end, ()):
+                    context.states.layers[0].matrices[slot].view(-1).copy_(state)
         if width:
             store.write(0, index, self._caches.new_tokens(cache, start).unsqueeze(1).to(known.dtype))
 

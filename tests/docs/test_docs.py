@@ -39,6 +39,7 @@ PAGES = (
     "flags.md",
     "serving-models.md",
     "models.md",
+    "architectures.md",
     "routes.md",
     "rollouts.md",
     "sizing.md",

@@ -10,12 +10,12 @@ from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.models import registry
 from charonia.engine.models.registry import checkpoint_builder
 
-from ...proofs.families import ARCHITECTURES, FAMILIES, is_known, refusal, tiny_config
+from ...proofs.families import ARCHITECTURES, BY_SEQUENCE, FAMILIES, faults, is_known, refusal, tiny_config
 
 KNOWN = [model_type for model_type in sorted(ARCHITECTURES | FAMILIES) if is_known(model_type)]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("model_type", KNOWN)
 def test_no_configuration_is_refused(model_type: str, tmp_path: Path) -> None:
     """Whatever transformers has made of it since."""
@@ -27,10 +27,10 @@ def test_no_configuration_is_refused(model_type: str, tmp_path: Path) -> None:
 
 def test_the_table_is_of_what_transformers_has() -> None:
     """But for single ones that it may drop."""
-    assert len(KNOWN) > 80
+    assert len(KNOWN) > 140
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("model_type", KNOWN)
 def test_it_is_served_still(model_type: str, tmp_path: Path) -> None:
     assert refusal(model_type, tmp_path) == ""
@@ -44,3 +44,10 @@ def test_logits_are_computed_a_piece_at_a_time(
     the layers; the other takes states that are more than its input for those of the piece."""
     monkeypatch.delitem(registry.ARCHITECTURES, "Gemma4ForCausalLM")
     assert refusal(model_type, tmp_path) == ""
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("model_type", BY_SEQUENCE)
+def test_what_is_computed_by_sequence_generates_what_transformers_does(model_type: str, tmp_path: Path) -> None:
+    """Prompts are cut, found in the prefix cache and preempted, with states and without."""
+    assert [*faults(model_type, tmp_path)] == []
