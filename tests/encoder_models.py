@@ -17,6 +17,7 @@ SIZE = 32
 LENGTH = 16
 
 SIZES = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SPECIAL_IDS = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "bert": {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64},
     "roberta": {
@@ -26,6 +27,14 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 66,
     },
     "qwen3": SIZES | {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64},
+    "gemma3_text": SIZES
+    | {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "sliding_window": 8}
+    | {"use_bidirectional_attention": True},
+    "modernbert": SIZES | SPECIAL_IDS | {"max_position_embeddings": 64, "local_attention": 8},
+    "gte": SIZES | {"max_position_embeddings": 64},
+    "nomic_bert": SIZES | {"max_position_embeddings": 64},
+    "jina_embeddings_v3": SIZES | {"max_position_embeddings": 66},
+    "xlm-roberta": SIZES | {"max_position_embeddings": 66},
     "distilbert": {"dim": SIZE, "hidden_dim": 48, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 64},
 }
 

@@ -46,7 +46,6 @@ ENCODER_NO_OP_VALUES: NoOpValues = {
     "chat_template": (),
     "input_type": (),
     "instruction": (),
-    "prompt_name": (),
     "late_chunking": (False,),
     "truncate": ("END", "end", True),
 }
@@ -63,6 +62,7 @@ _EMBEDDINGS_NO_OP_VALUES: NoOpValues = {
 }
 _RERANK_NO_OP_VALUES: NoOpValues = {
     **ENCODER_NO_OP_VALUES,
+    "prompt_name": (),
     "rank_fields": (),
     "max_chunks_per_doc": (),
     "max_tokens_per_doc": (),
@@ -77,6 +77,7 @@ class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
+    prompt_name: str | None = None
 
 
 class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +112,7 @@ class EncoderRoutes:
         model = await acquire_encoder(self._lookup, request, body.model)
         head = {"id": f"embd-{request_id_of(request.scope)}", "created": int(time.time()), "model": model.config.name}
         async with CancelOnDisconnect(request.receive):
-            vectors, tokens = await encode_inputs(model, inputs, EMBEDDING, "embeddings")
+            vectors, tokens = await encode_inputs(model, inputs, EMBEDDING, "embeddings", body.prompt_name)
         content = await offload_if_large(vectors.nbytes, _embeddings_json, body, head, vectors, tokens)
         return Response(content, media_type="application/json")
 

@@ -24,6 +24,7 @@ MAX_INPUTS = 2048
 """Texts of one request; OpenAI's limit."""
 
 TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
+PROMPT = "prompt_name"
 EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
 _PADDING = -1
 """Fills the rows of token ids that are shorter than the longest."""
@@ -68,15 +69,21 @@ def is_ids(value: Any) -> bool:
 
 
 async def encode_inputs(
-    model: ModelHandle, inputs: Sequence[Any], output: str, what: str
+    model: ModelHandle, inputs: Sequence[Any], output: str, what: str, prompt_name: str | None = None
 ) -> tuple[NDArray[np.float32], int]:
     """The model's `output`, a row for each of `inputs` (texts, or lists of token ids), and how many tokens they were.
+    `prompt_name`: of the prompt in the model's files that is put before each text.
 
-    Raises `InvalidArgument` for a model that makes none: `what` it makes none of.
+    Raises `InvalidArgument` for a model that makes none: `what` it makes none of; or for one without prompts.
     """
     name, tensor = (IDS, ids_tensor) if isinstance(inputs[0], list) else (TEXT, text_tensor)
     batches = [{name: tensor(name, part)} for part in _batches(inputs, model)]
     _check_encoder(model, output, what, (name,))
+    if prompt_name is not None:
+        if not any(spec.name == PROMPT for spec in model.config.inputs):
+            raise field_error(PROMPT, f"is not taken: '{model.config.name}' has no prompts")
+        for batch in batches:
+            batch[PROMPT] = text_tensor(PROMPT, [prompt_name] * batch[name].shape[0])
     return await _encode(model, batches, output)
 
 

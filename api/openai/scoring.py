@@ -28,7 +28,7 @@ from .encoder_calls import (
     several_inputs,
     usage_of,
 )
-from .json_body import BodyFormat, field_error
+from .json_body import BodyFormat, NoOpValues, field_error
 
 _SIDES = (("queries", ("documents", "items")), ("text_1", ("text_2",)), ("data_1", ("data_2",)))
 """The names that the two sides of a comparison come by."""
@@ -78,9 +78,10 @@ class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: str | None = None
 
 
-_SCORE = BodyFormat(ScoreBody, ENCODER_NO_OP_VALUES)
-_CLASSIFY = BodyFormat(ClassifyBody, ENCODER_NO_OP_VALUES)
-_POOLING = BodyFormat(PoolingBody, {**ENCODER_NO_OP_VALUES, "dimensions": ()})
+_NO_OP_VALUES: NoOpValues = {**ENCODER_NO_OP_VALUES, "prompt_name": ()}
+_SCORE = BodyFormat(ScoreBody, _NO_OP_VALUES)
+_CLASSIFY = BodyFormat(ClassifyBody, _NO_OP_VALUES)
+_POOLING = BodyFormat(PoolingBody, {**_NO_OP_VALUES, "dimensions": ()})
 
 
 class ScoringRoutes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, shorten
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
 from ...processes.host import torch_has_cuda
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 TEXT = "text_input"
 PAIR = "text_pair"
 IDS = "input_ids"
+PROMPT = "prompt_name"
 EMBEDDING = "embedding"
 SCORE = "score"
 COUNT = "num_input_tokens"
@@ -90,7 +91,7 @@ class EncoderLoader(RuntimeLoader):
 
 def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
     """The tensors of an encoder. An embedder's texts may come as ids instead, in rows that -1 fills up; a classifier's
-    need no pair, those that are ranked do."""
+    need no pair, those that are ranked do. A prompt may be named where the files have some."""
     text = FoundTensor(TEXT, "BYTES", (-1, 1))
     count = FoundTensor(COUNT, "INT32", (-1, 1))
     if isinstance(files, CrossEncoderFiles):
@@ -98,6 +99,8 @@ def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
         pair = FoundTensor(PAIR, "BYTES", (-1, 1), optional=files.labels > 1)
         return FoundModel((text, pair), (score, count))
     inputs = text._replace(optional=True), FoundTensor(IDS, "INT64", (-1, -1), optional=True)
+    if files.tokenization.prompts:
+        inputs = *inputs, FoundTensor(PROMPT, "BYTES", (-1, 1), optional=True)
     return FoundModel(inputs, (FoundTensor(EMBEDDING, "FP32", (-1, files.size)), count))
 
 
@@ -115,6 +118,7 @@ class EncoderRuntime(Runtime):
         self._tokenizer = tokenizer
         self._max_tokens = files.tokenization.max_tokens
         self._prompt = files.tokenization.prompt
+        self._prompts = files.tokenization.prompts
         self._vocabulary_size = int(read_json(files.directory / "config.json").get("vocab_size", 0))
         self._output = SCORE if isinstance(files, CrossEncoderFiles) else EMBEDDING
         self._max_batch_tokens = max_batch_tokens
@@ -136,13 +140,26 @@ class EncoderRuntime(Runtime):
         release_torch_memory()
 
     def _read_tokens(self, inputs: Arrays) -> list[EncodedText]:
-        """Raises `InvalidArgument` for neither texts nor ids, both of them, or wrong ids."""
+        """Raises `InvalidArgument` for neither texts nor ids, both of them, wrong ids, or a prompt of another name."""
         if (TEXT in inputs) == (IDS in inputs):
             raise InvalidArgument(f"give either {TEXT} or {IDS}", field=TEXT)
         if IDS in inputs:
+            if PROMPT in inputs:
+                raise InvalidArgument(f"{PROMPT} goes with texts, not with {IDS}", field=PROMPT)
             return [self._check_ids(row) for row in inputs[IDS].tolist()]
-        texts = [self._prompt + text for text in _decoded(inputs[TEXT])]
+        texts = _decoded(inputs[TEXT])
+        prompts = self._named_prompts(_decoded(inputs[PROMPT])) if PROMPT in inputs else [self._prompt] * len(texts)
+        texts = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
         return self._tokenizer.encode(texts, _decoded(inputs[PAIR]) if PAIR in inputs else None)
+
+    def _named_prompts(self, names: Sequence[str]) -> list[str]:
+        wrong = [name for name in names if name not in self._prompts]
+        if wrong:
+            message = (
+                f"{PROMPT} must be one of {', '.join(self._prompts)} for this model, got {shorten(repr(wrong[0]))}"
+            )
+            raise InvalidArgument(message, field=PROMPT)
+        return [self._prompts[name] for name in names]
 
     def _check_ids(self, row: list[int]) -> EncodedText:
         ids = row[: row.index(-1)] if -1 in row else row

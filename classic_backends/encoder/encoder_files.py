@@ -6,7 +6,7 @@ https://sbert.net/docs/sentence_transformer/usage/custom_models.html.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,12 @@ class DenseFiles:
 
 @dataclass(frozen=True, slots=True)
 class TokenizationRules:
-    """`prompt` is put before each text."""
+    """`prompt` is put before each text whose request names none of the `prompts`."""
 
     max_tokens: int
     lowercase: bool = False
     prompt: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,10 @@ def _read_embedder(directory: Path) -> EmbedderFiles:
     pooling = read_json(steps[1][1] / "config.json")
     hidden = _read_hidden_size(read_json(transformer / "config.json"), transformer)
     tokenization = _read_tokenization(directory, transformer)
-    if tokenization.prompt and not pooling.get("include_prompt", True):
-        raise Unsupported(f"{steps[1][1] / 'config.json'}: include_prompt false, with a default prompt")
+    if not pooling.get("include_prompt", True):
+        if tokenization.prompt:
+            raise Unsupported(f"{steps[1][1] / 'config.json'}: include_prompt false, with a default prompt")
+        tokenization = replace(tokenization, prompts={})
     size = dense[-1].outputs if dense else hidden
     return EmbedderFiles(
         transformer, tokenization, _read_pooling(pooling, steps[1][1]), dense, "Normalize" in kinds, size
@@ -167,16 +170,17 @@ def _activation(name: str, directory: Path) -> Activation:
 
 def _read_tokenization(directory: Path, transformer: Path) -> TokenizationRules:
     own = read_json(transformer / "sentence_bert_config.json")
-    prompts = read_json(directory / "config_sentence_transformers.json")
-    default = prompts.get("default_prompt_name")
-    prompt = (prompts.get("prompts") or {}).get(default, "") if default else ""
+    own_prompts = read_json(directory / "config_sentence_transformers.json")
+    prompts = {str(name): str(text) for name, text in (own_prompts.get("prompts") or {}).items()}
+    default = own_prompts.get("default_prompt_name")
+    prompt = prompts.get(default, "") if default else ""
     max_tokens = own.get("max_seq_length")
     if not max_tokens:
         # As sentence-transformers: the lesser of the model's length and its tokenizer's.
         config, tokenizer = (read_json(transformer / name) for name in ("config.json", "tokenizer_config.json"))
         lengths = (config.get("max_position_embeddings"), tokenizer.get("model_max_length"))
         max_tokens = min((int(length) for length in lengths if length), default=512)
-    return TokenizationRules(int(max_tokens), bool(own.get("do_lower_case", False)), str(prompt))
+    return TokenizationRules(int(max_tokens), bool(own.get("do_lower_case", False)), prompt, prompts)
 
 
 def _read_hidden_size(config: Mapping[str, Any], directory: Path) -> int:

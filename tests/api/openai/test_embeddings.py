@@ -28,6 +28,14 @@ CONFIGS = {
         inputs=(TEXT, TensorSpec("input_ids", "INT64", (-1,), optional=True)),
         outputs=(TensorSpec("embedding", "FP32", (3,)), COUNT),
     ),
+    "prompted": ModelConfig(
+        "prompted",
+        "1",
+        "encoder",
+        max_batch_size=2,
+        inputs=(TEXT, TensorSpec("prompt_name", "BYTES", (1,), optional=True)),
+        outputs=(TensorSpec("embedding", "FP32", (3,)), COUNT),
+    ),
     "ranker": ModelConfig(
         "ranker",
         "1",
@@ -50,7 +58,7 @@ def answer(request: InferRequest, config: ModelConfig) -> tuple[Tensor, ...]:
     """A text of length n: the vector [n, 3, 4], the score n / 100 for a document, n tokens."""
     data = request.inputs.get("text_pair", next(iter(request.inputs.values()))).data
     lengths = (data >= 0).sum(1) if "input_ids" in request.inputs else np.array([len(row[0]) for row in data])
-    if config.name == "embedder":
+    if config.outputs[0].name == "embedding":
         made = np.stack([lengths, np.full(len(lengths), 3), np.full(len(lengths), 4)], 1).astype(np.float32)
     else:
         made = np.repeat(lengths[:, None] / np.float32(100), config.outputs[0].dims[0], 1).astype(np.float32)
@@ -106,6 +114,18 @@ async def test_token_ids(client: httpx.AsyncClient, gateway: Any) -> None:
     body = (await embed(client, [[7, 8, 9], [7]])).json()
     assert [each["embedding"][0] for each in body["data"]] == [3, 1]
     assert gateway.asked[-1].inputs["input_ids"].data.tolist() == [[7, 8, 9], [7, -1, -1]]
+
+
+async def test_a_prompt_by_its_name(client: httpx.AsyncClient, gateway: Any) -> None:
+    texts = ["a", "bc", "def"]
+    answered = await embed(client, texts, model="prompted", prompt_name="query")
+    assert [each["embedding"][0] for each in answered.json()["data"]] == [1, 2, 3]
+    names = [request.inputs["prompt_name"].data.tolist() for request in gateway.asked]
+    assert sorted(names) == [[[b"query"]], [[b"query"], [b"query"]]]
+    refused = await embed(client, texts, prompt_name="query")
+    assert refused.status_code == 400
+    assert "'embedder' has no prompts" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "prompt_name"
 
 
 async def test_base64_is_little_endian_floats(client: httpx.AsyncClient) -> None:

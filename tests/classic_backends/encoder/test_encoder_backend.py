@@ -72,7 +72,21 @@ DECODERS = [("qwen3", "lasttoken"), ("qwen3", "mean_tokens")]
 """The first token of a decoder's text knows nothing of the others."""
 
 
-@pytest.mark.parametrize(("kind", "pooling"), [*product(("bert", "roberta", "distilbert"), POOLED), *DECODERS])
+NEWER = [
+    pytest.param(kind, pooling, marks=pytest.mark.proof)
+    for kind, pooling in [
+        ("gemma3_text", "mean_tokens"),
+        ("modernbert", "cls_token"),
+        ("gte", "cls_token"),
+        ("nomic_bert", "mean_tokens"),
+        ("jina_embeddings_v3", "mean_tokens"),
+        ("xlm-roberta", "cls_token"),
+    ]
+]
+"""EmbeddingGemma, ModernBERT, gte, nomic, jina v3, bge-m3."""
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [*product(("bert", "roberta", "distilbert"), POOLED), *DECODERS, *NEWER])
 def test_embeddings_are_those_of_each_text_alone(
     version: Path, making_encoders: ModuleType, described: Describe, kind: str, pooling: str
 ) -> None:
@@ -140,6 +154,22 @@ def test_a_default_prompt_is_put_first(version: Path, making_encoders: ModuleTyp
     prompts = {"prompts": {"query": "where is it "}, "default_prompt_name": "query"}
     making_encoders.write_json(version / "config_sentence_transformers.json", prompts)
     np.testing.assert_allclose(embedded(load(version, described), ["the ferry"]), plain, atol=1e-6)
+
+
+def test_a_prompt_is_put_first_by_its_name(version: Path, making_encoders: ModuleType, described: Describe) -> None:
+    making_encoders.write_embedder(version)
+    assert "prompt_name" not in {each["name"] for each in ENCODER.complete(version, {"name": "encoder"}, {})["input"]}
+    plain = embedded(load(version, described), ["where is it the ferry", "the ferry"])
+    prompts = {"prompts": {"query": "where is it ", "document": ""}}
+    making_encoders.write_json(version / "config_sentence_transformers.json", prompts)
+    runtime = load(version, described)
+    inputs = {"text_input": column(["the ferry"] * 2), "prompt_name": column(["query", "document"])}
+    (made,) = runtime.execute(inputs, ["embedding"])
+    np.testing.assert_allclose(made["embedding"], plain, atol=1e-6)
+    with pytest.raises(InvalidArgument, match="must be one of query, document for this model, got 'passage'"):
+        next(runtime.execute({**inputs, "prompt_name": column(["query", "passage"])}, ["embedding"]))
+    with pytest.raises(InvalidArgument, match="goes with texts"):
+        next(runtime.execute({"input_ids": np.array([[2]]), "prompt_name": column(["query"])}, ["embedding"]))
 
 
 def test_a_bare_transformer_is_pooled_by_the_mean(
