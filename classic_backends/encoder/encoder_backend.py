@@ -98,7 +98,7 @@ def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
         score = FoundTensor(SCORE, "FP32", (-1, files.labels))
         pair = FoundTensor(PAIR, "BYTES", (-1, 1), optional=files.labels > 1)
         return FoundModel((text, pair), (score, count))
-    inputs = text._replace(optional=True), FoundTensor(IDS, "INT64", (-1, -1), optional=True)
+    inputs: tuple[FoundTensor, ...] = text._replace(optional=True), FoundTensor(IDS, "INT64", (-1, -1), optional=True)
     if files.tokenization.prompts:
         inputs = *inputs, FoundTensor(PROMPT, "BYTES", (-1, 1), optional=True)
     return FoundModel(inputs, (FoundTensor(EMBEDDING, "FP32", (-1, files.size)), count))

@@ -94,12 +94,12 @@ class SequenceCaches:
     def filled(self, tokens: Tensor, state: Tensor | None) -> Any:
         """A cache of a sequence whose tokens [n, token_size] and state [state_size] are known; n is more than 0."""
         cache = self.empty()
-        columns = tokens.split([tensor.size for tensor in self.tokens], 1)
+        columns = torch.split(tokens, [tensor.size for tensor in self.tokens], 1)
         for tensor, column in zip(self.tokens, columns, strict=True):
             values = column.reshape(len(column), *tensor.shape).to(tensor.dtype)
             _put_tokens(_layer(cache, tensor.layer), tensor, values.movedim(0, -2).unsqueeze(0))
         if state is not None:
-            parts = state.split([tensor.size for tensor in self.states])
+            parts = torch.split(state, [tensor.size for tensor in self.states])
             for tensor, part in zip(self.states, parts, strict=True):
                 _put_state(cache.layers[tensor.layer], tensor, part.reshape(tensor.shape).to(tensor.dtype))
         return cache
