@@ -27,11 +27,9 @@ WAYS = {TransformersDecoder: "transformers, our attention", SequenceDecoder: "tr
 NATIVE = "native"
 REFUSED = "refused"
 TRIED: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 16},
     "cpmant": {},
     "dory": {},
     "minimax": {},
-    "nemotron_h": {"layers_block_type": ["full_attention", "linear_attention"], "n_groups": 1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "xlm": {},
     "xlstm": {},
