@@ -58,7 +58,7 @@ def build(directory: Path, dtype: torch.dtype = torch.float32) -> BuiltDecoder:
             "dynamic",
         ),
         ("deepseek_v4", "DeepseekV4ForCausalLM", {}, "served are full_attention, sliding_attention"),
-        ("gpt_oss", "GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "are quantised (mxfp4)"),
+        ("cohere", "CohereForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "are quantised (mxfp4)"),
     ],
 )
 def test_what_config_json_rules_out(
