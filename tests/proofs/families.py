@@ -89,7 +89,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": _SHARED,
     "gemma4_unified_text": _SHARED,
     "glm4_moe_lite": _LATENT | _ROUTED,
-    "gpt_oss": _SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": _SLIDING
+    | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 8,
+            "truncate": False,
+        }
+    },
     "granite_swa": _SLIDING | {"attention_multiplier": 0.25},
     "granitemoe_swa": _SLIDING | {"attention_multiplier": 0.25, "num_local_experts": 4, "num_experts_per_tok": 2},
     "longcat_flash": _LATENT | _ROUTED | {"num_layers": 2, "num_hidden_layers": 4, "expert_ffn_hidden_size": 48},
