@@ -1,4 +1,4 @@
-"""Trains the byte-level BPE on the training documents and packs both splits into token files.
+"""Trains the byte-level BPE on the training documents, or takes one that is there, and packs both splits into token files.
 
 Writes `tokenizer/` (as transformers reads it) and one flat uint16 file for each split and kind.
 """
@@ -120,9 +120,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scratch", type=Path, default=SCRATCH)
     parser.add_argument("--seed", type=int, default=20261120)
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to pack with; a new one is trained without")
     options = parser.parse_args()
     documents = read_documents(options.scratch)
-    tokenizer = train_tokenizer(documents)
+    tokenizer = Tokenizer.from_file(str(options.tokenizer)) if options.tokenizer else train_tokenizer(documents)
     save_tokenizer(tokenizer, options.scratch / "tokenizer")
     train = [d for d in documents if d["split"] == "train"]
     chosen = {"train": train}

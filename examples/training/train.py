@@ -1,4 +1,4 @@
-"""Trains the demo model or its draft on the packed token files, within a time budget.
+"""Trains the demo model, its draft or the small hybrid on the packed token files, within a time budget.
 
 Ends annealed whatever the machine's speed: the learning rate follows the larger of steps done and
 minutes spent. A usable checkpoint is written every few minutes.
@@ -20,10 +20,20 @@ from prepare import SCRATCH
 from tokenize_corpus import CONTEXT, END_OF_TEXT, SPECIAL, VOCABULARY
 from torch import Tensor
 from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 HELD_OUT = ("module", "docs", "chat")
 KEEP_SECONDS = 300
+BF16_IS_FAST = torch.cpu._is_avx512_bf16_supported()
+"""Elsewhere products in bf16 are slower than in float32."""
 Loss = Callable[[Tensor], Tensor]
 
 
@@ -35,11 +45,14 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    state_heads: int = 0
+    """Value heads of a gated delta rule, in three of four layers; 0: every layer has attention."""
 
 
 SHAPES = {
     "demo": Shape(hidden=384, layers=4, inner=1152, heads=6, kv_heads=2, head_dim=64),
     "draft": Shape(hidden=128, layers=2, inner=288, heads=4, kv_heads=2, head_dim=32),
+    "hybrid": Shape(hidden=192, layers=4, inner=576, heads=3, kv_heads=1, head_dim=64, state_heads=6),
 }
 
 
@@ -66,22 +79,32 @@ class Plan:
         return min(rising, falling)
 
 
-def new_model(shape: Shape, end_ids: list[int]) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        intermediate_size=shape.inner,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=end_ids,
-        pad_token_id=end_ids[0],
+def new_model(shape: Shape, end_ids: list[int]) -> PreTrainedModel:
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "intermediate_size": shape.inner,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": end_ids,
+        "pad_token_id": end_ids[0],
+    }
+    if not shape.state_heads:
+        return LlamaForCausalLM(LlamaConfig(**common))
+    state_head_dim = shape.hidden // shape.state_heads
+    config = Qwen3_5TextConfig(
+        **common,
+        linear_num_key_heads=shape.state_heads // 2,
+        linear_num_value_heads=shape.state_heads,
+        linear_key_head_dim=state_head_dim,
+        linear_value_head_dim=state_head_dim,
     )
-    return LlamaForCausalLM(config)
+    return Qwen3_5ForCausalLM(config)
 
 
 def read_ids(scratch: Path, name: str) -> np.ndarray:
@@ -102,20 +125,51 @@ def batches(ids: np.ndarray, tokens: int, window: int, seed: int) -> Iterator[Te
             yield torch.from_numpy(stacked.astype(np.int64))
 
 
-def loss_of(model: LlamaForCausalLM) -> Loss:
+def loss_of(model: PreTrainedModel) -> Loss:
     def loss(rows: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=BF16_IS_FAST):
             logits = model(input_ids=rows[:, :-1], use_cache=False).logits
         return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
     return loss
 
 
-def optimizers(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al., 2024) with updates matched to AdamW's in size, as torch.optim.Muon has it, but in float32:
+    torch's own goes to bf16, which takes three times the step on processors without it."""
+
+    def __init__(self, matrices: list[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.1) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
+                average.lerp_(matrix.grad, 1 - group["momentum"])
+                update = nearly_orthogonal(matrix.grad.lerp(average, group["momentum"]))
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
+
+
+def nearly_orthogonal(gradient: Tensor) -> Tensor:
+    """The gradient with singular values near 1, by five Newton-Schulz steps of Muon's coefficients."""
+    wide = gradient if gradient.shape[0] <= gradient.shape[1] else gradient.T
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
+    return wide if gradient.shape[0] <= gradient.shape[1] else wide.T
+
+
+def optimizers(model: PreTrainedModel, plan: Plan) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
     matrices = [p for n, p in named.items() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in named.items() if p.ndim != 2 or "embed" in n]
-    muon = torch.optim.Muon(matrices, lr=plan.matrix_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    if BF16_IS_FAST:
+        muon = torch.optim.Muon(matrices, lr=plan.matrix_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    else:
+        muon = Muon(matrices, lr=plan.matrix_rate)
     adam = torch.optim.AdamW(others, lr=plan.other_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     for optimizer in (muon, adam):
         for group in optimizer.param_groups:
@@ -146,10 +200,10 @@ def held_out_loss(loss: Loss, ids: np.ndarray, most_windows: int | None = None) 
     return total / tokens
 
 
-def save(model: LlamaForCausalLM, scratch: Path, folder: Path, end_ids: list[int]) -> None:
+def save(model: PreTrainedModel, scratch: Path, folder: Path, end_ids: list[int]) -> None:
     state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
     state.pop("lm_head.weight")
-    rounded = LlamaForCausalLM(model.config)
+    rounded = type(model)(model.config)
     rounded.bfloat16()
     rounded.load_state_dict(state, strict=False)
     rounded.generation_config = GenerationConfig(eos_token_id=end_ids, pad_token_id=end_ids[0])
@@ -170,17 +224,19 @@ class Outcome:
 
 def held_out_losses(folder: Path, scratch: Path) -> dict[str, float]:
     """Of the checkpoint as written, so after its rounding to bf16."""
-    loss = loss_of(LlamaForCausalLM.from_pretrained(folder))
+    loss = loss_of(AutoModelForCausalLM.from_pretrained(folder))
     return {kind: round(held_out_loss(loss, read_ids(scratch, f"held_out_{kind}")), 4) for kind in HELD_OUT}
 
 
 class Course:
     """One training run: what is learnt from, with what, and how far it has come."""
 
-    def __init__(self, model: LlamaForCausalLM, scratch: Path, plan: Plan, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, scratch: Path, plan: Plan, seed: int) -> None:
         self.plan = plan
         self.plain = loss_of(model)
-        self.loss: Loss = torch.compile(self.plain, dynamic=False)
+        # A delta rule's loops are unrolled by the compiler for many minutes.
+        compiles = isinstance(model, LlamaForCausalLM)
+        self.loss: Loss = torch.compile(self.plain, dynamic=False) if compiles else self.plain
         self.tools = optimizers(model, plan)
         ids = read_ids(scratch, "train")
         self.sources = {window: batches(ids, plan.tokens, window, seed) for window in (plan.short, CONTEXT)}

@@ -1,4 +1,4 @@
-"""The demo model: what the README promises of it, on the real server."""
+"""The demo model and the small hybrid: what the README promises of them, on the real server."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPT = "def fibonacci(n):"
 FEW = 24
+MODELS = pytest.mark.parametrize("name", ["demo", "hybrid"])
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,10 @@ def test_sizes(examples: Path) -> None:
     assert 8e6 <= parameters(demo) <= 10.5e6
     assert 0.08 <= parameters(draft) / parameters(demo) <= 0.12
     assert sum(file.stat().st_size for each in (demo, draft) for file in each.iterdir()) <= 24e6
-    assert (demo / "tokenizer.json").read_bytes() == (draft / "tokenizer.json").read_bytes()
+    hybrid = examples / "model_repository" / "hybrid" / "1"
+    assert sum(file.stat().st_size for file in hybrid.iterdir()) <= 10e6
+    tokenizer = (demo / "tokenizer.json").read_bytes()
+    assert [(folder / "tokenizer.json").read_bytes() == tokenizer for folder in (draft, hybrid)] == [True, True]
 
 
 def test_ranks_can_share_it(examples: Path) -> None:
@@ -42,29 +46,42 @@ def test_ranks_can_share_it(examples: Path) -> None:
     assert 4000 <= config["vocab_size"] <= 8192
 
 
-def test_it_streams_the_text_that_it_generates(demo: Any) -> None:
+@MODELS
+def test_it_streams_the_text_that_it_generates(name: str, demo: Any) -> None:
     body = {"text_input": PROMPT, "max_tokens": FEW, "temperature": 0}
-    whole = httpx.post(f"{demo.url}/v2/models/demo/generate", json=body).json()["text_output"]
-    with httpx.stream("POST", f"{demo.url}/v2/models/demo/generate_stream", json=body) as response:
+    whole = httpx.post(f"{demo.url}/v2/models/{name}/generate", json=body).json()["text_output"]
+    with httpx.stream("POST", f"{demo.url}/v2/models/{name}/generate_stream", json=body) as response:
         events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line]
     assert "".join(event["text_output"] for event in events) == whole
     assert len(events) > 2  # tokens that came while the last event was written are in one
 
 
-def test_it_says_what_transformers_says(demo: Any, examples: Path) -> None:
-    checkpoint = examples / "model_repository" / "demo" / "1"
+@MODELS
+def test_it_says_what_transformers_says(name: str, demo: Any, examples: Path) -> None:
+    checkpoint = examples / "model_repository" / name / "1"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     theirs = model.generate(ids, max_new_tokens=FEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
-    body = {"model": "demo", "prompt": ids[0].tolist(), "max_tokens": FEW, "temperature": 0}
+    body = {"model": name, "prompt": ids[0].tolist(), "max_tokens": FEW, "temperature": 0}
     ours = httpx.post(f"{demo.url}/v1/completions", json=body).json()["choices"][0]["text"]
     # In bf16 a near tie may fall either way: the first tokens are what must agree.
     assert ours.startswith(tokenizer.decode(theirs[:4], skip_special_tokens=True))
 
 
-def test_it_answers_in_a_chat(demo: Any) -> None:
+@MODELS
+def test_it_answers_in_a_chat(name: str, demo: Any) -> None:
     messages = [{"role": "user", "content": "Write a function that returns the larger of two numbers."}]
-    body = {"model": "demo", "messages": messages, "max_tokens": 64, "temperature": 0}
+    body = {"model": name, "messages": messages, "max_tokens": 64, "temperature": 0}
     answer = httpx.post(f"{demo.url}/v1/chat/completions", json=body).json()["choices"][0]
     assert answer["message"]["content"].lstrip().startswith(("def ", "class ", "@", "async "))
+
+
+def test_a_hybrids_next_turn_goes_on_from_a_kept_state(demo: Any) -> None:
+    messages = [{"role": "user", "content": "Write a function that counts words. " * 12}]
+    body: dict[str, Any] = {"model": "hybrid", "messages": messages, "max_tokens": FEW, "temperature": 0}
+    first = httpx.post(f"{demo.url}/v1/chat/completions", json=body).json()
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "And now a class."}]
+    second = httpx.post(f"{demo.url}/v1/chat/completions", json=body).json()
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= first["usage"]["prompt_tokens"] - 16  # the block in which the first prompt ends
