@@ -84,4 +84,4 @@ def test_a_hybrids_next_turn_goes_on_from_a_kept_state(demo: Any) -> None:
     messages += [first["choices"][0]["message"], {"role": "user", "content": "And now a class."}]
     second = httpx.post(f"{demo.url}/v1/chat/completions", json=body).json()
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached >= first["usage"]["prompt_tokens"] - 16  # the block in which the first prompt ends
+    assert cached >= first["usage"]["prompt_tokens"] - 32  # but for a block and what may follow it otherwise
