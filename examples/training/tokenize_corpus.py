@@ -1,4 +1,5 @@
-"""Trains the byte-level BPE on the training documents, or takes one that is there, and packs both splits into token files.
+"""Trains the byte-level BPE on the training documents, or takes one that is there, and packs both splits into token
+files.
 
 Writes `tokenizer/` (as transformers reads it) and one flat uint16 file for each split and kind.
 """
