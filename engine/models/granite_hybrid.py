@@ -1,14 +1,14 @@
 """Granite 4's hybrids, dense or with experts: most layers are Mamba-2's, a few attend without positions; embeddings,
 branches, scores and logits are multiplied by numbers of config.json."""
 
-from torch import Tensor
+from functools import partial
 
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
 from ..layers.mamba2 import Mamba2
 from ..layers.mlp import FeedForward, GatedMLP, GatedMLPSpec, MixtureOfExperts, SharedExpert
-from ..layers.norm import Norm, divided_rms_norm, rms_norm
+from ..layers.norm import divided_rms_norm, rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
 from .interfaces import Decoder
@@ -19,10 +19,7 @@ from .pre_norm_layer import Mixer, PreNormLayer
 
 def build_granite_hybrid(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     scales = spec.multipliers
-
-    def last_norm(weight: Tensor, eps: float) -> Norm:
-        return divided_rms_norm(weight, eps, scales.logits_divisor)
-
+    last_norm = partial(divided_rms_norm, divisor=scales.logits_divisor)
     rotary = shared_rotary(spec.rope, spec, loader)
     layers = [build_layer(spec, loader, index, rotary) for index in loader.stage.layers(spec.layers)]
     return NativeDecoder(build_ends(spec, loader, last_norm, scales.embedding), layers)
@@ -57,4 +54,5 @@ def build_layer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotar
         mixer = SelfAttention(loader, spec, index, projections, rotary)
     before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), spec.norm_eps)
     feed_forward = build_feed_forward(spec, loader, index)
-    return PreNormLayer(before_mixer, mixer, before_mlp, feed_forward, spec.multipliers.residual)
+    scale = spec.multipliers.residual
+    return PreNormLayer(before_mixer, mixer, before_mlp, feed_forward, scale, scale)

@@ -1,5 +1,5 @@
 """The layer that most decoders have: tokens are mixed, then each goes through an MLP or experts; both behind a norm of
-their own, and added to the residual stream."""
+their own, and added to the residual stream. And the layer of those where each does one of the two alone."""
 
 from typing import Protocol
 
@@ -18,22 +18,44 @@ class Mixer(Traceable, Protocol):
 
 
 class PreNormLayer:
-    """A `DecoderLayer` of these parts. `scale` multiplies what both add to the residual stream."""
+    """A `DecoderLayer` of these parts. `mixer_scale` and `mlp_scale` multiply what each adds to the residual stream."""
 
     def __init__(
-        self, before_mixer: Norm, mixer: Mixer, before_mlp: Norm, mlp: FeedForward, scale: float = 1.0
+        self,
+        before_mixer: Norm,
+        mixer: Mixer,
+        before_mlp: Norm,
+        mlp: FeedForward,
+        mixer_scale: float = 1.0,
+        mlp_scale: float = 1.0,
     ) -> None:
         self._before_mixer = before_mixer
         self._mixer = mixer
         self._before_mlp = before_mlp
         self._mlp = mlp
-        self._scale = scale
+        self._mixer_scale = mixer_scale
+        self._mlp_scale = mlp_scale
         self.untraceable = mixer.untraceable or mlp.untraceable
         self.host_bound = mlp.host_bound
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
-        mixed = self._scaled(self._mixer(self._before_mixer.add_and_norm(x, delta), context))
-        return self._scaled(self._mlp(self._before_mlp.add_and_norm(x, mixed), context))
+        mixed = scaled(self._mixer(self._before_mixer.add_and_norm(x, delta), context), self._mixer_scale)
+        return scaled(self._mlp(self._before_mlp.add_and_norm(x, mixed), context), self._mlp_scale)
 
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self._scale == 1 else branch.mul_(self._scale)
+
+class OnePartLayer:
+    """A `DecoderLayer` of one part behind its norm, which mixes tokens or is an MLP or experts."""
+
+    def __init__(self, norm: Norm, part: Mixer, host_bound: bool = False) -> None:
+        self._norm = norm
+        self._part = part
+        self.untraceable = part.untraceable
+        self.host_bound = host_bound
+
+    def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
+        return self._part(self._norm.add_and_norm(x, delta), context)
+
+
+def scaled(branch: Tensor, scale: float) -> Tensor:
+    """The branch times `scale`, in place."""
+    return branch if scale == 1 else branch.mul_(scale)
