@@ -6,7 +6,7 @@ tensor says so beforehand (`Traceable`), and is never called with a symbolic one
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -26,6 +26,11 @@ class Traceable(Protocol):
     @property
     def untraceable(self) -> str | None:
         """Why it can't, as a clause for the log; None: called with symbolic tensors, it records its operations."""
+
+
+def untraceable_reason(parts: Iterable[Traceable | None]) -> str | None:
+    """Why a whole of these parts, of which some may be absent, can't be recorded; None: it can."""
+    return next((part.untraceable for part in parts if part is not None and part.untraceable), None)
 
 
 class OpStruct(ctypes.Structure):

@@ -6,6 +6,7 @@ from torch import Tensor
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.recurrence import DeltaNetSpec
 from ..checkpoint.weights import WeightLoader
+from ..cpu.op_trace import untraceable_reason
 from ..cpu.recurrent import ConvolutionColumns, HeadNorm, RecurrenceShape
 from .head_gate import build_head_gate
 from .linear import OutputShard, RowLinear, column_linear, column_slices
@@ -45,7 +46,7 @@ class GatedDeltaNet:
         self._output_gate = build_head_gate(loader, net.value_heads, net.value_dim, mixed, norm)
         self._out = RowLinear(loader, f"{name}.out_proj", net.value_width, values, hidden, bias=False)
         parts = self._convolution, self._recurrence, self._output_gate, self._out
-        self.untraceable = next((part.untraceable for part in parts if part.untraceable), None)
+        self.untraceable = untraceable_reason(parts)
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         wide = self._input(x, context)

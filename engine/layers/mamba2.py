@@ -8,6 +8,7 @@ from torch import Tensor
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.recurrence import Mamba2Spec
 from ..checkpoint.weights import WeightLoader
+from ..cpu.op_trace import untraceable_reason
 from ..cpu.recurrent import ConvolutionColumns, HeadNorm, RecurrenceShape, ScanSteps
 from .head_gate import build_head_gate
 from .linear import OutputShard, RowLinear, column_linear
@@ -49,7 +50,7 @@ class Mamba2:
         self._output_gate = build_head_gate(loader, mamba.groups, inner // mamba.groups, 0, norm)
         self._out = RowLinear(loader, f"{name}.out_proj", inner, slice(0, inner), spec.hidden_size, bias=mamba.out_bias)
         parts = self._convolution, self._recurrence, self._output_gate, self._out
-        self.untraceable = next((part.untraceable for part in parts if part.untraceable), None)
+        self.untraceable = untraceable_reason(parts)
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         wide = self._input(x, context)

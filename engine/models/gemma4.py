@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..checkpoint.model_spec import ExpertsSpec, ModelSpec
 from ..checkpoint.weights import WeightLoader
+from ..cpu.op_trace import untraceable_reason
 from ..layers.embed_and_head import build_ends
 from ..layers.mlp import GatedMLP, GatedMLPSpec, MixtureOfExperts
 from ..layers.norm import Norm, divided_rms_norm, rms_norm
@@ -72,7 +73,7 @@ class Gemma4DecoderLayer:
         scalar = f"{name}.layer_scalar"
         self._scalar = loader.number(scalar) if loader.has(scalar) else 1.0
         parts = (self._attention, self._mlp, self._experts, self._input_gate)
-        self.untraceable = next((part.untraceable for part in parts if part is not None and part.untraceable), None)
+        self.untraceable = untraceable_reason(parts)
         self.host_bound = any(part is not None and part.host_bound for part in (self._experts, shared.inputs))
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
