@@ -32,12 +32,10 @@ def _gemma4(fields: ConfigFields) -> UnequalLayers:
 
 def _layer_types(fields: ConfigFields, every: int) -> list[str]:
     """The last layer sees all tokens, whatever config.json says, as transformers has it."""
-    usual = [_SLIDING if (layer + 1) % every else _FULL for layer in fields.layers]
-    types = list(fields.config.get("layer_types") or usual)
-    if len(types) != len(fields.layers):
-        raise fields.error(f"layer_types must have one for each of {len(fields.layers)} layers, got {types}")
-    if not LAYER_TYPES.issuperset(types):
-        raise fields.unknown(f"layer_types must say of every layer {' or '.join(sorted(LAYER_TYPES))}, got {types}")
+    types = fields.layer_types(
+        lambda layer: _SLIDING if (layer + 1) % every else _FULL,
+        {layer_type: layer_type for layer_type in LAYER_TYPES},
+    )
     return [*types[:-1], _FULL]
 
 

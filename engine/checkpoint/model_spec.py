@@ -175,7 +175,7 @@ class DecoderShape:
         return self.heads * sum(shape.key_size + shape.value_size for shape in shapes)
 
     def state_index(self, layer: int, first: int) -> int:
-        """The same of the layer's state."""
+        """The number of the layer's state, on a rank whose layers begin with `first`."""
         return sum(state is not None for state in self.states[first:layer])
 
     def has_window(self, layer: int) -> bool:
@@ -185,11 +185,11 @@ class DecoderShape:
 
 
 class Multipliers(NamedTuple):
-    """Numbers by which Granite multiplies embeddings and what each branch adds to the residual stream, and divides
-    logits."""
+    """Numbers by which Granite and Falcon-H1 multiply embeddings and divide logits."""
 
     embedding: float = 1.0
     residual: float = 1.0
+    """Multiplies what each branch adds to the residual stream."""
     logits_divisor: float = 1.0
 
 
