@@ -131,3 +131,8 @@ class AttentionBackend(ABC):
     @abstractmethod
     def begin_step(self, batch: StepBatch) -> StepAttention:
         """The attention of one step; what is the same in all layers is computed here, once."""
+
+
+def heads_side_by_side(x: Tensor) -> Tensor:
+    """x [N, heads, size] with the heads of a token side by side in memory, as the kernels want them."""
+    return x if x.stride(1) == x.shape[2] and x.stride(2) == 1 else x.contiguous()

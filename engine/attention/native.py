@@ -25,7 +25,7 @@ from ..cpu.attention import (
 from ..cpu.memory import HugePageArena
 from ..layers.rotary import FusedAngles, RotaryAngles
 from ..step_batch import StepBatch
-from .backend import AttentionBackend, BackendSupport, CacheSpec
+from .backend import AttentionBackend, BackendSupport, CacheSpec, heads_side_by_side
 
 
 class NativeAttention(AttentionBackend):
@@ -106,9 +106,9 @@ class NativeStepAttention:
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
     ) -> Tensor:
         planned = self._planned[self.caches.params_of_layer[layer]]
-        stored = None if k is None or v is None else (_heads_side_by_side(k), _heads_side_by_side(v))
+        stored = None if k is None or v is None else (heads_side_by_side(k), heads_side_by_side(v))
         place = self.caches.caches[layer], self.caches.groups[layer]
-        return planned.attend_separate(*place, _heads_side_by_side(q), stored, sinks)
+        return planned.attend_separate(*place, heads_side_by_side(q), stored, sinks)
 
     def apply_rope_and_attend(
         self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
@@ -121,8 +121,3 @@ class NativeStepAttention:
     @cached_property
     def _planned(self) -> list[PlannedAttention]:
         return [PlannedAttention(params, self._batch, self._spec.dtype) for params in self.caches.params]
-
-
-def _heads_side_by_side(x: Tensor) -> Tensor:
-    """x [N, heads, size] with the heads of a token side by side in memory, as the kernels want them."""
-    return x if x.stride(1) == x.shape[2] and x.stride(2) == 1 else x.contiguous()

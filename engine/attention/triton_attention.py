@@ -11,7 +11,7 @@ from ..checkpoint.model_spec import KeyValueShape
 from ..gpu.attention_plan import AttentionSpec, CacheShape, LayerCache, StepTiles, plan_tiles
 from ..layers.rotary import RotaryAngles, TorchAngles
 from ..step_batch import StepBatch
-from .backend import AttentionBackend, BackendSupport, CacheSpec
+from .backend import AttentionBackend, BackendSupport, CacheSpec, heads_side_by_side
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """What the numbers of a cache are kept as, by `CacheSpec.kv_cache_dtype`, rounded once, when they are written. Either
@@ -109,8 +109,8 @@ class TritonStepAttention:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
     ) -> Tensor:
-        stored = None if k is None or v is None else (_heads_side_by_side(k), _heads_side_by_side(v))
-        return self._attend(layer, _heads_side_by_side(q), stored, sinks, None)
+        stored = None if k is None or v is None else (heads_side_by_side(k), heads_side_by_side(v))
+        return self._attend(layer, heads_side_by_side(q), stored, sinks, None)
 
     def apply_rope_and_attend(
         self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
@@ -142,8 +142,3 @@ class TritonStepAttention:
         elif rotation is not None:
             q = rotation.rotate(q)
         return attend(spec, cache, batch, self._tiles[at], q, sinks)
-
-
-def _heads_side_by_side(x: Tensor) -> Tensor:
-    """x [N, heads, size] with the heads of a token side by side in memory, as the kernels want them."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

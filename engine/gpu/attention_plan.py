@@ -66,7 +66,8 @@ class AttentionSpec(NamedTuple):
     def decode_places(self, most: int) -> int:
         """The places of the decoding tile for rows of `most` places; 0 where such rows are chunks."""
         queries = 64 if self.shape.head_dim <= 256 else 32  # as many as fit in registers with their mix
-        fits = [one for one in DECODE_PLACES if one >= most and (one == 1 or one * self.group <= queries)]
+        enough = (places for places in DECODE_PLACES if places >= most)
+        fits = [places for places in enough if places == 1 or places * self.group <= queries]
         return fits[0] if fits else 0
 
 
