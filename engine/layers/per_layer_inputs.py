@@ -25,8 +25,9 @@ class PerLayerInputs:
 
     def __init__(self, loader: WeightLoader, spec: ModelSpec, gemma: GemmaSpec) -> None:
         self._layers = spec.layers
-        self._size = gemma.per_layer_size
-        width = spec.layers * gemma.per_layer_size
+        self.size = gemma.per_layer_size
+        """Numbers of a layer's inputs."""
+        width = spec.layers * self.size
         table = TensorSlice("model.embed_tokens_per_layer.weight", (gemma.per_layer_vocab, width))
         self._table = loader.gathered(table)
         self._factor = math.sqrt(gemma.per_layer_size / 2)
@@ -42,27 +43,23 @@ class PerLayerInputs:
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         inputs = self._project(x)
-        self._norm.norm_heads(inputs.view(-1, self._layers, self._size), self._layers)
+        self._norm.norm_heads(inputs.view(-1, self._layers, self.size), self._layers)
         traced: object = x  # declared for tensors
         if isinstance(traced, SymbolicTensor):
             return inputs.add_(trace_embedding(traced.trace, self._table, self._factor))  # type: ignore[arg-type]
         self._add_embeddings(inputs, context.batch.tokens)
         return inputs
 
-    def column(self, layer: int) -> int:
-        """Where the inputs of a layer begin."""
-        return layer * self._size
-
 
 class PerLayerGate:
     """x [N, hidden] and the step's `PerLayerInputs` -> what layer `index` adds to the residual stream [N, hidden]: its
     inputs, gated by x."""
 
-    def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, inputs: PerLayerInputs, size: int) -> None:
+    def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, inputs: PerLayerInputs) -> None:
         name = f"model.layers.{index}"
         hidden = spec.hidden_size
-        self._inputs = inputs
-        self._column = inputs.column(index)
+        size = inputs.size
+        self._column = index * size
         gate = OutputShard(f"{name}.per_layer_input_gate", size, slice(0, size))
         self._gate = column_linear(loader, [gate], hidden, bias=False)
         back = OutputShard(f"{name}.per_layer_projection", hidden, slice(0, hidden))

@@ -92,9 +92,7 @@ class Gemma3nDecoderLayer:
         self._mlp = GatedMLP(loader, mlp_spec(spec, index)._replace(bias=False, sparsity=altup.sparsity[index]))
         self._after_mlp = norm("post_feedforward_layernorm")
         self._inputs = shared.inputs
-        gemma = spec.gemma
-        assert gemma is not None, "config.json of this architecture is read with it"
-        self._input_gate = PerLayerGate(loader, spec, index, shared.per_layer, gemma.per_layer_size)
+        self._input_gate = PerLayerGate(loader, spec, index, shared.per_layer)
         self.host_bound = shared.per_layer.host_bound
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:

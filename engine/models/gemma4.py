@@ -69,7 +69,7 @@ class Gemma4DecoderLayer:
         self._inputs = shared.inputs
         self._input_gate = None
         if shared.inputs is not None:
-            self._input_gate = PerLayerGate(loader, spec, index, shared.inputs, gemma.per_layer_size)
+            self._input_gate = PerLayerGate(loader, spec, index, shared.inputs)
         scalar = f"{name}.layer_scalar"
         self._scalar = loader.number(scalar) if loader.has(scalar) else 1.0
         parts = (self._attention, self._mlp, self._experts, self._input_gate)
