@@ -11,7 +11,6 @@ from .model_spec import (
     DTYPES,
     LAYER_TYPES,
     ROPE_TYPES,
-    BranchMultipliers,
     CheckpointError,
     ExpertsSpec,
     GemmaSpec,
@@ -246,14 +245,12 @@ class ConfigFields(NamedTuple):
     def multipliers(self) -> Multipliers:
         names = "embedding_multiplier", "residual_multiplier", "logits_scaling", "lm_head_multiplier"
         embedding, residual, divisor, head = (self.real(name) or 1.0 for name in names)
-        return Multipliers(embedding, residual, divisor / head)
-
-    def branch_multipliers(self) -> BranchMultipliers:
         gate, mlp = self.reals("mlp_multipliers", 2)
         attention, entering, mamba = (
             self.real(f"{name}_multiplier") or 1.0 for name in ("attention_out", "attention_in", "ssm_out")
         )
-        return BranchMultipliers(attention * entering, mamba, gate, mlp)
+        added = (residual * part for part in (attention * entering, mamba))
+        return Multipliers(embedding, *added, gate, residual * mlp, divisor / head)
 
     def reals(self, name: str, count: int) -> tuple[float, ...]:
         """So many positive numbers; ones where the field is absent or null."""

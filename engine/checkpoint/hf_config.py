@@ -63,7 +63,6 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         recurrence=None if hybrid is None else hybrid.recurrence,
         gated_attention=hybrid is not None and hybrid.gated,
         multipliers=fields.multipliers(),
-        branches=fields.branch_multipliers(),
         feeds=() if hybrid is None else hybrid.feeds,
         mlp_matrices=fields.number("mlp_matrices", 3),
         norm_eps=fields.real("rms_norm_eps") or 1e-6,

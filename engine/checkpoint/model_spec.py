@@ -185,11 +185,15 @@ class DecoderShape:
 
 
 class Multipliers(NamedTuple):
-    """Numbers by which Granite and Falcon-H1 multiply embeddings and divide logits."""
+    """Numbers by which Granite and Falcon-H1 (arXiv 2507.22448) multiply embeddings and what parts of a layer add to
+    the residual stream, and divide logits."""
 
     embedding: float = 1.0
-    residual: float = 1.0
-    """Multiplies what each branch adds to the residual stream."""
+    attention: float = 1.0
+    mamba: float = 1.0
+    mlp_gate: float = 1.0
+    """Multiplies the gates of an MLP before their activation."""
+    mlp: float = 1.0
     logits_divisor: float = 1.0
 
 
@@ -222,18 +226,6 @@ class GemmaSpec(NamedTuple):
     altup: AltUpSpec | None = None
 
 
-class BranchMultipliers(NamedTuple):
-    """Numbers by which Falcon-H1 multiplies what comes out of the parts of a layer (arXiv 2507.22448)."""
-
-    attention: float = 1.0
-    mamba: float = 1.0
-    mlp_gate: float = 1.0
-    mlp: float = 1.0
-
-
-NO_BRANCH_MULTIPLIERS = BranchMultipliers()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(DecoderShape):
     """All numbers of a decoder. `dtype`: that of the stored weights, one of DTYPES. `local_rope`: of the layers with a
@@ -259,7 +251,6 @@ class ModelSpec(DecoderShape):
     mlp_sizes: tuple[int, ...] = ()
     """The width of each layer's MLP; empty: `intermediate_size`, as wide as all are."""
     gemma: GemmaSpec | None = None
-    branches: BranchMultipliers = NO_BRANCH_MULTIPLIERS
     feeds: tuple[bool, ...] = ()
     """Whether each layer has an MLP or experts; empty: all have."""
     mlp_matrices: int = 3

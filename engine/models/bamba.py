@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..checkpoint.model_spec import BranchMultipliers, ModelSpec
+from ..checkpoint.model_spec import ModelSpec, Multipliers
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
 from ..layers.mamba2 import Mamba2
@@ -49,9 +49,9 @@ def build_layer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotar
         spec.intermediate_size,
         spec.mlp_bias,
         spec.activation,
-        gate_factor=spec.branches.mlp_gate,
+        gate_factor=spec.multipliers.mlp_gate,
     )
-    return PreNormLayer(before_mixer, mixer, before_mlp, GatedMLP(loader, mlp), mlp_scale=spec.branches.mlp)
+    return PreNormLayer(before_mixer, mixer, before_mlp, GatedMLP(loader, mlp), mlp_scale=spec.multipliers.mlp)
 
 
 def build_mixer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary) -> Mixer:
@@ -62,18 +62,18 @@ def build_mixer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotar
         return mamba
     projections = AttentionProjections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias)
     attention = SelfAttention(loader, spec, index, projections, rotary)
-    return attention if mamba is None else ParallelMixers(mamba, attention, spec.branches)
+    return attention if mamba is None else ParallelMixers(mamba, attention, spec.multipliers)
 
 
 class ParallelMixers:
     """Mamba-2 and attention of the same x [N, hidden], each times a number of its own, added."""
 
-    def __init__(self, mamba: Mamba2, attention: SelfAttention, factors: BranchMultipliers) -> None:
+    def __init__(self, mamba: Mamba2, attention: SelfAttention, scales: Multipliers) -> None:
         self._mamba = mamba
         self._attention = attention
-        self._factors = factors
+        self._scales = scales
         self.untraceable = mamba.untraceable or attention.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        recurrent = scaled(self._mamba(x, context), self._factors.mamba)
-        return recurrent.add_(scaled(self._attention(x, context), self._factors.attention))
+        recurrent = scaled(self._mamba(x, context), self._scales.mamba)
+        return recurrent.add_(scaled(self._attention(x, context), self._scales.attention))

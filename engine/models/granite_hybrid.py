@@ -46,13 +46,15 @@ def build_layer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotar
     name = f"model.layers.{index}"
     hidden = spec.hidden_size
     before_mixer = rms_norm(loader.vector(f"{name}.input_layernorm.weight", hidden), spec.norm_eps)
+    scales = spec.multipliers
     mixer: Mixer
     if spec.attention[index] is None:
         mixer = Mamba2(loader, spec, index, f"{name}.mamba")
+        mixer_scale = scales.mamba
     else:
         projections = AttentionProjections(qkv_bias=spec.attention_bias, out_bias=spec.attention_bias)
         mixer = SelfAttention(loader, spec, index, projections, rotary)
+        mixer_scale = scales.attention
     before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", hidden), spec.norm_eps)
     feed_forward = build_feed_forward(spec, loader, index)
-    scale = spec.multipliers.residual
-    return PreNormLayer(before_mixer, mixer, before_mlp, feed_forward, scale, scale)
+    return PreNormLayer(before_mixer, mixer, before_mlp, feed_forward, mixer_scale, scales.mlp)
