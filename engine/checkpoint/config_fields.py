@@ -249,8 +249,14 @@ class ConfigFields(NamedTuple):
         attention, entering, mamba = (
             self.real(f"{name}_multiplier") or 1.0 for name in ("attention_out", "attention_in", "ssm_out")
         )
-        added = (residual * part for part in (attention * entering, mamba))
-        return Multipliers(embedding, *added, gate, residual * mlp, divisor / head)
+        return Multipliers(
+            embedding,
+            residual * attention * entering,
+            residual * mamba,
+            gate,
+            residual * mlp,
+            divisor / head,
+        )
 
     def reals(self, name: str, count: int) -> tuple[float, ...]:
         """So many positive numbers; ones where the field is absent or null."""
