@@ -38,17 +38,20 @@ class MtpLayout(NamedTuple):
     layer_count: str
     """The field of config.json that counts such layers; where it is absent there is one."""
     join: str
-    """The matrix that makes one state of two; and the norms of the token's embedding, of the hidden states, and of the
-    result, by our names."""
+    """The name of the matrix that makes one state of a token's embedding and the hidden states before it."""
     token_norm: str
+    """The name of the embedding's norm."""
     state_norm: str
+    """The name of the hidden states' norm."""
     last_norm: str
+    """The name of the norm of what the layer makes."""
     norm: NormFactory
+    """The kind of all these norms."""
     build_layer: _BuildLayer
     tokens_first: bool
-    """In what the matrix takes the embedding stands before the hidden states."""
+    """Whether the matrix takes the embedding before the hidden states, and not behind them."""
     after_norm: bool
-    """It goes on from the hidden states after the model's last norm."""
+    """Whether the hidden states are those after the model's last norm, and not before it."""
 
 
 def _build_mimo(spec: ModelSpec, loader: WeightLoader, rotary: Rotary) -> DecoderLayer:
