@@ -250,7 +250,7 @@ def test_a_row_goes_on_from_a_snapshot(engine: Callable[..., Engine], name: str,
     tokens = prompts()[0]
     right = model.whole(tokens)
     other = prompts()[2]
-    model.step({2: (0, other), 0: (0, tokens[:100])}, saves=[(0, 64, 2), (0, 16, 0), (2, 16, 1), (0, 100, 1)][:3])
+    model.step({2: (0, other), 0: (0, tokens[:100])}, saves=[(0, 64, 2), (0, 16, 0), (2, 16, 1)])
     model.attention.allocate(ROWS * 16)  # the cache of the row that is begun anew holds nothing
     for snapshot, computed in ((2, 64), (0, 16)):
         model.poison([3])
