@@ -249,7 +249,10 @@ def _model_class(config: Any, architecture: str) -> Any:
         raise CheckpointError(f"its weights are quantised ({method}); supported dtypes: {', '.join(DTYPES)}")
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
-    longest = _BATCH_DEPENDENT_ROPE & {rope.get("rope_type") for rope in nested}
+    kinds = [rope.get("rope_type", "default") for rope in nested]
+    if wrong := [kind for kind in kinds if not isinstance(kind, str | None)]:
+        raise CheckpointError(f"rope type {wrong[0]!r} must be a name")
+    longest = _BATCH_DEPENDENT_ROPE.intersection(kinds)
     if longest:
         raise CheckpointError(f"rope type {', '.join(longest)} depends on the other sequences of a batch")
     return model_class
