@@ -25,7 +25,8 @@ from .vocabulary_map import map_draft_vocabulary
 def load_drafter(
     config: EngineConfig, target: BuildContext, decoder: Decoder, shape: DecoderShape, rows: RowStates
 ) -> StepDrafter | None:
-    """Load the model that drafts for a target of `shape`, if one does. Raises as `load_rank`."""
+    """Load the model that drafts for a target of `shape`, if one does; `check_draft_head` has passed. Raises as
+    `load_rank`."""
     speculation = config.speculation
     if speculation is None or not speculation.computes:
         return None
@@ -36,7 +37,6 @@ def load_drafter(
         if alone and isinstance(decoder, NativeDecoder) and isinstance(draft.model, NativeDecoder):
             draft.model.compute_beside(decoder)
         return draft
-    _check_head(config, speculation)
     if not isinstance(decoder, NativeDecoder) or not isinstance(shape, ModelSpec):
         message = f"speculative_config: {speculation.method} needs a model that is not computed by transformers"
         raise InvalidArgument(message, field="speculative_config")
@@ -59,13 +59,7 @@ def check_drafter(config: EngineConfig) -> None:
     speculation = config.speculation
     if speculation is None:
         return
-    if speculation.method in ("eagle3", "mtp"):
-        _check_head(config, speculation)
-        target = open_checkpoint(config.model)
-        if speculation.method == "mtp":
-            check_mtp(target)
-        else:
-            read_eagle3_config(speculation.model, target.spec)
+    check_draft_head(config)
     if speculation.method == "draft_model":
         draft, builder = _draft_builder(config)
         plain = msgspec.structs.replace(draft, device="cpu", max_model_len=None)
@@ -74,8 +68,12 @@ def check_drafter(config: EngineConfig) -> None:
         map_draft_vocabulary(config, draft.model, *sizes)
 
 
-def _check_head(config: EngineConfig, speculation: SpeculationConfig) -> None:
-    """Refuse a head that could not read the states of the target's last step."""
+def check_draft_head(config: EngineConfig) -> None:
+    """Refuse a head, if one drafts, that does not go with the target, or could not read the states of its last step:
+    before the target's weights are read. Raises as `load_rank`."""
+    speculation = config.speculation
+    if speculation is None or speculation.method not in ("eagle3", "mtp"):
+        return
     message = ""
     if config.parallel.pipeline > 1 or config.scheduler.ahead:
         name = "pipeline_parallel_size" if config.parallel.pipeline > 1 else "ahead"
@@ -84,6 +82,11 @@ def _check_head(config: EngineConfig, speculation: SpeculationConfig) -> None:
         message = "mtp needs the whole LM head, which tensor_parallel_size splits"
     if message:
         raise InvalidArgument(f"speculative_config: {message}", field="speculative_config")
+    target = open_checkpoint(config.model)
+    if speculation.method == "mtp":
+        check_mtp(target)
+    else:
+        read_eagle3_config(speculation.model, target.spec)
 
 
 def _load_draft_model(
@@ -95,9 +98,6 @@ def _load_draft_model(
     context = build_context(draft, builder)
     check_products(context)
     decoder, own, _, _ = builder.build(context)
-    if any(own.states):
-        message = f"speculative_config: {speculation.model} keeps states, from which no proposal can be taken back"
-        raise InvalidArgument(message, field="speculative_config")
     vocabulary = map_draft_vocabulary(config, draft.model, shape.vocab_size, own.vocab_size)
     if vocabulary is not None:
         limits = DraftLimits(positions, vocabulary=vocabulary._replace(own=vocabulary.own.to(target.device)))
@@ -115,4 +115,8 @@ def _draft_builder(config: EngineConfig) -> tuple[EngineConfig, CheckpointBuilde
     if not quantization:
         quantization = "none" if checkpoint.stored_as or config.quantization in STORED_AS else config.quantization
     draft = msgspec.structs.replace(config, model=speculation.model, quantization=quantization, lora=None)
-    return draft, checkpoint_builder(checkpoint)
+    builder = checkpoint_builder(checkpoint)
+    if builder.keeps_states:
+        message = f"speculative_config: {speculation.model} keeps states, from which no proposal can be taken back"
+        raise InvalidArgument(message, field="speculative_config")
+    return draft, builder

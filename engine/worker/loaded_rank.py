@@ -32,7 +32,7 @@ from ..state_options import check_states_go_with
 from ..step_adapters import RankAdapter
 from .cpu_step_computer import CpuStepComputer
 from .device_step_computer import DeviceStepComputer
-from .drafter_loading import check_drafter, load_drafter
+from .drafter_loading import check_draft_head, check_drafter, load_drafter
 from .executor import Capacity
 from .model_runner import ModelRunner
 from .model_setup import WHOLE_MODEL, build_context, check_products, create_attention, use_cpu_level
@@ -135,6 +135,7 @@ def load_rank(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of the thread: kernels, streams and events go by it, not by tensors
     check_products(context)
+    check_draft_head(config)
     capable_backends(config.attention, device, context.dtype, block_size, config.cache.dtype)
     decoder, shape, targets, served = builder.build(context)
     if config.lora is not None and targets is None:

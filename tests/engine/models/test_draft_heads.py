@@ -18,6 +18,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.engine.attention import selector
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
+from charonia.engine.models.registry import NativeBuilder
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
 from charonia.engine.worker.step_recording import record_decode_steps
@@ -493,7 +494,11 @@ def test_a_model_without_the_layer_that_its_family_has_is_refused(
             check_rank_config(with_mtp(other))
 
 
-def test_what_has_no_such_layer_is_refused(qwen: Path, mimo: MtpLayer, tmp_path: Path) -> None:
+def test_what_has_no_such_layer_is_refused(
+    qwen: Path, mimo: MtpLayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a check, and by a load before it reads weights, which may take minutes."""
+    monkeypatch.setattr(NativeBuilder, "build", lambda *_: pytest.fail("weights are read"))
     config = with_mtp(mimo)
     three = MtpLayer(tmp_path / "three", qwen, num_nextn_predict_layers=3)
     for wrong, says in (
@@ -502,9 +507,10 @@ def test_what_has_no_such_layer_is_refused(qwen: Path, mimo: MtpLayer, tmp_path:
         (with_mtp(mimo, scheduler=SchedulerConfig(ahead=1)), "which ahead takes from it"),
         (with_mtp(mimo, parallel=ParallelConfig(tensor=2)), "which tensor_parallel_size splits"),
     ):
-        with pytest.raises(InvalidArgument, match=says) as refusal:
-            check_rank_config(wrong)
-        assert refusal.value.field == "speculative_config"
+        for refusing in (check_rank_config, load_rank):
+            with pytest.raises(InvalidArgument, match=says) as refusal:
+                refusing(wrong)
+            assert refusal.value.field == "speculative_config"
 
 
 def test_a_head_goes_on_from_the_states_of_replayed_steps(

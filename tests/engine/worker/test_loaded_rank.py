@@ -66,9 +66,10 @@ def test_the_matrices_of_a_checkpoint_are_counted_once() -> None:
 def test_a_model_with_states_does_not_draft(checkpoint: Callable[..., Path]) -> None:
     drafts = SpeculationConfig(method="draft_model", model=str(checkpoint("lfm2")))
     config = EngineConfig(model=str(checkpoint("llama")), device="cpu", speculation=drafts)
-    with pytest.raises(InvalidArgument, match="states, from which no proposal can be taken back") as refusal:
-        load_rank(config)
-    assert refusal.value.field == "speculative_config"
+    for refusing in (load_rank, check_rank_config):
+        with pytest.raises(InvalidArgument, match="states, from which no proposal can be taken back") as refusal:
+            refusing(config)
+        assert refusal.value.field == "speculative_config"
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite-hybrid", "nemotron-h", "falcon-h1", "mamba2"])
