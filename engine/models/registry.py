@@ -197,10 +197,7 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
             raise
         from .transformers_fallback import transformers_builder
 
-        try:
-            builder = transformers_builder(checkpoint)
-        except CheckpointError as error:
-            raise CheckpointError(f"{variant.message}; nor does transformers serve it: {error.message}") from error
+        builder = transformers_builder(checkpoint, variant.message)
         log.warning("%s; so transformers computes it", variant.message)
         return builder
     longest = spec.max_position

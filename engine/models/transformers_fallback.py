@@ -122,6 +122,9 @@ class TransformersBuilder(CheckpointBuilder):
     """Why our attention can't take the place of its own; None: it may."""
     caches: SequenceCaches | None
     """The caches that transformers computes one sequence with; None: the class takes none that we can fill."""
+    variant: str = ""
+    """What of its config.json our own file of the architecture does not compute, as a refusal says it; empty: it has no
+    such file."""
 
     @property
     def keeps_states(self) -> bool:
@@ -135,7 +138,7 @@ class TransformersBuilder(CheckpointBuilder):
             if built is None:
                 built = self._build_by_sequence(context)
         except CheckpointError as error:
-            raise _refusal(str(self.directory), self.architecture, error.message) from error
+            raise _refusal(str(self.directory), self.architecture, error.message, self.variant) from error
         return built
 
     def _build_over_attention(self, context: BuildContext) -> BuiltDecoder | None:
@@ -179,13 +182,13 @@ class TransformersBuilder(CheckpointBuilder):
         try:
             _check_context(context, parallel.world)
         except CheckpointError as error:
-            raise _refusal(str(self.directory), self.architecture, error.message) from error
+            raise _refusal(str(self.directory), self.architecture, error.message, self.variant) from error
         CheckpointWeights(self.directory)
         return f"transformers computes {self.architecture}, which is tried out when it loads"
 
 
-def transformers_builder(checkpoint: Checkpoint) -> TransformersBuilder:
-    """The builder of a causal language model of transformers with exchangeable attention.
+def transformers_builder(checkpoint: Checkpoint, variant: str = "") -> TransformersBuilder:
+    """The builder of a causal language model that transformers computes. `variant`: as of `TransformersBuilder`.
 
     Raises:
         CheckpointError: it is none, or something in its config.json rules it out; says what.
@@ -197,15 +200,16 @@ def transformers_builder(checkpoint: Checkpoint) -> TransformersBuilder:
         obstacle = _attention_obstacle(config, model_class)
         caches = _caches(model_class, config, obstacle)
     except CheckpointError as error:
-        raise _refusal(checkpoint.where, architecture, error.message) from error
+        raise _refusal(checkpoint.where, architecture, error.message, variant) from error
     dtype = str(config.dtype or checkpoint.config.get("dtype") or "float32").removeprefix("torch.")
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
     kinds = architecture, config, obstacle, caches
-    return TransformersBuilder(dtype, longest, default_length(longest), checkpoint.directory, *kinds)
+    return TransformersBuilder(dtype, longest, default_length(longest), checkpoint.directory, *kinds, variant)
 
 
-def _refusal(where: str, architecture: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{where}: architecture {architecture} is not supported: {reason}")
+def _refusal(where: str, architecture: str, reason: str, variant: str) -> CheckpointError:
+    refusal = f"{where}: architecture {architecture} is not supported: {reason}"
+    return CheckpointError(f"{variant}; nor does transformers serve it: {refusal}" if variant else refusal)
 
 
 def _check_context(context: BuildContext, ranks: int = 1) -> None:

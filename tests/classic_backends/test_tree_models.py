@@ -1,6 +1,7 @@
 """Forests: what they answer beside the libraries that trained them, in all of Triton's forms."""
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from charonia.core.errors import InvalidArgument, NotFound
 from charonia.core.model import ModelConfig
 from charonia.core.runtime import InstancePlacement, Runtime
 
-treelite = pytest.importorskip("treelite")
-lightgbm = pytest.importorskip("lightgbm")
+if find_spec("lightgbm") is None or find_spec("treelite") is None:
+    pytest.skip("forests are LightGBM's, loaded by treelite", allow_module_level=True)
 
 Describe = Callable[[Mapping[str, Any]], ModelConfig]
 Forests = dict[str, tuple[Path, NDArray[Any]]]
@@ -28,6 +29,8 @@ ROWS[3, 1] = np.nan  # what is missing goes the trees' way, too
 @pytest.fixture(scope="module")
 def forests(tmp_path_factory: pytest.TempPathFactory) -> Forests:
     """Files of LightGBM by what they tell, with what LightGBM says of ROWS."""
+    import lightgbm
+
     directory, made = tmp_path_factory.mktemp("forests"), {}
     settings = {"verbose": -1, "num_leaves": 4, "min_data_in_leaf": 1, "num_threads": 1, "seed": 1}
     for name, objective, labels in (
@@ -93,6 +96,8 @@ def test_several_classes(version: Path, described: Describe, forests: Forests) -
 
 
 def test_checkpoints_of_treelite(version: Path, described: Describe, forests: Forests) -> None:
+    import treelite
+
     file, expected = forests["three"]
     version.mkdir(parents=True, exist_ok=True)
     treelite.frontend.load_lightgbm_model(file).serialize(version / "checkpoint.tl")

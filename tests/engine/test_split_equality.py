@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, Parall
 from charonia.engine.cpu import library
 from charonia.engine.worker.executor import Executor, StepFuture
 from charonia.engine.worker.loaded_rank import LoadedRank
+from charonia.kvcache.layer_groups import ONE_GROUP
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling, StepPlan
@@ -90,13 +91,12 @@ class Events(NamedTuple):
     preemptions: int
 
 
-class RanksExecutor(Executor, Protocol):
-    engines: list[LoadedRank]
-
-
-def serve(executor: RanksExecutor, asked: Asked, stages: int, cancelled: dict[int, int], ahead: int = 0) -> Events:
+def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, int], ahead: int = 0) -> Events:
     """All requests at once, some of which leave, with every stage busy if it can be."""
-    groups = executor.engines[0].groups._replace(in_flight=((ahead or stages - 1) + 1) * min(asked.chunk, 64))
+    ranks: list[LoadedRank] = getattr(executor, "engines", [])
+    groups = (ranks[0].groups if ranks else ONE_GROUP)._replace(
+        in_flight=((ahead or stages - 1) + 1) * min(asked.chunk, 64)
+    )
     scarce = groups.sliding and asked.blocks == BLOCKS
     blocks = (FEW_BLOCKS if scarce else asked.blocks) * groups.total
     executor.allocate(blocks, 0, asked.snapshots)

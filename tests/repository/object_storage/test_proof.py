@@ -6,11 +6,10 @@ import pytest
 
 from charonia.repository.object_storage import stores
 
-pytest.importorskip("moto.server")
-pytest.importorskip("s3fs")
-
 
 def test_what_is_served_is_one_upload_whatever_the_store_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
     from ...proofs.object_storage import count_requests, run_rounds, store
 
     monkeypatch.setattr(stores, "FIRST_PAUSE", 0.01)
