@@ -10,6 +10,7 @@ from charonia.bench.drafters import DrafterRun, changed_answers, read_drafters, 
 from charonia.core.errors import InvalidArgument
 
 
+@pytest.mark.proof
 def test_a_drafter_takes_turns_with_none(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo, out = root / "examples" / "model_repository" / "demo" / "1", tmp_path / "turns.json"
     prompts = tmp_path / "prompts.jsonl"
