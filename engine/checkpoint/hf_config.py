@@ -25,7 +25,8 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     defaults = _ARCHITECTURES.get(architecture, ArchitectureDefaults())
     fields = ConfigFields(config, where, defaults)
     try:
-        fields = fields._replace(config={**defaults.absent, **config})
+        published = {name: value for name, value in config.items() if name not in _OWN_FIELDS}
+        fields = fields._replace(config={**defaults.absent, **published})
         fields = fields._replace(config=defaults.translate(fields))
         if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # no text attends ahead
             raise fields.error("use_bidirectional_attention is not supported; only causal attention is")
@@ -82,6 +83,10 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
 
 def _always(config: Mapping[str, Any], layer: int) -> bool:
     return True
+
+
+_OWN_FIELDS = frozenset({"attention_sinks", "float32_router", "mlp_matrices", "sigmoid_router"})
+"""What a family's `translate` alone says: in a config.json these names stand for nothing that is known here."""
 
 
 def _if_used(config: Mapping[str, Any], layer: int) -> bool:

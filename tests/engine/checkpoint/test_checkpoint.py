@@ -194,6 +194,11 @@ def test_which_layers_look_through_a_window(
     assert [view.window for view in read_spec(config | changes, "here").attention] == windows
 
 
+def test_names_of_ours_mean_nothing_in_a_config() -> None:
+    ours = {"attention_sinks": True, "float32_router": True, "mlp_matrices": 2, "sigmoid_router": True}
+    assert read_spec(QWEN2_LONG | ours, "here") == read_spec(QWEN2_LONG, "here")
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
