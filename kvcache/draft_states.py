@@ -7,6 +7,9 @@ state itself. Knows no tensors and no plans.
 
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class DraftStates:
     """`size` slots, numbered from `first` on: those before are the snapshots of a `StatePool`."""
@@ -37,14 +40,15 @@ class DraftStates:
             self._held[row] = {position: slots.pop(position)}
         self._unused += slots.values()
 
-    def resume(self, row: int) -> int | None:
-        """The slot from which the row goes on in the plan in the making; None: from its own. It is not reserved until
-        `plan_is_made`."""
-        if row not in self._held:
-            return None
-        [slot] = self._held.pop(row).values()
-        self._being_read.append(slot)
-        return slot
+    def resume(self, counts: NDArray[np.int32]) -> list[tuple[int, int]]:
+        """(row, slot) of the rows that go on from a slot in the plan in the making, which computes `counts` tokens of
+        each row; others go on from their own. These slots are not reserved until `plan_is_made`."""
+        resumed = []
+        for row in [row for row in self._held if counts[row]]:
+            [slot] = self._held.pop(row).values()
+            self._being_read.append(slot)
+            resumed.append((row, slot))
+        return resumed
 
     def plan_is_made(self) -> None:
         """What the plan reads it reads before a later one writes it."""

@@ -114,8 +114,7 @@ class StepPacker:
         kept = [save[:3] for save in saves]
         restores = list[tuple[int, int]]()
         if (draft_states := self._cache.draft_states) is not None:
-            resumed = ((row, draft_states.resume(row)) for row in chosen.tolist())
-            restores = [(row, slot) for row, slot in resumed if slot is not None]
+            restores = draft_states.resume(self._counts)
             for row, tokens in drafted.items():
                 first = int(rows.scheduled[row]) - len(tokens)
                 kept += [(row, *state) for state in draft_states.reserve(row, first, len(tokens))]

@@ -26,7 +26,7 @@ from .native_decoder import NativeDecoder
 class FirstStreamInputs:
     """The embeddings for layers, made of the first stream as it goes into the first layer."""
 
-    def __init__(self, loader: WeightLoader, spec: ModelSpec, per_layer: PerLayerInputs) -> None:
+    def __init__(self, spec: ModelSpec, per_layer: PerLayerInputs) -> None:
         self._hidden = spec.hidden_size
         self._per_layer = per_layer
 
@@ -52,7 +52,7 @@ def build_gemma3n(spec: ModelSpec, loader: WeightLoader) -> Decoder:
         shared_rotary(spec.local_rope, spec, loader),
         shared_rotary(spec.rope, spec, loader),
         per_layer,
-        FirstStreamInputs(loader, spec, per_layer),
+        FirstStreamInputs(spec, per_layer),
     )
     layers = [Gemma3nDecoderLayer(spec, loader, index, gemma.altup, shared) for index in range(spec.layers)]
     ends = build_ends(spec, loader, rms_norm, math.sqrt(spec.hidden_size))

@@ -1,8 +1,12 @@
 """States before drafts: which a row goes on from, and that none is lost."""
 
+import numpy as np
 import pytest
 
 from charonia.kvcache.draft_states import DraftStates
+
+ONE_OF_EACH = np.ones(3, np.int32)
+"""A plan computes a token of each row."""
 
 
 def test_a_row_goes_on_from_the_state_after_what_was_accepted() -> None:
@@ -13,18 +17,19 @@ def test_a_row_goes_on_from_the_state_after_what_was_accepted() -> None:
     states.accept(2, 51)
     assert states.free == 3, "those of other places are forgotten at once"
     states.check_integrity([2])
-    assert states.resume(2) == kept[51]
+    assert states.resume(np.array([1, 1, 0], np.int32)) == [], "the plan has no token of it"
+    assert states.resume(ONE_OF_EACH) == [(2, kept[51])]
     assert states.free == 3, "the plan in the making reads it"
     states.plan_is_made()
     assert states.free == 4
-    assert states.resume(2) is None
+    assert states.resume(ONE_OF_EACH) == []
 
 
 def test_a_row_whose_drafts_were_right_goes_on_from_its_own_state() -> None:
     states = DraftStates(first=0, size=2)
     states.reserve(0, 10, 2)
     states.accept(0, 12)
-    assert states.resume(0) is None
+    assert states.resume(ONE_OF_EACH) == []
     assert states.free == 2
 
 
