@@ -403,6 +403,24 @@ def test_a_head_needs_the_states_of_the_last_step(target: Path, head: Head) -> N
         load_rank(config)
 
 
+def assert_text_and_proposals(
+    model: Any,
+    states: list[Tensor],
+    texts: list[list[int]],
+    found: list[tuple[int, int, list[int]]],
+    layer: MtpLayer | QwenMtpLayer,
+) -> None:
+    """The texts are the greedy ones of transformers' `model`, and what was `found` to be proposed is the layer's.
+    `states`: a hook of the model appends to it what the layer reads."""
+    with torch.inference_mode():
+        chosen = [model(torch.tensor([text])).logits[0].argmax(-1).tolist() for text in texts]
+    for text, length, likeliest in zip(texts, LENGTHS, chosen, strict=True):
+        assert text[length:] == likeliest[length - 1 : -1]
+    assert {len(proposed) for _, _, proposed in found} >= {1, MOST}
+    for key, known, proposed in found:
+        assert proposed == layer.proposals(states[key][: known - 1], texts[key][:known], len(proposed)), (key, known)
+
+
 @pytest.mark.parametrize("config", [{}, {"attention": "reference"}], ids=["programs", "torch"])
 def test_a_layer_for_multi_token_prediction_proposes_what_its_weights_say(
     qwen: Path, mimo: MtpLayer, config: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -414,13 +432,7 @@ def test_a_layer_for_multi_token_prediction_proposes_what_its_weights_say(
     assert "knows nothing of" not in caplog.text
     model, states = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32), list[Tensor]()
     model.model.norm.register_forward_pre_hook(lambda module, given: states.append(given[0][0]))
-    with torch.inference_mode():
-        chosen = [model(torch.tensor([text])).logits[0].argmax(-1).tolist() for text in texts]
-    for text, length, likeliest in zip(texts, LENGTHS, chosen, strict=True):
-        assert text[length:] == likeliest[length - 1 : -1]
-    assert {len(proposed) for _, _, proposed in found} >= {1, MOST}
-    for key, known, proposed in found:
-        assert proposed == mimo.proposals(states[key][: known - 1], texts[key][:known], len(proposed)), (key, known)
+    assert_text_and_proposals(model, states, texts, found, mimo)
 
 
 @pytest.mark.parametrize(
@@ -459,13 +471,7 @@ def test_a_layer_of_a_model_with_states_proposes_what_transformers_says(
     texts, found = run(with_mtp(layer, **config))
     model, states = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), list[Tensor]()
     model.model.norm.register_forward_hook(lambda module, given, normed: states.append(normed[0]))
-    with torch.inference_mode():
-        chosen = [model(torch.tensor([text])).logits[0].argmax(-1).tolist() for text in texts]
-    for text, length, likeliest in zip(texts, LENGTHS, chosen, strict=True):
-        assert text[length:] == likeliest[length - 1 : -1]
-    assert {len(proposed) for _, _, proposed in found} >= {1, MOST}
-    for key, known, proposed in found:
-        assert proposed == layer.proposals(states[key][: known - 1], texts[key][:known], len(proposed)), (key, known)
+    assert_text_and_proposals(model, states, texts, found, layer)
 
 
 def test_a_layer_of_a_model_with_states_changes_no_text(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
