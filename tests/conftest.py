@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from charonia.processes import gc_tuning
+from charonia.processes import child_process, gc_tuning
 from charonia.processes.host import usable_cores
 
 # Two shared cores: a deadline per example would test the neighbours.
@@ -120,6 +121,24 @@ def frozen_imports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc_tuning, "collect_and_freeze", collect)
         yield
+
+
+@pytest.fixture(scope="module")
+def copied_children() -> Iterator[None]:
+    """Children that run a function of ours are copies of a process that has imported the engine, unless
+    CHARONIA_TEST_COPIES=none says otherwise (tests/e2e/server_template.py)."""
+    from tests.e2e.server_template import copying_subprocess
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_process, "subprocess", copying_subprocess())
+        yield
+
+
+@pytest.fixture
+def started_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are started as users' servers start them, where others of the file are copies."""
+    monkeypatch.setattr(child_process, "subprocess", subprocess)
+    monkeypatch.setenv("CHARONIA_TEST_COPIES", "servers")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import torch
 from charonia.bench import server_process
 from charonia.bench.server_process import LivenessCheck
 from charonia.cli.app import app
-from tests.e2e.server_template import copy_process
+from tests.e2e.server_template import copies, copy_process
 
 from .models import FAKE, write_model
 from .serving import Server, on_loopback, serving
@@ -40,7 +40,7 @@ def copied_servers() -> Iterator[None]:
         command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> AbstractContextManager[tuple[int, LivenessCheck]]:
         match command:
-            case [sys.executable, "-m", "charonia", *arguments] if not environment:
+            case [sys.executable, "-m", "charonia", *arguments] if not environment and copies("servers", os.environ):
                 return run_copy(arguments, os.environ)
         return run_process(command, environment)
 

@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.jit.script(Double()).save(str(version / "model.pt"))
-    with serving(repository.parent / "t", "--model-repository", str(repository)) as server:
+    with serving(repository.parent / "t", "--model-repository", str(repository), started=True) as server:
         yield server
 
 

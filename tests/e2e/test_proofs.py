@@ -103,7 +103,7 @@ def test_models_come_and_go_while_their_processes_are_killed() -> None:
     assert fought.loaded + fought.failed == 1
 
 
-async def test_python_models_are_killed_and_abandoned_and_nothing_is_left() -> None:
+async def test_python_models_are_killed_and_abandoned_and_nothing_is_left(started_children: None) -> None:
     with python_models.python_server() as place:
         proof = await python_models.prove(place, (120, 4, 40), seed=11)
     assert proof.faults == []

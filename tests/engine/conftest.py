@@ -16,6 +16,11 @@ from charonia.engine import gpu
 from charonia.engine.cpu import library
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cores_and_ranks(copied_children: None) -> None:
+    """They begin with torch imported, as copies."""
+
+
 @pytest.fixture(scope="session")
 def checkpoint(making: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A directory with the named configuration of tests/checkpoints.py, changed by keywords."""

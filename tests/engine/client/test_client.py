@@ -244,7 +244,9 @@ async def test_a_core_that_hangs_is_killed_and_comes_back(start: Start) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_signals_to_the_group_are_the_frontends_to_decide(start: Start, number: signal.Signals) -> None:
+async def test_signals_to_the_group_are_the_frontends_to_decide(
+    started_children: None, start: Start, number: signal.Signals
+) -> None:
     client = await start(step_seconds=0.01)
     reader = asyncio.create_task(read_all(client, [1], max_tokens=50))
     await until(lambda: load(client).running == 1)
@@ -252,7 +254,7 @@ async def test_signals_to_the_group_are_the_frontends_to_decide(start: Start, nu
     assert tokens(await reader) == list(range(2, 52))
 
 
-async def test_a_core_is_deaf_to_the_groups_signals_from_its_birth(sockets: Path) -> None:
+async def test_a_core_is_deaf_to_the_groups_signals_from_its_birth(started_children: None, sockets: Path) -> None:
     client = EngineClient(config())
     starting = asyncio.create_task(client.start())
     await until(lambda: client.pids)
@@ -263,7 +265,7 @@ async def test_a_core_is_deaf_to_the_groups_signals_from_its_birth(sockets: Path
     assert left_in(sockets) == []
 
 
-async def test_what_is_said_before_the_core_has_connected_reaches_it(sockets: Path) -> None:
+async def test_what_is_said_before_the_core_has_connected_reaches_it(started_children: None, sockets: Path) -> None:
     core = core_supervisor.CoreProcess(config(), lambda message: None)
     core.send(AbortRequests([1]))
     core.send(Shutdown())
