@@ -45,7 +45,7 @@ serve: $(VENV)/run.stamp  ## serve the demo model (ARGS="--http-port 9000" for m
 
 # Side by side, a file's tests in one worker, whose end ends the run; ARGS that choose some run alone (tests/conftest.py).
 test: $(VENV)/dev.stamp  ## run the tests (ARGS="-k scheduler" for some)
-	@$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
+	@$(BIN)/python -m pytest -q --side-by-side $(ARGS)
 
 # mypy takes the checkout's folder name for the package's, hence the link that is always called charonia.
 lint: $(VENV)/dev.stamp  ## ruff, and mypy --strict on the shipped code

@@ -105,7 +105,7 @@ def run_tests(folder: Path, seconds: float, report: GpuReport) -> None:
     failure of the report."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfEs", str(folder)]
     if importlib.util.find_spec("xdist") is not None:
-        command += ["--numprocesses", str(min(_MOST_WORKERS, os.cpu_count() or 1)), "--dist", "worksteal"]
+        command += ["--numprocesses", str(min(_MOST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
     what, began, said = f"tests of {folder}", perf_counter(), list[str]()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

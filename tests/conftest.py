@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from charonia.processes import child_process, gc_tuning
 from charonia.processes.host import usable_cores
+from tests.side_by_side import SideBySide
 
 # Two shared cores: a deadline per example would test the neighbours.
 settings.register_profile("charonia", deadline=None)
@@ -45,7 +46,7 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 gc.disable()
 
 WORKERS = 4
-"""At most: each reads all tests and starts servers of its own."""
+"""At most, and one more than cores, for many tests wait for a server: each starts servers of its own."""
 
 LONG_ONES = (
     "tests/engine/parallel",
@@ -69,29 +70,23 @@ SERVERS = {
 """Files whose tests share a session's fixture are run by one worker, which alone starts what it yields."""
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives a worker a file's tests at a time, or those of all files that share a server."""
-    from xdist.scheduler import LoadFileScheduling  # `make gpu` does without xdist
-
-    shared = {f"tests/{file}.py": server for server, files in SERVERS.items() for file in files.split()}
-
-    class SharedServerScheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return shared.get(file, file)
-
-    return SharedServerScheduling(config, log)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--side-by-side", action="store_true", help="run files in several workers, unless some are chosen")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than cores, for many tests wait for a server; none where only some tests are asked for, which begin
-    sooner without."""
-    asked = config.option
-    if asked.file_or_dir or asked.keyword or asked.lf or asked.markexpr != "not proof":
-        return 0
-    return min(WORKERS, usable_cores().logical + 1)
+def pytest_configure(config: pytest.Config) -> None:
+    option = config.option
+    some = option.file_or_dir or option.keyword or option.lf or option.markexpr != "not proof"
+    if option.side_by_side and not some:
+        shared = {f"tests/{file}.py": server for server, files in SERVERS.items() for file in files.split()}
+        count = min(WORKERS, usable_cores().logical + 1)
+        config.pluginmanager.register(SideBySide(count, lambda item: _group(item.nodeid, shared)), "side_by_side")
+
+
+def _group(nodeid: str, shared: Mapping[str, str]) -> str:
+    """The file of a test, or the server that files share."""
+    file = nodeid.partition("::")[0]
+    return shared.get(file, file)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -103,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if cases[test] % rare.args[0]:
                 item.add_marker("proof")
             cases[test] += 1
-    if hasattr(config, "workerinput"):
+    if config.pluginmanager.hasplugin("side_by_side"):
         items.sort(key=lambda item: not item.nodeid.startswith(LONG_ONES))
 
 
