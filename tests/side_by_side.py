@@ -43,6 +43,7 @@ class SideBySide:
         if session.testsfailed or session.config.option.collectonly:
             return None  # pytest's own loop knows what to do
         assert threading.active_count() == 1, "a fork has the thread that forks alone"
+        _temporary(session).getbasetemp()  # removes one that is there, which the workers' folders lie in
         session.items.sort(key=_order(session.items, self._group_of))
         groups = [[*group] for _, group in groupby(session.items, self._group_of)]
         try:
@@ -132,9 +133,14 @@ def _begin(session: pytest.Session, number: int) -> None:
     capture.stop_global_capturing()
     capture.start_global_capturing()
     capture.suspend_global_capture()
-    factory: TempPathFactory = session.config._tmp_path_factory  # type: ignore[attr-defined]
+    factory = _temporary(session)
     factory._basetemp = factory.getbasetemp() / str(number)
     factory._basetemp.mkdir(0o700)
+
+
+def _temporary(session: pytest.Session) -> TempPathFactory:
+    factory: TempPathFactory = session.config._tmp_path_factory  # type: ignore[attr-defined]
+    return factory
 
 
 class _Reports:
