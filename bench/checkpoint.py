@@ -121,6 +121,8 @@ def write_random(
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.5)
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.1)
     model.save_pretrained(directory, max_shard_size=shard)
 
 

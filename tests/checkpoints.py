@@ -322,6 +322,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     },
+    "smollm3": LLAMA
+    | {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": None},
+    "ministral3": LLAMA
+    | {
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+    },
 }
 """What the engine must compute exactly as transformers does, by files of its own."""
 
@@ -360,6 +368,13 @@ PARTS = {
     "mistral3": with_images(
         "mistral3",
         "mistral",
+        {"model_type": "pixtral", "head_dim": 16},
+        image_token_index=380,
+        tie_word_embeddings=False,
+    ),
+    "ministral3-image": with_images(
+        "mistral3",
+        "ministral3",
         {"model_type": "pixtral", "head_dim": 16},
         image_token_index=380,
         tie_word_embeddings=False,

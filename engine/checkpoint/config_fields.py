@@ -132,6 +132,17 @@ class ConfigFields(NamedTuple):
             raise self.error(f"{name} must be a list of texts, got {shorten(repr(values))}")
         return values
 
+    def flags(self, name: str) -> tuple[bool, ...]:
+        """Whether something is so in each layer, as a list of booleans or of 0 and 1, which may be longer; empty where
+        the field is absent or null."""
+        values = self.config.get(name)
+        if values is None:
+            return ()
+        if not isinstance(values, list) or len(values) < len(self.layers) or not {0, 1}.issuperset(values):
+            quoted = shorten(repr(values))
+            raise self.error(f"{name} must have 0 or 1 for each of {len(self.layers)} layers, got {quoted}")
+        return tuple(bool(values[layer]) for layer in self.layers)
+
     def layer_numbers(self, name: str) -> frozenset[int]:
         """The layers that a list has, counted from 0; none where the field is absent or null."""
         values = self.config.get(name)

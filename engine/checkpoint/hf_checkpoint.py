@@ -29,12 +29,20 @@ _WHOLE_MODELS = ("model.safetensors", "pytorch_model.bin")
 
 _SEVEN_BILLION = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
 _GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, "max_position_embeddings": 131_072}
+_MINISTRAL3 = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "intermediate_size": 14336,
+    "vocab_size": 131072,
+}
 _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", _GEMMA),
     "gemma3n_text": ("Gemma3nForCausalLM", {}),
     "gemma4_text": ("Gemma4ForCausalLM", {}),
     "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", {}),
     "llama": ("LlamaForCausalLM", _SEVEN_BILLION | {"intermediate_size": 11008}),
+    "ministral3": ("Ministral3ForCausalLM", _MINISTRAL3),
     "mistral": ("MistralForCausalLM", _SEVEN_BILLION | {"intermediate_size": 14336, "num_key_value_heads": 8}),
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen2_vl_text": ("Qwen2ForCausalLM", {}),

@@ -7,6 +7,7 @@ from ...core.errors import shorten
 from .config_fields import MOST_PARTS, ArchitectureDefaults, ConfigFields
 from .gemma_config import GEMMAS
 from .hybrid_config import HYBRIDS
+from .llama_kin_config import LLAMA_KIN
 from .model_spec import CheckpointError, ModelSpec
 
 
@@ -66,6 +67,8 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         multipliers=fields.multipliers(),
         feeds=() if hybrid is None else hybrid.feeds,
         mlp_matrices=fields.number("mlp_matrices", 3),
+        rotates=fields.flags("rotates"),
+        query_growth=fields.real("query_growth") or 0.0,
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
         rope=rope,
         local_rope=fields.rope("sliding_attention", head_dim),
@@ -85,7 +88,9 @@ def _always(config: Mapping[str, Any], layer: int) -> bool:
     return True
 
 
-_OWN_FIELDS = frozenset({"attention_sinks", "float32_router", "mlp_matrices", "sigmoid_router"})
+_OWN_FIELDS = frozenset(
+    {"attention_sinks", "float32_router", "mlp_matrices", "query_growth", "rotates", "sigmoid_router"}
+)
 """What a family's `translate` alone says: in a config.json these names stand for nothing that is known here."""
 
 
@@ -177,5 +182,6 @@ _ARCHITECTURES: dict[str, ArchitectureDefaults] = {
         only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu"},
     ),
     **HYBRIDS,
+    **LLAMA_KIN,
 }
 """Any other architecture has Llama's defaults: no layer has a window."""

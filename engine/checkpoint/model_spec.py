@@ -255,6 +255,16 @@ class ModelSpec(DecoderShape):
     """Whether each layer has an MLP or experts; empty: all have."""
     mlp_matrices: int = 3
     """Of an MLP and of an expert; two where they have no gate."""
+    rotates: tuple[bool, ...] = ()
+    """Whether each layer rotates queries and keys; empty: all do."""
+    query_growth: float = 0.0
+    """Queries are multiplied by 1 + this * ln(1 + floor(position / the rope's original_max_position))."""
+
+    def layer_rope(self, layer: int) -> RopeSpec:
+        """The rotary embedding of a layer."""
+        if self.rotates and not self.rotates[layer]:
+            return RopeSpec(NO_ROPE)
+        return self.local_rope if self.has_window(layer) else self.rope
 
     def mlp_size(self, layer: int) -> int:
         return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size

@@ -11,6 +11,7 @@ from ..checkpoint.weights import WeightLoader
 from .head_gate import build_head_gate
 from .linear import LayerMatmul, OutputShard, RowLinear, column_linear
 from .norm import NormFactory
+from .query_growth import build_query_growth
 from .rotary import Rotary
 from .step_context import StepContext
 
@@ -90,17 +91,22 @@ class SelfAttention:
                     weights.append(torch.ones_like(of_keys).expand(kept_heads, -1))
             self._norm = projections.norm(torch.cat(weights), spec.norm_eps)
             self._normed_heads = sum(map(len, weights))
+        self._growth = build_query_growth(spec, loader.context.max_positions)
         self._sinks = loader.floats(f"{name}.sinks", spec.heads)[heads] if projections.sinks else None
         heads_size = spec.heads * size
         outputs = spec.hidden_size
         out = f"{name}.{projections.out}"
         self._out = RowLinear(loader, out, heads_size, queries, outputs, bias=projections.out_bias)
         self.untraceable = rotary.untraceable or self._out.untraceable or ungated
+        if self._growth is not None:
+            self.untraceable = self.untraceable or self._growth.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         packed = self._qkv(x, context).view(-1, self._packed_heads, self._head_dim)
         if self._norm is not None:
             self._norm.norm_heads(packed, self._normed_heads)
+        if self._growth is not None:
+            self._growth(packed[:, : self._heads], context)
         angles = context.angles(self._rotary)
         mixed = context.attention.apply_rope_and_attend(self._cache_layer, packed, angles, self._sinks)
         if self._gate is not None:

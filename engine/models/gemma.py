@@ -15,7 +15,7 @@ from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
 from ..layers.step_context import StepContext
 from .interfaces import Decoder
-from .llama import mlp_spec, shared_rotary
+from .llama import layer_rotaries, mlp_spec
 from .native_decoder import NativeDecoder
 
 
@@ -29,10 +29,8 @@ def build_gemma3(spec: ModelSpec, loader: WeightLoader) -> Decoder:
 
 
 def _build_gemma(spec: ModelSpec, loader: WeightLoader, projections: AttentionProjections) -> Decoder:
-    mine = loader.stage.layers(spec.layers)
-    ropes = {index: spec.local_rope if spec.has_window(index) else spec.rope for index in mine}
-    rotaries = {rope: shared_rotary(rope, spec, loader) for rope in ropes.values()}
-    layers = [GemmaDecoderLayer(spec, loader, index, projections, rotaries[rope]) for index, rope in ropes.items()]
+    rotaries = layer_rotaries(spec, loader)
+    layers = [GemmaDecoderLayer(spec, loader, index, projections, rotary) for index, rotary in rotaries.items()]
     return NativeDecoder(build_ends(spec, loader, offset_rms_norm, math.sqrt(spec.hidden_size)), layers)
 
 

@@ -33,9 +33,16 @@ class LlamaVariant(NamedTuple):
 
 
 def build_llama_variant(spec: ModelSpec, loader: WeightLoader, variant: LlamaVariant) -> Decoder:
-    rotary = shared_rotary(spec.rope, spec, loader)
-    layers = [build_layer(spec, loader, index, variant, rotary) for index in loader.stage.layers(spec.layers)]
+    rotaries = layer_rotaries(spec, loader)
+    layers = [build_layer(spec, loader, index, variant, rotary) for index, rotary in rotaries.items()]
     return NativeDecoder(build_ends(spec, loader, rms_norm), layers)
+
+
+def layer_rotaries(spec: ModelSpec, loader: WeightLoader) -> dict[int, Rotary]:
+    """The rotary embedding of each of this rank's layers; those with the same share one."""
+    ropes = {index: spec.layer_rope(index) for index in loader.stage.layers(spec.layers)}
+    shared = {rope: shared_rotary(rope, spec, loader) for rope in ropes.values()}
+    return {index: shared[rope] for index, rope in ropes.items()}
 
 
 def shared_rotary(rope: RopeSpec, spec: ModelSpec, loader: WeightLoader, head_dim: int | None = None) -> Rotary:
@@ -55,12 +62,14 @@ def build_layer(
 
 
 def build_llama(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    """Llama, and SmolLM3 (huggingface.co/blog/smollm3), of whose layers some do not rotate."""
     bias = spec.attention_bias
     return build_llama_variant(spec, loader, LlamaVariant(AttentionProjections(qkv_bias=bias, out_bias=bias)))
 
 
 def build_mistral(spec: ModelSpec, loader: WeightLoader) -> Decoder:
-    """Mistral 7B and its successors (arXiv 2310.06825); a sliding window, if any, is in every layer."""
+    """Mistral 7B and its successors (arXiv 2310.06825), Ministral 3 among them; a sliding window, if any, is in every
+    layer."""
     return build_llama_variant(spec, loader, LlamaVariant())
 
 

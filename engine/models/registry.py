@@ -51,6 +51,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "LlamaForCausalLM": build_llama,
     "Mamba2ForCausalLM": build_mamba2,
     "MiMoForCausalLM": build_qwen2,
+    "Ministral3ForCausalLM": build_mistral,
     "MistralForCausalLM": build_mistral,
     "MixtralForCausalLM": build_mixtral,
     "NemotronHForCausalLM": build_nemotron_h,
@@ -61,6 +62,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Qwen3_5ForCausalLM": build_qwen3_5,
     "Qwen3_5MoeForCausalLM": build_qwen3_5,
     "Qwen3MoeForCausalLM": build_qwen3_moe,
+    "SmolLM3ForCausalLM": build_llama,
 }
 """The entry in config.json's `architectures` -> the function that builds the decoder, or the rank's share of it."""
 

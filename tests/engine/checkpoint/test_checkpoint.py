@@ -196,6 +196,9 @@ def test_which_layers_look_through_a_window(
 
 def test_names_of_ours_mean_nothing_in_a_config() -> None:
     ours = {"attention_sinks": True, "float32_router": True, "mlp_matrices": 2, "sigmoid_router": True}
+    ours |= {"query_growth": 0.1, "rotates": [0, 0]}
+    theirs = {"no_rope_layers": [0, 0]}
+    assert read_spec(QWEN2_LONG | theirs, "here") == read_spec(QWEN2_LONG, "here")
     assert read_spec(QWEN2_LONG | ours, "here") == read_spec(QWEN2_LONG, "here")
 
 

@@ -39,6 +39,8 @@ OTHERS = (
     "phi3",
     "mixtral",
     "gpt-oss",
+    "smollm3",
+    "ministral3",
     "mistral",
     "qwen3.5",
     "lfm2",

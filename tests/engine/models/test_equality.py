@@ -214,7 +214,10 @@ OTHERS = (
     "gemma4",
     "gemma4-small",
     "gpt-oss",
+    "smollm3",
 )
+LLAMA_KIN = ("ministral3",)
+"""Whose layers are those of others, in another order or with another field."""
 RECURRENT = ("qwen3.5", "lfm2", "granite-hybrid")
 OTHER_RECURRENT = ("nemotron-h", "falcon-h1", "mamba2")
 MORE_RECURRENT = ("nemotron-3", "bamba")
@@ -226,7 +229,11 @@ FOREIGN = ("gpt-neox", "granite", "starcoder2", "cohere2", "opt")
 @pytest.mark.parametrize("setting", [pytest.param("plain", marks=pytest.mark.proof), "everything, ahead 1"])
 @pytest.mark.parametrize(
     "name",
-    [*OTHERS, *FOREIGN, *(pytest.param(name, marks=pytest.mark.proof) for name in ("gemma4-moe", "gemma3n"))],
+    [
+        *OTHERS,
+        *FOREIGN,
+        *(pytest.param(name, marks=pytest.mark.proof) for name in ("gemma4-moe", "gemma3n", *LLAMA_KIN)),
+    ],
 )
 def test_other_architectures_are_transformers(
     name: str,

@@ -42,8 +42,10 @@ KIN = [
     "llama-gelu",
     "llama-quick-gelu",
     "gpt-oss",
+    "smollm3",
+    "ministral3",
 ]
-PARTS = ["gemma3-image", "gemma4-image", "mistral3", "llava", "qwen2.5-vl", "qwen3-vl"]
+PARTS = ["gemma3-image", "gemma4-image", "mistral3", "ministral3-image", "llava", "qwen2.5-vl", "qwen3-vl"]
 """The language part of what takes images too."""
 SPARSE = ("qwen3-moe", "mixtral", "gemma4-moe", "gpt-oss")
 LENGTHS = (40, 1, 23, 100)

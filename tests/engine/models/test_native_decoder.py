@@ -33,6 +33,7 @@ DENSE = [
     "gemma3",
     "gemma4",
     "gemma4-small",
+    "smollm3",
 ]
 SPARSE = ["qwen3-moe", "mixtral"]
 LOGGER = "charonia.engine.models.native_decoder"
