@@ -115,7 +115,7 @@ class EngineOptions:
     kv_cache_blocks: AtLeastOne | None = None
     """Size of the KV cache in blocks, instead of a share."""
     kv_cache_host_bytes: Bytes | None = None
-    """Size in bytes of host memory for blocks that a GPU's cache has no room for, until they are needed again."""
+    """Size in bytes of host memory for what a GPU's cache has no room for, until it is needed again."""
     state_cache_fraction: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
     """Share of the KV cache's memory for snapshots of recurrent states, of models that have them."""
     prefix_caching: bool | None = None

@@ -1,23 +1,24 @@
-"""A second place for blocks that were cached on a device: the host's memory, from where they come back sooner than they
-are computed.
+"""A second place for what was cached on a device, blocks or snapshots of states: the host's memory, from where it comes
+back sooner than it is computed.
 
-Says which blocks are to be copied; copies none itself. Knows no tensors, and nothing of who held a block.
+Says what is to be copied; copies nothing itself. Knows no tensors, and nothing of who held a block.
 """
 
 from collections import OrderedDict
 from typing import NamedTuple
 
 
-class BlockCopy(NamedTuple):
-    """The content of a `block` of the device goes to a `slot` of the host's memory; with `back` it comes from there."""
+class HostCopy(NamedTuple):
+    """What the device has in `place`, a block or a snapshot, goes to a `slot` of the host's memory; with `back` it
+    comes from there."""
 
-    block: int
+    place: int
     slot: int
     back: bool
 
 
 class HostTier:
-    """`size` slots, each with the content of the block of one hash; the one used longest ago is overwritten first.
+    """`size` slots, each with the content of one hash; the one used longest ago is overwritten first.
 
     What comes back stays here too: evicted again, it need not be copied.
     """
@@ -25,25 +26,44 @@ class HostTier:
     def __init__(self, size: int) -> None:
         self.size = size
         self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._copies: list[BlockCopy] = []
+        self._copies: list[HostCopy] = []
+
+    def __len__(self) -> int:
+        """Hashes whose content is here."""
+        return len(self._slots)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._slots
 
-    def save(self, digest: bytes, block: int) -> None:
-        """The device forgets a block of this hash, and may overwrite it after the copy."""
+    def save(self, digest: bytes, place: int) -> bytes | None:
+        """The device forgets the content of this hash, and may overwrite it after the copy. Returns the hash whose
+        content is lost here for it, if any."""
+        lost = None
         slot = self._slots.pop(digest, None)
         if slot is None:
-            slot = len(self._slots) if len(self._slots) < self.size else self._slots.popitem(last=False)[1]
-            self._copies.append(BlockCopy(block, slot, back=False))
+            slot = len(self._slots)
+            if slot == self.size:
+                lost, slot = self._slots.popitem(last=False)
+            self._copies.append(HostCopy(place, slot, back=False))
         self._slots[digest] = slot
+        return lost
 
-    def restore(self, digest: bytes, block: int) -> None:
-        """The content of this hash comes back into a block that nothing else uses."""
-        self._slots.move_to_end(digest)
-        self._copies.append(BlockCopy(block, self._slots[digest], back=True))
+    def restore(self, digest: bytes, place: int) -> None:
+        """The content of this hash comes back to a place that nothing else uses."""
+        self.use(digest)
+        self._copies.append(HostCopy(place, self._slots[digest], back=True))
 
-    def take_block_copies(self) -> list[BlockCopy]:
+    def use(self, digest: bytes) -> None:
+        """Let the content of this hash, if it is here, be the last to be overwritten."""
+        if digest in self._slots:
+            self._slots.move_to_end(digest)
+
+    def demote(self, digest: bytes) -> None:
+        """Let the content of this hash, if it is here, be the next to be overwritten."""
+        if digest in self._slots:
+            self._slots.move_to_end(digest, last=False)
+
+    def take_copies(self) -> list[HostCopy]:
         """The copies since the last call. They are to be made in this order, after the steps that were planned before
         and before the next one."""
         copies, self._copies = self._copies, []

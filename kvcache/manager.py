@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .block_pool import BlockPool
 from .block_table import NO_BLOCK, BlockTable
 from .draft_states import DraftStates
-from .host_tier import BlockCopy, HostTier
+from .host_tier import HostCopy, HostTier
 from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand
 from .state_pool import StatePool
 
@@ -26,11 +26,11 @@ _ANY_LENGTH = 1 << 30
 
 
 class KVCacheManager:
-    """A pool of `blocks` blocks of `block_size` tokens, shared by whole blocks of equal prefixes. Of those that were
-    evicted from it, the latest `host_blocks` are kept in the host's memory. `snapshots`: of the states of sequences,
-    if they have any: then a prefix is shared up to a block's end whose state is among them. `draft_states`: slots for
-    the states before drafts; None: sequences have no states. `groups`: each has a block of its own for the same tokens;
-    where some slide, a prefix is shared up to an end before which they have what the next token sees.
+    """A pool of `blocks` blocks of `block_size` tokens, shared by whole blocks of equal prefixes. `snapshots`: of the
+    states of sequences, if they have any: then a prefix is shared up to a block's end whose state is among them. Of
+    what was evicted, the latest `host_blocks` and `host_snapshots` are kept in the host's memory. `draft_states`: slots
+    for the states before drafts; None: sequences have no states. `groups`: each has a block of its own for the same
+    tokens; where some slide, a prefix is shared up to an end before which they have what the next token sees.
 
     Lives in the step loop's thread; only `digest` may be called from elsewhere.
     """
@@ -44,13 +44,10 @@ class KVCacheManager:
         snapshots: int = 0,
         draft_states: int | None = None,
         groups: LayerGroups = ONE_GROUP,
+        host_snapshots: int = 0,
     ) -> None:
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
-        if host_blocks and snapshots:
-            raise ValueError("blocks in the host's memory have no snapshots of states beside them")
-        if snapshots and groups.sliding:
-            raise ValueError("where sequences have states, layers keep every token")
         self.blocks = blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
@@ -58,8 +55,8 @@ class KVCacheManager:
         self.demand = SpanDemand(groups, block_size)
         self._shared_sliding = 0  # holds of blocks of sliding groups beyond the first of each
         self._pool = BlockPool(blocks)
-        self._host = HostTier(host_blocks) if host_blocks else None
-        self.states = StatePool(snapshots) if snapshots and prefix_caching else None
+        self._host = HostTier(host_blocks)
+        self.states = StatePool(snapshots, host_snapshots) if snapshots and prefix_caching else None
         self.draft_states = None if draft_states is None else DraftStates(snapshots, draft_states)
         self._tables: set[BlockTable] = set()
         self._computing: Counter[bytes] = Counter()
@@ -129,55 +126,56 @@ class KVCacheManager:
         """A table for a sequence of `known` tokens that shares the longest cached prefix; takes nothing more. The
         prefix ends before the newest known token: that one has to run, or nothing is sampled."""
         shared = hashes[: (known - 1) // self.block_size]
-        forked = 0
-        resumable: list[int] = []
+        table = BlockTable(tuple(hashes))
+        resumable = None
         if self.states is not None:
             forked = self._forked(shared)
-            resumable = self._resumable(shared[:forked], self.states)
-            shared = shared[: max(resumable, default=0)]
-        table = BlockTable(tuple(hashes))
-        if self.groups.sliding:
-            self._hold_spans(table, shared[: self._window_end(shared, self._pool.__contains__)], self._share)
-        else:
-            for block_hash in shared:
-                block = self._pool.share(block_hash)
-                if block is None:
-                    break
-                table.blocks.append(block)
-            table.committed = len(table.blocks)
+            table.forked = forked * self.block_size
+            resumable = [number for number, digest in enumerate(shared[:forked], 1) if digest in self.states]
+        end = self._prefix_end(shared, 0, self._pool.__contains__, resumable)
+        self._hold_spans(table, shared[:end], self._share)
         table.cached = table.committed * self.block_size
-        table.forked = max(table.cached, forked * self.block_size)
-        table.states = [hashes[number - 1] for number in resumable[-2:]]
+        table.states = [hashes[number - 1] for number in (resumable or ())[-2:]]
         self._tables.add(table)
         self._computing.update(table.promised[table.committed :])
         return table
 
-    def _window_end(self, hashes: Sequence[bytes], kept: Callable[[bytes], bool]) -> int:
-        """How many spans of these hashes a sequence can begin with, going by which blocks are `kept`: of full groups
-        all of them, of sliding ones those that the next token sees."""
-        groups = self.groups
-        held = (all(kept(_key(block_hash, group)) for group in range(groups.full)) for block_hash in hashes)
-        number = end = sum(takewhile(bool, held))
+    def _prefix_end(
+        self, hashes: Sequence[bytes], first: int, is_cached: Callable[[bytes], bool], resumable: list[int] | None
+    ) -> int:
+        """How many spans of these hashes a sequence that has the `first` can begin with, going by which blocks are
+        cached: of full groups all of them, of sliding ones those that the next token sees. `resumable`: the only ends
+        that there may be, ascending, if sequences have states; those beyond the end are taken out."""
+        groups, following = self.groups, hashes[first:]
+        spans = map(is_cached, following)
+        if groups.full != 1:
+            full = range(groups.full)
+            spans = (all(is_cached(_key(block_hash, group)) for group in full) for block_hash in following)
+        number = end = _last_end(first + sum(takewhile(bool, spans)), resumable)
         while number > max(end - self.demand.window, 0):
             number -= 1
-            if not all(kept(_key(hashes[number], group)) for group in range(groups.full, groups.total)):
-                end = number
+            if not all(is_cached(_key(hashes[number], group)) for group in range(groups.full, groups.total)):
+                number = end = _last_end(number, resumable)
         return end
 
     def _hold_spans(self, table: BlockTable, hashes: Sequence[bytes], hold: Callable[[bytes, int], int | None]) -> bool:
         """Let the table have the spans of `hashes` after those that it has, but of sliding groups only what the next
-        token sees. `hold` holds a group's block. False: one was missing, and none is held."""
-        groups, before = self.groups, len(table.blocks)
-        slid = max(len(hashes) - self.demand.window, 0)
+        token sees. `hold` holds a group's block. False: one was missing; then it has no more spans than before, or,
+        where it can begin anywhere, those before the missing one."""
+        groups, blocks, before = self.groups, table.blocks, len(table.blocks)
+        slid = max(len(hashes) - self.demand.window, 0) if groups.sliding else 0
         for number in range(table.committed, len(hashes)):
             kept = groups.full if number < slid else groups.total
             for group in range(kept):
                 block = hold(_key(hashes[number], group), group)
                 if block is None:
-                    self._drop_from(table, before)
+                    if groups.sliding or self.states is not None:
+                        self._drop_from(table, before)
+                    self._drop_from(table, len(blocks) // groups.total * groups.total)
+                    table.committed = len(blocks) // groups.total
                     return False
-                table.blocks.append(block)
-            table.blocks += [NO_BLOCK] * (groups.total - kept)
+                blocks.append(block)
+            blocks += [NO_BLOCK] * (groups.total - kept)
         table.committed = max(table.committed, len(hashes))
         self._slide_to(table, slid)
         return True
@@ -185,7 +183,7 @@ class KVCacheManager:
     def _share_or_restore(self, key: bytes, group: int) -> int | None:
         """One more hold of a block, which may be in the host's memory alone."""
         block = self._share(key, group)
-        if block is not None or self._host is None or key not in self._host:
+        if block is not None or key not in self._host:
             return block
         block = self._take()
         if key not in self._host:  # it made room for what was evicted from the block
@@ -212,7 +210,7 @@ class KVCacheManager:
         blocks = hashes[: (known - 1) // self.block_size]
         shared, states = self._forked(blocks), self.states
         if states is not None:
-            while shared and blocks[shared - 1] not in states and not states.is_promised(blocks[shared - 1]):
+            while shared and not states.is_kept(blocks[shared - 1]) and not states.is_promised(blocks[shared - 1]):
                 shared -= 1
         return shared * self.block_size
 
@@ -225,12 +223,6 @@ class KVCacheManager:
         held = (self._is_findable(block_hash) or self.being_computed(block_hash) for block_hash in blocks)
         return sum(takewhile(bool, held))
 
-    def _resumable(self, blocks: Sequence[bytes], states: StatePool) -> list[int]:
-        """After how many of the first `blocks` a sequence can begin: they are cached, and the last one's state is kept.
-        Ascending."""
-        cached = takewhile(lambda numbered: numbered[1] in self._pool, enumerate(blocks, 1))
-        return [number for number, block_hash in cached if block_hash in states]
-
     def awaits(self, hashes: Sequence[bytes], known: int) -> bytes | None:
         """The last block of the prefix that an open table computes right now and this sequence could share. None when
         no table computes its next uncached block: nothing is won by waiting. Where sequences have states: the last
@@ -239,8 +231,8 @@ class KVCacheManager:
         blocks = hashes[: (known - 1) // self.block_size]
         if self.states is not None:
             for block_hash in blocks[: self._forked(blocks)]:
-                if block_hash in self.states:
-                    awaited = None if block_hash in self._pool else block_hash
+                if self.states.is_kept(block_hash):
+                    awaited = None if self._is_findable(block_hash) else block_hash
                 elif self.states.is_promised(block_hash):
                     awaited = block_hash
             return awaited
@@ -252,37 +244,44 @@ class KVCacheManager:
         return awaited
 
     def _is_findable(self, block_hash: bytes) -> bool:
-        return block_hash in self._pool or (self._host is not None and block_hash in self._host)
+        return block_hash in self._pool or block_hash in self._host
 
     def restore(self, table: BlockTable, known: int) -> None:
-        """Let a table that `open` just made for `known` tokens have the blocks too that follow in the host's memory:
-        `take_block_copies` tells what is to be copied. There must be room for all that it is to hold. Where sequences
-        have states, `table.snapshot` is the one to begin with from now on."""
+        """Let a table that `open` just made for `known` tokens have the blocks too that follow in the host's memory,
+        and begin with a state that may be there: `take_block_copies` and `take_state_copies` tell what is to be copied.
+        There must be room for all that it is to hold. `table.snapshot` is the state to begin with from now on."""
+        if self._host.size or (self.states is not None and self.states.host.size):
+            self._restore_from_host(table, table.promised[: (known - 1) // self.block_size])
         if self.states is not None and table.states:
             table.snapshot = self.states.restore(*reversed(table.states))
-        if self._host is None:
+
+    def _restore_from_host(self, table: BlockTable, hashes: Sequence[bytes]) -> None:
+        first, groups, states, resumable = table.committed, self.groups, self.states, None
+        if states is not None:
+            resumable = [number for number in range(first + 1, len(hashes) + 1) if states.is_kept(hashes[number - 1])]
+        end = self._prefix_end(hashes, first, self._is_findable, resumable)
+        taken = groups.full * (end - first) + groups.sliding * min(self.demand.window, end - first)
+        if end <= first or taken > self._pool.free:
             return
-        first, hashes = table.committed, table.promised[: (known - 1) // self.block_size]
-        if self.groups.sliding:
-            end = self._window_end(hashes, self._is_findable)
-            taken = self.groups.full * (end - first) + self.groups.sliding * min(self.demand.window, end - first)
-            if end > first and taken <= self._pool.free:
-                self._hold_spans(table, hashes[:end], self._share_or_restore)
-        else:
-            for block_hash in hashes[first:]:
-                block = self._share_or_restore(block_hash, 0)
-                if block is None:
-                    break
-                table.blocks.append(block)
-                table.committed += 1
+        for block_hash in reversed(hashes[first:end]):  # what makes room for them is to take the place of others
+            for group in range(groups.total):
+                self._host.use(_key(block_hash, group))
+        if states is not None and not states.bring_back(hashes[end - 1], table.states[-1:]):
+            return
+        if self._hold_spans(table, hashes[:end], self._share_or_restore):
+            table.states = [*table.states, *(hashes[number - 1] for number in resumable or ())][-2:]
         for block_hash in hashes[first : table.committed]:
             self._settle(block_hash)
         table.restored = (table.committed - first) * self.block_size
         table.cached += table.restored
 
-    def take_block_copies(self) -> list[BlockCopy]:
-        """See `HostTier.take_block_copies`."""
-        return [] if self._host is None else self._host.take_block_copies()
+    def take_block_copies(self) -> list[HostCopy]:
+        """See `HostTier.take_copies`."""
+        return self._host.take_copies()
+
+    def take_state_copies(self) -> list[HostCopy]:
+        """See `StatePool.take_copies`."""
+        return [] if self.states is None else self.states.take_copies()
 
     def room_for(self, table: BlockTable, tokens: int, spare: int = 0) -> bool:
         """Whether the table may grow to `tokens` tokens, sliding as they are computed, and leave `spare` blocks. Where
@@ -314,10 +313,11 @@ class KVCacheManager:
 
     def _take(self) -> int:
         block, evicted = self._pool.take()
-        if evicted is not None and self._host is not None:
-            self._host.save(evicted, block)
-        if evicted is not None and self.states is not None:
-            self.states.demote(evicted)
+        if evicted is not None:
+            if self._host.size:
+                evicted = self._host.save(evicted, block)
+            if evicted is not None and self.states is not None and evicted not in self._pool:
+                self.states.demote(evicted)
         return block
 
     def commit(self, table: BlockTable, hashes: Iterable[bytes]) -> None:
@@ -363,8 +363,7 @@ class KVCacheManager:
         something leaked."""
         held = [block for table in self._tables for block in table.blocks if block != NO_BLOCK]
         self._pool.check_integrity(held)
-        if self._host is not None:
-            self._host.check_integrity()
+        self._host.check_integrity()
         computing: Counter[bytes] = Counter()
         sliding: list[int] = []
         for table in self._tables:
@@ -380,6 +379,15 @@ class KVCacheManager:
             computing.update(table.promised[table.committed :])
         assert computing == self._computing, "a promise leaked"
         assert self._shared_sliding == len(sliding) - len(set(sliding)), "holds of sliding blocks are miscounted"
+
+
+def _last_end(most: int, ends: list[int] | None) -> int:
+    """The last of these ends that is not beyond `most`; those that are, are taken out."""
+    if ends is None:
+        return most
+    while ends and ends[-1] > most:
+        ends.pop()
+    return ends[-1] if ends else 0
 
 
 def _key(block_hash: bytes, group: int) -> bytes:

@@ -6,11 +6,13 @@ or plans.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from .host_tier import HostCopy, HostTier
 
 
 class StatePool:
-    """Numbered snapshots 0 to `size` - 1.
+    """Numbered snapshots 0 to `size` - 1; of those that made room, the host's memory keeps the latest `host_size`.
 
     ==============  =====================  =====================================================
     snapshot is     findable by its hash   becomes
@@ -26,12 +28,15 @@ class StatePool:
     that come once: Karedla et al., "Caching Strategies to Improve Disk System Performance" (1994), segmented LRU.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, host_size: int = 0) -> None:
         self.size = size
+        self.host = HostTier(host_size)
         self.evicted = 0
         """Snapshots that made room for others so far."""
         self.restored = 0
         """How often a sequence began with one so far."""
+        self.brought_back = 0
+        """How often one came back from the host's memory so far."""
         self._most_proven = 3 * size // 4
         self._unused = list(range(size - 1, -1, -1))
         self._reserved = set[int]()
@@ -39,19 +44,25 @@ class StatePool:
         self._recent: OrderedDict[bytes, int] = OrderedDict()
         self._proven: OrderedDict[bytes, int] = OrderedDict()
         self._restored_once = set[bytes]()
+        self._demoted = set[bytes]()  # the host's memory is not for them
         self._being_restored = set[bytes]()
         self._promises: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        """Snapshots that can be found."""
+        """Snapshots that can be found on the device."""
         return len(self._recent) + len(self._proven)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._recent or digest in self._proven
 
+    def is_kept(self, digest: bytes) -> bool:
+        """Whether the state of this hash can be found on the device, or in the host's memory."""
+        return digest in self or digest in self.host
+
     def restore(self, digest: bytes, before: bytes | None = None) -> int:
-        """The findable snapshot of this hash, which the next plan reads: it is not reserved until `plan_is_made`.
-        `before`: one that this one continues, and that counts as used too: the next prompt may part a little sooner."""
+        """The snapshot of this hash, which is on the device, and which the next plan reads: it is not reserved until
+        `plan_is_made`. `before`: one that this one continues, and that counts as used too: the next prompt may part a
+        little sooner."""
         if before is not None:
             self._use(before)
         self._use(digest)
@@ -59,7 +70,28 @@ class StatePool:
         self._being_restored.add(digest)
         return self._proven[digest] if digest in self._proven else self._recent[digest]
 
+    def bring_back(self, digest: bytes, but: Sequence[bytes] = ()) -> bool:
+        """Let the state of this hash, which is kept, be on the device. False: it has no room there, beside those `but`
+        it."""
+        if digest in self:
+            return True
+        self.host.use(digest)
+        snapshot = self.reserve(but)
+        if snapshot is None:
+            return False
+        if digest not in self.host:  # it made room for what was on the device
+            self.give_back(snapshot)
+            return False
+        self.host.restore(digest, snapshot)
+        self.publish(snapshot, digest)
+        self.brought_back += 1
+        return True
+
     def _use(self, digest: bytes) -> None:
+        if digest not in self:
+            self.host.use(digest)
+            return
+        self._demoted.discard(digest)
         if digest in self._recent and digest in self._restored_once and self._most_proven:
             self._proven[digest] = self._recent.pop(digest)
             if len(self._proven) > self._most_proven:
@@ -72,18 +104,23 @@ class StatePool:
         """What the plan restores it reads before a later one writes it."""
         self._being_restored.clear()
 
-    def reserve(self) -> int | None:
-        """A snapshot for a plan to write: an unused one, or the recent one that was used longest ago. None where the
-        others are proven, written by plans in flight, or read by the plan in the making."""
+    def reserve(self, but: Sequence[bytes] = ()) -> int | None:
+        """A snapshot for a plan to write: an unused one, or the recent one that was used longest ago, `but` for these.
+        None where the others are proven, written by plans in flight, or read by the plan in the making."""
         if self._unused:
             snapshot = self._unused.pop()
         else:
-            oldest = next((digest for digest in self._recent if digest not in self._being_restored), None)
+            stay = self._being_restored.union(but) if but else self._being_restored
+            oldest = next((digest for digest in self._recent if digest not in stay), None)
             if oldest is None:
                 return None
             snapshot = self._recent.pop(oldest)
             self._restored_once.discard(oldest)
             self.evicted += 1
+            if oldest in self._demoted:
+                self._demoted.remove(oldest)
+            elif self.host.size:
+                self.host.save(oldest, snapshot)
         self._reserved.add(snapshot)
         return snapshot
 
@@ -101,12 +138,18 @@ class StatePool:
         self._unused.append(snapshot)
 
     def demote(self, digest: bytes) -> None:
-        """Let the snapshot of this hash, if there is one, be the next to make room: what it continues is gone, or a
-        later one is of more use."""
+        """Let the snapshot of this hash, if there is one, be the next to make room, and not for the host's memory: what
+        it continues is gone, or a later one is of more use."""
         if digest in self._proven:
             self._recent[digest] = self._proven.pop(digest)
         if digest in self._recent:
             self._recent.move_to_end(digest, last=False)
+            self._demoted.add(digest)
+        self.host.demote(digest)
+
+    def take_copies(self) -> list[HostCopy]:
+        """See `HostTier.take_copies`; those of a plan come before the snapshots that it writes."""
+        return self.host.take_copies()
 
     def promise(self, digest: bytes) -> None:
         """A running sequence is going to have the state of this hash, and to keep it."""
@@ -131,4 +174,6 @@ class StatePool:
         assert not self._recent.keys() & self._proven.keys(), "one hash in two snapshots"
         assert len(self._proven) <= self._most_proven
         assert self._restored_once <= self._recent.keys() | self._proven.keys()
+        assert self._demoted <= self._recent.keys()
+        self.host.check_integrity()
         assert not self._being_restored, "a plan is being made"

@@ -65,7 +65,7 @@ MaskSource: TypeAlias = Callable[[], MaskArray]
 
 NO_ROWS: IntArray = np.zeros(0, np.int32)
 NO_TOKENS: IntArray = np.zeros((0, 3), np.int32)
-NO_BLOCK_COPIES: IntArray = np.zeros((0, 3), np.int32)
+NO_HOST_COPIES: IntArray = np.zeros((0, 3), np.int32)
 NO_STATE_SAVES: IntArray = np.zeros((0, 3), np.int32)
 NO_STATE_RESTORES: IntArray = np.zeros((0, 2), np.int32)
 
@@ -88,10 +88,10 @@ class NewSequence(NamedTuple):
 class StepPlan(NamedTuple):
     """One step of R rows, as the difference from the step before.
 
-    An executor processes plans in the order of `step`, and within one: `closed`, `block_copies`, `new`, `appended`,
-    `forced`, `drafted`, then the rows, with `state_restores` and `state_saves`: snapshots are read before any is
-    overwritten. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled again before
-    the host has seen its last token) and the append-only block table.
+    An executor processes plans in the order of `step`, and within one: `closed`, `block_copies` and `state_copies`,
+    `new`, `appended`, `forced`, `drafted`, then the rows, with `state_restores` and `state_saves`: snapshots are read
+    before any is overwritten. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled
+    again before the host has seen its last token) and the append-only block table.
     """
 
     step: int
@@ -125,14 +125,16 @@ class StepPlan(NamedTuple):
     """[R] how many tokens the executor's draft model proposes to follow the row's next token, once that is sampled; its
     own cache, of the same blocks, has all that is computed of the row by then, as far as a step suffices for it. 0: it
     leaves the row as it is. Empty where it does nothing."""
-    block_copies: IntArray = NO_BLOCK_COPIES
-    """[V, 3] the fields of each `BlockCopy`, to be made in this order before anything is computed."""
+    block_copies: IntArray = NO_HOST_COPIES
+    """[V, 3] the fields of each `HostCopy` of a block, to be made in this order before anything is computed."""
     state_saves: IntArray = NO_STATE_SAVES
     """[S, 3] (row, position, snapshot): the state of the row after its first `position` tokens goes into the snapshot;
     starts < position <= starts + counts of the row in this plan."""
     state_restores: IntArray = NO_STATE_RESTORES
     """[T, 2] (row, snapshot): the row goes on from the state in the snapshot, for its own is that after drafts which
     were wrong."""
+    state_copies: IntArray = NO_HOST_COPIES
+    """[W, 3] the fields of each `HostCopy` of a snapshot, in the same way: before one is read or written."""
 
     @property
     def tokens(self) -> int:

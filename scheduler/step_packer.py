@@ -14,7 +14,7 @@ from ..core.metrics import SequenceState
 from .config import SchedulerConfig
 from .half_computed import PendingPrefill, half_computed
 from .plan import (
-    NO_BLOCK_COPIES,
+    NO_HOST_COPIES,
     NO_ROWS,
     NO_STATE_RESTORES,
     NO_STATE_SAVES,
@@ -109,7 +109,6 @@ class StepPacker:
         if self._speculation is not None and self._speculation.asks_draft_model:
             proposals = self._plan_proposals(self._speculation, chosen.tolist(), ends.tolist(), samples.tolist())
         appended = [pair for pair in self._appended if self._counts[pair[0]]]
-        copies = self._cache.take_block_copies()
         saves = () if rows.saves is None else tuple(rows.saves.reserve(chosen, ends))
         kept = [save[:3] for save in saves]
         restores = list[tuple[int, int]]()
@@ -119,6 +118,7 @@ class StepPacker:
                 first = int(rows.scheduled[row]) - len(tokens)
                 kept += [(row, *state) for state in draft_states.reserve(row, first, len(tokens))]
             draft_states.plan_is_made()
+        block_copies, state_copies = self._cache.take_block_copies(), self._cache.take_state_copies()
         plan = StepPlan(
             self._step,
             chosen.astype(np.int32),
@@ -131,9 +131,10 @@ class StepPacker:
             closed=np.array(rows.closed_rows, np.int32) if rows.closed_rows else NO_ROWS,
             forced=np.array(rows.forced, np.int32) if rows.forced else NO_TOKENS,
             proposals=proposals,
-            block_copies=np.array(copies, np.int32) if copies else NO_BLOCK_COPIES,
+            block_copies=np.array(block_copies, np.int32) if block_copies else NO_HOST_COPIES,
             state_saves=np.array(kept, np.int32) if kept else NO_STATE_SAVES,
             state_restores=np.array(restores, np.int32) if restores else NO_STATE_RESTORES,
+            state_copies=np.array(state_copies, np.int32) if state_copies else NO_HOST_COPIES,
         )
         rows.closed_rows.clear()
         rows.forced.clear()

@@ -148,10 +148,12 @@ def _snapshot_claim(interval: ModelInterval, seconds: float, missed: float) -> T
     tokens = f"{missed:,.0f} tokens of prompts had blocks and no state to go on from"
     why = f"{tokens}; {begun:.0f} sequences began with one of {kept:.0f} snapshots, and {evicted:.0f} made room"
     if evicted:
-        turn = "--state-cache-fraction or --kv-cache-memory-fraction up, or more --data-parallel-size"
+        turn = "--state-cache-fraction or --kv-cache-memory-fraction up, --kv-cache-host-bytes on a GPU, or more"
+        turn += " --data-parallel-size"
     else:
         turn = "nothing: where prompts part a state is kept from the second on that has the beginning"
     evidence = {"missed_tokens": missed, "snapshot_hits": begun, "evictions": evicted, "snapshots": kept}
+    evidence["host_snapshots"] = interval.gauge("charonia_state_host_snapshots")
     what = "prompts are computed though the cache has their blocks"
     return TimeClaim(Cause.NO_SNAPSHOT, seconds, what, why, turn, evidence)
 

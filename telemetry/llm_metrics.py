@@ -87,11 +87,15 @@ class EngineState(NamedTuple):
     """By `SequenceState`."""
     state_snapshots: int = 0
     """Snapshots of recurrent states that can be found."""
+    host_snapshots: int = 0
+    """Those in the host's memory, of which some are on the device too."""
     state_evictions: int = 0
     state_hits: int = 0
     """Sequences that began with one."""
     state_misses: int = 0
     """Prompt tokens whose blocks were found, but no state."""
+    states_brought_back: int = 0
+    """Snapshots that came back from the host's memory."""
 
     def readings(self) -> Iterator[Reading]:
         yield Reading("charonia_requests_running", self.running)
@@ -103,8 +107,10 @@ class EngineState(NamedTuple):
         yield Reading("charonia_prefix_cache_hits_total", self.prefix_hits)
         yield Reading("charonia_prefix_cache_host_hits_total", self.restored)
         yield Reading("charonia_state_snapshots", self.state_snapshots)
+        yield Reading("charonia_state_host_snapshots", self.host_snapshots)
         yield Reading("charonia_state_snapshot_evictions_total", self.state_evictions)
         yield Reading("charonia_state_snapshot_hits_total", self.state_hits)
+        yield Reading("charonia_state_snapshot_host_hits_total", self.states_brought_back)
         yield Reading("charonia_state_missed_tokens_total", self.state_misses)
         yield Reading("charonia_preemptions_total", self.preemptions)
         yield Reading("charonia_core_restarts_total", self.core_restarts)

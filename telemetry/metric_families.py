@@ -26,8 +26,12 @@ CHARONIA_FAMILIES = (
         "charonia_prefix_cache_host_hits_total", "counter", "Prompt tokens found in the prefix cache's host memory"
     ),
     MetricFamily("charonia_state_snapshots", "gauge", "Snapshots of recurrent states that prompts can begin with"),
+    MetricFamily("charonia_state_host_snapshots", "gauge", "Snapshots of recurrent states in the host's memory"),
     MetricFamily("charonia_state_snapshot_evictions_total", "counter", "Snapshots that made room for others"),
     MetricFamily("charonia_state_snapshot_hits_total", "counter", "Sequences that began with a snapshot"),
+    MetricFamily(
+        "charonia_state_snapshot_host_hits_total", "counter", "Snapshots that came back from the host's memory"
+    ),
     MetricFamily(
         "charonia_state_missed_tokens_total", "counter", "Prompt tokens computed though the cache had their blocks"
     ),

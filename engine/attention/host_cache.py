@@ -1,4 +1,5 @@
-"""Cache blocks in the host's memory, and their way from a device and back. On a GPU no step waits for the bus."""
+"""What makes room on a device, cache blocks and snapshots of states, in the host's memory, and its way there and back.
+On a GPU no step waits for the bus."""
 
 from collections.abc import Sequence
 
@@ -11,8 +12,8 @@ PIECE_BYTES = 1 << 30
 """Of host memory that is pinned at a time: torch makes a power of two of each, so that 20 GB would take 32."""
 
 
-class _HostBlocks:
-    """`slots` for blocks that are `like` those of a device's tensor."""
+class _HostSlots:
+    """`slots` for what is `like` the places of a device's tensor."""
 
     def __init__(self, slots: int, like: Tensor, pinned: bool) -> None:
         self._piece_slots = max(PIECE_BYTES // max(like[0].nbytes, 1), 1)
@@ -24,43 +25,44 @@ class _HostBlocks:
 
 
 class HostCache:
-    """`slots` of host memory for blocks of `device_blocks`, tensors that each have all blocks by their first index."""
+    """`slots` of host memory for places of `device_tensors`, which all have the same ones by their first index: blocks,
+    or snapshots."""
 
-    def __init__(self, device_blocks: Sequence[Tensor], slots: int) -> None:
-        self._device_blocks = device_blocks
-        device = device_blocks[0].device
+    def __init__(self, device_tensors: Sequence[Tensor], slots: int) -> None:
+        self._device_tensors = device_tensors
+        device = device_tensors[0].device
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._host_blocks = [_HostBlocks(slots, blocks, on_gpu) for blocks in device_blocks]
+        self._host_tensors = [_HostSlots(slots, tensor, on_gpu) for tensor in device_tensors]
 
-    def copy_blocks(self, block_copies: IntArray) -> None:
-        """Make the `block_copies` [V, 3] of a plan, behind what is queued on the device, or, on a CPU, at once."""
-        for block, slot, back in block_copies.tolist():
-            for device_blocks, host_blocks in zip(self._device_blocks, self._host_blocks, strict=True):
+    def make_copies(self, copies: IntArray) -> None:
+        """Make the `copies` [V, 3] of a plan, behind what is queued on the device, or, on a CPU, at once."""
+        for place, slot, back in copies.tolist():
+            for device_tensor, host_tensor in zip(self._device_tensors, self._host_tensors, strict=True):
                 if back:
-                    self._bring_back(host_blocks[slot], device_blocks[block])
+                    self._bring_back(host_tensor[slot], device_tensor[place])
                 else:
-                    self._take_away(device_blocks[block], host_blocks[slot])
+                    self._take_away(device_tensor[place], host_tensor[slot])
 
-    def _take_away(self, block: Tensor, slot: Tensor) -> None:
-        """Copy a block to the host: first on the device, in the order of the steps, and then by a stream of its own."""
+    def _take_away(self, place: Tensor, slot: Tensor) -> None:
+        """Copy a place to the host: first on the device, in the order of the steps, and then by a stream of its own."""
         if self._stream is None:
-            slot.copy_(block)
+            slot.copy_(place)
             return
-        staged = block.clone(memory_format=torch.contiguous_format)
-        self._stream.wait_stream(torch.cuda.current_stream(block.device))
+        staged = place.clone(memory_format=torch.contiguous_format)
+        self._stream.wait_stream(torch.cuda.current_stream(place.device))
         with torch.cuda.stream(self._stream):
             slot.copy_(staged, non_blocking=True)
         staged.record_stream(self._stream)
 
-    def _bring_back(self, slot: Tensor, block: Tensor) -> None:
-        """Copy a block to the device: it is on its way while the step before is computed."""
+    def _bring_back(self, slot: Tensor, place: Tensor) -> None:
+        """Copy a slot to the device: it is on its way while the step before is computed."""
         if self._stream is None:
-            block.copy_(slot)
+            place.copy_(slot)
             return
-        current = torch.cuda.current_stream(block.device)
+        current = torch.cuda.current_stream(place.device)
         with torch.cuda.stream(self._stream):
-            staged = slot.to(block.device, non_blocking=True)
+            staged = slot.to(place.device, non_blocking=True)
         current.wait_stream(self._stream)
         staged.record_stream(current)
-        block.copy_(staged)
+        place.copy_(staged)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 from ...core.errors import InvalidArgument
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ..config import CacheConfig, EngineConfig
-from ..state_options import check_states_go_with
 from ..worker.executor import Capacity
 
 log = logging.getLogger(__name__)
@@ -39,6 +38,7 @@ class CacheSizes(NamedTuple):
     state_bytes: int = 0
     draft_states: int = 0
     groups: LayerGroups = ONE_GROUP
+    host_snapshots: int = 0
 
     @property
     def extra_states(self) -> int:
@@ -55,23 +55,24 @@ class CacheSizes(NamedTuple):
             line += f", {self.host_blocks} in the host's memory"
         if self.state_bytes:
             line += f", {self.snapshots} snapshots of states of {self.state_bytes / 1e6:.3g} MB"
+            line += f", {self.host_snapshots} more in the host's memory" if self.host_snapshots else ""
             line += f", {self.draft_states} more for drafts" if self.draft_states else ""
         return line
 
 
 def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -> CacheSizes:
     """The sizes for sequences of at most `length` tokens. A model with states has one for each row, before anything
-    else, and some for drafts; of what is left, snapshots get a share, unless no prompt is to share anything.
+    else, and some for drafts; of what is left, and of the host's memory, snapshots get a share, unless no prompt is to
+    share anything.
 
     Raises:
-        InvalidArgument: not even one block fits, or the model's states do not go with an option.
+        InvalidArgument: not even one block fits, or one state for each row.
     """
     rows, caching = config.scheduler.max_num_seqs, config.cache.prefix_caching
     if not capacity.state_bytes:
         blocks = resolve_cache_blocks(config.cache, capacity, rows * length)
-        host = _host_blocks(config, capacity)
-        return CacheSizes(blocks, host_blocks=host, prefix_caching=caching, groups=capacity.groups)
-    check_states_go_with(config)
+        host_blocks, _ = _host_sizes(config, capacity, caching, 0.0)
+        return CacheSizes(blocks, host_blocks=host_blocks, prefix_caching=caching, groups=capacity.groups)
     fraction = config.cache.state_fraction if caching else 0.0
     if not capacity.block_bytes:
         fraction = float(caching)
@@ -93,7 +94,17 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
         if fraction:
             reason = f"state_cache_fraction {fraction:g} has no room for a state of {capacity.state_bytes} bytes"
         log.warning("prefix caching is off, for there are no snapshots of states: %s", reason)
-    return CacheSizes(blocks, snapshots, 0, snapshots > 0, capacity.state_bytes, drafts)
+    host_blocks, host_snapshots = _host_sizes(config, capacity, snapshots > 0, fraction)
+    return CacheSizes(
+        blocks,
+        snapshots,
+        host_blocks,
+        snapshots > 0,
+        capacity.state_bytes,
+        drafts,
+        capacity.groups,
+        host_snapshots,
+    )
 
 
 def _cache_bytes(config: EngineConfig, capacity: Capacity) -> int:
@@ -163,19 +174,26 @@ def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: 
     raise InvalidArgument(f"{block}, and {allowed}", field=field)
 
 
-def _host_blocks(config: EngineConfig, capacity: Capacity) -> int:
-    """The number of blocks for which there is to be host memory.
+def _host_sizes(config: EngineConfig, capacity: Capacity, caching: bool, fraction: float) -> tuple[int, int]:
+    """The number of blocks and of snapshots for which there is to be host memory; the latter get this part of it.
 
     Raises:
         InvalidArgument: not even one fits, or without prefix caching none would ever be found.
     """
     room, field = config.cache.host_bytes, "kv_cache_host_bytes"
     if not room:
-        return 0
-    if not config.cache.prefix_caching:
-        raise InvalidArgument("blocks in the host's memory are found by prefix caching, which is off", field=field)
-    block_bytes = capacity.block_bytes * config.parallel.world
-    if room < block_bytes:
-        message = f"a block of {config.cache.block_size} tokens takes {block_bytes} bytes, and {field} is {room}"
+        return 0, 0
+    if not caching:
+        message = f"{field}: what is in the host's memory is found by prefix caching, which is off"
         raise InvalidArgument(message, field=field)
-    return room // block_bytes
+    ranks = config.parallel.world
+    kinds = (
+        (f"a block of {config.cache.block_size} tokens", capacity.block_bytes * ranks, room - int(room * fraction)),
+        ("a state", capacity.state_bytes * ranks, int(room * fraction)),
+    )
+    for what, size, share in kinds:
+        if share < size:
+            of = f", of which it gets {share}" if share < room else ""
+            raise InvalidArgument(f"{what} takes {size} bytes, and {field} is {room}{of}", field=field)
+    blocks, snapshots = (share // size if size else 0 for _, size, share in kinds)
+    return blocks, snapshots

@@ -99,6 +99,8 @@ class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
     """Recent step time (moving average); 0 before the first step."""
     state_snapshots: int = 0
     """Snapshots of recurrent states that can be found."""
+    host_snapshots: int = 0
+    """Those in the host's memory, of which some are on the device too."""
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True):
@@ -148,6 +150,8 @@ class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
     """Sequences that began with one."""
     state_misses: int = 0
     """Prompt tokens whose blocks were found, but no state to go on from."""
+    states_brought_back: int = 0
+    """Snapshots that came back from the host's memory."""
 
 
 NO_STEP = StepStats()

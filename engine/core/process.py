@@ -122,14 +122,14 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     length = resolve_max_model_len(config.max_model_len, capacity)
     sizes = resolve_cache_sizes(config, capacity, length)
     progress.report("cache", 0.0)
-    executor.allocate(sizes.blocks, sizes.host_blocks, sizes.extra_states)
+    executor.allocate(sizes.blocks, sizes.host_blocks, sizes.extra_states, sizes.host_snapshots)
     progress.report("cache", 1.0, sizes.describe(config.cache.block_size))
     caching = sizes.prefix_caching
     drafts = sizes.draft_states if capacity.state_bytes else None
     rules = scheduler_config(config, length, capacity.ahead)
     groups = capacity.groups._replace(in_flight=rules.tokens_in_flight)
     counts = sizes.blocks, config.cache.block_size, caching, sizes.host_blocks, sizes.snapshots, drafts
-    cache = KVCacheManager(*counts, groups)
+    cache = KVCacheManager(*counts, groups, sizes.host_snapshots)
     speculation = None if drafts == 0 else _speculation(config, capacity.vocab_size)
     scheduler = Scheduler(rules, cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))

@@ -229,8 +229,8 @@ class EngineCore:
             updates = updates._replace(finished=updates.finished + [(key, "timeout") for key in expired])
         scheduler = self._scheduler
         cache = self._cache
-        kept = 0 if cache.states is None else len(cache.states)
-        load = EngineLoad(scheduler.running, scheduler.waiting, cache.free_blocks, self._step_seconds, kept)
+        kept = (0, 0) if cache.states is None else (len(cache.states), len(cache.states.host))
+        load = EngineLoad(scheduler.running, scheduler.waiting, cache.free_blocks, self._step_seconds, *kept)
         return RequestUpdates(self._step, updates, load, stats, self._totals())
 
     def _totals(self) -> CoreTotals:
@@ -245,6 +245,7 @@ class EngineCore:
             state_evictions=0 if states is None else states.evicted,
             state_hits=0 if states is None else states.restored,
             state_misses=scheduled.state_misses,
+            states_brought_back=0 if states is None else states.brought_back,
             grammars_compiled=grammars.compiled,
             grammar_seconds=grammars.seconds,
             grammar_hits=grammars.hits,

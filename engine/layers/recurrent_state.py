@@ -51,6 +51,11 @@ class StateSlots:
         """Bytes of one sequence, over all layers."""
         return sum(state.bytes(self._dtype.itemsize) for state in self._states)
 
+    @property
+    def snapshots(self) -> list[Tensor]:
+        """All tensors of the layers' snapshots, without the rows' states: [snapshots, ...]."""
+        return [tensor[self._rows :] for layer in self.layers for tensor in layer if tensor[0].numel()]
+
     def allocate(self, snapshots: int) -> None:
         """Make slots for the rows and so many snapshots; earlier ones are dropped."""
         self.free()  # first, or else both would have to fit

@@ -227,8 +227,8 @@ def _execute_command(
                 report(messages.StepComputed(result))
         case messages.ProvideMasks():
             raise ValueError("masks without a step that waits for them")
-        case messages.AllocateCache(blocks, host_blocks, snapshots):
-            runner.allocate(blocks, host_blocks, snapshots)
+        case messages.AllocateCache(blocks, host_blocks, snapshots, host_snapshots):
+            runner.allocate(blocks, host_blocks, snapshots, host_snapshots)
             report(messages.CacheAllocated())
         case messages.LoadRankAdapter(path):
             rank.loaded_adapters.load(path).add_done_callback(partial(_report_adapter, report))

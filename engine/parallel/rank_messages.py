@@ -40,11 +40,13 @@ class JoinRanks(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class AllocateCache(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Allocate a cache of so many blocks, in place of any former one, of the host's memory, and snapshots of states."""
+    """Allocate a cache of so many blocks and snapshots of states, in place of any former one, and of the host's memory
+    for both."""
 
     blocks: int
     host_blocks: int = 0
     snapshots: int = 0
+    host_snapshots: int = 0
 
 
 class ComputeStep(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -75,10 +75,10 @@ class RanksExecutor:
         tightest = tightest_capacity([report.capacity for report in loaded.values()])
         return tightest._replace(machine=f"{self._layout}, each {machine}" if machine else str(self._layout))
 
-    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0) -> None:
+    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
         """Allocate every rank's part of the cache, and begin anew."""
         self._sampled.clear()
-        self._command(messages.AllocateCache(blocks, host_blocks, snapshots))
+        self._command(messages.AllocateCache(blocks, host_blocks, snapshots, host_snapshots))
         self._wait_for_all(messages.CacheAllocated)
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:

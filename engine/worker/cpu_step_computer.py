@@ -31,8 +31,8 @@ class CpuStepComputer:
         self._chooser = TokenChooser(rows, rows.device)
 
     def follows_unread(self, plan: StepPlan) -> bool:
-        """Kernels go from one step to the next by themselves, unless blocks have to be copied in between."""
-        return not len(plan.block_copies)
+        """Kernels go from one step to the next by themselves, unless something has to be copied in between."""
+        return not len(plan.block_copies) and not len(plan.state_copies)
 
     def begin(self, inputs: StepInputs, masks: MaskSource | None, states: StepSlotStates | None = None) -> BegunStep:
         """See `StepComputer.begin`. A step without logits is not begun beside the caller."""

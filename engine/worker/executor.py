@@ -50,9 +50,9 @@ class Executor(Protocol):
     def load(self, progress: ProgressCallback) -> Capacity:
         """Load weights and report what is left for the cache."""
 
-    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0) -> None:
-        """Allocate the cache: `blocks` blocks, and host memory for `host_blocks` more, which plans move. Of recurrent
-        states, if the model has any: one for each row, and `snapshots` beside them."""
+    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
+        """Allocate the cache: `blocks` blocks. Of recurrent states, if the model has any: one for each row, and
+        `snapshots` beside them. Host memory for `host_blocks` and `host_snapshots` more, which plans move."""
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
         """`masks` makes those of `plan.masked`: it is called once, on the caller's thread, now or when the result is

@@ -100,17 +100,19 @@ class FakeExecutor:
         self._host_slots = np.full((0, block_size), EMPTY, np.int64)
         self._holders: list[int] = []
         self._snapshots: list[list[int]] = []
+        self._host_snapshots: list[list[int]] = []
         self._next_step: int | None = None
 
     def load(self, progress: ProgressCallback) -> Capacity:
         progress("weights", 1.0)
         return self._capacity
 
-    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0) -> None:
+    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
         self._slots = np.full(blocks * self._block_size, EMPTY, np.int64)
         self._host_slots = np.full((host_blocks, self._block_size), EMPTY, np.int64)
         self._holders = [0] * blocks
         self._snapshots = [[EMPTY]] * snapshots
+        self._host_snapshots = [[EMPTY]] * host_snapshots
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
         step_masks = masks() if masks is not None and len(plan.masked) else None
@@ -154,12 +156,8 @@ class FakeExecutor:
         self._next_step = plan.step + 1
         for row in plan.closed.tolist():
             self._let_go(self._rows.pop(row).blocks)
-        for block, slot, back in plan.block_copies.tolist():
-            assert not self._holders[block], f"block {block} is moved and has {self._holders[block]} holders"
-            content = self._slots[block * self._block_size :][: self._block_size]
-            source, target = (self._host_slots[slot], content) if back else (content, self._host_slots[slot])
-            assert (source != EMPTY).all() or not self._check_contents, f"block {block} is moved and has no content"
-            target[:] = source
+        self._move_blocks(plan.block_copies.tolist())
+        self._move_states(plan.state_copies.tolist())
         for new in plan.new:
             assert new.row not in self._rows, f"row {new.row} is occupied"
             assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"
@@ -192,6 +190,26 @@ class FakeExecutor:
         if pause:
             time.sleep(pause)
         return result
+
+    def _move_blocks(self, copies: list[list[int]]) -> None:
+        """What leaves a block is not there any more."""
+        for block, slot, back in copies:
+            assert not self._holders[block], f"block {block} is moved and has {self._holders[block]} holders"
+            content = self._slots[block * self._block_size :][: self._block_size]
+            source, target = (self._host_slots[slot], content) if back else (content, self._host_slots[slot])
+            assert (source != EMPTY).all() or not self._check_contents, f"block {block} is moved and has no content"
+            target[:] = source
+            if not back:
+                content[:] = EMPTY
+
+    def _move_states(self, copies: list[list[int]]) -> None:
+        for snapshot, slot, back in copies:
+            places = (self._snapshots, snapshot), (self._host_snapshots, slot)
+            (sources, source), (targets, target) = reversed(places) if back else places
+            assert sources[source] != [EMPTY], f"snapshot {snapshot} is moved and has no content"
+            targets[target] = sources[source]
+            if not back:
+                self._snapshots[snapshot] = [EMPTY]
 
     def _run_rows(self, plan: StepPlan, masks: MaskArray | None) -> StepResult:
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"

@@ -38,8 +38,8 @@ class InlineExecutor:
         self._rank = load_rank(config, shard, lambda fraction: progress("weights", fraction))
         return self._rank.capacity()
 
-    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0) -> None:
-        self.rank.runner.allocate(blocks, host_blocks, snapshots)
+    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
+        self.rank.runner.allocate(blocks, host_blocks, snapshots, host_snapshots)
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> "_InlineFuture":
         self.rank.runner.begin_step(plan, masks)

@@ -28,7 +28,6 @@ from ..kernel_choice import LEVEL_VARIABLE
 from ..layers.recurrent_state import StateSlots
 from ..models.interfaces import CheckpointBuilder
 from ..models.registry import checkpoint_builder
-from ..state_options import check_states_go_with
 from ..step_adapters import RankAdapter
 from .cpu_step_computer import CpuStepComputer
 from .device_step_computer import DeviceStepComputer
@@ -127,8 +126,6 @@ def load_rank(
     if config.cpu_level != "auto":
         use_cpu_level(config)
     builder = builder or checkpoint_builder(open_checkpoint(config.model))
-    if builder.keeps_states:
-        check_states_go_with(config)
     block_size = config.cache.block_size
     context = build_context(config, builder, shard, progress)
     device = context.device
@@ -175,8 +172,6 @@ def check_rank_config(config: EngineConfig) -> str:
         InvalidArgument: the configuration does not fit the checkpoint.
     """
     builder = checkpoint_builder(open_checkpoint(config.model))
-    if builder.keeps_states:
-        check_states_go_with(config)
     context = build_context(msgspec.structs.replace(config, device="cpu"), builder)
     check_drafter(config)
     return builder.dry_run(context, config.parallel)

@@ -221,6 +221,8 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
         shape,
         blocks=sizes.blocks,
         snapshots=sizes.snapshots,
+        host_blocks=sizes.host_blocks,
+        host_snapshots=sizes.host_snapshots,
         groups=groups,
         prefix_caching=sizes.prefix_caching,
         scheduler=msgspec.structs.replace(shape.scheduler, ahead=ahead),

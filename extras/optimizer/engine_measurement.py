@@ -167,13 +167,15 @@ def measure_engine(config: EngineConfig, seconds: float, tell: Tell, seed: int =
             scheduler=scheduler_config(config, length, capacity.ahead),
             blocks=sizes.blocks,
             snapshots=sizes.snapshots,
+            host_blocks=sizes.host_blocks,
+            host_snapshots=sizes.host_snapshots,
             groups=capacity.groups,
             block_size=config.cache.block_size,
             prefix_caching=sizes.prefix_caching,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
         )
-        executor.allocate(shape.blocks, snapshots=shape.snapshots)
+        executor.allocate(shape.blocks, shape.host_blocks, shape.snapshots, shape.host_snapshots)
         run = _EngineRun(executor, capacity.vocab_size, shape, Random(seed))
         samples = run.measure(seconds, tell)
     overhead = max(0.0, median(run.overheads))

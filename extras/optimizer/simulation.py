@@ -34,15 +34,19 @@ WatchStep = Callable[[StepPlan, float], None]
 
 
 _AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+_NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine as far as a simulation goes: its scheduler, the `blocks` of each replica's cache, each for one of the
-    `groups` of its layers, the `snapshots` of recurrent states beside them, if its model has any, and what may wait."""
+    `groups` of its layers, the `snapshots` of recurrent states beside them, if its model has any, how many of both the
+    host's memory keeps, to and from where copies take no time here, and what may wait."""
 
     scheduler: SchedulerConfig
     blocks: _AtLeastOne
-    snapshots: Annotated[int, msgspec.Meta(ge=0)] = 0
+    snapshots: _NotNegative = 0
+    host_blocks: _NotNegative = 0
+    host_snapshots: _NotNegative = 0
     groups: LayerGroups = ONE_GROUP
     block_size: _AtLeastOne = 16
     prefix_caching: bool = True
@@ -52,8 +56,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def make_cache(self) -> KVCacheManager:
         """An empty cache of a replica."""
         groups = self.groups._replace(in_flight=self.scheduler.tokens_in_flight)
-        sizes = self.blocks, self.block_size, self.prefix_caching
-        return KVCacheManager(*sizes, snapshots=self.snapshots, groups=groups)
+        sizes = self.blocks, self.block_size, self.prefix_caching, self.host_blocks, self.snapshots
+        return KVCacheManager(*sizes, groups=groups, host_snapshots=self.host_snapshots)
 
 
 def unlimited_engine(scheduler: SchedulerConfig) -> EngineShape:

@@ -123,7 +123,7 @@ class ThreadedExecutor:
         torch.set_num_threads(1)
         return load_rank(self._config, seat)
 
-    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0) -> None:
+    def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
         sizes = blocks, host_blocks, snapshots
         self._on_all([lambda engine=engine: engine.runner.allocate(*sizes) for engine in self.engines])
 

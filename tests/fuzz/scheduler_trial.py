@@ -29,10 +29,10 @@ SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerWorld:
-    """The sizes, rules and load of a trial. `host_blocks`: for evicted blocks. `snapshots`: of states, which the model
-    has unless it is None: then each step brings a token where it samples; `draft_states`: those that all rows' drafts
-    may take. `groups`: of its layers. `live`: sequences that it adds at once. Of a random trial's prompts,
-    `long_prompts` may be of any length; `outputs`: the most new tokens that it asks for.
+    """The sizes, rules and load of a trial. `host_blocks`, `host_snapshots`: for evicted ones. `snapshots`: of states,
+    which the model has unless it is None: then each step brings a token where it samples; `draft_states`: those that
+    all rows' drafts may take. `groups`: of its layers. `live`: sequences that it adds at once. Of a random trial's
+    prompts, `long_prompts` may be of any length; `outputs`: the most new tokens that it asks for.
     `tenants`: their number; each weighs twice the one before. `adapters`: their number, beside the model itself.
     `token_seconds`: the time of a token that the scheduler is told, roughly; 0 for none.
     `drafts`: the most tokens that are drafted for a sequence in a step, each right with `draft_accuracy`.
@@ -43,6 +43,7 @@ class SchedulerWorld:
     prefix_caching: bool = True
     host_blocks: int = 0
     snapshots: int | None = None
+    host_snapshots: int = 0
     draft_states: int = 0
     groups: LayerGroups = ONE_GROUP
     burst: tuple[int, int] = (1, 1)
@@ -89,9 +90,9 @@ class SchedulerWorld:
             ),
         )
         kept = random.random()
-        if kept < 0.4:
-            return world.with_states(random)
-        return world.with_windows(random) if kept > 0.75 else world
+        if kept > 0.65:
+            world = world.with_windows(random)
+        return world.with_states(random) if 0.3 < kept < 0.8 else world
 
     def with_states(self, random: Random) -> "SchedulerWorld":
         """The same for a model whose sequences have states."""
@@ -105,9 +106,7 @@ class SchedulerWorld:
         return replace(
             self,
             snapshots=random.choice((0, 1, 2, 4, 9, 40)),
-            blocks=self.blocks // self.groups.total,
-            groups=ONE_GROUP,
-            host_blocks=0,
+            host_snapshots=random.choice((0, 0, 1, 3, 12)),
             burst=(max(self.burst[0], 1), max(self.burst)),
             draft_states=random.choice((0, 1, 3, 8, 40)),
             scheduler=msgspec.structs.replace(self.scheduler, snapshots=rule),
@@ -181,7 +180,7 @@ class SchedulerTrial:
         steps = world.scheduler.ahead + 1
         groups = world.groups._replace(in_flight=steps * world.scheduler.max_num_batched_tokens)
         sizes = world.blocks, world.block_size, prefix_caching, world.host_blocks, snapshots, draft_states
-        self.cache = KVCacheManager(*sizes, groups)
+        self.cache = KVCacheManager(*sizes, groups, world.host_snapshots)
         drafter = _RandomDrafter(Random(seed + 1), world.draft_accuracy)
         speculation = Speculation({"trial": drafter}, world.drafts, VOCABULARY) if world.drafts else None
         if speculation is not None:
@@ -200,7 +199,8 @@ class SchedulerTrial:
             behaviour=FakeBehaviour(burst=world.burst, seed=seed),
             threaded=False,
         )
-        self.executor.allocate(world.blocks, world.host_blocks, snapshots + world.draft_states)
+        states = snapshots + world.draft_states
+        self.executor.allocate(world.blocks, world.host_blocks, states, world.host_snapshots)
         self.executor.adapters.update(f"adapter {number}" for number in range(1, world.adapters + 1))
         self._adapter_of: dict[int, str] = {}  # by row
         self.operations = 0

@@ -138,22 +138,99 @@ def test_a_state_without_its_blocks_is_not_found_and_makes_room() -> None:
     assert hashes[0] in cache.states
 
 
+def test_what_made_room_comes_back_from_the_host() -> None:
+    pool = StatePool(2, host_size=2)
+    keep(pool, *"abc")
+    assert found(pool, "abc") == "bc"
+    assert [name for name in (b"a", b"b", b"c") if pool.is_kept(name)] == [b"a", b"b", b"c"]
+    [away] = pool.take_copies()
+    assert pool.bring_back(b"a", but=[b"b"])
+    [other, back] = pool.take_copies()
+    assert (away.back, other.back, back.back) == (False, False, True)
+    assert back.slot == away.slot
+    assert back.place == other.place == pool.restore(b"a")
+    assert found(pool, "abc") == "ab", "not the oldest made room, for it was to stay"
+    pool.plan_is_made()
+    keep(pool, *"de")
+    assert [copy.back for copy in pool.take_copies()] == [False], "what came back is on the host still"
+    pool.check_integrity([], [])
+
+
+def test_a_state_for_which_there_is_no_room_stays_on_the_host() -> None:
+    pool = StatePool(1, host_size=2)
+    keep(pool, *"ab")
+    pool.restore(b"b")
+    assert not pool.bring_back(b"a")
+    pool.plan_is_made()
+    assert pool.bring_back(b"a")
+    one_slot = StatePool(1, host_size=1)
+    keep(one_slot, *"ab")
+    assert not one_slot.bring_back(b"a"), "what makes room for it takes its place"
+    one_slot.check_integrity([], [])
+
+
+def test_what_is_of_no_use_is_not_taken_to_the_host() -> None:
+    pool = StatePool(2, host_size=2)
+    keep(pool, *"ab")
+    pool.demote(b"b")
+    keep(pool, "c")
+    assert not pool.is_kept(b"b")
+    pool.demote(b"a")
+    use(pool, "a")
+    keep(pool, *"de")
+    assert pool.is_kept(b"a"), "it was used after all"
+    pool.demote(b"a")
+    keep(pool, *"fg")
+    assert not pool.is_kept(b"a"), "the first to be overwritten there"
+
+
+@pytest.mark.parametrize("tokens", [24, 40])
+def test_a_prefix_is_shared_up_to_a_state_whose_blocks_and_itself_are_on_the_device_or_the_host(tokens: int) -> None:
+    cache = KVCacheManager(8, 4, host_blocks=20, snapshots=1, host_snapshots=9)
+    assert cache.states is not None
+    hashes = filled(cache, 24)
+    for number in (5, 2, 6):
+        snapshot = cache.states.reserve()
+        assert snapshot is not None
+        cache.states.publish(snapshot, hashes[number - 1])
+    other = cache.open(cache.digest(range(100, 120)), 20)
+    assert cache.extend(other, 20)
+    cache.close(other)
+    assert len(cache.take_block_copies()) == 3, "the last blocks of the first sequence"
+    assert [copy.back for copy in cache.take_state_copies()] == [False, False]
+    longer = cache.digest(range(tokens))
+    assert cache.shareable(longer, tokens) == (20 if tokens == 24 else 24)
+    assert cache.awaits(longer, tokens) is None
+    table = cache.open(longer, tokens)
+    assert table.cached == 0
+    cache.restore(table, tokens)
+    assert table.cached == table.restored == (20 if tokens == 24 else 24)
+    assert sum(copy.back for copy in cache.take_block_copies()) == (2 if tokens == 24 else 3)
+    copies = cache.take_state_copies()
+    assert [copy.back for copy in copies] == ([False, True] if tokens == 24 else [])
+    assert table.snapshot == 0
+    cache.states.plan_is_made()
+    cache.check_integrity()
+
+
 class PoolMachine(RuleBasedStateMachine):
     """A plan is made of restores and reservations; each reservation is published or given back later."""
 
     names = st.integers(0, 12).map(lambda number: b"%d" % number)
 
-    @initialize(size=st.integers(1, 9))
-    def begin(self, size: int) -> None:
-        self.pool = StatePool(size)
+    @initialize(size=st.integers(1, 9), host_size=st.sampled_from((0, 1, 3, 20)))
+    def begin(self, size: int, host_size: int) -> None:
+        self.pool = StatePool(size, host_size)
         self.reserved: list[int] = []
         self.contents: dict[int, bytes] = {}
+        self.slots: dict[int, bytes] = {}
         self.read = set[int]()
         self.promises: list[bytes] = []
 
     @rule(name=names)
     def restore(self, name: bytes) -> None:
-        if name in self.pool:
+        if self.pool.is_kept(name) and self.pool.bring_back(name):
+            self.copy()
             snapshot = self.pool.restore(name)
             assert self.contents[snapshot] == name
             self.read.add(snapshot)
@@ -161,11 +238,20 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def reserve(self) -> None:
         snapshot = self.pool.reserve()
+        self.copy()
         if snapshot is not None:
             assert snapshot not in self.read
             assert snapshot not in self.reserved
             self.reserved.append(snapshot)
             self.contents.pop(snapshot, None)
+
+    def copy(self) -> None:
+        """As an executor does: what leaves the device is not there any more."""
+        for snapshot, slot, back in self.pool.take_copies():
+            if back:
+                self.contents[snapshot] = self.slots[slot]
+            else:
+                self.slots[slot] = self.contents.pop(snapshot)
 
     @rule()
     def finish_plan(self) -> None:

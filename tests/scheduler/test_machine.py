@@ -1,5 +1,6 @@
 """Any interleaving hypothesis can think of, and many that chance draws, with everything checked after each call."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -33,17 +34,24 @@ def test_random_interleavings(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize("seed", range(7))
 def test_random_interleavings_of_a_model_with_states(seed: int) -> None:
-    """Few snapshots and many, kept often and rarely; a plan that reads a state at another count fails."""
-    random, operations, found, evicted, resumed = Random(seed), 0, 0, 0, 0
+    """Few snapshots and many, kept often and rarely, on the device and on the host; a plan that reads a state at
+    another count fails."""
+    random, operations, found, evicted, brought_back, resumed = Random(seed), 0, 0, 0, 0, 0
     while operations < OPERATIONS:
-        trial = SchedulerTrial(SchedulerWorld.drawn(random).staged(max(seed % 4, 1)).with_states(random), seed)
-        drive_randomly(trial, random, 500)
+        world = SchedulerWorld.drawn(random).staged(max(seed % 4, 1)).with_states(random)
+        if random.random() < 0.5:
+            world = replace(world, drafts=2, draft_states=8, host_blocks=40, host_snapshots=12)
+        trial = SchedulerTrial(world, seed)
+        drive_randomly(trial, random, 250)
         operations += trial.operations
         found += trial.scheduler.totals.prefix_hits
-        evicted += 0 if trial.cache.states is None else trial.cache.states.evicted
+        if trial.cache.states is not None:
+            evicted += trial.cache.states.evicted
+            brought_back += trial.cache.states.brought_back
         resumed += trial.resumed
     assert found
     assert evicted
+    assert brought_back
     assert resumed
 
 

@@ -25,16 +25,22 @@ CONFIG = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, max_model_
 
 class StateTrial:
     """A scheduler over a cache with room for `snapshots` states, and the executor that checks its plans. Without
-    `states` the model has none."""
+    `states` the model has none. `host`: blocks and snapshots in the host's memory."""
 
     def __init__(
-        self, snapshots: int, config: SchedulerConfig = CONFIG, blocks: int = 8_000, states: bool = True
+        self,
+        snapshots: int,
+        config: SchedulerConfig = CONFIG,
+        blocks: int = 8_000,
+        states: bool = True,
+        host: tuple[int, int] = (0, 0),
     ) -> None:
-        self.cache = KVCacheManager(blocks, BLOCK, snapshots > 0 or not states, snapshots=snapshots)
+        caching = snapshots > 0 or not states
+        self.cache = KVCacheManager(blocks, BLOCK, caching, host[0], snapshots, host_snapshots=host[1])
         self.scheduler = Scheduler(config, self.cache)
         capacity = Capacity(VOCABULARY, config.max_model_len, block_bytes=1, free_bytes=blocks, state_bytes=int(states))
         self.executor = FakeExecutor(capacity, block_size=BLOCK, threaded=False, check_contents=False)
-        self.executor.allocate(blocks, snapshots=snapshots)
+        self.executor.allocate(blocks, host[0], snapshots, host[1])
         self.cached: dict[int, int] = {}
         """Tokens that each sequence found, by key."""
         self.plans: list[StepPlan] = []
@@ -269,6 +275,19 @@ def test_mix_of_conversations_that_grow() -> None:
     assert [found >= len(history) - OWN - 512 - 150 for found, history in zip(shifted, histories, strict=True)] == (
         [True] * 8
     )
+
+
+@pytest.mark.parametrize(("host", "hit"), [((0, 0), 0), ((900, 0), 0), ((0, 40), 0), ((900, 40), 1_072)])
+def test_conversations_that_the_device_has_no_room_for_go_on_from_the_host(host: tuple[int, int], hit: int) -> None:
+    """Of six, the device has some blocks and two states: both of the others have to be on the host."""
+    trial = StateTrial(6, blocks=150, host=host)
+    texts = [text(seed, 1_100) for seed in range(6)]
+    for history in texts:
+        trial.serve(history)
+    hits = [trial.serve(joined(history, text(9, 50))) for history in texts]
+    assert hits == [hit] * 6
+    assert trial.cache.states is not None
+    assert (trial.cache.states.brought_back, trial.scheduler.totals.restored) == (5 if hit else 0, 6 * hit)
 
 
 def test_requests_at_once_over_one_prefix_wait_for_its_state() -> None:

@@ -203,10 +203,10 @@ def test_blocks_go_to_the_host_and_come_back_with_their_scales(kept: str) -> Non
     right = pair.step(pair.rows, [0], 2)[1]
     backend, blocks = pair.backends[0], pair.tables[0].tolist()
     host = HostCache(backend.device_blocks, len(blocks))
-    host.copy_blocks(np.array([(block, slot, 0) for slot, block in enumerate(blocks)]))
+    host.make_copies(np.array([(block, slot, 0) for slot, block in enumerate(blocks)]))
     for tensor in backend.device_blocks:
         tensor.copy_(torch.tensor(torch.nan if tensor.dtype == torch.float32 else 100.0))
-    host.copy_blocks(np.array([(BLOCKS - 1 - slot, slot, 1) for slot in range(len(blocks))]))
+    host.make_copies(np.array([(BLOCKS - 1 - slot, slot, 1) for slot in range(len(blocks))]))
     pair.tables[0] = torch.arange(BLOCKS - 1, BLOCKS - 1 - len(blocks), -1)
     torch.testing.assert_close(pair.step(pair.rows, [0], 2)[0], right, atol=2e-5, rtol=1e-3)
 

@@ -105,7 +105,7 @@ def test_of_a_model_that_keeps_no_tokens_snapshots_get_all_and_blocks_are_number
 
 def test_a_model_without_states_has_all_of_the_cache_for_blocks() -> None:
     sizes = resolve_cache_sizes(engine(CacheConfig(bytes=28_000)), CAPACITY, 1024)
-    assert sizes == (28, 0, 0, True, 0, 0, ONE_GROUP)
+    assert sizes == (28, 0, 0, True, 0, 0, ONE_GROUP, 0)
     assert sizes.describe(16) == "28 blocks of 16 tokens"
     windows = CAPACITY._replace(groups=LayerGroups(1, 3, 128))
     sliding = resolve_cache_sizes(engine(CacheConfig(bytes=28_000)), windows, 1024)
@@ -133,14 +133,25 @@ def test_states_before_drafts_take_a_part_of_what_rows_leave_and_suffice_for_one
     [
         (engine(CacheConfig(bytes=28_000), rows=14), "max_num_seqs"),
         (engine(CacheConfig(blocks=30), rows=40), "max_num_seqs"),
-        (engine(CacheConfig(host_bytes=10_000)), "kv_cache_host_bytes"),
+        (engine(CacheConfig(host_bytes=7_000)), "kv_cache_host_bytes"),
+        (engine(CacheConfig(host_bytes=10_000, state_fraction=0.95)), "kv_cache_host_bytes"),
+        (engine(CacheConfig(host_bytes=10_000, state_fraction=0.0)), "kv_cache_host_bytes"),
     ],
 )
-def test_what_does_not_go_with_states_is_refused_by_name(config: EngineConfig, field: str) -> None:
+def test_what_has_no_room_beside_states_is_refused_by_name(config: EngineConfig, field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         resolve_cache_sizes(config, STATEFUL, 1024)
     assert refused.value.field == field
     assert field in refused.value.message
+
+
+@pytest.mark.parametrize(("block_bytes", "host"), [(1_000, (7, 1)), (0, (0, 5))])
+def test_snapshots_get_the_same_share_of_the_hosts_memory(block_bytes: int, host: tuple[int, int]) -> None:
+    """All of it where layers keep no tokens."""
+    config = engine(CacheConfig(blocks=12, bytes=20_000, host_bytes=10_000))
+    sizes = resolve_cache_sizes(config, STATEFUL._replace(block_bytes=block_bytes), 1024)
+    assert (sizes.host_blocks, sizes.host_snapshots) == host
+    assert f" snapshots of states of 0.002 MB, {host[1]} more in the host's memory" in sizes.describe(16)
 
 
 @pytest.mark.parametrize(

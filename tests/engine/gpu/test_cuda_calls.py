@@ -76,4 +76,4 @@ def test_blocks_on_the_host_have_a_stream_of_their_gpu(cuda: StandInCuda, monkey
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **more: empty(*size, **more))
     cache: Any = HostCache([OnGpu()], 2)  # type: ignore[list-item]
     assert cache._stream.device_index == 1
-    cache.copy_blocks(np.zeros((0, 3), np.int32))
+    cache.make_copies(np.zeros((0, 3), np.int32))

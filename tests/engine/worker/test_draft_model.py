@@ -12,7 +12,7 @@ from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.draft_model import DraftLimits, DraftModel
 from charonia.engine.worker.row_states import RowStates
-from charonia.scheduler.plan import NO_BLOCK_COPIES, NewSequence, Proposals, ResolvedSampling, StepPlan, StepResult
+from charonia.scheduler.plan import NO_HOST_COPIES, NewSequence, Proposals, ResolvedSampling, StepPlan, StepResult
 
 BLOCK, KNOWN = 4, 50
 """Tokens of a block, and those that the draft model knows; the target has twice as many."""
@@ -56,7 +56,7 @@ class Drafting:
         sampled: dict[int, Sequence[int]],
         new: Mapping[int, tuple[Sequence[int], Sequence[int]]] = MappingProxyType({}),
         shared: int = 0,
-        block_copies: np.ndarray = NO_BLOCK_COPIES,
+        block_copies: np.ndarray = NO_HOST_COPIES,
     ) -> Proposals:
         """Rows with the `computed` (start, count), which `sampled` tokens; `new`: their tokens and blocks, of which
         they have `shared` tokens computed. Two tokens are to be proposed for each."""

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import ExpertsSpec
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.cpu import library
-from charonia.engine.models.registry import NativeBuilder
 from charonia.engine.options import EngineOptions
 from charonia.engine.worker.devices import assign_device
 from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
@@ -186,27 +185,6 @@ def test_people_are_told_what_the_states_of_a_text_take(checkpoint: Callable[...
     told = "\n".join(describe_checkpoint(str(checkpoint("qwen3.5"))))
     assert f", and {megabytes:.3g} MB of states for each\n" in told
     assert "states" not in "\n".join(describe_checkpoint(str(DEMO)))
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"cache": CacheConfig(host_bytes=1 << 20)}, "kv_cache_host_bytes"),
-    ],
-)
-def test_what_does_not_go_with_states_is_refused_before_weights_are_read(
-    checkpoint: Callable[..., Path], options: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*_: object) -> None:
-        raise AssertionError("weights are read")
-
-    plain = EngineConfig(model=str(checkpoint("qwen3.5")), device="cpu")
-    assert check_rank_config(plain) == ""
-    monkeypatch.setattr(NativeBuilder, "build", read)
-    for load in (load_rank, check_rank_config):
-        with pytest.raises(InvalidArgument, match=field) as refusal:
-            load(replace_fields(plain, **options))
-        assert refusal.value.field == field
 
 
 def test_a_draft_model_without_a_tokenizer_needs_as_many_tokens(

@@ -1,13 +1,17 @@
 """Models whose layers keep states, under the scheduler: what a sequence begins with changes no text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import nan
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from charonia.bench.inline_loop import run_to_end
+from charonia.engine.attention.host_cache import HostCache
 from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.worker import model_runner
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
@@ -29,10 +33,37 @@ def prompts() -> list[IntArray]:
     return [*every, every[0]]
 
 
+def poison(tensor: Tensor) -> None:
+    """NaN, whatever the bytes are of."""
+    tensor.fill_(nan if tensor.is_floating_point() else 255)
+
+
+class PoisonedHost(HostCache):
+    """Slots are full of NaN before they are filled, and so is what has left the device."""
+
+    def __init__(self, device_tensors: Sequence[Tensor], slots: int) -> None:
+        super().__init__(device_tensors, slots)
+        for tensor in self._host_tensors:
+            for piece in tensor.pieces:
+                poison(piece)
+
+    def _take_away(self, place: Tensor, slot: Tensor) -> None:
+        poison(slot)
+        super()._take_away(place, slot)
+        poison(place)
+
+
 def serve(
-    checkpoint: Path, *, blocks: int, snapshots: int, ahead: int = 0, at_once: bool = False
+    checkpoint: Path,
+    *,
+    blocks: int,
+    snapshots: int,
+    host: tuple[int, int] = (0, 0),
+    ahead: int = 0,
+    at_once: bool = False,
 ) -> tuple[list[list[int]], SchedulerTotals]:
-    """What the model says to each prompt; one after the other unless all come `at_once`."""
+    """What the model says to each prompt; one after the other unless all come `at_once`. `host`: blocks and snapshots
+    in the host's memory."""
     config = EngineConfig(
         model=str(checkpoint),
         device="cpu",
@@ -41,8 +72,8 @@ def serve(
     )
     executor = InlineExecutor(config)
     executor.load(lambda phase, fraction: None)
-    executor.allocate(blocks, snapshots=snapshots)
-    cache = KVCacheManager(blocks, BLOCK, snapshots > 0, snapshots=snapshots)
+    executor.allocate(blocks, host[0], snapshots, host[1])
+    cache = KVCacheManager(blocks, BLOCK, snapshots > 0, host[0], snapshots, host_snapshots=host[1])
     rule = SchedulerConfig(
         max_num_seqs=ROWS, max_num_batched_tokens=50, max_model_len=256, ahead=ahead, snapshots=SPACING
     )
@@ -69,3 +100,16 @@ def test_a_text_is_the_same_from_a_snapshot_and_after_a_preemption(checkpoint: C
     scarce, preempted = serve(checkpoint(name), blocks=17, snapshots=4, ahead=1, at_once=True)
     assert scarce == plain
     assert preempted.preemptions
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_text_is_the_same_from_the_hosts_memory(
+    checkpoint: Callable[..., Path], ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a beginning neither blocks nor states are on the device when it comes again."""
+    monkeypatch.setattr(model_runner, "HostCache", PoisonedHost)
+    plain, _ = serve(checkpoint("qwen3.5"), blocks=60, snapshots=0)
+    found, totals = serve(checkpoint("qwen3.5"), blocks=9, snapshots=2, host=(40, 20), ahead=ahead)
+    assert found == plain
+    assert totals.prefix_hits >= 4 * 64 + 64
+    assert totals.restored >= 3 * 64
