@@ -147,7 +147,7 @@ class KVCacheManager:
         cached: of full groups all of them, of sliding ones those that the next token sees. `resumable`: the only ends
         that there may be, ascending, if sequences have states; those beyond the end are taken out."""
         groups, following = self.groups, hashes[first:]
-        spans = map(is_cached, following)
+        spans: Iterable[bool] = map(is_cached, following)
         if groups.full != 1:
             full = range(groups.full)
             spans = (all(is_cached(_key(block_hash, group)) for group in full) for block_hash in following)
