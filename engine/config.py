@@ -16,9 +16,9 @@ and logits of a whole chunk would take more memory than all else in a step."""
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`memory_fraction` of the memory left after the weights, unless `bytes` or `blocks` says exactly. `dtype`: "auto"
     is the model's, "int8" and "fp8" halve what bfloat16 takes. `host_bytes`: of the host's memory, over all ranks, for
-    what the cache has no room for. `state_fraction`: the part of the cache, and of these bytes, that is for snapshots of
-    recurrent states, if the model has any. `layer_groups`: whether layers with a window have blocks of their own, which they give
-    up, for whoever makes plans by `Capacity.groups`."""
+    what the cache has no room for. `state_fraction`: the part of the cache, and of these bytes, that is for snapshots
+    of recurrent states, if the model has any. `layer_groups`: whether layers with a window have blocks of their own,
+    which they give up, for whoever makes plans by `Capacity.groups`."""
 
     block_size: int = 16
     dtype: str = "auto"

@@ -127,14 +127,15 @@ class KVCacheManager:
         prefix ends before the newest known token: that one has to run, or nothing is sampled."""
         shared = hashes[: (known - 1) // self.block_size]
         table = BlockTable(tuple(hashes))
+        forked = 0
         resumable = None
         if self.states is not None:
             forked = self._forked(shared)
-            table.forked = forked * self.block_size
             resumable = [number for number, digest in enumerate(shared[:forked], 1) if digest in self.states]
         end = self._prefix_end(shared, 0, self._pool.__contains__, resumable)
         self._hold_spans(table, shared[:end], self._share)
         table.cached = table.committed * self.block_size
+        table.forked = max(table.cached, forked * self.block_size)
         table.states = [hashes[number - 1] for number in (resumable or ())[-2:]]
         self._tables.add(table)
         self._computing.update(table.promised[table.committed :])
@@ -274,6 +275,7 @@ class KVCacheManager:
             self._settle(block_hash)
         table.restored = (table.committed - first) * self.block_size
         table.cached += table.restored
+        table.forked = max(table.forked, table.cached)
 
     def take_block_copies(self) -> list[HostCopy]:
         """See `HostTier.take_copies`."""

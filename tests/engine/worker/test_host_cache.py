@@ -36,6 +36,7 @@ def texts(checkpoint: Path, attention: str, blocks: int, host_blocks: int, ahead
         found.append(run_to_end(scheduler, executor, [request]).tokens[key])
         scheduler.check_integrity()
     executor.close()
+    assert scheduler.totals.state_misses == 0
     return found, scheduler.totals.restored
 
 
