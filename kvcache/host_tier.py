@@ -8,7 +8,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 
-class HostCopy(NamedTuple):
+class TierCopy(NamedTuple):
     """What the device has in `place`, a block or a snapshot, goes to a `slot` of the host's memory; with `back` it
     comes from there."""
 
@@ -26,7 +26,7 @@ class HostTier:
     def __init__(self, size: int) -> None:
         self.size = size
         self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._copies: list[HostCopy] = []
+        self._copies: list[TierCopy] = []
 
     def __len__(self) -> int:
         """Hashes whose content is here."""
@@ -44,14 +44,14 @@ class HostTier:
             slot = len(self._slots)
             if slot == self.size:
                 lost, slot = self._slots.popitem(last=False)
-            self._copies.append(HostCopy(place, slot, back=False))
+            self._copies.append(TierCopy(place, slot, back=False))
         self._slots[digest] = slot
         return lost
 
     def restore(self, digest: bytes, place: int) -> None:
         """The content of this hash comes back to a place that nothing else uses."""
         self.use(digest)
-        self._copies.append(HostCopy(place, self._slots[digest], back=True))
+        self._copies.append(TierCopy(place, self._slots[digest], back=True))
 
     def use(self, digest: bytes) -> None:
         """Let the content of this hash, if it is here, be the last to be overwritten."""
@@ -63,7 +63,7 @@ class HostTier:
         if digest in self._slots:
             self._slots.move_to_end(digest, last=False)
 
-    def take_copies(self) -> list[HostCopy]:
+    def take_copies(self) -> list[TierCopy]:
         """The copies since the last call. They are to be made in this order, after the steps that were planned before
         and before the next one."""
         copies, self._copies = self._copies, []

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .block_pool import BlockPool
 from .block_table import NO_BLOCK, BlockTable
 from .draft_states import DraftStates
-from .host_tier import HostCopy, HostTier
+from .host_tier import HostTier, TierCopy
 from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand
 from .state_pool import StatePool
 
@@ -277,11 +277,11 @@ class KVCacheManager:
         table.cached += table.restored
         table.forked = max(table.forked, table.cached)
 
-    def take_block_copies(self) -> list[HostCopy]:
+    def take_block_copies(self) -> list[TierCopy]:
         """See `HostTier.take_copies`."""
         return self._host.take_copies()
 
-    def take_state_copies(self) -> list[HostCopy]:
+    def take_state_copies(self) -> list[TierCopy]:
         """See `StatePool.take_copies`."""
         return [] if self.states is None else self.states.take_copies()
 

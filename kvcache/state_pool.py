@@ -8,7 +8,7 @@ or plans.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from .host_tier import HostCopy, HostTier
+from .host_tier import HostTier, TierCopy
 
 
 class StatePool:
@@ -147,7 +147,7 @@ class StatePool:
             self._demoted.add(digest)
         self.host.demote(digest)
 
-    def take_copies(self) -> list[HostCopy]:
+    def take_copies(self) -> list[TierCopy]:
         """See `HostTier.take_copies`; those of a plan come before the snapshots that it writes."""
         return self.host.take_copies()
 

@@ -126,7 +126,7 @@ class StepPlan(NamedTuple):
     own cache, of the same blocks, has all that is computed of the row by then, as far as a step suffices for it. 0: it
     leaves the row as it is. Empty where it does nothing."""
     block_copies: IntArray = NO_HOST_COPIES
-    """[V, 3] the fields of each `HostCopy` of a block, to be made in this order before anything is computed."""
+    """[V, 3] the fields of each `TierCopy` of a block, to be made in this order before anything is computed."""
     state_saves: IntArray = NO_STATE_SAVES
     """[S, 3] (row, position, snapshot): the state of the row after its first `position` tokens goes into the snapshot;
     starts < position <= starts + counts of the row in this plan."""
@@ -134,7 +134,7 @@ class StepPlan(NamedTuple):
     """[T, 2] (row, snapshot): the row goes on from the state in the snapshot, for its own is that after drafts which
     were wrong."""
     state_copies: IntArray = NO_HOST_COPIES
-    """[W, 3] the fields of each `HostCopy` of a snapshot, in the same way: before one is read or written."""
+    """[W, 3] the fields of each `TierCopy` of a snapshot, in the same way: before one is read or written."""
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,7 @@ PIECE_BYTES = 1 << 30
 """Of host memory that is pinned at a time: torch makes a power of two of each, so that 20 GB would take 32."""
 
 
-class _HostSlots:
+class _HostTensor:
     """`slots` for what is `like` the places of a device's tensor."""
 
     def __init__(self, slots: int, like: Tensor, pinned: bool) -> None:
@@ -33,7 +33,7 @@ class HostCache:
         device = device_tensors[0].device
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._host_tensors = [_HostSlots(slots, tensor, on_gpu) for tensor in device_tensors]
+        self._host_tensors = [_HostTensor(slots, tensor, on_gpu) for tensor in device_tensors]
 
     def make_copies(self, copies: IntArray) -> None:
         """Make the `copies` [V, 3] of a plan, behind what is queued on the device, or, on a CPU, at once."""
