@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     option = config.option
-    some = option.file_or_dir or option.keyword or option.lf or option.markexpr != "not proof"
+    some = option.file_or_dir or option.keyword or getattr(option, "lf", False) or option.markexpr != "not proof"
     if option.side_by_side and not some:
         shared = {f"tests/{file}.py": server for server, files in SERVERS.items() for file in files.split()}
         count = min(WORKERS, usable_cores().logical + 1)
