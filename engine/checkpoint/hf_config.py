@@ -26,7 +26,8 @@ def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     defaults = _ARCHITECTURES.get(architecture, ArchitectureDefaults())
     fields = ConfigFields(config, where, defaults)
     try:
-        published = {name: value for name, value in config.items() if name not in _OWN_FIELDS}
+        others = _OWN_FIELDS | _FAMILY_FIELD_NAMES - _FAMILY_FIELDS.get(architecture, _NO_FIELDS)
+        published = {name: value for name, value in config.items() if name not in others}
         fields = fields._replace(config={**defaults.absent, **published})
         fields = fields._replace(config=defaults.translate(fields))
         if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # no text attends ahead
@@ -92,6 +93,40 @@ _OWN_FIELDS = frozenset(
     {"attention_sinks", "float32_router", "mlp_matrices", "query_growth", "rotates", "sigmoid_router"}
 )
 """What a family's `translate` alone says: in a config.json these names stand for nothing that is known here."""
+
+_NO_FIELDS = frozenset[str]()
+_SOFTCAPS = frozenset({"final_logit_softcapping", "hidden_activation"})
+_SCALED_SCORES = _SOFTCAPS | {"query_pre_attn_scalar", "attn_logit_softcapping"}
+_EXPERTS = frozenset({"num_experts_per_tok"})
+_SIZED_EXPERTS = _EXPERTS | {"moe_intermediate_size", "norm_topk_prob"}
+_SPARSE_LAYERS = _SIZED_EXPERTS | {"decoder_sparse_step", "mlp_only_layers"}
+_MULTIPLIED_BRANCHES = frozenset(
+    f"{part}_multiplier" for part in ("lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+)
+_FAMILY_FIELDS = {
+    "BambaForCausalLM": frozenset({"mlp_bias"}),
+    "FalconH1ForCausalLM": _MULTIPLIED_BRANCHES
+    | {"embedding_multiplier", "mlp_multipliers", "ssm_multipliers", "mlp_bias"}
+    | {"mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"},
+    "Gemma2ForCausalLM": _SCALED_SCORES,
+    "Gemma3ForCausalLM": _SCALED_SCORES,
+    "Gemma3nForCausalLM": _SOFTCAPS,
+    "Gemma4ForCausalLM": _SOFTCAPS | {"moe_intermediate_size"},
+    "Gemma4UnifiedForCausalLM": _SOFTCAPS,
+    "GptOssForCausalLM": _EXPERTS,
+    "GraniteMoeHybridForCausalLM": _EXPERTS
+    | {"attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"},
+    "Lfm2MoeForCausalLM": _SIZED_EXPERTS | {"routed_scaling_factor", "use_expert_bias"},
+    "LlamaForCausalLM": frozenset({"mlp_bias"}),
+    "MixtralForCausalLM": _EXPERTS,
+    "NemotronHForCausalLM": _SIZED_EXPERTS | {"mlp_bias", "routed_scaling_factor", "moe_latent_size"},
+    "Qwen3MoeForCausalLM": _SPARSE_LAYERS,
+    "Qwen3NextForCausalLM": _SPARSE_LAYERS | {"shared_expert_intermediate_size"},
+    "Qwen3_5MoeForCausalLM": _EXPERTS | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+}
+"""Fields that some families alone have: in a config.json of another they stand for nothing, as in transformers."""
+
+_FAMILY_FIELD_NAMES = frozenset[str]().union(*_FAMILY_FIELDS.values())
 
 
 def _if_used(config: Mapping[str, Any], layer: int) -> bool:

@@ -241,7 +241,6 @@ _MAMBA2 = {
 _MIXER = {
     "n_groups": 8,
     "conv_kernel": 4,
-    "expand": 2,
     "use_bias": False,
     "use_conv_bias": True,
     "layer_norm_epsilon": 1e-5,
@@ -326,6 +325,7 @@ HYBRIDS = {
             **_MIXER,
             "num_heads": 128,
             "head_dim": 64,
+            "expand": 2,
             "state_size": 128,
             "max_position_embeddings": 131_072,  # its states have no end
         },

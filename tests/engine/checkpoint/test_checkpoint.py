@@ -6,11 +6,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from charonia.core.errors import InvalidArgument, NotFound
 from charonia.core.model import MemoryNeed
@@ -22,7 +25,7 @@ from charonia.engine.checkpoint.model_spec import CheckpointError, LayerAttentio
 from charonia.engine.checkpoint.weight_memory import WeightUse, count_weight_bytes
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.client.tokenizer_bundle import TokenizerBundle
-from charonia.engine.models.registry import checkpoint_builder
+from charonia.engine.models.registry import ARCHITECTURES, checkpoint_builder
 
 WEIGHTS, BIN = "model.safetensors", "pytorch_model.bin"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9000\n"
@@ -202,6 +205,33 @@ def test_names_of_ours_mean_nothing_in_a_config() -> None:
     assert read_spec(QWEN2_LONG | ours, "here") == read_spec(QWEN2_LONG, "here")
 
 
+STRANGE: dict[str, Any] = {
+    **dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 2.0),
+    **dict.fromkeys(("lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "ssm_in_multiplier"), 2.0),
+    **dict.fromkeys(("attention_out_multiplier", "ssm_out_multiplier", "routed_scaling_factor"), 2.0),
+    **dict.fromkeys(("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"), 2.0),
+    **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias", "mlp_bias", "use_expert_bias"), 1),
+    **{"mlp_multipliers": [2.0] * 2, "ssm_multipliers": [2.0] * 5, "mamba_d_ssm": 4096, "hidden_activation": "gelu"},
+    **{"num_experts_per_tok": 1, "moe_intermediate_size": 7, "moe_latent_size": 7, "norm_topk_prob": False},
+    **{"shared_expert_intermediate_size": 7, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+}
+"""Fields by which some family or another computes something else."""
+
+
+def test_fields_of_other_families_mean_nothing(making: ModuleType) -> None:
+    """A family has those that its configuration has in transformers."""
+    for name, config in making.CONFIGS.items():
+        kind = CONFIG_MAPPING[config["model_type"]]
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])
+        if architecture not in ARCHITECTURES or "text_config" in config:
+            continue
+        known = {field for base in kind.__mro__ for field in getattr(base, "__annotations__", {})}
+        others = {field: value for field, value in STRANGE.items() if field not in known}
+        assert len(others) > len(STRANGE) / 2
+        plain = config | {"architectures": [architecture]}
+        assert read_spec(others | plain, "here") == read_spec(plain, "here"), name
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -236,8 +266,14 @@ def test_names_of_ours_mean_nothing_in_a_config() -> None:
         ({"quantization_config": "fp8"}, ["config.json", "must be an object", "'fp8'"]),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}}, ["short_factor", "8"]),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["'dynamic'", "llama3", "depends on the other"]),
-        ({"num_experts_per_tok": 3, "num_experts": 2}, ["num_experts_per_tok", "3", "2"]),
-        ({"final_logit_softcapping": -1}, ["final_logit_softcapping", "-1"]),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 3, "num_local_experts": 2},
+            ["num_experts_per_tok", "3", "2"],
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": -1},
+            ["final_logit_softcapping", "-1"],
+        ),
         ({"use_bidirectional_attention": True}, ["causal"]),
         ({"layer_types": ["full_attention"]}, ["layer_types"]),
         ({"layer_types": ["full_attention", "linear_attention"]}, ["linear_attention"]),

@@ -85,7 +85,7 @@ SHARED_COUNTS = (
 )
 SHARED = {
     **dict.fromkeys(SHARED_COUNTS, NO_COUNTS),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), NO_FLAGS),
+    **dict.fromkeys(("attention_bias", "tie_word_embeddings"), NO_FLAGS),
     "layer_types": NO_LAYER_TYPES,
 }
 EXPERTS = {
@@ -145,7 +145,7 @@ CANNOT_BE: dict[str, dict[str, tuple[Any, ...]]] = {
     "falcon-h1": dict.fromkeys((*MAMBA_COUNTS[:5], "mamba_d_ssm"), NO_COUNTS)
     | dict.fromkeys(FALCON_MULTIPLIERS, NO_REALS)
     | dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"), NO_FLAGS),
-    "bamba": SHARED | {"attn_layer_indices": NO_LAYERS, "layer_types": ()},
+    "bamba": SHARED | {"attn_layer_indices": NO_LAYERS, "mlp_bias": NO_FLAGS, "layer_types": ()},
 }
 """Values that fields of configs with recurrent layers cannot have."""
 
