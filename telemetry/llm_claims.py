@@ -15,6 +15,8 @@ _OUTPUT_WEIGHT = 2.0
 _ANOTHER = 1.5
 """A roofline whose steps would take so many times longer than the real ones belongs to another model or machine."""
 
+_SPLIT = "--tensor-parallel-size if the model can be split"
+
 _MORE_CACHE = "--kv-cache-bytes or --kv-cache-memory-fraction up, --kv-cache-dtype int8, or more --data-parallel-size"
 
 
@@ -202,13 +204,13 @@ def _step_claims(
     work = f"{tokens:.1f} tokens of {rows:.1f} sequences"
     why = f"steps of {1e3 * step_seconds:.2f} ms compute {work}, {percent(busy)} of the time"
     evidence = {"step_seconds": step_seconds, "tokens_per_step": tokens, "sequences_per_step": rows, "busy": busy}
-    faster = "--quantization int8, --speculative-config, --tensor-parallel-size, or more --data-parallel-size"
+    faster = f"--quantization int8, --speculative-config, {_SPLIT}, or more --data-parallel-size"
     if roofline is None:
         turn = f"{faster}; with what charonia calibrate wrote, --machine tells memory bandwidth from arithmetic"
         yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, turn, evidence)
         return
     context = interval.gauge("charonia_kv_cache_usage_ratio") * interval.gauge("charonia_kv_cache_tokens")
-    reading, multiplying = roofline.reading_seconds(context), roofline.arithmetic_seconds(tokens, rows)
+    reading, multiplying = roofline.reading_seconds(context, rows), roofline.arithmetic_seconds(tokens, rows)
     if (least := max(reading, multiplying)) > _ANOTHER * step_seconds:
         another = f"--machine has the file of another model or machine, where such a step takes {1e3 * least:.2f} ms"
         yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, f"{faster}; {another}", evidence)
@@ -220,7 +222,7 @@ def _step_claims(
         what, turn = "steps read weights and cache", "--quantization int8 or int4, --kv-cache-dtype int8, or more rows"
         yield TimeClaim(Cause.MEMORY_BANDWIDTH, seconds * reads, what, why, turn, evidence)
     else:
-        what, turn = "steps multiply", "--quantization int8, --tensor-parallel-size, or more --data-parallel-size"
+        what, turn = "steps multiply", f"--quantization int8, {_SPLIT}, or more --data-parallel-size"
         yield TimeClaim(Cause.ARITHMETIC, seconds * works, what, why, turn, evidence)
     rest = seconds * (1 - max(reads, works))
     what = "steps take longer than reading and multiplying need"

@@ -34,6 +34,8 @@ class StepRoofline(msgspec.Struct, frozen=True):
     """The head of one sampled place."""
     decode_context: NotNegative = 0.0
     """Reading keys and values for one token of a decoding row's context."""
+    state: NotNegative = 0.0
+    """Reading and writing the recurrent state of a sequence. In what was measured it is among the products."""
     products: SecondsTable = ()
     """Measured by tokens, in place of `weights` and `token`."""
     heads: SecondsTable = ()
@@ -44,11 +46,12 @@ class StepRoofline(msgspec.Struct, frozen=True):
         require_ascending("products", self.products)
         require_ascending("heads", self.heads)
 
-    def reading_seconds(self, context: float) -> float:
-        """The time to read for a context of so many tokens: that of one token, which hardly computes."""
+    def reading_seconds(self, context: float, sequences: float = 0.0) -> float:
+        """The time to read for a context of so many tokens, of all `sequences` together: that of one token, which
+        hardly computes."""
         weights = self.products[0][1] if self.products else self.weights
         first = next((seconds for places, seconds in self.heads if places), 0.0)
-        return weights + first + context * self.decode_context
+        return weights + first + context * self.decode_context + sequences * self.state
 
     def arithmetic_seconds(self, tokens: float, samples: float) -> float:
         products = _beyond_first(self.products, tokens) if self.products else tokens * self.token

@@ -48,6 +48,8 @@ def test_a_measured_machine_reads_for_the_first_token_and_computes_for_those_bes
     assert measured.arithmetic_seconds(tokens=96, samples=8) == pytest.approx(96 * 0.028 / 95 + 8 * 0.014 / 7)
     formula = StepRoofline(weights=0.02, token=1e-3, head=1e-4, decode_context=1e-6)
     assert formula.reading_seconds(context=1000) == pytest.approx(0.021)
+    hybrid = StepRoofline(weights=0.02, decode_context=1e-6, state=1e-4)
+    assert hybrid.reading_seconds(context=1000, sequences=8) == pytest.approx(0.0218)
     assert formula.arithmetic_seconds(tokens=64, samples=10) == pytest.approx(0.065)
 
 

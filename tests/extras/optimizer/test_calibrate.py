@@ -14,6 +14,7 @@ from charonia.extras.optimizer.machine_file import MachineFile, read_machine_fil
 from charonia.extras.optimizer.options import SimulatedEngineOptions
 from charonia.extras.optimizer.simulate import resolve_engine
 from charonia.extras.optimizer.simulated_machine import StepLoad
+from charonia.telemetry.roofline import read_roofline
 
 SHAPE = str(Path(__file__).parents[3] / "examples/shapes/llama-3.1-8b")
 
@@ -106,6 +107,9 @@ def test_states_have_room_beside_the_cache_and_are_read_once_a_step(
     plain, uncached = (
         estimate(root, tmp_path, *arguments, *more, checkpoint=tmp_path) for more in ((), ("--no-prefix-caching",))
     )
+    explained = read_roofline(tmp_path / "machine.json")
+    states_read = explained.reading_seconds(0, 16) - explained.reading_seconds(0)
+    assert states_read == pytest.approx(16 * 2 * state_bytes / 2.4e12)
     assert plain.block_bytes == 16 * 2 * 2 * 32 * 2
     assert plain.engine.prefix_caching
     assert plain.engine.snapshots == left // 4 // state_bytes
