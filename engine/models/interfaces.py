@@ -83,6 +83,11 @@ class CheckpointBuilder(ABC):
         """Whether layers keep a recurrent state."""
         return False
 
+    @property
+    def attends_itself(self) -> bool:
+        """Whether it is known already that the decoder will attend by itself (see `DecoderShape.attends_itself`)."""
+        return False
+
     @abstractmethod
     def build(self, context: BuildContext) -> BuiltDecoder:
         """Read the weights.

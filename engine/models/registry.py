@@ -85,6 +85,13 @@ class NativeBuilder(CheckpointBuilder):
         return any(self.spec.states)
 
     def build(self, context: BuildContext) -> BuiltDecoder:
+        built, unread = self._build(context)
+        if context.observer is None and context.device.type != "meta":  # else it will be built again, and says it then
+            self._report(built, unread, context.shard.is_whole)
+        return built
+
+    def _build(self, context: BuildContext) -> tuple[BuiltDecoder, list[str]]:
+        """The decoder, and the names of tensors that a whole model should have read."""
         shard = context.shard
         spec = self.spec
         directory = self.checkpoint.directory
@@ -104,18 +111,19 @@ class NativeBuilder(CheckpointBuilder):
         if shard.is_whole:
             stray = (name for name in weights.unread if not name.endswith(harmless))
             unread = [name for name in stray if not name.startswith(_DRAFTING_TENSORS)]
-        built = BuiltDecoder(decoder, spec, self._adapter_targets(loader), loader.served)
-        if context.observer is not None:
-            return built  # the model will be built again, and says it then
-        if served := loader.served.lines():
+        return BuiltDecoder(decoder, spec, self._adapter_targets(loader), loader.served), unread
+
+    def _report(self, built: BuiltDecoder, unread: list[str], whole: bool) -> None:
+        """Say what became of the tensors, and of which it is not clear whose they are."""
+        directory = self.checkpoint.directory
+        if built.served is not None and (served := built.served.lines()):
             log.info("%s: %s", directory, "; ".join(served))
-        if part and shard.is_whole:
+        if self.checkpoint.language_part and whole:
             message = "%s: its language part is served, for text alone; %d other tensors are left out, such as %s"
             log.warning(message, directory, len(unread), next(iter(unread), "none"))
         elif unread:
             message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
             log.warning(message, directory, len(unread), unread[0])
-        return built
 
     def _adapter_targets(self, loader: WeightLoader) -> AdapterTargets | None:
         if loader.adaptable is None:
@@ -176,7 +184,8 @@ class NativeBuilder(CheckpointBuilder):
         stage = PipelineStage(0, parallel.pipeline, parallel.layers)
         check_partition(self.spec, str(self.checkpoint.directory), parallel.tensor, stage, parallel.whole_experts)
         self._open_weights(context)
-        self.build(BuildContext(context.dtype, torch.device("meta"), 1))
+        built, unread = self._build(BuildContext(context.dtype, torch.device("meta"), 1))
+        self._report(built, unread, whole=True)
         return ""
 
 
@@ -199,9 +208,7 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
             raise
         from .transformers_fallback import transformers_builder
 
-        builder = transformers_builder(checkpoint, variant.message)
-        log.warning("%s; so transformers computes it", variant.message)
-        return builder
+        return transformers_builder(checkpoint, variant.message)
     longest = spec.max_position
     rope = spec.rope
     # Longrope's factors for longer texts make short ones worse.

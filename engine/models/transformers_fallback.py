@@ -130,8 +130,14 @@ class TransformersBuilder(CheckpointBuilder):
     def keeps_states(self) -> bool:
         return self.caches is not None and keeps_states(self.caches)
 
+    @property
+    def attends_itself(self) -> bool:
+        return self.obstacle is not None
+
     def build(self, context: BuildContext) -> BuiltDecoder:
         """Load the model, find out what it keeps, and verify it over a small cache."""
+        if self.variant:
+            log.warning("%s; so transformers computes it", self.variant)
         try:
             _check_context(context)
             built = self._build_over_attention(context) if self.obstacle is None else None
@@ -238,6 +244,7 @@ def _first_line(error: Exception) -> str:
 def _model_class(config: Any, architecture: str) -> Any:
     """The class of `architecture`. Raises unless it is the language model of `config`, a decoder of plain numbers."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if getattr(config, "is_encoder_decoder", False):
@@ -256,6 +263,8 @@ def _model_class(config: Any, architecture: str) -> Any:
     kinds = [rope.get("rope_type", "default") for rope in nested]
     if wrong := [kind for kind in kinds if not isinstance(kind, str | None)]:
         raise CheckpointError(f"rope type {wrong[0]!r} must be a name")
+    if strange := {kind for kind in kinds if kind} - {"default", *ROPE_INIT_FUNCTIONS}:
+        raise CheckpointError(f"transformers knows no rope type {', '.join(map(repr, sorted(strange)))}")
     longest = _BATCH_DEPENDENT_ROPE.intersection(kinds)
     if longest:
         raise CheckpointError(f"rope type {', '.join(longest)} depends on the other sequences of a batch")

@@ -34,7 +34,7 @@ from .device_step_computer import DeviceStepComputer
 from .drafter_loading import check_draft_head, check_drafter, load_drafter
 from .executor import Capacity
 from .model_runner import ModelRunner
-from .model_setup import WHOLE_MODEL, build_context, check_products, create_attention, use_cpu_level
+from .model_setup import WHOLE_MODEL, build_context, check_cache, check_products, create_attention, use_cpu_level
 from .rank_adapters import RankAdapters
 from .rank_memory import estimate_step_bytes, free_memory, measure_step_bytes
 from .roofline import measure_roofline
@@ -126,6 +126,7 @@ def load_rank(
     if config.cpu_level != "auto":
         use_cpu_level(config)
     builder = builder or checkpoint_builder(open_checkpoint(config.model))
+    check_cache(config, builder)
     block_size = config.cache.block_size
     context = build_context(config, builder, shard, progress)
     device = context.device
@@ -172,6 +173,7 @@ def check_rank_config(config: EngineConfig) -> str:
         InvalidArgument: the configuration does not fit the checkpoint.
     """
     builder = checkpoint_builder(open_checkpoint(config.model))
+    check_cache(config, builder)
     context = build_context(msgspec.structs.replace(config, device="cpu"), builder)
     check_drafter(config)
     return builder.dry_run(context, config.parallel)

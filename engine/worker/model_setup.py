@@ -66,6 +66,15 @@ def build_context(
     )
 
 
+def check_cache(config: EngineConfig, builder: CheckpointBuilder) -> None:
+    """Refuse a dtype of keys and values that a model doesn't take which attends by itself."""
+    if builder.attends_itself and config.cache.dtype != "auto":
+        message = (
+            "transformers attends for this model, one sequence after the other, to keys and values in its own dtype"
+        )
+        raise InvalidArgument(f"kv_cache_dtype {config.cache.dtype}: {message}: leave this out", field="kv_cache_dtype")
+
+
 def check_products(context: BuildContext) -> None:
     """Refuse a precision that the device does not multiply in."""
     dtype = context.dtype

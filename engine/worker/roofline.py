@@ -96,7 +96,7 @@ def describe_checkpoint(model: str) -> list[str]:
     served = built.served
     cache = shape.token_numbers * getattr(torch, builder.dtype).itemsize
     if served is None or not isinstance(shape, ModelSpec):
-        return [f"computed by transformers in {builder.dtype}; {cache / 1e3:.0f} KB of KV cache for a token"]
+        return [f"computed by transformers in {builder.dtype}; {_short(cache / 1e3)} KB of KV cache for a token"]
     lines = [f"{shape.architecture}, {shape.layers} layers, texts to {builder.max_position} tokens", *served.lines()]
     if not served.quantised:
         lines.append(f"all matrices are stored as {builder.dtype}; --quantization can make them smaller")
@@ -107,16 +107,21 @@ def describe_checkpoint(model: str) -> list[str]:
         places = places_in_block(shape.cached_attention, groups, builder.default_length)
         full = cache * places * kept // len(shape.cached_attention)
     memory = (
-        f"memory: {served.bytes / 1e6:.0f} MB of weights, {cache / 1e3:.0f} KB of KV cache for a token,"
-        f" {full / 1e6:.0f} MB for a text of {builder.default_length} tokens"
+        f"memory: {_short(served.bytes / 1e6)} MB of weights, {_short(cache / 1e3)} KB of KV cache for a token,"
+        f" {_short(full / 1e6)} MB for a text of {builder.default_length} tokens"
     )
     state_bytes = sum(
         state.bytes(getattr(torch, builder.dtype).itemsize) for state in shape.states if state is not None
     )
     if state_bytes:
-        memory += f", and {state_bytes / 1e6:.3g} MB of states for each"
+        memory += f", and {_short(state_bytes / 1e6)} MB of states for each"
     if groups.sliding:
         memory += f", of which sliding layers keep the last {groups.window}"
     lines.append(memory)
     bound = measure_roofline(shape, builder.dtype, served)
     return [*lines, "speed: the weights stay in this machine's caches" if bound is None else f"speed: {bound}"]
+
+
+def _short(number: float) -> str:
+    """A size of which people want two digits at least."""
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"

@@ -58,6 +58,7 @@ def build(directory: Path, dtype: torch.dtype = torch.float32) -> BuiltDecoder:
             "dynamic",
         ),
         ("lfm2", "Lfm2ForCausalLM", {"rope_parameters": {"rope_type": [1]}, **SIZES}, "rope type [1] must be a name"),
+        ("llama", "LlamaForCausalLM", {"rope_parameters": {"rope_type": "x"}, **SIZES}, "knows no rope type 'x'"),
         ("deepseek_v4", "DeepseekV4ForCausalLM", {}, "served are full_attention, sliding_attention"),
         ("cohere", "CohereForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "are quantised (mxfp4)"),
     ],

@@ -183,8 +183,32 @@ def test_people_are_told_what_the_states_of_a_text_take(checkpoint: Callable[...
     itemsize = getattr(torch, shape.dtype).itemsize
     megabytes = sum(state.bytes(itemsize) for state in shape.states if state is not None) / 1e6
     told = "\n".join(describe_checkpoint(str(checkpoint("qwen3.5"))))
-    assert f", and {megabytes:.3g} MB of states for each\n" in told
+    assert f", and {megabytes:.2g} MB of states for each\n" in told
+    # Of a tiny model's, less than one.
+    kilobytes = shape.token_numbers * itemsize / 1e3
+    assert f" {kilobytes:.2g} KB of KV cache for a token" in told
     assert "states" not in "\n".join(describe_checkpoint(str(DEMO)))
+
+
+def test_of_a_model_that_takes_images_too_a_check_says_it_once(
+    checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though its parts are looked up twice."""
+    directory = str(checkpoint("mistral3"))
+    describe_checkpoint(directory)
+    check_rank_config(EngineConfig(model=directory))
+    assert caplog.text.count("its language part is served, for text alone") == 1
+
+
+def test_a_small_cache_for_a_model_that_transformers_attends_for_is_refused_before_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}))
+    config = EngineConfig(model=str(tmp_path), device="cpu", cache=CacheConfig(dtype="int8"))
+    for load in (load_rank, check_rank_config):
+        with pytest.raises(InvalidArgument, match="kv_cache_dtype int8: transformers attends") as refusal:
+            load(config)
+        assert refusal.value.field == "kv_cache_dtype"
 
 
 def test_a_draft_model_without_a_tokenizer_needs_as_many_tokens(
