@@ -97,7 +97,7 @@ BUDGETS = {
     "kvcache": 620,
     "tokenization": 3_300,
     "scheduler": 2_090,
-    "engine": 21_000,
+    "engine": 21_050,
     "classic_backends": 7_450,
     "ensembles": 1_200,
     "routing": 250,
