@@ -92,15 +92,16 @@ def _is_in_a_file(backend: str) -> bool:
 
 
 def detect_checkpoint_backend(directory: Path) -> str:
-    """The backend of a checkpoint: encoders are published with modules.json, or classify sequences, or have no head."""
+    """The backend of a checkpoint: encoders are published with modules.json, or classify sequences (by some tokens'
+    logits where config.json says so), or have no head."""
     if (directory / "modules.json").is_file():
         return ENCODER_BACKEND
     try:
         config = json.loads(read_text(directory / "config.json"))
         architectures = map(str, config.get("architectures") or ())
+        encodes = "classifier_from_token" in config or any(map(_ENCODER_CLASS.fullmatch, architectures))
     except (ValueError, AttributeError, TypeError, OSError, RecursionError, InvalidArgument):
         return LANGUAGE_MODEL_BACKEND  # its load reports the problem
-    encodes = any(map(_ENCODER_CLASS.fullmatch, architectures))
     return ENCODER_BACKEND if encodes else LANGUAGE_MODEL_BACKEND
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 TEXT = "the ferry crosses a river by night and day fast slow boat charon waits for two coins where is it"
 WORDS = TEXT.split()
@@ -109,6 +109,39 @@ def write_cross_encoder(directory: Path, labels: int = 1, **more: Any) -> Any:
     return write_transformer(directory, "bert", AutoModelForSequenceClassification, num_labels=labels, **more)
 
 
+PAIRS = (
+    "{%- for m in messages if m.role == 'system' %}where {{ m.content }} {% endfor -%}"
+    "{% for m in messages if m.role != 'system' %}[CLS] {{ m.content }} {% endfor %}is it"
+)
+"""A reranker's chat template: an instruction, a query, a document and an end."""
+
+
+def write_causal_reranker(directory: Path, score: Mapping[str, Any] | None, template: str = PAIRS, **more: Any) -> Any:
+    """A reranker by the logits of tokens, as sentence-transformers saves it with a LogitScore's config in `score`; the
+    module that was written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    module = write_transformer(directory, "qwen3", AutoModelForCausalLM, **more)
+    (directory / "chat_template.jinja").write_text(template)
+    if score is not None:
+        write_json(directory / "config_sentence_transformers.json", {"model_type": "CrossEncoder", "prompts": {}})
+        method = {"method": "forward", "method_output_name": "logits"}
+        own = {"transformer_task": "text-generation", "module_output_name": "causal_logits"}
+        modalities = {"text": method, "message": method | {"format": "flat"}}
+        write_json(directory / "sentence_bert_config.json", own | {"modality_config": modalities})
+        write_json(directory / "1_LogitScore" / "config.json", score)
+        steps = [("", "base.modules.transformer.Transformer"), ("1_LogitScore", "cross_encoder.modules.LogitScore")]
+        modules = [
+            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.{kind}"}
+            for index, (path, kind) in enumerate(steps)
+        ]
+        write_json(directory / "modules.json", modules)
+    return module
+
+
 def write_json(file: Path, content: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content))
+
+
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text())

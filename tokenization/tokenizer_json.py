@@ -41,12 +41,7 @@ def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
     except Exception as error:  # the library raises nothing narrower
         raise InvalidArgument(f"{path} cannot be read: {error}") from error
     config = read_json(directory / "tokenizer_config.json")
-    special_tokens: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        file = read_json(directory / name)
-        special_tokens |= {
-            role: _text(file[role], f"{directory / name}: {role}") for role in ROLES if file.get(role) is not None
-        }
+    special_tokens = read_special_tokens(directory)
     where = directory / "tokenizer_config.json"
     try:
         with NativeCall("the library failed"):
@@ -54,6 +49,17 @@ def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
     except (TypeError, ValueError, OverflowError, Internal) as error:
         raise InvalidArgument(f"{where}: its added tokens cannot be read: {error}") from error
     return tokenizer, special_tokens
+
+
+def read_special_tokens(directory: Path) -> dict[str, str]:
+    """A checkpoint's special tokens by role, from its small files. Raises `InvalidArgument` for one that is no text."""
+    special_tokens: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = read_json(directory / name)
+        special_tokens |= {
+            role: _text(file[role], f"{directory / name}: {role}") for role in ROLES if file.get(role) is not None
+        }
+    return special_tokens
 
 
 def _check_size(path: Path) -> None:
@@ -116,6 +122,7 @@ class EncoderTokenizer:
         self._lowercase = lowercase
         backend.no_padding()
         backend.enable_truncation(length, strategy="longest_first")
+        self._backend = backend
         self._encoder = BoundedEncoder(backend, where)
 
     @classmethod
@@ -127,14 +134,21 @@ class EncoderTokenizer:
         tokenizer._encoder.try_out("")
         return tokenizer
 
-    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[EncodedText]:
-        """The tokens of each text, or of each text with the one at the same index of `pairs`. Raises `InvalidArgument`
-        if one is not Unicode, or exceeds the limits of `BoundedEncoder.encode`."""
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text, or None."""
+        return self._backend.token_to_id(token)
+
+    def encode(
+        self, texts: Sequence[str], pairs: Sequence[str] | None = None, special: bool = True
+    ) -> list[EncodedText]:
+        """The tokens of each text, or of each text with the one at the same index of `pairs`, and what the model wants
+        around them if `special`. Raises `InvalidArgument` if one is not Unicode, or exceeds the limits of
+        `BoundedEncoder.encode`."""
         if self._lowercase:
             texts = [text.lower() for text in texts]
             pairs = pairs and [text.lower() for text in pairs]
         inputs: list[EncoderInput] = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
         try:
-            return self._encoder.encode(inputs)
+            return self._encoder.encode(inputs, special)
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("a text is not valid Unicode", field="input") from error

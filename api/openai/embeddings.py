@@ -45,7 +45,6 @@ ENCODER_NO_OP_VALUES: NoOpValues = {
     "messages": (),
     "chat_template": (),
     "input_type": (),
-    "instruction": (),
     "late_chunking": (False,),
     "truncate": ("END", "end", True),
 }
@@ -53,6 +52,7 @@ ENCODER_NO_OP_VALUES: NoOpValues = {
 
 _EMBEDDINGS_NO_OP_VALUES: NoOpValues = {
     **ENCODER_NO_OP_VALUES,
+    "instruction": (),
     "task": (),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
@@ -84,6 +84,7 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
     query: str
     documents: list[str | dict[str, str]]
     model: str | None = None
+    instruction: str | None = None
     top_n: int | None = None
     return_documents: bool | None = None
 
@@ -125,7 +126,7 @@ class EncoderRoutes:
         model = await acquire_encoder(self._lookup, request, body.model)
         pairs = [(body.query, document) for document in documents]
         async with CancelOnDisconnect(request.receive):
-            values, tokens = await score_pairs(model, pairs, "scores of documents", "a document")
+            values, tokens = await score_pairs(model, pairs, "scores of documents", "a document", body.instruction)
         scores = values.astype(float).tolist()
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]

@@ -24,7 +24,7 @@ MAX_INPUTS = 2048
 """Texts of one request; OpenAI's limit."""
 
 TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
-PROMPT = "prompt_name"
+PROMPT, INSTRUCTION = "prompt_name", "instruction"
 EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
 _PADDING = -1
 """Fills the rows of token ids that are shorter than the longest."""
@@ -88,17 +88,24 @@ async def encode_inputs(
 
 
 async def score_pairs(
-    model: ModelHandle, pairs: Sequence[tuple[str, str]], what: str, item: str
+    model: ModelHandle, pairs: Sequence[tuple[str, str]], what: str, item: str, instruction: str | None = None
 ) -> tuple[NDArray[np.float32], int]:
-    """A cross-encoder's score of each pair of texts, and how many tokens they were.
+    """A cross-encoder's score of each pair of texts, and how many tokens they were. `instruction`: what makes a pair
+    relevant, in place of the model's own.
 
-    Raises `InvalidArgument` for a model that makes none, or several to `item`; `what` it makes none of.
+    Raises `InvalidArgument` for a model that makes none, or several to `item`: `what` it makes none of; or for one that
+    takes no instruction.
     """
     _check_encoder(model, SCORE, what, (TEXT, PAIR))
     batches = [
         {TEXT: text_tensor(TEXT, [text for text, _ in part]), PAIR: text_tensor(PAIR, [pair for _, pair in part])}
         for part in _batches(pairs, model)
     ]
+    if instruction is not None:
+        if not any(spec.name == INSTRUCTION for spec in model.config.inputs):
+            raise field_error(INSTRUCTION, f"is not taken: '{model.config.name}' has no template for one")
+        for batch in batches:
+            batch[INSTRUCTION] = text_tensor(INSTRUCTION, [instruction] * batch[TEXT].shape[0])
     values, tokens = await _encode(model, batches, SCORE)
     if (labels := values.shape[1]) != 1:
         raise field_error("model", f"'{model.config.name}' gives {labels} scores to {item}, not one")

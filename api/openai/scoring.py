@@ -36,6 +36,7 @@ _SIDES = (("queries", ("documents", "items")), ("text_1", ("text_2",)), ("data_1
 
 class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
+    instruction: str | None = None
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
     items: str | list[str] | None = None
@@ -80,8 +81,8 @@ class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
 
 _NO_OP_VALUES: NoOpValues = {**ENCODER_NO_OP_VALUES, "prompt_name": ()}
 _SCORE = BodyFormat(ScoreBody, _NO_OP_VALUES)
-_CLASSIFY = BodyFormat(ClassifyBody, _NO_OP_VALUES)
-_POOLING = BodyFormat(PoolingBody, {**_NO_OP_VALUES, "dimensions": ()})
+_CLASSIFY = BodyFormat(ClassifyBody, {**_NO_OP_VALUES, "instruction": ()})
+_POOLING = BodyFormat(PoolingBody, {**_NO_OP_VALUES, "instruction": (), "dimensions": ()})
 
 
 class ScoringRoutes:
@@ -102,9 +103,11 @@ class ScoringRoutes:
         model = await acquire_encoder(self._lookup, request, body.model)
         async with CancelOnDisconnect(request.receive):
             if makes(model.config, EMBEDDING):
+                if body.instruction is not None:
+                    raise field_error("instruction", f"is not taken: '{model.config.name}' compares vectors")
                 values, tokens = await _cosines(model, pairs)
             else:
-                values, tokens = await score_pairs(model, pairs, "scores of pairs", "a pair")
+                values, tokens = await score_pairs(model, pairs, "scores of pairs", "a pair", body.instruction)
         data = [{"index": index, "object": "score", "score": float(value)} for index, value in enumerate(values)]
         return _listed(request, "score", model, data, tokens)
 

@@ -30,7 +30,8 @@ from ..backend_config import (
     threads_per_instance,
     warn_unknown_parameters,
 )
-from .encoder_files import CrossEncoderFiles, EmbedderFiles, read_encoder
+from .encoder_files import AnswerTokens, CrossEncoderFiles, EmbedderFiles, read_encoder
+from .pair_template import PairEncoder
 
 if TYPE_CHECKING:
     from .encoder_modules import Encoder
@@ -39,6 +40,7 @@ TEXT = "text_input"
 PAIR = "text_pair"
 IDS = "input_ids"
 PROMPT = "prompt_name"
+INSTRUCTION = "instruction"
 EMBEDDING = "embedding"
 SCORE = "score"
 COUNT = "num_input_tokens"
@@ -63,7 +65,7 @@ class EncoderLoader(RuntimeLoader):
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         from ..torch.torch_backend import choose_device, set_torch_threads
-        from .encoder_modules import CrossEncoder, Embedder
+        from .encoder_modules import CausalCrossEncoder, CrossEncoder, Embedder
 
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
         max_batch_tokens = read_integer(parameters, "max_batch_tokens", _MAX_BATCH_TOKENS, least=1)
@@ -73,7 +75,13 @@ class EncoderLoader(RuntimeLoader):
         check_config_matches(config, encoder_tensors(files))
         device = choose_device(config.name, placement) or "cpu"
         tokenizer = EncoderTokenizer.load(files.directory, files.tokenization.max_tokens, files.tokenization.lowercase)
-        encoder = CrossEncoder(files, device) if isinstance(files, CrossEncoderFiles) else Embedder(files, device)
+        encoder: Encoder
+        if isinstance(files, EmbedderFiles):
+            encoder = Embedder(files, device)
+        elif files.answer is None:
+            encoder = CrossEncoder(files, device)
+        else:
+            encoder = CausalCrossEncoder(files, answer_ids(files.answer, tokenizer, files.directory), device)
         return EncoderRuntime(encoder, files, tokenizer, max_batch_tokens)
 
     def uses_gpus(self) -> bool:
@@ -96,12 +104,25 @@ def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
     count = FoundTensor(COUNT, "INT32", (-1, 1))
     if isinstance(files, CrossEncoderFiles):
         score = FoundTensor(SCORE, "FP32", (-1, files.labels))
-        pair = FoundTensor(PAIR, "BYTES", (-1, 1), optional=files.labels > 1)
-        return FoundModel((text, pair), (score, count))
+        pair = FoundTensor(PAIR, "BYTES", (-1, 1), optional=files.labels > 1 and not files.template)
+        instruction = FoundTensor(INSTRUCTION, "BYTES", (-1, 1), optional=True)
+        takes_instruction = files.template is not None and files.template.carries_instruction
+        return FoundModel((text, pair, instruction) if takes_instruction else (text, pair), (score, count))
     inputs: tuple[FoundTensor, ...] = text._replace(optional=True), FoundTensor(IDS, "INT64", (-1, -1), optional=True)
     if files.tokenization.prompts:
         inputs = *inputs, FoundTensor(PROMPT, "BYTES", (-1, 1), optional=True)
     return FoundModel(inputs, (FoundTensor(EMBEDDING, "FP32", (-1, files.size)), count))
+
+
+def answer_ids(answer: AnswerTokens, tokenizer: EncoderTokenizer, directory: Path) -> list[int]:
+    """The ids of the tokens that answer. Raises `InvalidArgument` for one that the tokenizer lacks."""
+    ids = []
+    for token in filter(lambda token: token is not None, (answer.relevant, answer.irrelevant)):
+        token_id = tokenizer.token_id(token) if isinstance(token, str) else token
+        if token_id is None:
+            raise InvalidArgument(f"{directory / 'config.json'}: its tokenizer has no token {shorten(repr(token))}")
+        ids.append(token_id)
+    return ids
 
 
 class EncoderRuntime(Runtime):
@@ -122,6 +143,9 @@ class EncoderRuntime(Runtime):
         self._vocabulary_size = int(read_json(files.directory / "config.json").get("vocab_size", 0))
         self._output = SCORE if isinstance(files, CrossEncoderFiles) else EMBEDDING
         self._max_batch_tokens = max_batch_tokens
+        self._pairs: PairEncoder | None = None
+        if isinstance(files, CrossEncoderFiles) and files.template:
+            self._pairs = PairEncoder(files.template, tokenizer, self._max_tokens)
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         assert self._encoder is not None
@@ -148,6 +172,9 @@ class EncoderRuntime(Runtime):
                 raise InvalidArgument(f"{PROMPT} goes with texts, not with {IDS}", field=PROMPT)
             return [self._check_ids(row) for row in inputs[IDS].tolist()]
         texts = _decoded(inputs[TEXT])
+        if self._pairs:
+            instructions = _decoded(inputs[INSTRUCTION]) if INSTRUCTION in inputs else [self._prompt] * len(texts)
+            return [*self._pairs.encode(texts, _decoded(inputs[PAIR]), instructions)]
         prompts = self._named_prompts(_decoded(inputs[PROMPT])) if PROMPT in inputs else [self._prompt] * len(texts)
         texts = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
         return self._tokenizer.encode(texts, _decoded(inputs[PAIR]) if PAIR in inputs else None)

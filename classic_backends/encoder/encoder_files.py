@@ -5,7 +5,7 @@ without one of its steps looks like any other. Source:
 https://sbert.net/docs/sentence_transformer/usage/custom_models.html.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,8 +15,11 @@ import orjson
 
 from ...core.errors import InvalidArgument, NotFound, Unsupported
 from ...core.regular_files import MAX_TEXT_BYTES, file_within, read_regular, refuse_special_files
+from ...tokenization.chat_template import DEFAULT, find_templates
 from ...tokenization.checkpoint_files import read_json
+from ...tokenization.tokenizer_json import read_special_tokens
 from ...tokenization.weight_files import check_weight_files
+from .pair_template import QWEN3_RERANKER, PairTemplate
 
 _POOLING_MODES = {
     "pooling_mode_cls_token": "cls",
@@ -26,6 +29,9 @@ _POOLING_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+
+
+_ANSWERS = "classifier_from_token"
 
 
 class Pooling(StrEnum):
@@ -79,13 +85,25 @@ class EmbedderFiles:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTokens:
+    """The tokens whose logits behind a prompt are a causal model's score, by id or by text: that of `relevant`, less
+    that of `irrelevant` if there is one. Source: sentence-transformers' LogitScore, vLLM's `classifier_from_token`."""
+
+    relevant: int | str
+    irrelevant: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
 class CrossEncoderFiles:
-    """An encoder of pairs of texts into `labels` scores."""
+    """An encoder of pairs of texts into `labels` scores; a causal model with `answer` tokens, else a classifier. Pairs
+    without a `template` are tokenized as such."""
 
     directory: Path
     tokenization: TokenizationRules
     labels: int
     activation: Activation
+    answer: AnswerTokens | None = None
+    template: PairTemplate | None = None
 
 
 def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
@@ -94,31 +112,90 @@ def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
     refuse_special_files(directory)
     check_weight_files(directory)
     if (directory / "modules.json").is_file():
-        return _read_embedder(directory)
+        return _read_modules(directory)
     config = read_json(directory / "config.json")
     if not config:
         raise NotFound(f"{directory} has neither modules.json nor config.json: no encoder")
+    if _ANSWERS in config or _names_class(config, "ForSequenceClassification"):
+        return _read_cross_encoder(directory, directory, None)
+    # sentence-transformers gives a bare transformer mean pooling.
     tokenization = _read_tokenization(directory, directory)
-    if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
-        # sentence-transformers gives a bare transformer mean pooling.
-        return EmbedderFiles(directory, tokenization, Pooling.MEAN, (), False, _read_hidden_size(config, directory))
-    labels = len(config.get("id2label") or {}) or int(config.get("num_labels", 1))
-    own: Mapping[str, Any] = config.get("sentence_transformers") or {}
-    named = own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
-    default = Activation.SIGMOID if labels == 1 else Activation.IDENTITY
-    activation = default if named is None else _activation(str(named), directory)
-    return CrossEncoderFiles(directory, tokenization, labels, activation)
+    return EmbedderFiles(directory, tokenization, Pooling.MEAN, (), False, _read_hidden_size(config, directory))
 
 
-def _read_embedder(directory: Path) -> EmbedderFiles:
+def _names_class(config: Mapping[str, Any], ending: str) -> bool:
+    return any(name.endswith(ending) for name in config.get("architectures") or ())
+
+
+def _read_modules(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
     try:
         modules = sorted(
             orjson.loads(read_regular(directory / "modules.json", MAX_TEXT_BYTES)),
             key=lambda module: int(module["idx"]),
         )
+        steps = [(str(module["type"]).rpartition(".")[2], file_within(directory, module["path"])) for module in modules]
     except (ValueError, LookupError, TypeError) as error:
         raise InvalidArgument(f"{directory / 'modules.json'} is no list of modules: {error}") from error
-    steps = [(str(module["type"]).rpartition(".")[2], file_within(directory, module["path"])) for module in modules]
+    kinds = [kind for kind, _ in steps]
+    if kinds in (["Transformer"], ["Transformer", "LogitScore"]):
+        return _read_cross_encoder(directory, steps[0][1], steps[1][1] if steps[1:] else None)
+    if read_json(directory / "config_sentence_transformers.json").get("model_type") == "CrossEncoder":
+        message = "those of a cross-encoder must be Transformer, maybe LogitScore"
+        raise Unsupported(f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; {message}")
+    return _read_embedder(directory, steps)
+
+
+def _read_cross_encoder(directory: Path, transformer: Path, score: Path | None) -> CrossEncoderFiles:
+    """The cross-encoder of a `transformer`, with the directory of a LogitScore if it has one."""
+    config = read_json(transformer / "config.json")
+    answer = _read_answer(config, transformer) if score is None else _read_logit_score(score)
+    if answer is None and not _names_class(config, "ForSequenceClassification"):
+        raise Unsupported(f"{directory / 'modules.json'}: a Transformer alone must be one ForSequenceClassification")
+    labels = 1 if answer else len(config.get("id2label") or {}) or int(config.get("num_labels", 1))
+    own: Mapping[str, Any] = config.get("sentence_transformers") or {}
+    named = read_json(directory / "config_sentence_transformers.json").get("activation_fn")
+    named = named or own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    default = Activation.SIGMOID if labels == 1 else Activation.IDENTITY
+    activation = default if named is None else _activation(str(named), directory)
+    template = _read_pair_template(config, transformer)
+    if answer and not template:
+        message = "its chat template must write messages of the roles query and document (chat_template.jinja)"
+        raise Unsupported(f"{transformer}: {message}")
+    return CrossEncoderFiles(
+        transformer, _read_tokenization(directory, transformer), labels, activation, answer, template
+    )
+
+
+def _read_answer(config: Mapping[str, Any], transformer: Path) -> AnswerTokens | None:
+    """The tokens that config.json names as vLLM's overrides do: that of irrelevant pairs, then of relevant ones; or the
+    latter alone."""
+    tokens = config.get(_ANSWERS)
+    if tokens is None:
+        return None
+    if not isinstance(tokens, list) or len(tokens) not in (1, 2) or not all(isinstance(each, str) for each in tokens):
+        raise InvalidArgument(f"{transformer / 'config.json'}: {_ANSWERS} must be one or two tokens, got {tokens!r}")
+    return AnswerTokens(tokens[-1], tokens[0] if tokens[1:] else None)
+
+
+def _read_logit_score(directory: Path) -> AnswerTokens:
+    config = read_json(directory / "config.json")
+    relevant, irrelevant = config.get("true_token_id"), config.get("false_token_id")
+    if not isinstance(relevant, int) or not isinstance(irrelevant, int | None):
+        raise InvalidArgument(f"{directory / 'config.json'} is no LogitScore: it must have true_token_id, an integer")
+    return AnswerTokens(relevant, irrelevant)
+
+
+def _read_pair_template(config: Mapping[str, Any], transformer: Path) -> PairTemplate | None:
+    """The template, if it carries pairs and sentence_bert_config.json does not leave messages out."""
+    modalities = read_json(transformer / "sentence_bert_config.json").get("modality_config")
+    sources = find_templates(transformer) if modalities is None or "message" in modalities else {}
+    tokens = read_special_tokens(transformer)
+    if DEFAULT in sources and (template := PairTemplate(sources[DEFAULT], tokens)).carries_pairs:
+        return template
+    return PairTemplate(QWEN3_RERANKER, tokens) if config.get("is_original_qwen3_reranker") else None
+
+
+def _read_embedder(directory: Path, steps: Sequence[tuple[str, Path]]) -> EmbedderFiles:
     kinds = [kind for kind, _ in steps]
     dense = tuple(_read_dense(path) for kind, path in steps if kind == "Dense")
     if kinds not in (["Transformer", "Pooling", *["Dense"] * len(dense), *tail] for tail in ([], ["Normalize"])):

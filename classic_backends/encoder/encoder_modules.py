@@ -31,9 +31,10 @@ _transformers = Lock()
 
 
 class Transformer:
-    """A module of transformers, of the auto class of that name; it gets segments if its model knows them."""
+    """A module of transformers, of the auto class of that name; it gets segments if its model knows them.
+    `pads_left`: texts end in the last column, and their positions count from their first token."""
 
-    def __init__(self, auto_class: str, directory: Path, device: str) -> None:
+    def __init__(self, auto_class: str, directory: Path, device: str, pads_left: bool = False) -> None:
         map_large_blocks_separately()
         options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
         with _transformers:
@@ -59,23 +60,28 @@ class Transformer:
         self._device = device
         self._has_segments = (getattr(module.config, "type_vocab_size", 0) or 0) > 1
         self._pad_id = int(module.config.pad_token_id or 0)
+        self._pads_left = pads_left
 
-    def __call__(self, texts: Sequence[EncodedText]) -> tuple[Any, Tensor]:
-        """The module's outputs for texts, padded at their ends, and the mask, int64 [texts, tokens]: 0 is padding."""
+    def __call__(self, texts: Sequence[EncodedText], **options: Any) -> tuple[Any, Tensor]:
+        """The module's outputs for texts, padded at one end, and the mask, int64 [texts, tokens]: 0 is padding. The
+        module gets `options` too."""
         shape = len(texts), max(len(text.ids) for text in texts)
         ids = np.full(shape, self._pad_id)
         mask = np.zeros(shape, np.int64)
         segments = np.zeros(shape, np.int64)
         for row, text in enumerate(texts):
             length = len(text.ids)
-            ids[row, :length] = text.ids
-            mask[row, :length] = 1
-            segments[row, :length] = text.segments
+            columns = slice(shape[1] - length, None) if self._pads_left else slice(length)
+            ids[row, columns] = text.ids
+            mask[row, columns] = 1
+            segments[row, columns] = text.segments
         arrays = {"input_ids": ids, "attention_mask": mask}
+        if self._pads_left:
+            arrays["position_ids"] = (mask.cumsum(1) - 1).clip(0)
         if self._has_segments:
             arrays["token_type_ids"] = segments
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
-        return self._module(**tensors), tensors["attention_mask"]
+        return self._module(**tensors, **options), tensors["attention_mask"]
 
 
 class Embedder:
@@ -111,7 +117,25 @@ class CrossEncoder:
         return scores
 
 
-Encoder: TypeAlias = Embedder | CrossEncoder
+class CausalCrossEncoder:
+    """Prompts to scores by the logits of `tokens`, the relevant one and maybe the irrelevant one, as
+    sentence-transformers makes them."""
+
+    def __init__(self, files: CrossEncoderFiles, tokens: Sequence[int], device: str) -> None:
+        self._transformer = Transformer("AutoModelForCausalLM", files.directory, device, pads_left=True)
+        self._tokens = list(tokens)
+        self._activation = _ACTIVATIONS[files.activation]
+
+    @torch.inference_mode()
+    def encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
+        outputs, _ = self._transformer(texts, logits_to_keep=1, use_cache=False)
+        relevant, *irrelevant = outputs.logits[:, -1:, self._tokens].float().unbind(-1)
+        logits = relevant - irrelevant[0] if irrelevant else relevant
+        scores: NDArray[np.float32] = self._activation(logits).cpu().numpy()
+        return scores
+
+
+Encoder: TypeAlias = Embedder | CrossEncoder | CausalCrossEncoder
 """An encoder whose `encode` makes an array [texts, size]."""
 
 

@@ -44,6 +44,14 @@ CONFIGS = {
         inputs=(TEXT, TensorSpec("text_pair", "BYTES", (1,))),
         outputs=(TensorSpec("score", "FP32", (1,)), COUNT),
     ),
+    "instructed": ModelConfig(
+        "instructed",
+        "1",
+        "encoder",
+        max_batch_size=2,
+        inputs=(TEXT, TensorSpec("text_pair", "BYTES", (1,)), TensorSpec("instruction", "BYTES", (1,), optional=True)),
+        outputs=(TensorSpec("score", "FP32", (1,)), COUNT),
+    ),
     "classifier": ModelConfig(
         "classifier",
         "1",
@@ -126,6 +134,21 @@ async def test_a_prompt_by_its_name(client: httpx.AsyncClient, gateway: Any) -> 
     assert refused.status_code == 400
     assert "'embedder' has no prompts" in refused.json()["error"]["message"]
     assert refused.json()["error"]["param"] == "prompt_name"
+
+
+async def test_an_instruction_goes_with_every_pair(client: httpx.AsyncClient, gateway: Any) -> None:
+    rank = {"query": "q", "documents": ["a", "bc", "def"], "instruction": "short ones"}
+    pairs = {"text_1": "q", "text_2": "a", "instruction": "short ones"}
+    for path, body in (("/rerank", rank), ("/score", pairs)):
+        gateway.asked.clear()
+        assert (await client.post(path, json={"model": "instructed", **body})).status_code == 200
+        for request in gateway.asked:
+            instructions = request.inputs["instruction"].data.ravel().tolist()
+            assert instructions == [b"short ones"] * len(request.inputs["text_pair"].data)
+        for model, said in (("ranker", "'ranker' has no template for one"), ("embedder", "")):
+            refused = await client.post(path, json={"model": model, **body})
+            assert refused.status_code == 400
+            assert said in refused.json()["error"]["message"]
 
 
 async def test_base64_is_little_endian_floats(client: httpx.AsyncClient) -> None:
