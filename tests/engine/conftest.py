@@ -1,8 +1,10 @@
 """Tiny checkpoints on disk, made once per run, and what transformers generates with them."""
 
+import inspect
 import json
 import pkgutil
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,8 +56,36 @@ def kernels() -> dict[str, ModuleType]:
     """The modules of engine/gpu by name, on Triton's interpreter (tests/conftest.py asks for it)."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
+    _look_through_the_language_once()
     names = [module.name for module in pkgutil.iter_modules(gpu.__path__)]
     return {name: import_module(f"{gpu.__name__}.{name}") for name in names}
+
+
+def _look_through_the_language_once() -> None:
+    """The interpreter sorts all attributes of Triton's modules for each launch and each function that a kernel calls,
+    which takes longer than most of them compute."""
+    from triton.runtime import interpreter
+
+    is_builtin = interpreter.tl.core.is_builtin
+
+    @cache
+    def builtins(module: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
+
+    def patch_builtins(module: Any, builder: Any, scope: Any) -> None:
+        for name in builtins(module):
+            if is_builtin(member := getattr(module, name)):
+                interpreter._patch_attr(module, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtins
+
+
+@pytest.fixture
+def short_pieces(kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many inputs, in two tiles, are a piece of a product with an adapter: of 2048 most would be masked here."""
+    size = 128
+    monkeypatch.setattr(kernels["lora"], "_PIECE", size)
+    return size
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Whatever they read on the host is as wrong here as in a graph, because a recorde
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -94,6 +95,25 @@ class EveryDraft(Speculation):
         self.costs.observe_step = lambda *times, **more: None  # type: ignore[method-assign]
 
 
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(1, 384, (length,), generator=generator).tolist() for length in (1, 7, 16, 25, 33, 60)]
+
+
+@cache
+@torch.inference_mode()
+def transformers_tokens(checkpoint: Path) -> list[list[int]]:
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    found = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
 class Setting:
     """A tiny model whose decode steps are recorded, prompts, and how transformers goes on with them. `adapters`: the
     digests of those that sequences have in turn, each with a `table` by whose address it is found, if not its own."""
@@ -116,10 +136,8 @@ class Setting:
         self.paths = adapters
         self.adapters = ["", *(self.executor.load_adapter(str(each)).result().digest for each in adapters)]
         self.set_pace(1.0)
-        generator = torch.Generator().manual_seed(5)
-        lengths = (1, 7, 16, 25, 33, 60)
-        self.prompts = [torch.randint(1, 384, (length,), generator=generator).tolist() for length in lengths]
-        self.right = self.transformers_tokens(checkpoint)
+        self.prompts = prompts()
+        self.right = transformers_tokens(checkpoint)
 
     def set_pace(self, seconds: float) -> None:
         """Begin anew without graphs, with so many seconds from one step to the next."""
@@ -143,18 +161,6 @@ class Setting:
             answers.append(found)
         self.computer.graphs = graphs
         return answers
-
-    @torch.inference_mode()
-    def transformers_tokens(self, checkpoint: Path) -> list[list[int]]:
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        model.generation_config.eos_token_id = None
-        found = []
-        for prompt in self.prompts:
-            ids = torch.tensor([prompt])
-            mask = torch.ones_like(ids)
-            out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-            found.append(out[0, len(prompt) :].tolist())
-        return found
 
     def scheduler(self, ahead: int, drafter: Drafter | None = None) -> tuple[Scheduler, KVCacheManager]:
         cache = KVCacheManager(BLOCKS, BLOCK)
@@ -363,7 +369,11 @@ def test_what_can_be_recorded_is(drafting: Setting, adapted: Setting, caplog: py
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padded places hold whatever was there
 def test_tokens_are_the_same_with_kernels(
-    checkpoint: Callable[..., Path], adapted: Setting, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[..., Path],
+    adapted: Setting,
+    interpreted: None,
+    short_pieces: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The layers and the attention of a GPU, interpreted, in steps that are replayed: of a row with an adapter, and
     drafts of which some are right."""
