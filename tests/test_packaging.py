@@ -38,11 +38,12 @@ def wheel_command(source: Path, into: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The machine's, that leaves out what takes long, for how fast the kernels are is not asked here, and fails where
-    gcc finds anything odd: a macro's variable once took the place of its caller's."""
+    """The machine's, that leaves out what takes long, for how fast the kernels are is not asked here (their helpers are
+    functions, not copied to where they are called), and fails where gcc finds anything odd: a macro's variable once
+    took the place of its caller's."""
     script, strict = tmp_path_factory.mktemp("cc") / "cc", "-Wall -Wno-psabi -Werror"
     warnings = strict if shutil.which("gcc") else ""
-    script.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "cc")} "$@" -O0 {warnings}\n')
+    script.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "cc")} "$@" -O0 -Dalways_inline=unused {warnings}\n')
     script.chmod(0o755)
     return script
 
