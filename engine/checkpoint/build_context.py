@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .model_spec import DecoderShape, LayerAttention
+from .model_spec import DecoderShape, LayerAttention, ModelSpec
 from .packing_cache import PackingCache
 from .partition import PipelineStage
 
@@ -88,7 +88,13 @@ class Shard(NamedTuple):
 
     def local_shape(self, shape: DecoderShape) -> DecoderShape:
         """The `shape` of a whole model cut to this rank: its heads, key/value heads and layers."""
-        heads, kv_heads = rank_slice(shape.heads, self.group), kv_head_slice(shape.kv_heads, self.group)
+        heads, kv_heads = slice(0, shape.heads), slice(0, shape.kv_heads)
+        if any(shape.attention):
+            heads, kv_heads = rank_slice(shape.heads, self.group), kv_head_slice(shape.kv_heads, self.group)
+        states = shape.states
+        if isinstance(shape, ModelSpec) and shape.recurrence is not None:
+            own = shape.recurrence.share(self.group.rank, self.group.size).state
+            states = tuple(state and own for state in states)
         layers = self.stage.layers(shape.layers)
         attention = shape.attention[layers.start : layers.stop]
         owners = shape.cache_owners[layers.start : layers.stop]
@@ -97,7 +103,7 @@ class Shard(NamedTuple):
             heads=heads.stop - heads.start,
             kv_heads=kv_heads.stop - kv_heads.start,
             attention=tuple(kind and self._local_attention(kind) for kind in attention),
-            states=shape.states[layers.start : layers.stop],
+            states=states[layers.start : layers.stop],
             cache_owners=tuple(owner - layers.start for owner in owners),
         )
 

@@ -71,14 +71,14 @@ def check_partition(
 
 
 def _tensor_refusal(spec: ModelSpec, tensor: int, whole_experts: bool) -> str | None:
-    if spec.recurrence is not None and tensor > 1:
-        return f"layers that keep states can't be shared by {tensor} ranks yet; stages of a pipeline can have them"
+    if spec.recurrence is not None and (refusal := spec.recurrence.refusal(tensor)) is not None:
+        return f"{refusal}; stages of a pipeline can have its layers"
     if spec.gemma is not None and spec.gemma.altup is not None and tensor > 1:
         return f"layers with several streams of hidden states can't be shared by {tensor} ranks"
-    if spec.heads % tensor:
+    if any(spec.attention) and spec.heads % tensor:
         return f"{spec.heads} attention heads can't be shared evenly by {tensor} ranks"
     for kv_heads in (spec.kv_heads, *(kind.kept.heads for kind in spec.cached_attention if kind.kept is not None)):
-        if kv_heads % tensor and tensor % kv_heads:
+        if any(spec.attention) and kv_heads % tensor and tensor % kv_heads:
             shared = f"{kv_heads} key/value heads can be neither shared evenly by {tensor} ranks"
             return f"{shared} nor held by equally many of them each"
     sizes = {"intermediate_size": spec.intermediate_size, "vocab_size": spec.vocab_size}

@@ -35,6 +35,16 @@ class DeltaNetSpec(NamedTuple):
         """Numbers in the matrices of such a layer, of a model whose hidden states are `hidden` wide."""
         return hidden * (2 * self.key_width + 3 * self.value_width + 2 * self.value_heads)
 
+    def share(self, rank: int, size: int) -> "DeltaNetSpec":
+        """What such a layer is like on a rank of `size` that share its heads."""
+        return self._replace(key_heads=self.key_heads // size, value_heads=self.value_heads // size)
+
+    def refusal(self, size: int) -> str | None:
+        """Why so many ranks can't share its heads; None: they can."""
+        if self.key_heads % size:
+            return f"{self.key_heads} key heads of its delta rule can't be shared evenly by {size} ranks"
+        return None
+
     @property
     def key_width(self) -> int:
         return self.key_heads * self.key_dim
@@ -59,6 +69,15 @@ class ShortConvolutionSpec(NamedTuple):
     def weights(self, hidden: int) -> int:
         """See `DeltaNetSpec.weights`."""
         return 4 * hidden * self.channels
+
+    def share(self, rank: int, size: int) -> "ShortConvolutionSpec":
+        """See `DeltaNetSpec.share`; shares of channels may differ by one."""
+        first, end = (self.channels * place // size for place in (rank, rank + 1))
+        return self._replace(channels=end - first)
+
+    def refusal(self, size: int) -> str | None:
+        """See `DeltaNetSpec.refusal`."""
+        return f"its {self.channels} channels give nothing to some of {size} ranks" if self.channels < size else None
 
     @property
     def state(self) -> LayerState:
@@ -90,6 +109,19 @@ class Mamba2Spec(NamedTuple):
     def weights(self, hidden: int) -> int:
         """See `DeltaNetSpec.weights`."""
         return hidden * (2 * self.inner + self.state.channels + self.heads)
+
+    def share(self, rank: int, size: int) -> "Mamba2Spec":
+        """See `DeltaNetSpec.share`; with more ranks than groups, several ranks have the same one."""
+        return self._replace(heads=self.heads // size, groups=max(self.groups // size, 1))
+
+    def refusal(self, size: int) -> str | None:
+        """See `DeltaNetSpec.refusal`."""
+        if self.heads % size:
+            return f"{self.heads} heads of Mamba-2 can't be shared evenly by {size} ranks"
+        if self.groups % size and size % self.groups:
+            shared = f"{self.groups} groups of Mamba-2's heads can be neither shared evenly by {size} ranks"
+            return f"{shared} nor held by equally many of them each"
+        return None
 
     @property
     def inner(self) -> int:

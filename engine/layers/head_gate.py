@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint.build_context import TensorGroup
 from ..checkpoint.weights import WeightLoader
 from ..cpu import library
 from ..cpu.recurrent import HeadGate, HeadNorm
+from .linear import split_reason
 
 
 def build_head_gate(
@@ -42,6 +44,33 @@ class TorchHeadGate:
         if norm.gates_first:
             return (_normalised(wide * gate, norm.eps) * norm.weight).flatten(1).to(x.dtype)
         return (_normalised(wide, norm.eps) * norm.weight * gate).flatten(1).to(x.dtype)
+
+
+class SplitHeadGate:
+    """A norm of heads [groups, n], and its gate, where a group's features are shared by several ranks of `group`, of
+    which each has so many `features` of one group: they add up their sums of squares. Gates begin at column 0."""
+
+    def __init__(self, group: TensorGroup, groups: int, features: int, norm: HeadNorm) -> None:
+        self._group = group
+        self._groups = groups
+        self._own = group.rank * groups // group.size
+        self._features = features
+        self._norm = norm
+        self.untraceable: str | None = split_reason(group)
+
+    def __call__(self, x: Tensor, gates: Tensor) -> Tensor:
+        norm = self._norm
+        assert norm.weight is not None, "without a norm nothing is to be added up"
+        gate = F.silu(gates[:, : self._features].float())
+        wide = x.float()
+        if norm.gates_first:
+            wide = wide * gate
+        squares = wide.new_zeros(len(x), self._groups)
+        squares[:, self._own] = wide.square().sum(-1)
+        size = self._features * self._group.size // self._groups
+        mean = self._group.all_reduce(squares)[:, self._own, None] / size
+        out = wide * torch.rsqrt(mean + norm.eps) * norm.weight.flatten()
+        return (out if norm.gates_first else out * gate).to(x.dtype)
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:

@@ -35,6 +35,20 @@ class OutputShard(NamedTuple):
         return self._replace(features=slice(self.features.start + by, self.features.stop + by))
 
 
+def join_shards(shards: Iterable[OutputShard]) -> list[OutputShard]:
+    """The same features in as few shards as can be: those next to each other in one matrix, with one factor,
+    together."""
+    joined: list[OutputShard] = []
+    for shard in shards:
+        if joined and shard == joined[-1]._replace(features=shard.features):
+            before = joined[-1].features
+            if before.stop == shard.features.start:
+                joined.pop()
+                shard = shard._replace(features=slice(before.start, shard.features.stop))
+        joined.append(shard)
+    return joined
+
+
 class LayerMatmul:
     """The product of a linear layer with the matrices `slices`, one below the other, and what the adapters of a step's
     rows (LoRA, arXiv 2106.09685) add to it."""

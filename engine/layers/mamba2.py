@@ -1,17 +1,16 @@
 """Mamba-2 (arXiv 2405.21060): each head keeps a matrix that decays by a step of the token's own, and to which every
 token adds; queries, keys and values are called C, B and x there."""
 
-from itertools import accumulate
-
 from torch import Tensor
 
+from ..checkpoint.build_context import kv_head_slice, rank_slice
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.recurrence import Mamba2Spec
 from ..checkpoint.weights import WeightLoader
 from ..cpu.op_trace import untraceable_reason
-from ..cpu.recurrent import ConvolutionColumns, HeadNorm, RecurrenceShape, ScanSteps
-from .head_gate import build_head_gate
-from .linear import OutputShard, RowLinear, column_linear
+from ..cpu.recurrent import ConvolutionColumns, HeadGate, HeadNorm, RecurrenceShape, ScanSteps
+from .head_gate import SplitHeadGate, TorchHeadGate, build_head_gate
+from .linear import OutputShard, RowLinear, column_linear, join_shards
 from .recurrence import build_selective_scan
 from .state_convolution import StateConvolution
 from .step_context import StepContext
@@ -25,30 +24,43 @@ class Mamba2:
         mamba = spec.recurrence
         assert isinstance(mamba, Mamba2Spec), "config.json was read for such layers"
         number = spec.state_index(index, loader.stage.layers(spec.layers).start)
-        inner = mamba.inner
-        channels = mamba.state.channels
-        self._input = column_linear(loader, _input_parts(f"{name}.in_proj", mamba), spec.hidden_size, bias=mamba.bias)
-        sizes = channels, mamba.kernel
+        group = loader.group
+        own = mamba.share(group.rank, group.size)
+        heads, groups = rank_slice(mamba.heads, group), kv_head_slice(mamba.groups, group)
+        values = _features(heads, mamba.head_dim)
+        keys = _features(groups, mamba.state_size)
+        inputs = _input_parts(f"{name}.in_proj", mamba, values, keys, heads)
+        self._input = column_linear(loader, inputs, spec.hidden_size, bias=mamba.bias)
+        inner = own.inner
+        channels = own.state.channels
+        sizes = mamba.state.channels, mamba.kernel
         self._convolution = StateConvolution(
             loader,
             f"{name}.conv1d",
             number,
             ConvolutionColumns(inner),
             sizes,
+            _convolved(mamba, values, keys),
             bias=mamba.convolution_bias,
             activated=True,
         )
-        keyed = mamba.groups * mamba.state_size
-        shape = RecurrenceShape(mamba.heads, mamba.groups, mamba.state_size, mamba.head_dim, inner + keyed, inner, 0)
-        heads = mamba.heads
-        rates = loader.floats(f"{name}.A_log", heads).exp().neg()
-        bias, skip = (loader.floats(f"{name}.{vector}", heads) for vector in ("dt_bias", "D"))
+        keyed = own.groups * own.state_size
+        shape = RecurrenceShape(own.heads, own.groups, own.state_size, own.head_dim, inner + keyed, inner, 0)
+        rates, bias, skip = (loader.floats(f"{name}.{part}", mamba.heads)[heads] for part in ("A_log", "dt_bias", "D"))
+        rates = rates.exp().neg()
         steps = ScanSteps(rates, bias, skip, *mamba.step_limits)
         self._recurrence = build_selective_scan(loader, number, shape, inner + channels, steps)
-        weight = loader.floats(f"{name}.norm.weight", inner).view(mamba.groups, -1) if mamba.normalised else None
+        weight = None
+        if mamba.normalised:
+            weight = loader.floats(f"{name}.norm.weight", mamba.inner)[values].view(own.groups, -1)
         norm = HeadNorm(weight, spec.norm_eps, mamba.gates_first)
-        self._output_gate = build_head_gate(loader, mamba.groups, inner // mamba.groups, 0, norm)
-        self._out = RowLinear(loader, f"{name}.out_proj", inner, slice(0, inner), spec.hidden_size, bias=mamba.out_bias)
+        self._output_gate: HeadGate | TorchHeadGate | SplitHeadGate
+        if mamba.normalised and mamba.groups < group.size:
+            self._output_gate = SplitHeadGate(group, mamba.groups, inner, norm)
+        else:
+            self._output_gate = build_head_gate(loader, own.groups, inner // own.groups, 0, norm)
+        out_bias = mamba.out_bias
+        self._out = RowLinear(loader, f"{name}.out_proj", mamba.inner, values, spec.hidden_size, bias=out_bias)
         parts = self._convolution, self._recurrence, self._output_gate, self._out
         self.untraceable = untraceable_reason(parts)
 
@@ -58,14 +70,25 @@ class Mamba2:
         return self._out(self._output_gate(read, wide), context)
 
 
-def _input_parts(name: str, mamba: Mamba2Spec) -> list[OutputShard]:
-    """The rows of the projection into a layer: gate, x, B, C and steps, those next to each other with one factor
-    together."""
+def _features(heads: slice, size: int) -> slice:
+    return slice(heads.start * size, heads.stop * size)
+
+
+def _shifted(features: slice, by: int) -> slice:
+    return slice(features.start + by, features.stop + by)
+
+
+def _convolved(mamba: Mamba2Spec, values: slice, keys: slice) -> list[slice]:
+    """The channels of x, B and C that a rank has, of those of all."""
     keyed = mamba.groups * mamba.state_size
-    ends = [*accumulate((mamba.inner, mamba.inner, keyed, keyed, mamba.heads))]
-    parts: list[OutputShard] = []
-    for first, end, factor in zip([0, *ends], ends, mamba.factors, strict=False):
-        if parts and parts[-1].factor == factor:
-            first = parts.pop().features.start
-        parts.append(OutputShard(name, ends[-1], slice(first, end), factor))
-    return parts
+    return [values, _shifted(keys, mamba.inner), _shifted(keys, mamba.inner + keyed)]
+
+
+def _input_parts(name: str, mamba: Mamba2Spec, values: slice, keys: slice, heads: slice) -> list[OutputShard]:
+    """The rows of the projection into a layer that a rank has: of gate, x, B, C and steps."""
+    convolved = [_shifted(part, mamba.inner) for part in _convolved(mamba, values, keys)]
+    steps = mamba.inner + mamba.state.channels
+    rows = [values, *convolved, _shifted(heads, steps)]
+    return join_shards(
+        OutputShard(name, steps + mamba.heads, part, factor) for part, factor in zip(rows, mamba.factors, strict=True)
+    )

@@ -3,11 +3,12 @@ products with numbers of its own."""
 
 from torch import Tensor
 
+from ..checkpoint.build_context import rank_slice
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.recurrence import ShortConvolutionSpec
 from ..checkpoint.weights import WeightLoader
 from ..cpu.recurrent import ConvolutionColumns
-from .linear import OutputShard, RowLinear, column_linear
+from .linear import OutputShard, RowLinear, column_linear, join_shards
 from .state_convolution import StateConvolution
 from .step_context import StepContext
 
@@ -20,16 +21,17 @@ class ShortConvolution:
         short = spec.recurrence
         assert isinstance(short, ShortConvolutionSpec), "config.json was read for such layers"
         number = spec.state_index(index, loader.stage.layers(spec.layers).start)
-        channels = short.channels
-        whole = OutputShard(f"{name}.in_proj", 3 * channels, slice(0, 3 * channels))
-        self._input = column_linear(loader, [whole], spec.hidden_size, bias=short.bias)
+        mine = rank_slice(short.channels, loader.group)
+        gates = OutputShard(f"{name}.in_proj", 3 * short.channels, mine)
+        inputs = join_shards(gates.shifted(part * short.channels) for part in range(3))
+        self._input = column_linear(loader, inputs, spec.hidden_size, bias=short.bias)
+        channels = mine.stop - mine.start
         columns = ConvolutionColumns(2 * channels, input_gates=0, output_gates=channels)
-        sizes = channels, short.kernel
+        sizes = short.channels, short.kernel
         self._convolution = StateConvolution(
-            loader, f"{name}.conv", number, columns, sizes, bias=short.bias, activated=False
+            loader, f"{name}.conv", number, columns, sizes, [mine], bias=short.bias, activated=False
         )
-        every = slice(0, channels)
-        self._out = RowLinear(loader, f"{name}.out_proj", channels, every, spec.hidden_size, bias=short.bias)
+        self._out = RowLinear(loader, f"{name}.out_proj", short.channels, mine, spec.hidden_size, bias=short.bias)
         self.untraceable = self._convolution.untraceable or self._out.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:

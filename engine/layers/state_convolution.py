@@ -1,6 +1,9 @@
 """A causal convolution of each channel by itself, over a sequence that comes in pieces: what it reads of earlier pieces
 is kept in the row's slot."""
 
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,15 +26,17 @@ class StateConvolution:
         number: int,
         columns: ConvolutionColumns,
         sizes: tuple[int, int],
+        parts: Sequence[slice],
         *,
         bias: bool,
         activated: bool,
     ) -> None:
-        """`name`: of the convolution in the checkpoint; `sizes`: its channels, and the inputs that it reads of each."""
+        """`name`: of the convolution in the checkpoint; `sizes`: its channels there, and the inputs that it reads of
+        each; `parts`: the channels that this rank has, one part behind the other."""
         channels, kernel = sizes
         self._number = number
-        weight = loader.floats(f"{name}.weight", channels, 1, kernel).squeeze(1)
-        shift = loader.floats(f"{name}.bias", channels) if bias else None
+        weight = _select(loader.floats(f"{name}.weight", channels, 1, kernel).squeeze(1), parts)
+        shift = _select(loader.floats(f"{name}.bias", channels), parts) if bias else None
         self._convolve: CausalConvolution | TorchConvolution
         if library.supports(loader.dtype, loader.device):
             self._convolve = CausalConvolution(weight, shift, activated, columns, loader.dtype)
@@ -44,6 +49,10 @@ class StateConvolution:
         if isinstance(self._convolve, CausalConvolution):
             return self._convolve(x, self._number, states.kernel)
         return self._convolve(x, states.layers[self._number].windows, states)
+
+
+def _select(channels: Tensor, parts: Sequence[slice]) -> Tensor:
+    return torch.cat([channels[part] for part in parts])
 
 
 class TorchConvolution:

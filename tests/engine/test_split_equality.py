@@ -72,6 +72,8 @@ class Asked(NamedTuple):
     adapters: tuple[str, ...] = ("",)
     drafter: Drafter | None = None
     snapshots: int = 0
+    draft_snapshots: int | None = None
+    """Slots for the states before drafts, beside those; None: layers keep no states."""
 
 
 ALONE = Asked(4096, False, 64)
@@ -99,8 +101,9 @@ def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, in
     )
     scarce = groups.sliding and asked.blocks == BLOCKS
     blocks = (FEW_BLOCKS if scarce else asked.blocks) * groups.total
-    executor.allocate(blocks, 0, asked.snapshots)
-    cache = KVCacheManager(blocks, BLOCK, asked.prefix, snapshots=asked.snapshots, groups=groups)
+    executor.allocate(blocks, 0, asked.snapshots + (asked.draft_snapshots or 0))
+    states = {"snapshots": asked.snapshots, "draft_states": asked.draft_snapshots}
+    cache = KVCacheManager(blocks, BLOCK, asked.prefix, groups=groups, **states)
     config = SchedulerConfig(
         max_num_seqs=8,
         max_num_batched_tokens=asked.chunk,
@@ -280,6 +283,43 @@ def test_a_pipeline_of_layers_with_states_changes_no_bit(threads: ModuleType, ch
         staged = serve(executor, Asked(snapshots=6), 2, {}).outcome
     assert staged.tokens == whole.tokens
     assert sum(staged.cached.values()) >= 2 * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen3.5", (2, 2)),
+        ("granite-hybrid", (4,)),
+        ("lfm2", (2,)),
+        pytest.param("falcon-h1", (4,), marks=pytest.mark.proof),
+        pytest.param("nemotron-h", (2,), marks=pytest.mark.proof),
+        pytest.param("nemotron-h", (4,), marks=pytest.mark.proof),
+        pytest.param("nemotron-3", (2,), marks=pytest.mark.proof),
+        pytest.param("mamba2", (4,), marks=pytest.mark.proof),
+        pytest.param("bamba", (2,), marks=pytest.mark.proof),
+        pytest.param("granite-hybrid-moe", (2,), marks=pytest.mark.proof),
+        pytest.param("lfm2-moe", (4,), marks=pytest.mark.proof),
+        pytest.param("qwen3-next", (2,), marks=pytest.mark.proof),
+        pytest.param("qwen3.5-moe", (2,), marks=pytest.mark.proof),
+    ],
+)
+def test_ranks_share_the_heads_of_states(
+    name: str, layout: tuple[int, ...], threads: ModuleType, checkpoint: Callable[..., Path]
+) -> None:
+    """With preemption, snapshots and drafts, of which the last token is wrong."""
+    changes = {"num_hidden_layers": 8} if name == "qwen3.5" else {}
+    config = EngineConfig(model=str(checkpoint(name, **changes)), device="cpu", cache=CacheConfig(block_size=BLOCK))
+    with threads.ranks(config, threads.Layout()) as executor:
+        whole = serve(executor, ALONE, 1, {}).outcome
+    split, drafter = threads.Layout(*layout), _FirstRight(whole.tokens)
+    with threads.ranks(config, split) as executor:
+        drafted = Asked(snapshots=12, drafter=drafter, draft_snapshots=6)
+        both = [serve(executor, asked, split.stages, CANCELLED) for asked in (Asked(snapshots=6), drafted)]
+    for events in both:
+        assert texts(events.outcome, *CANCELLED.values()) == texts(whole, *CANCELLED.values())
+        assert sum(events.outcome.cached.values()) >= 2 * BLOCK
+    assert both[0].preemptions > 0
+    assert drafter.drafted > 20
 
 
 @NATIVE

@@ -124,6 +124,7 @@ class ThreadedExecutor:
         return load_rank(self._config, seat)
 
     def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
+        self._chosen = SimpleQueue()  # rows of before mean nothing
         sizes = blocks, host_blocks, snapshots
         self._on_all([lambda engine=engine: engine.runner.allocate(*sizes) for engine in self.engines])
 

@@ -1,5 +1,6 @@
 """What of a model a rank has, and what can't be split."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,13 @@ from charonia.engine.checkpoint.model_spec import (
     RopeSpec,
 )
 from charonia.engine.checkpoint.partition import PipelineStage, check_partition
-from charonia.engine.checkpoint.recurrence import ShortConvolutionSpec
+from charonia.engine.checkpoint.recurrence import (
+    DeltaNetSpec,
+    LayerState,
+    Mamba2Spec,
+    RecurrenceSpec,
+    ShortConvolutionSpec,
+)
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.models.registry import ARCHITECTURES, checkpoint_builder
@@ -61,6 +68,7 @@ MIXED = replace(SPEC, experts=ExpertsSpec(8, 2, 48, True, (True,) * 5))
 
 
 RECURRENT = ShortConvolutionSpec(64, 3, False)
+MAMBA = Mamba2Spec(8, 16, 24, 2, 4, False, True, (0.0, math.inf))
 HYBRID = replace(
     SPEC,
     attention=(None, LayerAttention(), None, None, LayerAttention()),
@@ -77,11 +85,35 @@ def test_of_a_hybrid_each_stage_has_its_states_and_caches() -> None:
     assert HYBRID.cache_index(4, 2) == 0
 
 
-def test_a_hybrid_is_not_shared_by_ranks_of_a_tensor() -> None:
-    check_partition(HYBRID, "model", 1, PipelineStage(0, 2))
-    with pytest.raises(InvalidArgument, match="model: layers that keep states can't be shared by 2 ranks") as refusal:
-        check_partition(HYBRID, "model", 2, PipelineStage())
+@pytest.mark.parametrize(
+    ("recurrence", "ranks", "reason"),
+    [
+        (DeltaNetSpec(2, 8, 16, 16, 4), 4, "2 key heads of its delta rule can't be shared evenly by 4 ranks"),
+        (MAMBA._replace(heads=6), 4, "6 heads of Mamba-2 can't be shared evenly by 4 ranks"),
+        (MAMBA._replace(groups=3), 2, "3 groups of Mamba-2's heads can be neither shared evenly by 2 ranks"),
+        (ShortConvolutionSpec(1, 3, False), 2, "its 1 channels give nothing to some of 2 ranks"),
+    ],
+)
+def test_heads_of_states_that_ranks_cannot_share_are_refused(
+    recurrence: RecurrenceSpec, ranks: int, reason: str
+) -> None:
+    spec = replace(HYBRID, recurrence=recurrence)
+    message = f"model: {reason}.*; stages of a pipeline can have its layers"
+    with pytest.raises(InvalidArgument, match=message) as refusal:
+        check_partition(spec, "model", ranks, PipelineStage())
     assert refusal.value.field == "tensor_parallel_size"
+
+
+def test_a_rank_keeps_the_states_of_its_heads_alone() -> None:
+    whole = replace(HYBRID, recurrence=MAMBA, states=(MAMBA.state, None, MAMBA.state, MAMBA.state, None))
+    check_partition(whole, "model", 4, PipelineStage())
+    first, *_ = Shard(Silent(3, 4)).local_shape(whole).states
+    # Two of eight heads, and B and C of the one group that they are of.
+    assert first == LayerState(channels=2 * 16 + 2 * 24, window=3, heads=2, rows=24, columns=16)
+
+
+def test_each_stage_of_a_hybrid_attends() -> None:
+    check_partition(HYBRID, "model", 1, PipelineStage(0, 2))
     with pytest.raises(InvalidArgument, match="no layer of stage 1 of 3 attends") as refusal:
         check_partition(HYBRID, "model", 1, PipelineStage(0, 3, (2, 2, 1)))
     assert refusal.value.field == "pipeline_parallel_size"
