@@ -10,6 +10,8 @@ How it is put together, and how to add a kernel:
   replace by a model in plain C, as they do those of AVX-512; those of Arm they run under an emulator.
 - A layer with a state (`recurrent.h`) goes token by token, each number with one order of sums, so that its bits do not
   depend on where a sequence is cut either.
+- A mixture of experts (`experts.h`) sorts rows by the experts that they chose; several products are one work of all
+  threads then, each with its own rows.
 - Flags: never -ffast-math (it deletes NaN checks and flushes denormals in the whole process). `fma()` of `simd.h`, not
   luck, where bits matter. **A row's result must not depend on which rows share the call, nor on the threads.**
 - A kernel is a function of a `Team` (`parallel_region.h`): threads that each do their share, with barriers before one

@@ -1,6 +1,8 @@
 /* Normalisation, gating, rotation and embedding over many rows. Each row by itself: no result depends on another row. */
 #include "elementwise.h"
 
+#include <math.h>
+
 enum activation { SILU, GELU, ERF_GELU, QUICK_GELU, CLAMPED_SWIGLU, SQUARED_RELU };
 
 /* Whether rows have gate and up, or one of them alone. */
@@ -16,6 +18,8 @@ typedef void rope_row(const void *, const float *, void *, long, int);
 typedef void scale_row(const void *, void *, long, float, int);
 typedef void soft_cap_row(void *, long, float, int);
 typedef void add_row(void *, const void *, long, int);
+typedef void gate_row_by(void *, long, float, int);
+typedef void widen_row(const void *, float *, long);
 
 typedef void gate_head(const HeadGate *, const void *, const void *, const float *, void *);
 
@@ -26,6 +30,8 @@ static rope_row *const rope_rows[LEVELS] = ALL_LEVELS(rope);
 static scale_row *const scales[LEVELS] = ALL_LEVELS(scale);
 static soft_cap_row *const soft_caps[LEVELS] = ALL_LEVELS(soft_cap);
 static add_row *const adds[LEVELS] = ALL_LEVELS(add);
+static gate_row_by *const row_gates[LEVELS] = ALL_LEVELS(gate_by);
+static widen_row *const widens[LEVELS] = ALL_LEVELS(widen);
 
 static char *place(const void *base, int64_t element, int kind) { return (char *)base + element * KIND_BYTES(kind); }
 
@@ -82,6 +88,19 @@ void add_in_team(Team *team, const Addition *o)
              add(place(o->x, row * o->n, o->kind), place(o->delta, row * o->n, o->kind), o->n, o->kind));
 }
 
+void gate_rows_in_team(Team *team, const RowGate *o)
+{
+    gate_row_by *gate = row_gates[charonia_level()];
+    FOR_ROWS(team, o->rows, o->rows * o->n,
+             gate(place(o->x, row * o->n, o->kind), o->n, 1.0f / (1.0f + expf(-o->gates[row])), o->kind));
+}
+
+void widen_in_team(Team *team, const Widening *o)
+{
+    widen_row *widen = widens[charonia_level()];
+    FOR_ROWS(team, o->rows, o->rows * o->n, widen(place(o->x, row * o->n, BF16), o->out + row * o->n, o->n));
+}
+
 void embed_rows(const Embedding *o)
 {
     scale_row *scale = scales[charonia_level()];
@@ -114,6 +133,12 @@ EXPORT void charonia_gate_heads(const HeadGate *layer, const void *x, const void
 {
     const HeadGateCall call = {layer, x, gates, rows, gates_stride, out};
     PARALLEL_REGION(threads_for(rows * layer->heads * layer->n), gate_heads_in_team(team, &call));
+}
+
+EXPORT void charonia_gate_rows(void *x, const float *gates, int64_t rows, int64_t n, int kind)
+{
+    const RowGate gate = {x, gates, rows, n, kind};
+    PARALLEL_REGION(threads_for(rows * n), gate_rows_in_team(team, &gate));
 }
 
 /* out [rows, heads, 2 * half] = x (rows `stride` elements apart), turned by cosines and sines [rows, 2, half]. */

@@ -66,12 +66,29 @@ typedef struct {
     int kind;
 } Addition;
 
+/* x [rows, n], each row times the sigmoid of its gate, which is rounded first, in place. */
+typedef struct {
+    void *x;
+    const float *gates;
+    int64_t rows, n;
+    int kind;
+} RowGate;
+
+/* out [rows, n] in fp32 = x in bf16. */
+typedef struct {
+    const void *x;
+    float *out;
+    int64_t rows, n;
+} Widening;
+
 void norm_in_team(Team *, const Norm *);
 void gate_in_team(Team *, const Gate *);
 void gate_heads_in_team(Team *, const HeadGateCall *);
 void scale_in_team(Team *, const Scaling *);
 void soft_cap_in_team(Team *, const Scaling *);
 void add_in_team(Team *, const Addition *);
+void gate_rows_in_team(Team *, const RowGate *);
+void widen_in_team(Team *, const Widening *);
 void embed_rows(const Embedding *);
 
 #endif

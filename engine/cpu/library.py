@@ -40,6 +40,8 @@ SIGNATURES = {
     "charonia_gate": "ppllii",
     "charonia_soft_cap": "pllfi",
     "charonia_gate_heads": "ppplpl",
+    "charonia_gate_rows": "pplli",
+    "charonia_mix": "ppplp",
     "charonia_convolve": "pppplpp",
     "charonia_recur": "pppplplpp",
     "charonia_attention_plan": "pppl>l",

@@ -240,8 +240,15 @@ int64_t product_bytes(const MatmulCall *a, int threads)
     return copies(a, threads) * prepared_bytes(&p, a->rows) + threads * sums_bytes(&p, a->rows);
 }
 
+/* The product reads its rows, with their scales, in `memory`, where they are to be prepared. */
+static void read_prepared(Product *p, const MatmulCall *a, char *memory)
+{
+    p->row_scales = (const float *)memory;
+    p->rows = memory + scales_bytes(a->rows);
+}
+
 /* Rows `from` to `to` as the tiles read them, with scales and rows in `memory`. */
-static void prepare(Product *p, const MatmulCall *a, int64_t from, int64_t to, char *memory)
+static void prepare(const Product *p, const MatmulCall *a, int64_t from, int64_t to, char *memory)
 {
     const Matrix *m = p->matrix;
     const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride;
@@ -250,8 +257,6 @@ static void prepare(Product *p, const MatmulCall *a, int64_t from, int64_t to, c
     char *rows = memory + scales_bytes(a->rows);
     for (int64_t r = from; r < to; r++)
         scales[r] = p->kernel->row(m, (const char *)a->x + r * x_bytes, steps, rows + r * p->row_stride);
-    p->row_scales = scales;
-    p->rows = rows;
 }
 
 static int64_t groups_of(const Matrix *m) { return (m->outputs + LANES - 1) / LANES; }
@@ -287,11 +292,103 @@ void multiply_in_team(Team *t, const MatmulCall *a, char *memory)
     char *sums = memory + copies(a, (int)t->all) * prepared + t->me * kept;
     if (prepared && own) {
         prepare(&p, a, 0, a->rows, memory + t->me * prepared);
+        read_prepared(&p, a, memory + t->me * prepared);
     } else if (prepared) {
         prepare(&p, a, share_begin(a->rows, t, t->me), share_begin(a->rows, t, t->me + 1), memory);
+        read_prepared(&p, a, memory);
         barrier(t);
     }
     multiply_claimed(t, a, &p, sums);
+}
+
+/* One of several products: its first row and group among those of all, and where its rows are prepared, if they are. */
+typedef struct {
+    Product product;
+    const MatmulCall *call;
+    int64_t row, group;
+    char *prepared;
+    int64_t sums; /* bytes that a thread keeps between chunks */
+} Part;
+
+static int64_t parts_bytes(int64_t count) { return rounded_up((count + 1) * (int64_t)sizeof(Part), LINE); }
+
+int64_t products_bytes(const Matrix *const *kinds, int64_t kind_count, int64_t count, int64_t rows, int threads)
+{
+    int64_t row = 0, sums = SUMS_BYTES;
+    for (int64_t i = 0; i < 2 * kind_count; i++) {
+        const MatmulCall call = {kinds[i / 2], 0, 0, kinds[i / 2]->inputs, i % 2 ? rows : 1, 0, 0};
+        const Product p = product(&call);
+        const Block most = block_of(&p, p.plan->block);
+        const int64_t panel = group_bytes(&p, &most) * p.plan->groups;
+        row = p.row_stride > row ? p.row_stride : row;
+        sums = panel > sums ? panel : sums;
+    }
+    return parts_bytes(count) + rows * (row + 4) + count * 2 * LINE + threads * sums;
+}
+
+/* Lays the products out behind `parts`. Behind the last comes one that is none: its rows would be the threads' sums. */
+static void lay_out_parts(const MatmulCall *calls, int64_t count, Part *parts)
+{
+    char *memory = (char *)parts + parts_bytes(count);
+    int64_t row = 0, group = 0, sums = 0;
+    for (int64_t i = 0; i < count; i++) {
+        Part *part = parts + i;
+        *part = (Part){product(calls + i), calls + i, row, group, 0, 0};
+        const int64_t bytes = prepared_bytes(&part->product, calls[i].rows), kept = sums_bytes(&part->product, calls[i].rows);
+        sums = kept > sums ? kept : sums;
+        if (bytes) {
+            part->prepared = memory;
+            read_prepared(&part->product, calls + i, memory);
+        }
+        memory += rounded_up(bytes, LINE);
+        row += calls[i].rows;
+        group += groups_of(calls[i].matrix);
+    }
+    parts[count] = (Part){.row = row, .group = group, .prepared = memory, .sums = sums};
+}
+
+/* Rows `from` to `to` of all. */
+static void prepare_parts(const Part *parts, int64_t from, int64_t to)
+{
+    for (const Part *part = parts; part->call && part->row < to; part++)
+        if (part->prepared && part[1].row > from)
+            prepare(&part->product, part->call, from > part->row ? from - part->row : 0,
+                    least(to, part[1].row) - part->row, part->prepared);
+}
+
+/* Groups `from` to `to` of all. */
+static void multiply_parts(const Part *parts, int64_t from, int64_t to, char *sums)
+{
+    for (const Part *part = parts; part->call && part->group < to; part++) {
+        if (part[1].group <= from)
+            continue;
+        Product p = part->product;
+        const int64_t begin = from > part->group ? from - part->group : 0, end = least(to, part[1].group) - part->group;
+        p.after = part->group + end < part[1].group ? lines_at(&p, end, 0) : part[1].call ? part[1].call->matrix->lines : 0;
+        multiply(&p, part->call->rows, begin, end, sums);
+        if (p.kernel->shape)
+            p.kernel->shape(p.matrix, 0);
+    }
+}
+
+void multiply_each_in_team(Team *t, const MatmulCall *calls, int64_t count, char *memory)
+{
+    Part *parts = (Part *)memory;
+    if (t->me == 0)
+        lay_out_parts(calls, count, parts);
+    barrier(t);
+    const int64_t rows = parts[count].row, groups = parts[count].group;
+    const int64_t smallest = rows > count * FEW_ROWS ? LEAST_CLAIM : LEAST_STREAM;
+    prepare_parts(parts, share_begin(rows, t, t->me), share_begin(rows, t, t->me + 1));
+    barrier(t);
+    char *sums = parts[count].prepared + t->me * parts[count].sums;
+    t->works++;
+    for (int64_t away = 0; away < t->all; away++) {
+        const int64_t owner = (t->me + away) % t->all, first = share_begin(groups, t, owner);
+        const int64_t own = share_begin(groups, t, owner + 1) - first;
+        for (Piece piece; (piece = claim_piece(t, owner, own, smallest)).begin < own;)
+            multiply_parts(parts, first + piece.begin, first + piece.end, sums);
+    }
 }
 
 /* See MatmulCall. Returns 0, or 1 when memory is short. */

@@ -129,6 +129,12 @@ int64_t product_bytes(const MatmulCall *, int threads);
 /* With product_bytes() of memory, at the beginning of a line. */
 void multiply_in_team(Team *, const MatmulCall *, char *memory);
 
+/* Bytes that `count` products with matrices like the `kinds` need together, if they have `rows` rows in all. */
+int64_t products_bytes(const Matrix *const *kinds, int64_t kind_count, int64_t count, int64_t rows, int threads);
+
+/* Several products as one work, with products_bytes() of memory at the beginning of a line. Nothing follows them (`next`). */
+void multiply_each_in_team(Team *, const MatmulCall *calls, int64_t count, char *memory);
+
 /* The kernel of the level in use, for products of so many rows. */
 const Kernel *kernel_of(int kind, int64_t rows);
 

@@ -54,18 +54,20 @@ class MatrixProduct:
 
     def __init__(self, matrix: MatrixStruct, out: torch.dtype) -> None:
         """The caller keeps what `matrix` has the addresses of."""
-        self._matrix, self._inputs, self._outputs, self._out = matrix, matrix.inputs, matrix.outputs, out
-        self._at, self._multiply = ctypes.addressof(matrix), library.bind_function("charonia_matmul")
+        self._matrix, self.inputs, self.outputs, self._out = matrix, matrix.inputs, matrix.outputs, out
+        self.address, self._multiply = ctypes.addressof(matrix), library.bind_function("charonia_matmul")
+        self.kind = matrix.kind, matrix.span, matrix.zeros, matrix.inputs, matrix.outputs
+        """What decides how much memory C needs to multiply with it."""
 
     def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
         if isinstance(x, SymbolicTensor):
-            operation = OpStruct(kind=PRODUCT, what=self._at, stride=self._inputs, size=self._outputs)
-            return x.trace.add_op(operation, x, self._outputs, dtype=self._out)
+            operation = OpStruct(kind=PRODUCT, what=self.address, stride=self.inputs, size=self.outputs)
+            return x.trace.add_op(operation, x, self.outputs, dtype=self._out)
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = len(x)
-        out = torch.empty(rows, self._outputs, dtype=self._out)
-        if self._multiply(self._at, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self._outputs):
+        out = torch.empty(rows, self.outputs, dtype=self._out)
+        if self._multiply(self.address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.outputs):
             raise MemoryError("no memory for a matrix product")
         return out
 
@@ -243,4 +245,4 @@ class GroupedMatmul(MatrixProduct):
     def pack(self, first: int, rows: GroupedRows) -> None:
         """Take `rows` as the outputs from `first` on; each output once."""
         parts = [None if part is None else part.contiguous() for part in rows]
-        library.bind_function("charonia_pack_spans")(self._at, *map(address, parts), first, len(rows.weights))
+        library.bind_function("charonia_pack_spans")(self.address, *map(address, parts), first, len(rows.weights))

@@ -16,7 +16,7 @@ from .library import struct_fields
 from .memory import CACHE_LINE_BYTES
 
 NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN = range(12)
-CONVOLVE, RECUR, GATE_HEADS, SCALE, ADD, SOFT_CAP = range(12, 18)
+CONVOLVE, RECUR, GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN = range(12, 21)
 """Kinds of operations, as in program.h."""
 
 
@@ -56,6 +56,13 @@ class SymbolicTensor:
     def view(self, *_: int) -> "SymbolicTensor":
         """The tensor itself: its numbers stay where they are."""
         return self
+
+    def to(self, dtype: torch.dtype) -> "SymbolicTensor":
+        """The tensor itself, or a wider one in float32."""
+        if dtype == self.dtype:
+            return self
+        assert dtype == torch.float32, "numbers are widened alone"
+        return self.trace.add_op(OpStruct(kind=WIDEN, size=self.width), self, self.width, dtype=dtype)
 
     def mul_(self, factor: float) -> "SymbolicTensor":
         self.trace.add_in_place(OpStruct(kind=SCALE, size=self.width, number=factor), self)

@@ -159,6 +159,11 @@ static void gate_heads(Team *team, const Operation *o, const StepLayout *l)
     gate_heads_in_team(team, &call);
 }
 
+static MixtureCall mixture_call(const StepLayout *l, const Operation *o)
+{
+    return (MixtureCall){o->what, tensor(l, o->x, 0), (const float *)tensor(l, o->delta, 0), l->tokens, tensor(l, o->out, 0)};
+}
+
 static int adapts(const Operation *o) { return o->kind == LORA_SHRINK || o->kind == LORA_EXPAND; }
 
 static void compute(Team *team, const Operation *o, const StepLayout *l)
@@ -187,6 +192,15 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
     } else if (o->kind == ADD) {
         const Addition addition = {tensor(l, o->x, 0), tensor(l, o->delta, 0), l->tokens, o->size, o->dtype};
         add_in_team(team, &addition);
+    } else if (o->kind == EXPERTS) {
+        const MixtureCall mixture = mixture_call(l, o);
+        mix_in_team(team, &mixture, l->product_memory);
+    } else if (o->kind == GATE_ROWS) {
+        const RowGate gate = {tensor(l, o->x, 0), (const float *)tensor(l, o->delta, 0), l->tokens, o->size, o->dtype};
+        gate_rows_in_team(team, &gate);
+    } else if (o->kind == WIDEN) {
+        const Widening widening = {tensor(l, o->x, 0), (float *)tensor(l, o->out, 0), l->tokens, o->size};
+        widen_in_team(team, &widening);
     } else if (adapts(o)) {
         adapt(team, o, l);
     } else if (team->me == 0) {
@@ -222,16 +236,18 @@ static void run_program(ThreadPool *pool, Team *team, void *layout, int64_t from
     }
 }
 
-/* Bytes that the largest product needs beside its operands. */
+/* Bytes that the largest product or mixture needs beside its operands. */
 static int64_t product_memory_bytes(const StepLayout *l, int threads)
 {
     int64_t most = 0;
-    for (const Operation *o = l->program->operations; o < l->program->operations + l->arguments->operation_count; o++)
-        if (o->kind == PRODUCT) {
-            const MatmulCall product = matmul_call(l, o);
-            const int64_t bytes = product_bytes(&product, threads);
-            most = bytes > most ? bytes : most;
-        }
+    for (const Operation *o = l->program->operations; o < l->program->operations + l->arguments->operation_count; o++) {
+        const MatmulCall product = matmul_call(l, o);
+        const MixtureCall mixture = mixture_call(l, o);
+        const int64_t bytes = o->kind == PRODUCT   ? product_bytes(&product, threads)
+                              : o->kind == EXPERTS ? mixture_bytes(&mixture, threads)
+                                                   : 0;
+        most = bytes > most ? bytes : most;
+    }
     return most;
 }
 

@@ -3,6 +3,7 @@
 #define CHARONIA_PROGRAM_H
 
 #include "attention.h"
+#include "experts.h"
 #include "lora.h"
 #include "matmul.h"
 #include "recurrent.h"
@@ -11,7 +12,7 @@
 
 enum {
     NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN, CONVOLVE, RECUR,
-    GATE_HEADS, SCALE, ADD, SOFT_CAP
+    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN
 };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
@@ -21,7 +22,7 @@ typedef struct {
     const void *what;            /* a norm's weights, a product's Matrix, an embedding table; SAMPLE: int32 ids to store in
                                     place of tokens, or null; ATTENTION: its sinks, or null; CONVOLVE, RECUR,
                                     GATE_HEADS: their Convolution, Recurrence, HeadGate, with lines of x `stride` long,
-                                    and of delta, the gates, `size` */
+                                    and of delta, the gates, `size`; EXPERTS: their Mixture, whose scores are delta */
     int64_t heads, stride, weights, size;
     int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head, in lines
                                     `stride` long, of queries alone or of keys and values, too; of
@@ -29,7 +30,7 @@ typedef struct {
                                     RECUR: the layer's number among those with states; JOIN: the first of the `size`
                                     numbers of delta's lines, which are `stride` long */
     const Matrix *next;          /* product: the matrix of the next product */
-    float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x as ADD does; what
+    float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x as ADD and GATE_ROWS do; what
                                     SOFT_CAP caps x at */
     int32_t dtype, activation;
     int32_t selected;            /* whether its tensors are of selected places alone; SELECT: the one that comes out */

@@ -25,7 +25,7 @@ from . import library
 from .attention import LayerCaches, StepStruct
 from .library import struct_fields
 from .memory import aligned_empty
-from .op_trace import PRODUCT, OpStruct, OpTrace, SymbolicTensor, TraceIO, buffer_bytes, plan_buffers
+from .op_trace import EXPERTS, PRODUCT, OpStruct, OpTrace, SymbolicTensor, TraceIO, buffer_bytes, plan_buffers
 from .recurrent import MovesStruct, StepSlots
 
 _NO_TENSOR = -1
@@ -206,9 +206,10 @@ class DecoderProgram:
             to.x, to.delta, to.out = (_NO_TENSOR if each is None else self.offsets[each] for each in (x, delta, out))
             to.dtype, to.selected = library.DTYPE_CODES[(x or out).dtype], out.selected
         operations = [op.operation for op in trace.ops]
-        products = [each for each in operations if each.kind == PRODUCT]
+        products = [each for each in operations if each.kind in (PRODUCT, EXPERTS)]
         for product, following in pairwise(products):
-            product.next = following.what  # its weights are fetched while the product ends
+            if product.kind == following.kind == PRODUCT:
+                product.next = following.what  # its weights are fetched while the product ends
         self._operations = (OpStruct * len(operations))(*operations)
         self._tables = np.array([each.cos_sin.data_ptr() for each in rotaries], np.int64)
         self.token_bytes, selected_bytes = (buffer_bytes(self.offsets, selected) for selected in (False, True))

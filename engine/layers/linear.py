@@ -54,7 +54,7 @@ class LayerMatmul:
     rows (LoRA, arXiv 2106.09685) add to it."""
 
     def __init__(self, loader: WeightLoader, slices: list[TensorSlice], bias: Tensor | None) -> None:
-        self._product = build_matmul(loader, slices, bias)
+        self.product = build_matmul(loader, slices, bias)
         self._number = 0 if loader.adaptable is None else len(loader.adaptable)
         self._lora: NativeLora | TritonLora | TorchLora | None = None
         if loader.adaptable is not None:
@@ -65,10 +65,10 @@ class LayerMatmul:
         recorded: object = x  # declared for tensors
         if isinstance(self._lora, NativeLora) and isinstance(recorded, SymbolicTensor):
             shrunk = self._lora.trace_shrink(recorded)
-            traced: SymbolicTensor = cast(Any, self._product)(recorded)
+            traced: SymbolicTensor = cast(Any, self.product)(recorded)
             self._lora.trace_expand(shrunk, traced)
             return cast(Tensor, traced)
-        out = self._product(x)
+        out = self.product(x)
         if self._lora is not None and context.adapters is not None and context.adapters.change(self._number):
             self._lora.add(x, out, context.adapters)
         return out

@@ -15,8 +15,11 @@ from ..checkpoint.model_spec import ExpertsSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import CLAMP, CLAMPED_SWIGLU, SQUARED_RELU, FusedGate
+from ..cpu.experts import FusedMixture, Routing, gate_rows
+from ..cpu.matmul import MatrixProduct
+from ..cpu.op_trace import untraceable_reason
 from ..gpu import runtime
-from .linear import LayerMatmul, OutputShard, RowLinear, column_linear, column_slices
+from .linear import LayerMatmul, OutputShard, RowLinear, column_linear, column_slices, split_reason
 from .product_matrix import LAYER, ROUTER, ProductMatrix, build_matmul
 from .step_context import StepContext
 
@@ -84,6 +87,14 @@ class GatedMLP:
         self._spreads = NormalDist().inv_cdf(spec.sparsity) if spec.sparsity else None
         self.untraceable = whole.untraceable or (None if self._spreads is None else "its gates are thinned by torch")
 
+    @property
+    def products(self) -> tuple[MatrixProduct, MatrixProduct] | None:
+        """Gate and up as one, and down, if they are the C kernels' and nothing else stands between."""
+        parts = (self._gate_up, self._down) if self._spreads is None else ()
+        products = [part.product for part in parts if isinstance(part, LayerMatmul)]
+        packed = [product for product in products if isinstance(product, MatrixProduct)]
+        return (packed[0], packed[1]) if len(packed) == 2 else None
+
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         both = self._gate_up(x, context)
         if self._spreads is not None:
@@ -128,8 +139,6 @@ class MixtureOfExperts:
     each token by a softmax or sigmoids in float32. Every rank holds all of the router, so all ranks decide the same,
     and a slice of every expert, or some experts whole: the sum over ranks is the same."""
 
-    untraceable: str | None = "it has a mixture of experts"
-
     def __init__(
         self,
         loader: WeightLoader,
@@ -167,6 +176,9 @@ class MixtureOfExperts:
         named = [expert._replace(name=f"{expert.name}.experts.{number}") for number in range(spec.count)]
         self._experts = build_experts(loader, [named[number] for number in mine], mine)
         self.host_bound = isinstance(self._experts, EachExpert)
+        self._mixture = self._in_one(loader, expert.activation)
+        alone = None if self._mixture is not None else "its experts are called one by one"
+        self.untraceable = alone or split_reason(self._group)
         others = (expert for number, expert in enumerate(named) if number not in mine)
         loader.elsewhere.update(
             f"{other.name}.{part}" for other in others for part in (other.gate, other.up, other.down)
@@ -174,11 +186,38 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor, context: StepContext, routed: Tensor | None = None) -> Tensor:
         """`routed` [N, hidden]: what the router sees in place of x."""
-        weights, chosen = self._choose(self._scores((x if routed is None else routed).to(self._scores_dtype)).float())
-        if self._latent is None:
-            return self._group.all_reduce(self._experts(x, chosen, weights, context))
-        into, back = self._latent
-        return back(self._group.all_reduce(self._experts(into(x, context), chosen, weights, context)), context)
+        scores = self._scores((x if routed is None else routed).to(self._scores_dtype))
+        inner = x if self._latent is None else self._latent[0](x, context)
+        if self._mixture is not None:
+            expert_sum = self._mixture(inner, scores)
+        else:
+            weights, chosen = self._choose(scores.float())
+            expert_sum = self._experts(inner, chosen, weights, context)
+        if self._group.size > 1:
+            expert_sum = self._group.all_reduce(expert_sum)
+        return expert_sum if self._latent is None else self._latent[1](expert_sum, context)
+
+    def _in_one(self, loader: WeightLoader, activation: str) -> FusedMixture | None:
+        """All of its experts here as one of the C kernels; None: they can't be."""
+        experts = self._experts
+        if not isinstance(experts, EachExpert):
+            return None
+        products = [expert.products for expert in experts.experts]
+        packed = [product for product in products if product is not None]
+        if not packed or len(packed) < len(products) or loader.adaptable is not None:
+            return None
+        spec = self._spec
+        routing = Routing(
+            experts=spec.count,
+            per_token=spec.per_token,
+            sigmoid=spec.sigmoid,
+            normalised=spec.normalised,
+            least_sum=_NOT_NOTHING,
+            scale=spec.scale,
+            bias=self._bias,
+            scales=self._scales,
+        )
+        return FusedMixture(routing, packed, experts.numbers.start, activation, loader.dtype)
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the experts of each token, [N, per token]."""
@@ -200,8 +239,6 @@ class SharedExpert:
     """A mixture's sum, and beside it an expert that every token goes through; `gated` by the sigmoid of a number of the
     token's own, or not."""
 
-    untraceable: str | None = MixtureOfExperts.untraceable
-
     def __init__(
         self, loader: WeightLoader, experts: MixtureOfExperts, shared: GatedMLPSpec, gate: str | None = None
     ) -> None:
@@ -211,11 +248,16 @@ class SharedExpert:
         self._gate = None
         if gate is not None:
             self._gate = build_matmul(loader, [TensorSlice(f"{gate}.weight", (1, shared.hidden))], use=ROUTER)
+        self._in_c = library.supports(loader.dtype, loader.device)
+        ungated = None if self._gate is None or self._in_c else "its shared expert is gated by torch"
+        self.untraceable = untraceable_reason((experts, self._shared)) or ungated
         self.host_bound = experts.host_bound
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         shared = self._shared(x, context)
-        if self._gate is not None:
+        if self._gate is not None and self._in_c:
+            shared = gate_rows(shared, self._gate(x))
+        elif self._gate is not None:
             shared = shared * self._gate(x).sigmoid().to(x.dtype)
         return self._experts(x, context).add_(shared)
 
@@ -250,18 +292,18 @@ class EachExpert:
     host learns how many there are, so on a GPU it waits."""
 
     def __init__(self, loader: WeightLoader, experts: Sequence[GatedMLPSpec], numbers: range) -> None:
-        self._numbers = numbers
-        self._experts = [GatedMLP(loader, spec, partial=True) for spec in experts]
+        self.numbers = numbers
+        self.experts = [GatedMLP(loader, spec, partial=True) for spec in experts]
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, context: StepContext) -> Tensor:
         """x [N, hidden], `chosen` int64 [N, per token], any experts, with `weights` -> the weighted sum [N, hidden]."""
         order = chosen.flatten().argsort(stable=True)
         tokens = torch.div(order, chosen.shape[1], rounding_mode="floor")
         sorted_weights = weights.to(x.dtype).flatten()[order].unsqueeze(-1)
-        counts = torch.bincount(chosen.flatten(), minlength=self._numbers.stop).tolist()
+        counts = torch.bincount(chosen.flatten(), minlength=self.numbers.stop).tolist()
         total = torch.zeros_like(x)
         shares = list(zip(torch.split(tokens, counts), torch.split(sorted_weights, counts), strict=True))
-        for number, expert in zip(self._numbers, self._experts, strict=True):
+        for number, expert in zip(self.numbers, self.experts, strict=True):
             mine, weight = shares[number]
             if len(mine):
                 total.index_add_(0, mine, expert(x[mine], context.for_rows(mine)).mul_(weight))

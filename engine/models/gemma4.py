@@ -96,8 +96,6 @@ class Gemma4Experts:
     """What a layer's experts make of the residual stream, added to what its MLP makes of it; each normalised. The
     router sees the stream by a norm of its own."""
 
-    untraceable = MixtureOfExperts.untraceable
-
     def __init__(
         self, loader: WeightLoader, spec: ModelSpec, experts: ExpertsSpec, mlp: GatedMLPSpec, name: str
     ) -> None:
@@ -115,6 +113,7 @@ class Gemma4Experts:
         self._experts = MixtureOfExperts(
             loader, expert, experts, router="router.proj", scales="router.per_expert_scale"
         )
+        self.untraceable = self._experts.untraceable
         self.host_bound = self._experts.host_bound
 
     def __call__(self, x: Tensor, mixed: Tensor, context: StepContext) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
 from charonia.engine.cpu.memory import HugePageArena
-from tests.engine.cpu import test_elementwise, test_recurrent
+from tests.engine.cpu import test_elementwise, test_experts, test_recurrent
+from tests.engine.cpu.conftest import ByThreads
 from tests.engine.cpu.test_matmul_grouped import FORMS, form_of, inputs, made
 
 pytestmark = pytest.mark.skipif(
@@ -25,7 +26,15 @@ pytestmark = pytest.mark.skipif(
 FLAGS = "-shared -fPIC -std=gnu11 -Og -ffp-contract=fast -fopenmp -fvisibility=hidden -Wall -Wno-psabi -Werror"
 SMALL = "-Dalways_inline=unused"
 """Helpers are functions, not copied to where they are called: compiling that takes several times as long."""
-SOURCES = ("convolution.c", "elementwise.c", "matmul.c", "matmul_avx512.c", "matmul_pack.c", "recurrence.c")
+SOURCES = (
+    "convolution.c",
+    "elementwise.c",
+    "experts.c",
+    "matmul.c",
+    "matmul_avx512.c",
+    "matmul_pack.c",
+    "recurrence.c",
+)
 
 ROWS = range(1, 14)
 
@@ -90,3 +99,9 @@ def test_what_stands_between_products_is_right_too(model: None, dtype: torch.dty
         test_recurrent.test_gated_norms("", size, dtype)
         test_elementwise.test_norm("", size, dtype)
         test_elementwise.test_gate("", size, dtype, "silu")
+
+
+def test_mixtures_of_experts_are_right_too(model: None, by_threads: ByThreads) -> None:
+    """Between products: those of floats are not the model's."""
+    for routing in (test_experts.LIKELY, test_experts.JUDGED):
+        test_experts.test_a_mixture(torch.bfloat16, "mixed", routing, by_threads)

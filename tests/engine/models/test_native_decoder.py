@@ -13,8 +13,8 @@ from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
 from charonia.engine.cpu.program import DecoderProgram
-from charonia.engine.layers.mlp import MixtureOfExperts
 from charonia.engine.layers.step_context import StepContext
+from charonia.engine.models.gemma3n import Gemma3nDecoderLayer
 from charonia.engine.models.interfaces import Decoder
 from charonia.engine.models.native_decoder import NativeDecoder
 from charonia.engine.models.registry import checkpoint_builder
@@ -35,7 +35,9 @@ DENSE = [
     "gemma4-small",
     "smollm3",
 ]
-SPARSE = ["qwen3-moe", "mixtral"]
+SPARSE = ["qwen3-moe", "gpt-oss", "gemma4-moe"]
+MIXED = "gemma3n"
+"""Whose layers are not recorded."""
 LOGGER = "charonia.engine.models.native_decoder"
 
 pytestmark = pytest.mark.skipif(library.level() is None, reason="no C extension here")
@@ -68,7 +70,7 @@ def whole(decoder: Decoder) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*DENSE, *SPARSE])
+@pytest.mark.parametrize("name", [*DENSE, *SPARSE, MIXED])
 def test_a_program_changes_no_bit(
     checkpoint: Callable[..., Path],
     name: str,
@@ -96,11 +98,11 @@ def test_a_program_changes_no_bit(
         by_program = spoken(decoder, attention)
     finally:
         torch.set_num_threads(before)
-    assert runs == (0 if name in SPARSE else 4)
-    assert whole(decoder) == (name not in SPARSE, name not in SPARSE)
+    assert runs == (0 if name == MIXED else 4)
+    assert whole(decoder) == (name != MIXED, name != MIXED)
     told = [record.getMessage() for record in caplog.records if record.name == LOGGER]
-    assert len(told) == (name in SPARSE)
-    assert ("it has a mixture of experts" in "".join(told)) == (name in SPARSE)
+    assert len(told) == (name == MIXED)
+    assert ("its streams are mixed by torch" in "".join(told)) == (name == MIXED)
     monkeypatch.setattr(NativeDecoder, "_program_for", lambda *_: None)
     one_by_one = spoken(decoder, attention)
     assert all(torch.equal(a, b) for a, b in zip(by_program, one_by_one, strict=True))
@@ -109,10 +111,10 @@ def test_a_program_changes_no_bit(
 def test_a_layer_that_wrongly_says_it_can_be_recorded_fails(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MixtureOfExperts, "untraceable", None)
-    decoder, shape, *_ = checkpoint_builder(open_checkpoint(checkpoint("mixtral"))).build(
+    monkeypatch.setattr(Gemma3nDecoderLayer, "untraceable", None)
+    decoder, shape, *_ = checkpoint_builder(open_checkpoint(checkpoint(MIXED))).build(
         BuildContext(torch.float32, CPU, 128)
     )
-    spec = CacheSpec(shape.attention, shape.heads, shape.kv_heads, shape.head_dim, 16, torch.float32, CPU)
+    spec = CacheSpec(shape.cached_attention, shape.heads, shape.kv_heads, shape.head_dim, 16, torch.float32, CPU)
     with pytest.raises((TypeError, AttributeError)):
         spoken(decoder, NativeAttention(spec))

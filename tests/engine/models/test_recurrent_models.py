@@ -139,7 +139,7 @@ def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "qwen3.5-moe", "nemotron-3"])
 def test_a_decoder_with_states_is_one_program(engine: Callable[..., Engine], name: str, dtype: torch.dtype) -> None:
     """It computes what its layers do one by one, to the bit."""
     recorded = engine(name, dtype)
