@@ -98,16 +98,19 @@ def copy_on_demand(requests: socket.socket, run: Callable[[Any, list[int]], None
         message, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 253)
         if not message:
             os._exit(0)
+        request = json.loads(message)
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
             # The copy's parent ends at once: then it is a child of the process that asks.
             if copy := os.fork():
+                if request.get("group"):
+                    os.setpgid(copy, copy)
                 os.write(writer, str(copy).encode())
                 os._exit(0)
             for descriptor in (reader, writer, requests.detach()):
                 os.close(descriptor)
-            run(json.loads(message), descriptors)
+            run(request, descriptors)
             return
         os.waitpid(child, 0)
         requests.send(os.read(reader, _MOST_BYTES))
@@ -120,9 +123,9 @@ class HiddenModules(MetaPathFinder, Loader):
 
     def __init__(self, load: Callable[[], object]) -> None:
         """The modules that `load()` imports."""
-        before = set(sys.modules)
+        before = {*sys.modules}
         load()
-        self._modules = {name: sys.modules.pop(name) for name in set(sys.modules) - before}
+        self._modules = {name: sys.modules.pop(name) for name in {*sys.modules} - before}
         self._specs = {name: module.__spec__ for name, module in self._modules.items()}
         sys.meta_path.insert(0, self)
 
@@ -147,37 +150,41 @@ def early_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class CopyingSubprocess:
-    """What processes/child_process.py calls of `subprocess`; an interpreter that it starts for a function of ours is a
-    copy of `template`, if it is to have the `early` variables of that."""
+    """What processes/child_process.py calls of `subprocess`; an interpreter that it starts for one of these programs is
+    a copy of the program's template, if it is to have the `early` variables of that."""
 
     DEVNULL = subprocess.DEVNULL
     _args_from_interpreter_flags = staticmethod(subprocess._args_from_interpreter_flags)  # type: ignore[attr-defined]
 
-    def __init__(self, template: Callable[[], Template], early: Mapping[str, str]) -> None:
-        self._template, self._early = template, early
-        self._program = import_module("charonia.processes.child_process")._PROGRAM
+    def __init__(self, templates: Mapping[str, Callable[[], Template]], early: Mapping[str, str]) -> None:
+        """`templates` by their programs, which follow `-c`."""
+        self._templates, self._early = templates, early
 
     def Popen(self, arguments: Sequence[str], *, pass_fds: Sequence[int], **others: Any) -> Any:
-        program = [sys.executable, *self._args_from_interpreter_flags(), "-P", "-c", self._program]
-        if [*arguments[:-3]] != program or early_variables(os.environ) != self._early:
+        environment = others["env"] or os.environ
+        program = arguments[arguments.index("-c") + 1 :] if "-c" in arguments else [""]
+        template = self._templates.get(program[0])
+        if not template or arguments[0] != sys.executable or early_variables(environment) != self._early:
             return subprocess.Popen(arguments, pass_fds=pass_fds, **others)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         request = {
-            "arguments": arguments[-4:],
-            "environment": dict(os.environ),
+            "arguments": program,
+            "environment": dict(environment),
+            "group": others["process_group"] == 0,
             "directory": os.getcwd(),
             "descriptors": [1, 2, *pass_fds],
             "limits": limits,
             "cores": [*os.sched_getaffinity(0)],
             "parent": os.getpid(),
         }
-        return self._template().copy(request, [1, 2, *pass_fds])
+        return template().copy(request, [1, 2, *pass_fds])
 
 
 def run_child(request: Any, received: Sequence[int]) -> None:
-    """In a copy: what `python -P -c` would do with the arguments."""
+    """In a copy: what `python -c` would do with the arguments."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    import_module("charonia.processes.child_process").subprocess = subprocess
+    if starting := sys.modules.get("charonia.processes.child_process"):
+        starting.subprocess = subprocess  # type: ignore[attr-defined]
     numbers = request["descriptors"]
     free = max(*numbers, *received) + 1
     for descriptor in received:
@@ -195,9 +202,10 @@ def run_child(request: Any, received: Sequence[int]) -> None:
     os.chdir(request["directory"])
     program, *arguments = request["arguments"]
     sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = ModuleType("__main__")
     while os.getppid() != request["parent"]:
         time.sleep(0.0005)
-    _end_process(lambda: exec(program, {"__name__": "__main__"}))
+    _end_process(lambda: exec(program, vars(main)))
 
 
 def _end_process(run: Callable[[], None]) -> None:

@@ -5,11 +5,13 @@ its environment, as a child of the process that asked for it. The engine cores t
 """
 
 import atexit
+import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -29,14 +31,16 @@ from tests.e2e.copied_children import (
 
 ROOT = str(Path(__file__).parents[2])
 PROGRAM = (
-    f"import sys; sys.path.insert(0, {ROOT!r}); from tests.e2e.server_template import serve_copies; "
-    f"sys.path.remove({ROOT!r}); serve_copies()"
+    f"import sys; sys.path.insert(0, {ROOT!r}); from tests.e2e import server_template; "
+    f"sys.path.remove({ROOT!r}); server_template.%s()"
 )
 MODULES = (
     *("cli.app", "cli.plan", "cli.serve", "cli.frontend_servers", "repository.gateway", "telemetry.tracing"),
     *("classic_backends.batching.dispatcher", "engine.client.llm", "extras.batches.runner"),
     *("extras.console.graph_routes", "extras.rollouts.endpoints", "extras.rollouts.shadow"),
 )
+STUB_MODULES = ("asyncio", "concurrent.futures.thread", "ctypes", "mmap", "multiprocessing.util", "numpy", "queue")
+"""What the package of a Python model's process imports."""
 EARLY = early_variables(os.environ)
 """As this process, or the template in its own, began."""
 SWITCH = "CHARONIA_TEST_COPIES"
@@ -59,15 +63,33 @@ def copying_subprocess() -> Any:
     """What is to be `subprocess` for processes/child_process.py in this process, so that children are copies."""
     if not copies("children", os.environ):
         return subprocess
-    return CopyingSubprocess(server_template, EARLY)
+    stub_program = import_module("charonia.classic_backends.python.stub_process")._BOOTSTRAP
+    return CopyingSubprocess({_child_program(): server_template, stub_program: stub_template}, EARLY)
+
+
+def _child_program() -> str:
+    """What an interpreter runs that is started for a function of ours."""
+    program: str = import_module("charonia.processes.child_process")._PROGRAM
+    return program
 
 
 @cache
 def server_template() -> Template:
-    """The template of this process, which ends with it."""
+    """The template of servers and their children for this process, which ends with it."""
+    return _start_template("serve_copies")
+
+
+@cache
+def stub_template() -> Template:
+    """The template of Python models' processes, which have nothing of ours but their package. Servers start theirs as
+    ever: a copy of a server is large, and costs as much."""
+    return _start_template("serve_stubs")
+
+
+def _start_template(function: str) -> Template:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        command = [sys.executable, "-P", "-c", PROGRAM, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-c", PROGRAM % function, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     atexit.register(process.wait)
     atexit.register(ours.close)
@@ -91,7 +113,8 @@ def _run(request: Any, descriptors: list[int]) -> None:
     os.environ.update(request["environment"])
     sys.argv = ["charonia", *request["server"]]
     if template:
-        import_module("charonia.processes.child_process").subprocess = CopyingSubprocess(lambda: template, EARLY)
+        copying = CopyingSubprocess({_child_program(): lambda: template}, EARLY)
+        import_module("charonia.processes.child_process").subprocess = copying
     import_module("charonia.__main__").main()
 
 
@@ -100,4 +123,21 @@ def serve_copies() -> None:
     for module in MODULES:
         import_module(f"charonia.{module}")
     HiddenModules(import_engine)
-    copy_on_demand(socket.socket(fileno=int(sys.argv[1])), _run)
+    _serve(_run)
+
+
+def serve_stubs() -> None:
+    """The `main` of the template of Python models' processes."""
+    for module in STUB_MODULES:
+        import_module(module)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[module]
+    gc.collect()
+    gc.freeze()
+    _serve(run_child)
+
+
+def _serve(run: Callable[[Any, list[int]], None]) -> None:
+    # What starts a child blocks signals meanwhile, and it may be the one that starts this template.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    copy_on_demand(socket.socket(fileno=int(sys.argv[1])), run)
