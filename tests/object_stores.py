@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,18 @@ import pytest
 BUCKET = "models"
 
 
+@cache
+def s3_client(url: str) -> Any:
+    """One for all tests that fill buckets there: it takes longer to make than most of them ask it for."""
+    boto3: Any = pytest.importorskip("boto3")
+    return boto3.client("s3", endpoint_url=url)
+
+
 class Bucket:
     """An S3 bucket at the server of this URL."""
 
     def __init__(self, url: str) -> None:
-        boto3: Any = pytest.importorskip("boto3")
-        self._client = boto3.client("s3", endpoint_url=url)
+        self._client = s3_client(url)
         self._client.create_bucket(Bucket=BUCKET)
 
     def put(self, key: str, content: bytes | str) -> None:
@@ -34,7 +41,6 @@ class Bucket:
     def close(self) -> None:
         self.delete("")
         self._client.delete_bucket(Bucket=BUCKET)
-        self._client.close()
 
 
 def set_credentials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """An S3 server on loopback, and our proxy before it."""
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,16 @@ from charonia.repository.object_storage.object_cache import ObjectCache
 
 from ...object_stores import BUCKET, Bucket, serving_s3, set_credentials
 from ...proofs.fault_proxy import FaultProxy
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_descriptions() -> Iterator[None]:
+    """What the stores' clients read of S3 when they are made, megabytes of JSON, is read once."""
+    loaders: Any = pytest.importorskip("botocore.loaders")
+    with pytest.MonkeyPatch.context() as patch:
+        load = cache(loaders.JSONFileLoader().load_file)
+        patch.setattr(loaders.JSONFileLoader, "load_file", lambda loader, path: load(path))
+        yield
 
 
 @pytest.fixture(scope="session")
