@@ -83,5 +83,5 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.free_blocks == self.total - len(held)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestCacheMachine = CacheMachine.TestCase

@@ -296,5 +296,5 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(self.pool) == len(self.contents)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
