@@ -303,6 +303,14 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     drafts: DraftSummary | None = None
     """In the last chunk, if the model reports drafts."""
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it has tokens and their text, and nothing else."""
+        return not (
+            self.finish_reason or self.logprobs or self.reasoning or self.tool_calls or self.prompt_logprobs
+            or self.prompt_ids or self.drafts
+        )  # fmt: skip
+
 
 def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
     """All chunks of a stream as one."""

@@ -262,7 +262,7 @@ class RemoteTextHandle(TextHandle):
         if request.id:
             self.context.id = request.id
         validate_request(self.config, request)
-        return cast("ResponseStream[InferResponse]", self._model.infer(request, self.context))
+        return self._model.infer(request, self.context)
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         self.context.id = request.id

@@ -25,18 +25,24 @@ class ByteDetokenizer:
     """A detokenizer for byte-level vocabularies, where a token's bytes do not depend on its neighbours."""
 
     def __init__(self, table: TokenBytes, context: Sequence[int]) -> None:
-        self._table = table
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._table, self._texts = table, table.texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._incomplete = False
         self.push(context)
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; an incomplete character waits for the next call."""
+        if len(ids) == 1 and not self._incomplete and (text := self._texts[ids[0]]) is not None:
+            return text
         table = self._table
-        return self._decode(b"".join([table[token] for token in ids]))
+        text = self._decoder.decode(b"".join([table[token] for token in ids]))
+        self._incomplete = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """The rest of the text; bytes that form no character become U+FFFD."""
-        return self._decode(b"", True)
+        self._incomplete = False
+        return self._decoder.decode(b"", True)
 
 
 class WindowDetokenizer:

@@ -12,6 +12,7 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from ...core.direct_stream import DirectStream
 from ...core.errors import CharoniaError, InvalidArgument, shutdown_error
 from ...core.gateway import ResponseStream
 from ...processes import gc_tuning
@@ -19,7 +20,7 @@ from ..size_limits import check_json_size
 from .content_encoding import content_coding, decompress
 from .error_responses import INTERNAL_SERVER_ERROR
 from .request_context import answer_headers, record_error
-from .request_cycle import cycle_behind, take_complete_body
+from .request_cycle import Http11Cycle, chunk_writer, cycle_behind, take_complete_body
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +184,8 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
         del self.headers["connection"]  # is the connection's to say
         self._items = items
         self._encoder = encoder
+        self._encoding: Awaitable[bytes] | None = None
+        """Of an item that was begun, and could not be written at once."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientDisconnected):
@@ -198,13 +201,29 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
         headers = [*self.raw_headers, *answer_headers(scope)]
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
-    async def _encode(self, item: T) -> bytes:
+    def _write_now(self, cycle: Http11Cycle, item: T) -> bool:
+        """Write the events of an item, if that can be done at once."""
+        if not cycle.takes_chunks:
+            return False
         body = self._encoder.encode_item(item)
+        if not isinstance(body, bytes):
+            self._encoding = body
+            return False
+        if body:
+            cycle.write_chunk(body)
+        return True
+
+    async def _encode(self, item: T) -> bytes:
+        begun, self._encoding = self._encoding, None
+        body = begun or self._encoder.encode_item(item)
         return body if isinstance(body, bytes) else await body
 
     async def _send_rest(self, scope: Scope, send: Send) -> bytes:
         """Send the other items; the events after them, which are not sent yet."""
         try:
+            cycle = chunk_writer(scope, send)
+            if cycle is not None and isinstance(self._items, DirectStream):
+                self._items.sink = partial(self._write_now, cycle)
             async for item in self._items:
                 body = await self._encode(item)
                 if body:

@@ -27,6 +27,9 @@ _JOINED_BYTES = 1 << 16
 _MOST_WAITING = 16
 """Responses that wait for each other: the first for as long as it takes to make the others."""
 
+_MOST_CHUNKS = 64
+"""Parts of responses that do, which are made faster."""
+
 
 class WriteCoalescer:
     """The last response of each connection of an event loop, until the turn of the loop ends.
@@ -42,12 +45,13 @@ class WriteCoalescer:
     def __contains__(self, transport: asyncio.Transport) -> bool:
         return transport in self._waiting
 
-    def write_soon(self, transport: asyncio.Transport, response: bytes) -> None:
-        """Write `response` when the turn ends. Whatever else writes to the transport, or closes it, flushes before."""
+    def write_soon(self, transport: asyncio.Transport, response: bytes, most: int = _MOST_WAITING) -> None:
+        """Write `response`, or a part of one, when the turn ends or `most` wait for it. Whatever else writes to the
+        transport, or closes it, flushes before."""
         if transport in self._waiting:
             self.flush()
         self._waiting[transport] = response
-        if len(self._waiting) >= _MOST_WAITING:
+        if len(self._waiting) >= most:
             self.flush()
         elif self._turn is None:
             self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
@@ -148,6 +152,25 @@ class Http11Cycle(RequestResponseCycle):
             connection.on_response_complete,
         )
         self._state, self._loop = state, connection.loop
+
+    async def send(self, message: Any) -> None:
+        """ASGI's `send`."""
+        if message.get("more_body") and self.takes_chunks:
+            self.write_chunk(message["body"])
+            return
+        if self.transport in self._state.coalescer:
+            self._state.coalescer.flush()
+        await super().send(message)
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether a part of the response may be written now: it has begun, is in chunks, and the client reads."""
+        return bool(self.chunked_encoding) and not (self.flow.write_paused or self.response_complete)
+
+    def write_chunk(self, body: bytes) -> None:
+        """Write a part of the response when the turn of the event loop ends."""
+        if body and not self.disconnected:  # an empty chunk would be the last
+            self._state.coalescer.write_soon(self.transport, b"%x\r\n%b\r\n" % (len(body), body), _MOST_CHUNKS)
 
     async def receive(self) -> Any:
         """ASGI's `receive`. Raises `BodyTimeout` if nothing comes of a body for too long, or too little."""
@@ -268,6 +291,12 @@ def send_complete_response(
     nothing was sent, as `send` would change it, or the access log or a slow reader wants messages."""
     cycle = _cycle_of(scope)
     return cycle is not None and cycle.send_complete_response(send, head, parts, status)
+
+
+def chunk_writer(scope: Scope, send: Send) -> Http11Cycle | None:
+    """The cycle that writes parts of a response past `send`; None where `send` would change them."""
+    cycle = _cycle_of(scope)
+    return cycle if cycle is not None and cycle.sends_by(send) else None
 
 
 async def send_response(response: Response, scope: Scope, receive: Receive, send: Send) -> None:

@@ -218,6 +218,9 @@ class OpenAIResponseWriter:
 
     def chunk_event(self, index: int, chunk: GenerateChunk) -> bytes:
         """The event, or two, for a chunk of choice `index`; empty while a character of the text is incomplete."""
+        if index in self._usage and chunk.is_text and not self._details:
+            self._usage[index] = chunk.usage
+            return self._plain(index, chunk) if chunk.text else b""
         begin, prompt_ids = b"", chunk.prompt_ids
         if index not in self._usage and (opening := self._format.first_delta(index)) is not None:
             self._usage[index] = msgspec.structs.replace(chunk.usage, completion_tokens=0)

@@ -3,11 +3,13 @@ that the client sent."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
+from ...core.direct_stream import DirectStream, relay
 from ...core.errors import CharoniaError
 from ...core.gateway import ModelHandle, ModelLookup, ResponseStream
 from ...core.request import GenerateChunk, TokenizeRequest
@@ -89,15 +91,15 @@ def answer_chat(
         chunks = model.generate(parsed.chat.requests[0])
     for warning in parsed.warnings:
         context.warn(warning)
-    return _rename_errors(chunks, names)
+    return DirectStream(partial(_rename_errors, chunks, names))
 
 
 async def _rename_errors(
-    chunks: ResponseStream[GenerateChunk], names: FieldNames
+    chunks: ResponseStream[GenerateChunk], names: FieldNames, output: DirectStream[GenerateChunk]
 ) -> AsyncGenerator[GenerateChunk, None]:
-    async with aclosing(chunks):
+    async with aclosing(relay(chunks, lambda chunk: chunk, output)) as relayed:
         try:
-            async for chunk in chunks:
+            async for chunk in relayed:
                 yield chunk
         except CharoniaError as error:
             names.rename(error)

@@ -113,12 +113,19 @@ class ChunkBuilder:
         self._widths = None if sampling.logprobs is None else make_detokenizer(tokenizer, prompt, self._special)
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._words = StopWords(ends.words, sampling.min_tokens)
+        self._plain = not (self._stops or self._words) and sampling.logprobs is None
+        """Whether a delta in the middle is nothing but text."""
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """The chunk of a delta's tokens, without those behind a stop string."""
+        token_ids = delta.token_ids
+        if self._plain and self._completion_tokens and delta.finish_reason is None:
+            self._completion_tokens += len(token_ids)
+            usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens)
+            return GenerateChunk(text=self._text.push(token_ids), token_ids=token_ids, usage=usage)
         text, taken = self._write(delta)
         self._completion_tokens += taken
-        token_ids = delta.token_ids[:taken]
+        token_ids = token_ids[:taken]
         echo, self._echo = self._echo, ""
         prompt_ids, self._prompt_ids = self._prompt_ids, ()
         return GenerateChunk(

@@ -6,12 +6,15 @@ The names are those of Triton's TensorRT-LLM and vLLM back ends. Knows nothing o
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import orjson
 
+from ...core.direct_stream import DirectStream, relay
 from ...core.errors import InvalidArgument
+from ...core.gateway import ResponseStream
 from ...core.logprobs import TokenLogprob
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, Usage, join_chunks
 from ...core.request_context import RequestContext
@@ -21,7 +24,7 @@ from ...core.token_limit import TokenLimit
 from ..core.messages import CoreReady
 from .request_parameters import ResponseOptions, decode_text, parse_request_parameters, text_of
 
-Chunks = AsyncGenerator[GenerateChunk, None]
+Chunks = ResponseStream[GenerateChunk]
 
 
 class GeneratingModel(Protocol):
@@ -56,7 +59,7 @@ class InferLayout(Protocol):
 
     def infer(
         self, request: InferRequest, context: RequestContext, model: GeneratingModel
-    ) -> AsyncGenerator[InferResponse, None]:
+    ) -> ResponseStream[InferResponse]:
         """Raises as `LlmModel.infer` does."""
 
 
@@ -94,8 +97,17 @@ class TensorLayout:
     def output_specs(self) -> tuple[TensorSpec, ...]:
         return tuple(output.spec for output in self.outputs)
 
-    async def infer(
+    def infer(
         self, request: InferRequest, context: RequestContext, model: GeneratingModel
+    ) -> DirectStream[InferResponse]:
+        return DirectStream(partial(self._infer, request, context, model))
+
+    async def _infer(
+        self,
+        request: InferRequest,
+        context: RequestContext,
+        model: GeneratingModel,
+        output: DirectStream[InferResponse],
     ) -> AsyncGenerator[InferResponse, None]:
         parsed = parse_infer_request(request, self, TokenLimit(model.info.max_model_len))
         if parsed.ignored:
@@ -106,10 +118,9 @@ class TensorLayout:
             return
         responses = StreamedResponses(parsed.outputs, len(streams))
         if len(streams) == 1:
-            async with aclosing(streams[0]) as chunks:
-                async for chunk in chunks:
-                    if (response := responses.build_response(chunk)) is not None:
-                        yield response
+            async with aclosing(relay(streams[0], responses.build_response, output)) as relayed:
+                async for relayed_response in relayed:
+                    yield relayed_response
             return
         async with aclosing(merge_streams(streams)) as merged:
             async for number, chunk in merged:

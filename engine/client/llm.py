@@ -9,13 +9,16 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
 
 from ...core.adapter import Adapter
+from ...core.direct_stream import DirectStream
 from ...core.drafts import summarize_drafts
 from ...core.errors import Cancelled, InvalidArgument, Unavailable
+from ...core.gateway import ResponseStream
 from ...core.metrics import Reading, VersionStatistics
 from ...core.model import Capabilities, ModelConfig, ModelStats
 from ...core.request import GenerateChunk, GenerateRequest, GuidedDecoding, InferRequest, InferResponse, TokenizeRequest
@@ -240,7 +243,12 @@ class LlmModel:
             adapter = await self._adapter_table.load(name, str(directory))
             self._on_progress("adapters", 1.0, time.monotonic() - began, f"{name}, rank {adapter.rank}")
 
-    async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:
+    def generate(self, request: GenerateRequest, context: RequestContext) -> DirectStream[GenerateChunk]:
+        return DirectStream(partial(self._generate, request, context))
+
+    async def _generate(
+        self, request: GenerateRequest, context: RequestContext, output: DirectStream[GenerateChunk]
+    ) -> AsyncGenerator[GenerateChunk, None]:
         # A token's whole way is one generator: every further one would cost each chunk of each stream.
         with open_sequence(self._metrics, request, context) as stats:
             bundle, info = self._bundle, self._info
@@ -270,7 +278,10 @@ class LlmModel:
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
                 builder = plan.builder(sampling, TextEnds(bundle.defaults.eos, request.stop_word_ids), echo, prompt_ids)
                 with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):
-                    while (chunk := builder.build_chunk(await stream.read())).finish_reason is None:
+                    while True:
+                        chunk = await stream.read_chunk(builder.build_chunk, None if follower else output.sink)
+                        if chunk.finish_reason is not None:
+                            break
                         if follower is not None:
                             follower.extend(chunk.token_ids)
                         yield chunk
@@ -321,7 +332,7 @@ class LlmModel:
         ticket.release()  # a full queue refuses this, too, but it takes no place in it
         return self._background.admit(context.tenant, len(context.sequences) == 1, self._client.kv_tokens)
 
-    def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
+    def infer(self, request: InferRequest, context: RequestContext) -> ResponseStream[InferResponse]:
         return self._layout.infer(request, context, self)
 
     async def _enforce(self, constraint: GuidedDecoding, context: RequestContext) -> GuidedDecoding:

@@ -8,12 +8,15 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
+from ...core.direct_stream import Sink
 from ...core.errors import CharoniaError, RequestTimeout
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...core.metrics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
-from ...core.request import FinishReason, GenerateRequest
+from ...core.request import FinishReason, GenerateChunk, GenerateRequest
 from ...core.request_context import CANCELLED, Outcome, RequestContext, RequestEnd, end_for_error
 from ...core.sampling import SamplingParams
 from ...telemetry.llm_metrics import LlmMetrics
@@ -179,6 +182,38 @@ class TokenDelta(NamedTuple):
     """The log-probabilities of the prompt's tokens, in the first delta."""
 
 
+class _Turn:
+    """What is unread by the sinks of an event loop's streams, and is passed on in one go: tokens that come in the same
+    turn merge."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], None]] = []
+
+    def add(self, pass_on: Callable[[], None]) -> None:
+        if not self._calls:
+            asyncio.get_running_loop().call_soon(self._pass_all_on)
+        self._calls.append(pass_on)
+
+    def _pass_all_on(self) -> None:
+        calls, self._calls = self._calls, []
+        for pass_on in calls:
+            pass_on()
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn] = WeakKeyDictionary()
+
+
+def _turn_of(loop: asyncio.AbstractEventLoop) -> _Turn:
+    turn = _turns.get(loop)
+    if turn is None:
+        turn = _turns[loop] = _Turn()
+    return turn
+
+
+ChunkOf: TypeAlias = Callable[[TokenDelta], GenerateChunk]
+"""Makes the chunk of a delta."""
+
+
 class TokenStream:
     """A stream with one writer and one reader in the same event loop. It ends with a finish reason or an error. Where
     no new tokens are wanted, the one that a computed prompt brings anyway is dropped."""
@@ -205,6 +240,7 @@ class TokenStream:
         self._unread = self._lags = False
         self._reader: asyncio.Future[None] | None = None
         self._on_unread: Callable[[], None] | None = None
+        self._chunk: asyncio.Future[GenerateChunk] | None = None
         self.started = False
 
     @property
@@ -280,6 +316,37 @@ class TokenStream:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         return self.take()
+
+    async def read_chunk(self, build: ChunkOf, sink: Sink[GenerateChunk] | None) -> GenerateChunk:
+        """The chunk that `build` makes of what `read` would give. Chunks that `sink` takes are made without waking this
+        task, after all that has come for other streams is written; the first that it does not take is returned, and so
+        is the last. Raises as `read`, and what `build` and `sink` raise."""
+        if sink is None:
+            return build(await self.read())
+        while self._unread:
+            chunk = build(self.take())
+            if chunk.finish_reason is not None or not sink(chunk):
+                return chunk
+        loop = asyncio.get_running_loop()
+        self._chunk = loop.create_future()
+        self._on_unread = partial(_turn_of(loop).add, partial(self._pass_on, build, sink))
+        try:
+            return await self._chunk
+        finally:
+            self._on_unread = self._chunk = None
+
+    def _pass_on(self, build: ChunkOf, sink: Sink[GenerateChunk]) -> None:
+        """Give `sink` what is unread, or the waiting reader what it does not take."""
+        reader = self._chunk
+        if reader is None or reader.done() or not self._unread:  # it was cancelled, or has taken all meanwhile
+            return
+        try:
+            chunk = build(self.take())
+            if chunk.finish_reason is not None or not sink(chunk):
+                reader.set_result(chunk)
+        except Exception as error:
+            reader.set_exception(error)
+            reader = None  # the traceback has this call, which would keep the error
 
     def listen(self, on_unread: Callable[[], None]) -> None:
         """Have `on_unread` called, in place of a waiting reader, by the write after which there is something to

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.errors import InvalidArgument
+from ...core.gateway import ResponseStream
 from ...core.request import InferRequest, InferResponse
 from ...core.request_context import RequestContext
 from ...core.tensor import TensorSpec
@@ -65,7 +66,7 @@ class LlmapiLayout:
 
     def infer(
         self, request: InferRequest, context: RequestContext, model: GeneratingModel
-    ) -> AsyncGenerator[InferResponse, None]:
+    ) -> ResponseStream[InferResponse]:
         if wants_cancellation(request):
             return _only(cancel_request(request, model))
         streams = request.inputs.get("streaming")

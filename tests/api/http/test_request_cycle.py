@@ -49,6 +49,13 @@ async def test_a_long_turn_keeps_nobody_waiting_for_its_end() -> None:
     assert sent == [each.name for each in many]
 
 
+async def test_parts_of_responses_wait_for_more_of_each_other() -> None:
+    coalescer, (sent, many) = WriteCoalescer(), transports(20)
+    for transport in many:
+        coalescer.write_soon(transport, b"", most=18)
+    assert sent == [transport.name for transport in many[:18]]
+
+
 async def test_two_answers_to_one_client_keep_their_order() -> None:
     coalescer, (sent, [one]) = WriteCoalescer(), transports(1)
     coalescer.write_soon(one, b"1")

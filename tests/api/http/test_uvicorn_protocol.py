@@ -14,6 +14,7 @@ from charonia.api.http.error_responses import BodyTimeout, error_response
 from charonia.api.http.request_cycle import (
     HttpServerState,
     add_response_header,
+    chunk_writer,
     send_complete_response,
     take_complete_body,
 )
@@ -237,6 +238,60 @@ async def test_who_left_gets_nothing() -> None:
     await turns()
     assert connection.transport.written == b""
     assert not connection.tasks
+
+
+class Streaming:
+    """Sends parts of a response when told to."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.send: Any = None
+        self.over = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await body_of(receive)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        self.cycle, self.send = chunk_writer(scope, send), send
+        self.begun.set()
+        await self.over.wait()
+        await send({"type": "http.response.body", "body": b"end", "more_body": False})
+
+
+async def test_parts_leave_in_order_however_they_are_sent() -> None:
+    app = Streaming()
+    connection = Connection(app)
+    await connection.send(request(b"abcd"))
+    written = connection.transport.written
+    assert app.cycle is not None
+    app.cycle.write_chunk(b"one")
+    app.cycle.write_chunk(b"")
+    await app.send({"type": "http.response.body", "body": b"two", "more_body": True})
+    assert connection.transport.written == written + b"3\r\none\r\n"
+    app.over.set()
+    await turns()
+    assert connection.transport.written == written + b"3\r\none\r\n3\r\ntwo\r\n3\r\nend\r\n0\r\n\r\n"
+    assert not app.cycle.takes_chunks
+
+
+async def test_parts_wait_for_a_client_that_does_not_read() -> None:
+    app = Streaming()
+    connection = Connection(app)
+    await connection.send(request(b"abcd"))
+    assert app.cycle is not None
+    assert app.cycle.takes_chunks
+    connection.protocol.pause_writing()
+    assert not app.cycle.takes_chunks
+    sending = asyncio.create_task(app.send({"type": "http.response.body", "body": b"one", "more_body": True}))
+    await turns()
+    assert not sending.done()
+    connection.protocol.resume_writing()
+    await turns()
+    assert connection.transport.written.endswith(b"3\r\none\r\n")
+    connection.protocol.connection_lost(None)
+    app.cycle.write_chunk(b"two")
+    app.over.set()
+    await turns()
+    assert connection.transport.written.endswith(b"3\r\none\r\n")
 
 
 async def test_the_access_log_is_what_is_wanted_now(caplog: pytest.LogCaptureFixture) -> None:

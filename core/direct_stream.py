@@ -1,0 +1,57 @@
+"""Streams whose items reach a reader that is fast enough in the turn of the event loop in which they are made. Waking a
+task for each would cost as much as all else that becomes of a token."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Generic, Self, TypeAlias, TypeVar
+
+from .gateway import ResponseStream
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+Sink: TypeAlias = Callable[[T], bool]
+"""Takes an item at once and says True, or leaves it, and those after it, to whoever iterates over the stream."""
+
+
+class DirectStream(Generic[T]):
+    """The items of an async generator: a `core.gateway.ResponseStream`. `produce` is called with the stream, makes the
+    generator, and may give an item to `sink` instead of yielding it."""
+
+    __slots__ = ("_items", "sink")
+
+    def __init__(self, produce: "Callable[[DirectStream[T]], AsyncGenerator[T, None]]") -> None:
+        self.sink: Sink[T] | None = None
+        """What the reader has set, if anything; from then on items go there until one is left to the iteration."""
+        self._items = produce(self)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Awaitable[T]:
+        return self._items.__anext__()
+
+    async def aclose(self) -> None:
+        await self._items.aclose()
+
+
+async def relay(
+    items: ResponseStream[S], convert: Callable[[S], T | None], output: DirectStream[T]
+) -> AsyncGenerator[T, None]:
+    """What `convert` makes of each item, for `output`, by whose sink it goes too; None is left out. Closes `items`."""
+    left: list[T] = []
+
+    def pass_on(item: S) -> bool:
+        converted = convert(item)
+        if converted is None or (output.sink is not None and output.sink(converted)):
+            return True
+        left.append(converted)
+        return False
+
+    async with aclosing(items):
+        async for item in items:
+            converted = left.pop() if left else convert(item)
+            if converted is not None:
+                yield converted
+            if output.sink is not None and isinstance(items, DirectStream):
+                items.sink = pass_on

@@ -1,0 +1,85 @@
+"""Items that a reader takes in the turn in which they are made, and those that it leaves to the iteration."""
+
+from collections.abc import AsyncGenerator
+from functools import partial
+
+import pytest
+
+from charonia.core.direct_stream import DirectStream, relay
+
+
+async def numbers(last: int, closed: list[str], output: DirectStream[int]) -> AsyncGenerator[int, None]:
+    """Counts up to `last`, which is always yielded, and so is what the sink leaves."""
+    try:
+        for number in range(last):
+            if output.sink is None or not output.sink(number):
+                yield number
+        yield last
+    finally:
+        closed.append("numbers")
+
+
+def odd_doubled(number: int) -> int | None:
+    return 2 * number if number % 2 else None
+
+
+async def test_items_come_in_order_once_whoever_takes_them() -> None:
+    closed: list[str] = []
+    stream = DirectStream(partial(numbers, 10, closed))
+    taken: list[int] = []
+
+    def take(number: int) -> bool:
+        if number in (4, 7):
+            return False
+        taken.append(number)
+        return True
+
+    iterated: list[int] = []
+    async for number in stream:
+        assert (taken or [-1])[-1] < number
+        iterated.append(number)
+        stream.sink = take
+    assert (iterated, taken) == ([0, 4, 7, 10], [1, 2, 3, 5, 6, 8, 9])
+    assert closed == ["numbers"]
+
+
+@pytest.mark.parametrize("left", [(), (6,), (6, 10), (2, 6, 10, 14, 18)])
+async def test_a_relay_converts_each_item_once(left: tuple[int, ...]) -> None:
+    closed: list[str] = []
+    stream = DirectStream(partial(relay, DirectStream(partial(numbers, 9, closed)), odd_doubled))
+    taken: list[int] = []
+    iterated: list[int] = []
+
+    def take(number: int) -> bool:
+        if number not in left:
+            taken.append(number)
+        return number not in left
+
+    async for number in stream:
+        iterated.append(number)
+        stream.sink = take
+    assert sorted(iterated + taken) == [2, 6, 10, 14, 18]
+    assert iterated == sorted({2, 18, *left})
+    assert closed == ["numbers"]
+
+
+async def test_closing_closes_what_is_relayed() -> None:
+    closed: list[str] = []
+    stream = DirectStream(partial(relay, DirectStream(partial(numbers, 9, closed)), odd_doubled))
+    assert await anext(stream) == 2
+    await stream.aclose()
+    assert closed == ["numbers"]
+
+
+async def test_an_error_of_the_sink_ends_the_stream() -> None:
+    closed: list[str] = []
+    stream = DirectStream(partial(relay, DirectStream(partial(numbers, 9, closed)), odd_doubled))
+
+    def fail(number: int) -> bool:
+        raise ValueError(number)
+
+    assert await anext(stream) == 2
+    stream.sink = fail
+    with pytest.raises(ValueError, match="6"):
+        await anext(stream)
+    assert closed == ["numbers"]
