@@ -91,18 +91,18 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 1_810,
+    "core": 1_850,
     "processes": 1_100,
     "telemetry": 2_650,
     "kvcache": 620,
-    "tokenization": 3_310,
+    "tokenization": 3_330,
     "scheduler": 2_090,
     "engine": 21_340,
     "classic_backends": 7_610,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_750,
-    "api": 8_780,
+    "api": 8_810,
     "http_workers": 2_400,
     "extras/trtllm": 1_950,
     "extras/batches": 1_400,

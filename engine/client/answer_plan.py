@@ -4,7 +4,7 @@ Knows nothing of sockets.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from ...tokenization.answers.marked_answer import ReasoningFormat
 from ...tokenization.answers.tool_grammars import tool_constraint
 from ...tokenization.tokenizer import Tokenizer
 from ..core.messages import AddRequest
+from ..drafters.prediction import PredictionFollower
 from .chunk_builder import ChunkBuilder, TextEnds
 from .token_stream import TokenDelta
 
@@ -50,14 +51,18 @@ class AnswerPlan:
         return replace(add, constraint=self.constraint, thinking=self.thinking, thinking_end=end)
 
     def builder(
-        self, sampling: SamplingParams, ends: TextEnds, echo: str = "", prompt_ids: tuple[int, ...] = ()
-    ) -> "ChunkBuilder | AnswerBuilder":
-        """The builder of the answer's chunks. Raises as `ChunkBuilder` does."""
-        if self.reader is None:
-            return ChunkBuilder(self.tokenizer, self.prompt, sampling, ends, echo, prompt_ids)
-        return AnswerBuilder(
-            ChunkBuilder(self.tokenizer, self.prompt, sampling, ends, "", prompt_ids), self.reader, echo
-        )
+        self,
+        sampling: SamplingParams,
+        ends: TextEnds,
+        echo: str = "",
+        prompt_ids: tuple[int, ...] = (),
+        predicted: Sequence[int] = (),
+    ) -> "ChunkBuilder | AnswerBuilder | PredictedAnswerBuilder":
+        """The builder of the chunks of an answer, whose text was perhaps `predicted`. Raises as `ChunkBuilder` does."""
+        begin = echo if self.reader is None else ""
+        chunks = ChunkBuilder(self.tokenizer, self.prompt, sampling, ends, begin, prompt_ids)
+        builder = chunks if self.reader is None else AnswerBuilder(chunks, self.reader, echo)
+        return PredictedAnswerBuilder(builder, PredictionFollower(predicted)) if predicted else builder
 
 
 def plan_answer(
@@ -156,6 +161,23 @@ class AnswerBuilder:
             usage=replace(chunk.usage, reasoning_tokens=self._reasoning_tokens),
             finish_reason=FinishReason.STOP if reader.over and chunk.finish_reason is None else chunk.finish_reason,
         )
+
+
+class PredictedAnswerBuilder:
+    """Has `builder` build the chunks of an answer, and adds to the last how many tokens of its prediction it has."""
+
+    def __init__(self, builder: ChunkBuilder | AnswerBuilder, follower: PredictionFollower) -> None:
+        self._builder = builder
+        self._follower = follower
+
+    def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
+        """See `ChunkBuilder.build_chunk`."""
+        chunk, follower = self._builder.build_chunk(delta), self._follower
+        follower.extend(chunk.token_ids)
+        if chunk.finish_reason is None:
+            return chunk
+        counts = {"accepted_prediction_tokens": follower.accepted, "rejected_prediction_tokens": follower.rejected}
+        return replace(chunk, usage=replace(chunk.usage, **counts))
 
 
 def _each_token(delta: TokenDelta) -> Iterator[TokenDelta]:

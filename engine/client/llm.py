@@ -28,7 +28,6 @@ from ...telemetry.llm_metrics import LlmMetrics
 from ...tokenization.checkpoint_files import locate_adapter
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
-from ..drafters.prediction import PredictionFollower
 from .adapters import AdapterTable
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
 from .admission import BackgroundLimit, QueueTicket
@@ -65,13 +64,6 @@ class TextModelSpec:
 
 def _no_engine(on_progress: Callable[[CoreLoading], None], metrics: LlmMetrics) -> Engine:
     raise Unavailable("an engine is to be connected first")
-
-
-def _with_prediction(last: GenerateChunk, follower: PredictionFollower) -> GenerateChunk:
-    """The last chunk of a text, with the counts of its prediction; the follower has seen the chunks before."""
-    follower.extend(last.token_ids)
-    counts = {"accepted_prediction_tokens": follower.accepted, "rejected_prediction_tokens": follower.rejected}
-    return msgspec.structs.replace(last, usage=msgspec.structs.replace(last.usage, **counts))
 
 
 _SOME_REQUEST = GenerateRequest(id="", prompt=())
@@ -269,25 +261,19 @@ class LlmModel:
                 predicted = list[int]()
                 if request.prediction:
                     predicted = await tokenizer.text_ids(request.prediction, limit, "prediction")
-                follower = PredictionFollower(predicted) if predicted else None
                 defaults = bundle.defaults
                 add = build_add_request(request, context, plan.prompt, defaults, info, banned, adapter, predicted)
                 if plan.constraint is not None:  # the most expensive check comes last
                     plan = replace(plan, constraint=await self._enforce(plan.constraint, context))
                 add = await tokenizer.call(plan.complete, add)
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
-                builder = plan.builder(sampling, TextEnds(bundle.defaults.eos, request.stop_word_ids), echo, prompt_ids)
+                ends = TextEnds(bundle.defaults.eos, request.stop_word_ids)
+                builder = plan.builder(sampling, ends, echo, prompt_ids, predicted)
                 with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):
-                    while True:
-                        chunk = await stream.read_chunk(builder.build_chunk, None if follower else output.sink)
-                        if chunk.finish_reason is not None:
-                            break
-                        if follower is not None:
-                            follower.extend(chunk.token_ids)
+                    while (chunk := await stream.read_chunk(builder.build_chunk, output.sink)).finish_reason is None:
                         yield chunk
             # The engine is aborted by now: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)
-            chunk = chunk if follower is None else _with_prediction(chunk, follower)
             yield self._with_drafts(chunk, request, stats)
 
     def _with_drafts(self, last: GenerateChunk, request: GenerateRequest, stats: SequenceStats) -> GenerateChunk:

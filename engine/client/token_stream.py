@@ -182,7 +182,7 @@ class TokenDelta(NamedTuple):
     """The log-probabilities of the prompt's tokens, in the first delta."""
 
 
-class _Turn:
+class _UnreadSinks:
     """What is unread by the sinks of an event loop's streams, and is passed on in one go: tokens that come in the same
     turn merge."""
 
@@ -200,14 +200,14 @@ class _Turn:
             pass_on()
 
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn] = WeakKeyDictionary()
+_unread_sinks: WeakKeyDictionary[asyncio.AbstractEventLoop, _UnreadSinks] = WeakKeyDictionary()
 
 
-def _turn_of(loop: asyncio.AbstractEventLoop) -> _Turn:
-    turn = _turns.get(loop)
-    if turn is None:
-        turn = _turns[loop] = _Turn()
-    return turn
+def _unread_sinks_of(loop: asyncio.AbstractEventLoop) -> _UnreadSinks:
+    sinks = _unread_sinks.get(loop)
+    if sinks is None:
+        sinks = _unread_sinks[loop] = _UnreadSinks()
+    return sinks
 
 
 ChunkOf: TypeAlias = Callable[[TokenDelta], GenerateChunk]
@@ -329,7 +329,7 @@ class TokenStream:
                 return chunk
         loop = asyncio.get_running_loop()
         self._chunk = loop.create_future()
-        self._on_unread = partial(_turn_of(loop).add, partial(self._pass_on, build, sink))
+        self._on_unread = partial(_unread_sinks_of(loop).add, partial(self._pass_on, build, sink))
         try:
             return await self._chunk
         finally:
