@@ -42,7 +42,7 @@ class _TargetPart:
         """This rank's share of an adapter's matrices for it."""
         a = _matrix(adapted.a)[:, self._columns]
         whole = _matrix(adapted.b)
-        some = [whole[rows.start : rows.stop] for rows in self._rows]
+        some = [whole[rows.start : rows.stop : rows.step] for rows in self._rows]
         b = some[0] if len(some) == 1 else torch.cat(some)
         b = pack_outputs(b) if memory.native else b.t()
         return LoraPart(self._first, self.outputs, memory.copy_of(a), memory.copy_of(b), adapted.scale * self._factor)

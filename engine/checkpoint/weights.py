@@ -56,7 +56,8 @@ class TensorSlice(NamedTuple):
         """A name that no other slice of the checkpoint has."""
         rows, columns = self.row_range, self.column_range
         factor = "" if self.factor == 1 else f" times {self.factor}"
-        return f"{self.name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]{factor}"
+        step = "" if rows.step == 1 else f":{rows.step}"
+        return f"{self.name}[{rows.start}:{rows.stop}{step},{columns.start}:{columns.stop}]{factor}"
 
     @property
     def width(self) -> int:
@@ -294,14 +295,14 @@ class WeightLoader:
             self.pass_over(pieces)
             return whole
         for first, part in self._parts(pieces):
-            rows = self._weights.read(part)
-            whole[first : first + len(rows)].copy_(rows if part.factor == 1 else rows.float() * part.factor)
+            rows = self._read(part)
+            whole[first : first + len(rows)].copy_(rows)
         return whole
 
     def sample(self, piece: TensorSlice) -> Tensor:
         """At most SAMPLED rows, spread over a matrix, float32 on the device."""
-        view = self._weights.read(piece)
-        return view[:: -(-len(view) // SAMPLED)].to(self.device).float() * piece.factor
+        view = self._read(piece)
+        return view[:: -(-len(view) // SAMPLED)].to(self.device).float()
 
     def pass_over(self, pieces: Iterable[TensorSlice]) -> None:
         """Count matrices as read that were packed before. They must exist all the same."""
@@ -310,9 +311,7 @@ class WeightLoader:
 
     def tiles(self, pieces: Iterable[TensorSlice]) -> Iterator[tuple[int, Tensor]]:
         """The tensors, concatenated by rows, as floats: a few rows at a time, with the index of the first."""
-        for first, part in self._parts(pieces):
-            rows = self._weights.read(part)
-            yield first, rows if part.factor == 1 else rows.float() * part.factor
+        return ((first, self._read(part)) for first, part in self._parts(pieces))
 
     def common_form(self, pieces: Sequence[TensorSlice]) -> CodeForm | None:
         """The form to which `code_tiles` can convert the codes of all pieces; None: some are stored as floats, or no
@@ -326,11 +325,7 @@ class WeightLoader:
         for first, part in self._parts(pieces):
             stored = self._code_range(part)
             assert stored is not None, "a common form is of codes"
-            codes = turn_codes(self._weights.codes(part), stored, to)
-            if part.factor != 1:
-                offsets = None if codes.offsets is None else codes.offsets * part.factor
-                codes = codes._replace(scales=codes.scales * part.factor, offsets=offsets)
-            yield first, codes
+            yield first, turn_codes(self._codes(part), stored, to)
 
     def count_served(
         self, pieces: Iterable[TensorSlice], kept: str, bits: float, error: float | None, product: bool = True
@@ -358,11 +353,26 @@ class WeightLoader:
             form = self._weights.form(piece)
             row_bytes = (piece.shape[1] if len(piece.shape) == 2 else 1) * torch.float32.itemsize
             step = max(TILE_BYTES // row_bytes, 1)
-            for start in range(rows.start, rows.stop, step):
-                part = piece._replace(rows=slice(start, min(start + step, rows.stop)))
+            for start in range(0, len(rows), step):
+                some = rows[start : start + step]
+                part = piece._replace(rows=slice(some.start, some[-1] + 1, some.step))
                 yield first, part
-                first += len(part.row_range)
+                first += len(some)
                 self.reading.count(part, form)
+
+    def _read(self, part: TensorSlice) -> Tensor:
+        """The slice as floats; sources know rows that are adjacent alone."""
+        rows = part.row_range
+        some = self._weights.read(part._replace(rows=slice(rows.start, rows.stop)))[:: rows.step]
+        return some if part.factor == 1 else some.float() * part.factor
+
+    def _codes(self, part: TensorSlice) -> GroupedRows:
+        """The same in codes."""
+        rows = part.row_range
+        codes = self._weights.codes(part._replace(rows=slice(rows.start, rows.stop)))
+        zeros = None if codes.zeros is None else codes.zeros[:: rows.step]
+        offsets = None if codes.offsets is None else codes.offsets[:: rows.step] * part.factor
+        return GroupedRows(codes.weights[:: rows.step], codes.scales[:: rows.step] * part.factor, zeros, offsets)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -124,6 +124,15 @@ def test_kernels_compute_with_the_codes_of_any_form(case: str) -> None:
     assert all(("exactly" in said) is exact for said in loader.served.lines())
 
 
+@pytest.mark.parametrize("form", [None, CodeForm(4, 32), CodeForm(4, 64, Zeros.POINTS), CodeForm(4, 32, Zeros.OFFSETS)])
+def test_every_second_output_of_a_matrix(form: CodeForm | None) -> None:
+    weights = CodedWeights({"one": form})
+    piece = TensorSlice("one", (48, INPUTS), slice(5, 48, 2))
+    found = build_matmul(loader_of(weights), [piece])(exact_inputs(3, INPUTS, 32))
+    right = exact_inputs(3, INPUTS, 32).double() @ weights.read(piece).double().T
+    assert ((found - right).abs().max() / right.abs().max()) < 0.01
+
+
 @KERNELS
 @pytest.mark.parametrize(("start", "group"), [(64, 64), (32, 32), (16, 16), (8, 0)])
 def test_a_rank_has_its_columns_of_groups(start: int, group: int) -> None:
