@@ -47,6 +47,16 @@ class FusedNorm:
         else:
             self._normalize(x, x, None, heads, x.stride(0))
 
+    def norm_part(self, x: TensorOrSymbol, first: int) -> None:
+        """Normalizes n numbers of each token's, from number `first` on, of x [N, heads, size], contiguous, in place."""
+        if isinstance(x, SymbolicTensor):
+            operation = self._operation(1, x.width)
+            operation.layer = first
+            x.trace.add_in_place(operation, x)
+        else:
+            part = x.flatten(1)[:, first:]
+            self._normalize(part, part, None, 1, part.stride(0))
+
     def _normalize(self, out: Tensor, x: Tensor, delta: Tensor | None, heads: int, stride: int) -> None:
         sizes = x.shape[0], heads, stride, self._weights, self._size
         addresses = x.data_ptr(), 0 if delta is None else delta.data_ptr(), self._address, out.data_ptr()

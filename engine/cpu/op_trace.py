@@ -69,7 +69,8 @@ class SymbolicTensor:
         return self
 
     def add_(self, delta: "SymbolicTensor") -> "SymbolicTensor":
-        self.trace.add_in_place(OpStruct(kind=ADD, size=self.width), self, delta)
+        if delta is not self.trace.no_delta:
+            self.trace.add_in_place(OpStruct(kind=ADD, size=self.width), self, delta)
         return self
 
     def select(self) -> "SymbolicTensor":

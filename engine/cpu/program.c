@@ -28,8 +28,9 @@ static MatmulCall matmul_call(const StepLayout *l, const Operation *o)
 
 static void normalize(Team *team, const Operation *o, const StepLayout *l)
 {
-    const Norm norm = {tensor(l, o->x, o->selected), tensor(l, o->delta, o->selected), o->what,
-                       tensor(l, o->out, o->selected), rows_of(l, o), o->heads, o->stride, o->weights, o->size,
+    const int64_t first = o->layer * number_bytes(o);
+    const Norm norm = {tensor(l, o->x, o->selected) + first, tensor(l, o->delta, o->selected), o->what,
+                       tensor(l, o->out, o->selected) + first, rows_of(l, o), o->heads, o->stride, o->weights, o->size,
                        o->number, o->dtype};
     norm_in_team(team, &norm);
 }

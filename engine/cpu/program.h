@@ -28,7 +28,8 @@ typedef struct {
                                     `stride` long, of queries alone or of keys and values, too; of
                                     LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines; CONVOLVE,
                                     RECUR: the layer's number among those with states; JOIN: the first of the `size`
-                                    numbers of delta's lines, which are `stride` long */
+                                    numbers of delta's lines, which are `stride` long; NORM: the number of a line at
+                                    which its heads begin */
     const Matrix *next;          /* product: the matrix of the next product */
     float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x as ADD and GATE_ROWS do; what
                                     SOFT_CAP caps x at */

@@ -65,6 +65,11 @@ class TritonNorm:
         """Normalises the first `heads` of x [N, more heads, n], contiguous, in place."""
         self._launch(x, None, x, heads)
 
+    def norm_part(self, x: Tensor, first: int) -> None:
+        """Normalises n numbers of each token's, from number `first` on, of x [N, heads, size], contiguous, in place."""
+        part = x.flatten(1)[:, first:]
+        self._launch(part, None, part, 1)
+
     def _launch(self, x: Tensor, delta: Tensor | None, out: Tensor, heads: int) -> Tensor:
         arguments = x, x if delta is None else delta, self._weight, out
         sizes = self._size, x.stride(0), heads, self._weights, self._eps

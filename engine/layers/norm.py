@@ -37,6 +37,11 @@ class TorchNorm:
         some = x[:, :heads]
         some.copy_(self(some))
 
+    def norm_part(self, x: Tensor, first: int) -> None:
+        """Normalizes n numbers of each token's, from number `first` on, of x [N, heads, size] in place."""
+        part = x.flatten(1)[:, first : first + self._weight.shape[-1]]
+        part.copy_(self(part))
+
 
 Norm: TypeAlias = Union[TorchNorm, FusedNorm, "TritonNorm"]
 """x [..., n] -> [..., n], in x's dtype."""

@@ -4,8 +4,6 @@ frequencies of their own."""
 
 import math
 
-from torch import Tensor
-
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
@@ -13,10 +11,10 @@ from ..layers.mlp import GatedMLP
 from ..layers.norm import Norm, offset_rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
-from ..layers.step_context import StepContext
 from .interfaces import Decoder
 from .llama import layer_rotaries, mlp_spec
 from .native_decoder import NativeDecoder
+from .pre_norm_layer import SandwichLayer
 
 
 def build_gemma2(spec: ModelSpec, loader: WeightLoader) -> Decoder:
@@ -30,27 +28,22 @@ def build_gemma3(spec: ModelSpec, loader: WeightLoader) -> Decoder:
 
 def _build_gemma(spec: ModelSpec, loader: WeightLoader, projections: AttentionProjections) -> Decoder:
     rotaries = layer_rotaries(spec, loader)
-    layers = [GemmaDecoderLayer(spec, loader, index, projections, rotary) for index, rotary in rotaries.items()]
+    layers = [_build_layer(spec, loader, index, projections, rotary) for index, rotary in rotaries.items()]
     return NativeDecoder(build_ends(spec, loader, offset_rms_norm, math.sqrt(spec.hidden_size)), layers)
 
 
-class GemmaDecoderLayer:
-    def __init__(
-        self, spec: ModelSpec, loader: WeightLoader, index: int, projections: AttentionProjections, rotary: Rotary
-    ) -> None:
-        def norm(name: str) -> Norm:
-            weight = loader.vector(f"model.layers.{index}.{name}.weight", spec.hidden_size)
-            return offset_rms_norm(weight, spec.norm_eps)
+def _build_layer(
+    spec: ModelSpec, loader: WeightLoader, index: int, projections: AttentionProjections, rotary: Rotary
+) -> SandwichLayer:
+    def norm(name: str) -> Norm:
+        weight = loader.vector(f"model.layers.{index}.{name}.weight", spec.hidden_size)
+        return offset_rms_norm(weight, spec.norm_eps)
 
-        self._before_attention = norm("input_layernorm")
-        self._after_attention = norm("post_attention_layernorm")
-        self._attention = SelfAttention(loader, spec, index, projections, rotary)
-        self._before_mlp = norm("pre_feedforward_layernorm")
-        self._after_mlp = norm("post_feedforward_layernorm")
-        self._mlp = GatedMLP(loader, mlp_spec(spec, index)._replace(bias=False))
-        self.untraceable = self._attention.untraceable or self._mlp.untraceable
-        self.host_bound = self._mlp.host_bound
-
-    def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
-        mixed = self._after_attention(self._attention(self._before_attention.add_and_norm(x, delta), context))
-        return self._after_mlp(self._mlp(self._before_mlp.add_and_norm(x, mixed), context))
+    return SandwichLayer(
+        norm("input_layernorm"),
+        SelfAttention(loader, spec, index, projections, rotary),
+        norm("post_attention_layernorm"),
+        norm("pre_feedforward_layernorm"),
+        GatedMLP(loader, mlp_spec(spec, index)._replace(bias=False)),
+        norm("post_feedforward_layernorm"),
+    )

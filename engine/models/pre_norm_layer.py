@@ -1,5 +1,6 @@
 """The layer that most decoders have: tokens are mixed, then each goes through an MLP or experts; both behind a norm of
-their own, and added to the residual stream. And the layer of those where each does one of the two alone."""
+their own, and added to the residual stream. And its kin: layers with norms on the other side of both parts, or on both
+sides, and those that do one of the two alone."""
 
 from typing import Protocol
 
@@ -41,6 +42,42 @@ class PreNormLayer:
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         mixed = scaled(self._mixer(self._before_mixer.add_and_norm(x, delta), context), self._mixer_scale)
         return scaled(self._mlp(self._before_mlp.add_and_norm(x, mixed), context), self._mlp_scale)
+
+
+class PostNormLayer:
+    """A `DecoderLayer` whose norms stand behind its parts, which read the residual stream itself (arXiv 2501.00656)."""
+
+    def __init__(self, mixer: Mixer, after_mixer: Norm, mlp: FeedForward, after_mlp: Norm) -> None:
+        self._mixer = mixer
+        self._after_mixer = after_mixer
+        self._mlp = mlp
+        self._after_mlp = after_mlp
+        self.untraceable = mixer.untraceable or mlp.untraceable
+        self.host_bound = mlp.host_bound
+
+    def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
+        mixed = self._after_mixer(self._mixer(x.add_(delta), context))
+        return self._after_mlp(self._mlp(x.add_(mixed), context))
+
+
+class SandwichLayer:
+    """A `DecoderLayer` with norms on both sides of each part."""
+
+    def __init__(
+        self, before_mixer: Norm, mixer: Mixer, after_mixer: Norm, before_mlp: Norm, mlp: FeedForward, after_mlp: Norm
+    ) -> None:
+        self._before_mixer = before_mixer
+        self._mixer = mixer
+        self._after_mixer = after_mixer
+        self._before_mlp = before_mlp
+        self._mlp = mlp
+        self._after_mlp = after_mlp
+        self.untraceable = mixer.untraceable or mlp.untraceable
+        self.host_bound = mlp.host_bound
+
+    def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
+        mixed = self._after_mixer(self._mixer(self._before_mixer.add_and_norm(x, delta), context))
+        return self._after_mlp(self._mlp(self._before_mlp.add_and_norm(x, mixed), context))
 
 
 class OnePartLayer:

@@ -71,6 +71,18 @@ def test_norm_of_heads_between_others(level: str, dtype: torch.dtype) -> None:
     assert torch.equal(packed[:, 7:], before[:, 7:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_of_all_heads_together(level: str, dtype: torch.dtype) -> None:
+    """Of keys that stand between queries and values."""
+    packed, weight = random(4, 9, 24, dtype=dtype), random(1, 72, dtype=dtype)[0]
+    before = packed.clone()
+    norm_of(weight).norm_part(packed, 96)
+    right = rms_normalised(before[:, 4:7].flatten(1), weight, 1e-6)
+    assert close(packed[:, 4:7].flatten(1), right)
+    assert torch.equal(packed[:, :4], before[:, :4])
+    assert torch.equal(packed[:, 7:], before[:, 7:])
+
+
 @pytest.mark.parametrize(("size", "dtype"), CASES, ids=str)
 def test_soft_cap(level: str, size: int, dtype: torch.dtype) -> None:
     """Near nothing, around the cap, and far beyond it."""

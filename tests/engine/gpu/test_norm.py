@@ -36,3 +36,12 @@ def test_norm_of_heads_between_others(kernels: dict[str, ModuleType], dtype: tor
     TorchNorm(weight, 1e-6).norm_heads(expected, 7)
     kernels["norm"].TritonNorm(weight, 1e-6).norm_heads(packed, 7)
     torch.testing.assert_close(packed, expected)
+
+
+def test_norm_of_all_heads_together(kernels: dict[str, ModuleType]) -> None:
+    """Of keys that stand between queries and values."""
+    packed, weight = random(4, 9, 24, dtype=torch.float32), random(1, 72, dtype=torch.float32)[0]
+    expected = packed.clone()
+    TorchNorm(weight, 1e-6).norm_part(expected, 96)
+    kernels["norm"].TritonNorm(weight, 1e-6).norm_part(packed, 96)
+    torch.testing.assert_close(packed, expected)
