@@ -45,6 +45,15 @@ YARN_ROPE = {
 """Qwen's recipe for long texts; of so few pairs some are kept, some blended and some slowed."""
 
 
+CORRECTED: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
+"""Experts of a corrected sigmoid router, behind a dense layer."""
 GEMMA4 = LLAMA | {
     "model_type": "gemma4_text",
     "num_hidden_layers": 4,
@@ -329,6 +338,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "ministral3",
         "head_dim": 16,
         "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+    },
+    "glm4-moe": LLAMA | CORRECTED | {"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True},
+    "dots1": LLAMA
+    | CORRECTED
+    | {"model_type": "dots1", "norm_topk_prob": True, "sliding_window": None, "n_group": 4, "topk_group": 2},
+    "solar-open": LLAMA | CORRECTED | {"model_type": "solar_open", "head_dim": 16, "num_hidden_layers": 1},
+    "minimax-m2": LLAMA
+    | {
+        "model_type": "minimax_m2",
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "olmo2": LLAMA | {"model_type": "olmo2"},
+    "olmo3": LLAMA
+    | {
+        "model_type": "olmo3",
+        "num_hidden_layers": 3,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"full_attention": YARN_ROPE, "sliding_attention": {"rope_theta": 1e4}},
+    },
+    "exaone4": LLAMA
+    | {
+        "model_type": "exaone4",
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "seed-oss": LLAMA | {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
+    "glm": LLAMA | {"model_type": "glm", "head_dim": 16, "pad_token_id": None},
+    "glm4": LLAMA | {"model_type": "glm4", "head_dim": 32, "pad_token_id": None},
+    "ernie": LLAMA | {"model_type": "ernie4_5", "head_dim": 16},
+    "ernie-moe": LLAMA
+    | {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 64,
+        "moe_num_shared_experts": 1,
     },
 }
 """What the engine must compute exactly as transformers does, by files of its own."""

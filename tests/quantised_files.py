@@ -27,7 +27,7 @@ class Style(NamedTuple):
     quantise: Callable[[Tensor, str], Parts]
 
 
-_PLAIN = ("mlp.gate.", "block_sparse_moe.gate.", "vision", "visual")
+_PLAIN = ("mlp.gate.", "block_sparse_moe.gate.", "moe_statics.", "vision", "visual")
 """What is left as it is: routers, and what sees images."""
 
 

@@ -97,7 +97,7 @@ BUDGETS = {
     "kvcache": 620,
     "tokenization": 3_330,
     "scheduler": 2_090,
-    "engine": 21_340,
+    "engine": 21_900,
     "classic_backends": 7_610,
     "ensembles": 1_200,
     "routing": 250,

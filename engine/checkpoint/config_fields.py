@@ -253,6 +253,20 @@ class ConfigFields(NamedTuple):
             **given,
         )
 
+    def corrected_experts(self) -> dict[str, Any]:
+        """The fields of DeepSeek V3's router (arXiv 2412.19437), and of those that are like it: sigmoids with a
+        correction, behind some dense layers, beside experts that every token goes through."""
+        kinds = self.texts("mlp_layer_types") or ["dense"] * self.number("first_k_dense_replace", 0, MOST_PARTS, 0)
+        return {
+            "sigmoid_router": True,
+            "use_expert_bias": True,
+            "float32_router": True,
+            "least_weight_sum": 1e-20,
+            "mlp_only_layers": [layer for layer, kind in enumerate(kinds) if kind == "dense"],
+            "shared_expert_intermediate_size": self.number("n_shared_experts", 0, MOST_PARTS, 0)
+            * self.number("moe_intermediate_size"),
+        }
+
     def multipliers(self) -> Multipliers:
         names = "embedding_multiplier", "residual_multiplier", "logits_scaling", "lm_head_multiplier"
         embedding, residual, divisor, head = (self.real(name) or 1.0 for name in names)
@@ -278,10 +292,13 @@ class ConfigFields(NamedTuple):
         return tuple(self.positive(name, value) for value in values)
 
     def experts(self) -> ExpertsSpec | None:
-        if "num_experts_per_tok" not in self.config:
+        if self.config.get("num_experts_per_tok") is None:
             return None
-        name = "num_experts" if "num_experts" in self.config else "num_local_experts"
-        count = self.number(name, most=MOST_PARTS)
+        names = [name for name in ("num_experts", "n_routed_experts") if name in self.config]
+        count = self.number(names[0] if names else "num_local_experts", most=MOST_PARTS)
+        groups, chosen_groups = (self.number(name, 1) for name in ("n_group", "topk_group"))
+        if count % groups or chosen_groups > groups:
+            raise self.error(f"topk_group {chosen_groups} of n_group {groups} can't be chosen of {count} experts")
         chosen, every = self.number("num_experts_per_tok"), self.number("decoder_sparse_step", 1)
         if chosen > count:
             raise self.error(f"num_experts_per_tok is {chosen}, but there are {count} experts")
@@ -295,9 +312,13 @@ class ConfigFields(NamedTuple):
             self.flag("sigmoid_router"),
             self.real("routed_scaling_factor") or 1.0,
             self.flag("use_expert_bias"),
-            self.number("shared_expert_intermediate_size") if "shared_expert_intermediate_size" in self.config else 0,
+            self.number("shared_expert_intermediate_size", 0, least=0),
             self.number("moe_latent_size") if self.config.get("moe_latent_size") is not None else 0,
             self.flag("float32_router"),
+            self.real("least_weight_sum") or 1e-6,
+            groups,
+            chosen_groups,
+            self.number("group_judges", 2),
         )
 
 

@@ -68,6 +68,8 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         multipliers=fields.multipliers(),
         feeds=() if hybrid is None else hybrid.feeds,
         mlp_matrices=fields.number("mlp_matrices", 3),
+        attention_out_bias=fields.flag("attention_out_bias"),
+        normed_heads=fields.flag("use_qk_norm"),
         rotates=fields.flags("rotates"),
         query_growth=fields.real("query_growth") or 0.0,
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
@@ -90,7 +92,16 @@ def _always(config: Mapping[str, Any], layer: int) -> bool:
 
 
 _OWN_FIELDS = frozenset(
-    {"attention_sinks", "float32_router", "mlp_matrices", "query_growth", "rotates", "sigmoid_router"}
+    {
+        "attention_sinks",
+        "float32_router",
+        "group_judges",
+        "least_weight_sum",
+        "mlp_matrices",
+        "query_growth",
+        "rotates",
+        "sigmoid_router",
+    }
 )
 """What a family's `translate` alone says: in a config.json these names stand for nothing that is known here."""
 
@@ -99,12 +110,15 @@ _SOFTCAPS = frozenset({"final_logit_softcapping", "hidden_activation"})
 _SCALED_SCORES = _SOFTCAPS | {"query_pre_attn_scalar", "attn_logit_softcapping"}
 _EXPERTS = frozenset({"num_experts_per_tok"})
 _SIZED_EXPERTS = _EXPERTS | {"moe_intermediate_size", "norm_topk_prob"}
+_ROUTED = _SIZED_EXPERTS | {"routed_scaling_factor", "n_group", "topk_group"}
 _SPARSE_LAYERS = _SIZED_EXPERTS | {"decoder_sparse_step", "mlp_only_layers"}
 _MULTIPLIED_BRANCHES = frozenset(
     f"{part}_multiplier" for part in ("lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 )
 _FAMILY_FIELDS = {
     "BambaForCausalLM": frozenset({"mlp_bias"}),
+    "Dots1ForCausalLM": _ROUTED,
+    "Ernie4_5_MoeForCausalLM": frozenset({"moe_intermediate_size"}),
     "FalconH1ForCausalLM": _MULTIPLIED_BRANCHES
     | {"embedding_multiplier", "mlp_multipliers", "ssm_multipliers", "mlp_bias"}
     | {"mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"},
@@ -113,16 +127,21 @@ _FAMILY_FIELDS = {
     "Gemma3nForCausalLM": _SOFTCAPS,
     "Gemma4ForCausalLM": _SOFTCAPS | {"moe_intermediate_size"},
     "Gemma4UnifiedForCausalLM": _SOFTCAPS,
+    "Glm4MoeForCausalLM": _ROUTED | {"use_qk_norm"},
     "GptOssForCausalLM": _EXPERTS,
     "GraniteMoeHybridForCausalLM": _EXPERTS
     | {"attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"},
     "Lfm2MoeForCausalLM": _SIZED_EXPERTS | {"routed_scaling_factor", "use_expert_bias"},
     "LlamaForCausalLM": frozenset({"mlp_bias"}),
+    "MiniMaxM2ForCausalLM": _EXPERTS,
     "MixtralForCausalLM": _EXPERTS,
-    "NemotronHForCausalLM": _SIZED_EXPERTS | {"mlp_bias", "routed_scaling_factor", "moe_latent_size"},
+    "NemotronHForCausalLM": _ROUTED | {"mlp_bias", "moe_latent_size"},
     "Qwen3MoeForCausalLM": _SPARSE_LAYERS,
     "Qwen3NextForCausalLM": _SPARSE_LAYERS | {"shared_expert_intermediate_size"},
     "Qwen3_5MoeForCausalLM": _EXPERTS | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+    "SeedOssForCausalLM": frozenset({"mlp_bias", "attention_out_bias"}),
+    "SmolLM3ForCausalLM": frozenset({"mlp_bias"}),
+    "SolarOpenForCausalLM": _ROUTED,
 }
 """Fields that some families alone have: in a config.json of another they stand for nothing, as in transformers."""
 

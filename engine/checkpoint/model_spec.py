@@ -117,6 +117,14 @@ class ExpertsSpec:
     """What experts read and write is projected to so many features, and back; 0: it is the hidden states."""
     float32_router: bool = False
     """Whether the router's matrix is kept in float32."""
+    least_sum: float = 1e-6
+    """Added to the sum by which sigmoids are divided."""
+    groups: int = 1
+    """Groups of neighbouring experts, of the best of which a token's are chosen (arXiv 2405.04434)."""
+    chosen_groups: int = 1
+    """Groups that a token's experts may be of."""
+    group_judges: int = 2
+    """How many of a group's best experts it is judged by, with their sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +263,10 @@ class ModelSpec(DecoderShape):
     """Whether each layer has an MLP or experts; empty: all have."""
     mlp_matrices: int = 3
     """Of an MLP and of an expert; two where they have no gate."""
+    attention_out_bias: bool = False
+    """Whether the matrix behind attention has a bias, where it need not be as those before it (`attention_bias`)."""
+    normed_heads: bool = False
+    """Whether queries and keys are normalised, where an architecture leaves it open."""
     rotates: tuple[bool, ...] = ()
     """Whether each layer rotates queries and keys; empty: all do."""
     query_growth: float = 0.0

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from ..gpu.experts import TritonExperts
     from ..gpu.gate import TritonGate
 
-_NOT_NOTHING = 1e-6
-"""Added to the sum by which sigmoids are divided."""
-
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -147,10 +144,11 @@ class MixtureOfExperts:
         router: str = "gate",
         bias: str = "",
         scales: str = "",
+        bias_shape: tuple[int, ...] = (),
     ) -> None:
         """`expert` is what all experts are like, with the name of the mixture, which those of tensors follow: the
         `router`, its `bias`, and `scales` that multiply the weights of each expert, if there are any. If experts
-        have biases, the router has one, too."""
+        have biases, the router has one, too. `bias_shape`: that of the `bias`, if it is no vector."""
         weight = TensorSlice(f"{expert.name}.{router}.weight", (spec.count, expert.hidden))
         scores_bias = loader.floats(f"{expert.name}.{router}.bias", spec.count) if expert.bias else None
         exact = loader.for_dtype(torch.float32) if spec.float32_router else loader
@@ -165,7 +163,9 @@ class MixtureOfExperts:
                 column_linear(loader, [back], spec.latent_size, bias=expert.bias),
             )
             expert = expert._replace(hidden=spec.latent_size)
-        self._bias = loader.floats(f"{expert.name}.{bias}", spec.count) if spec.biased else None
+        self._bias = None
+        if spec.biased:
+            self._bias = loader.floats(f"{expert.name}.{bias}", *(bias_shape or (spec.count,))).flatten()
         self._scales = loader.floats(f"{expert.name}.{scales}", spec.count) if scales else None
         self._spec = spec
         self._group = loader.group
@@ -200,7 +200,7 @@ class MixtureOfExperts:
     def _in_one(self, loader: WeightLoader, activation: str) -> FusedMixture | None:
         """All of its experts here as one of the C kernels; None: they can't be."""
         experts = self._experts
-        if not isinstance(experts, EachExpert):
+        if not isinstance(experts, EachExpert) or self._spec.groups > 1:
             return None
         products = [expert.products for expert in experts.experts]
         packed = [product for product in products if product is not None]
@@ -212,7 +212,7 @@ class MixtureOfExperts:
             per_token=spec.per_token,
             sigmoid=spec.sigmoid,
             normalised=spec.normalised,
-            least_sum=_NOT_NOTHING,
+            least_sum=spec.least_sum,
             scale=spec.scale,
             bias=self._bias,
             scales=self._scales,
@@ -223,16 +223,24 @@ class MixtureOfExperts:
         """Weights and numbers of the experts of each token, [N, per token]."""
         spec = self._spec
         likely = scores.sigmoid_() if spec.sigmoid else scores.softmax(-1)
-        if self._bias is None:
-            weights, chosen = likely.topk(spec.per_token, -1)
-        else:
-            chosen = (likely + self._bias).topk(spec.per_token, -1).indices
-            weights = likely.gather(-1, chosen)
+        judged = likely if self._bias is None else likely + self._bias
+        if spec.groups > 1:
+            judged = _within_best_groups(judged, spec)
+        chosen = judged.topk(spec.per_token, -1).indices
+        weights = likely.gather(-1, chosen)
         if spec.normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + (_NOT_NOTHING if spec.sigmoid else 0.0))
+            weights = weights / (weights.sum(-1, keepdim=True) + (spec.least_sum if spec.sigmoid else 0.0))
         if self._scales is not None:
             weights = weights * self._scales[chosen]
         return weights * spec.scale if spec.scale != 1 else weights, chosen
+
+
+def _within_best_groups(judged: Tensor, spec: ExpertsSpec) -> Tensor:
+    """The numbers by which experts are chosen, [N, experts]; minus infinity outside a token's best groups."""
+    by_group = judged.view(len(judged), spec.groups, -1)
+    best = by_group.topk(min(spec.group_judges, by_group.shape[-1]), -1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(spec.chosen_groups, -1).indices, True)
+    return by_group.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 class SharedExpert:

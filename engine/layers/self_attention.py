@@ -7,13 +7,14 @@ from torch import Tensor
 
 from ..checkpoint.build_context import kv_head_slice, rank_slice
 from ..checkpoint.model_spec import KeyValueShape, ModelSpec
-from ..checkpoint.weights import WeightLoader
+from ..checkpoint.weights import TensorSlice, WeightLoader
 from .head_gate import build_head_gate
 from .linear import LayerMatmul, OutputShard, RowLinear, column_linear
 from .norm import NormFactory
 from .query_growth import build_query_growth
 from .rotary import Rotary
 from .step_context import StepContext
+from .whole_norms import build_whole_norms
 
 
 class AttentionProjections(NamedTuple):
@@ -25,9 +26,13 @@ class AttentionProjections(NamedTuple):
     """Queries, keys and values are in one matrix, and not in three."""
     norm: NormFactory | None = None
     """Of each query and key head before rotation (arXiv 2302.05442)."""
+    whole_norms: bool = False
+    """It is of all query heads of a token together, and of all key heads (arXiv 2501.00656)."""
     gated: bool = False
     """The matrix of queries has a gate behind each head's, whose sigmoid multiplies the head's output
     (arXiv 2505.06708)."""
+    adjacent_pairs: bool = False
+    """Numbers that are rotated against each other stand side by side in a head, and not half of them apart."""
     normed_values: bool = False
     """Value heads are normalised, too, without weights."""
     values: str = "v_proj"
@@ -70,6 +75,9 @@ class SelfAttention:
         shards = _qkv_shards(name, spec, shape, queries, keys, projections)
         if not kept_heads:
             del shards[1:]
+        if projections.adjacent_pairs:
+            rotated = spec.layer_rope(index).rotary_dim(size)
+            shards[:2] = [part for matrix in shards[:2] for part in _apart(matrix, size, rotated)]
         self._gate: LayerMatmul | None = None
         ungated = None
         if projections.gated:
@@ -82,7 +90,15 @@ class SelfAttention:
             ungated = self._output_gate.untraceable
         self._qkv = column_linear(loader, shards, inputs or spec.hidden_size, bias=projections.qkv_bias)
         self._norm = None
-        if projections.norm is not None:  # one for all heads together, each with its own weight
+        self._whole_norms = None
+        if projections.norm is not None and projections.whole_norms:
+            weights_of = (("q", spec.heads, queries), ("k", shape.heads, keys))
+            pieces = (
+                TensorSlice(f"{name}.{one}_{projections.norm_suffix}.weight", (count * size,), part)
+                for one, count, part in weights_of
+            )
+            self._whole_norms = build_whole_norms(loader, projections.norm, spec.norm_eps, *pieces)
+        elif projections.norm is not None:  # one for all heads together, each with its own weight
             weights = [loader.vector(f"{name}.q_{projections.norm_suffix}.weight", size).expand(self._heads, -1)]
             if kept_heads:
                 of_keys = loader.vector(f"{name}.k_{projections.norm_suffix}.weight", size)
@@ -105,6 +121,8 @@ class SelfAttention:
         packed = self._qkv(x, context).view(-1, self._packed_heads, self._head_dim)
         if self._norm is not None:
             self._norm.norm_heads(packed, self._normed_heads)
+        if self._whole_norms is not None:
+            self._whole_norms(packed)
         if self._growth is not None:
             self._growth(packed[:, : self._heads], context)
         angles = context.angles(self._rotary)
@@ -112,6 +130,17 @@ class SelfAttention:
         if self._gate is not None:
             mixed = self._output_gate(mixed, self._gate(x, context))
         return self._out(mixed, context)
+
+
+def _apart(matrix: OutputShard, size: int, rotated: int) -> list[OutputShard]:
+    """The rows of heads of `size`, of whose first `rotated` ones all first ones of pairs come before all second ones:
+    so queries and keys are rotated as others are, and their products are the same."""
+    parts = []
+    for head in range(matrix.features.start, matrix.features.stop, size):
+        end = head + rotated
+        rows = slice(head, end, 2), slice(head + 1, end, 2), slice(end, head + size)
+        parts += [matrix._replace(features=some) for some in rows if some.start < some.stop]
+    return parts
 
 
 def _gated_head(matrix: OutputShard, head: int, size: int, half: int) -> OutputShard:

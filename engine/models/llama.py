@@ -20,6 +20,11 @@ def build_dense_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedFo
     return GatedMLP(loader, mlp_spec(spec, index))
 
 
+def build_fused_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
+    """One whose gate and up are in one matrix."""
+    return GatedMLP(loader, mlp_spec(spec, index)._replace(fused="gate_up_proj", bias=False))
+
+
 def mlp_spec(spec: ModelSpec, index: int) -> GatedMLPSpec:
     name = f"model.layers.{index}.mlp"
     return GatedMLPSpec(name, spec.hidden_size, spec.mlp_size(index), spec.mlp_bias, spec.activation)
@@ -67,6 +72,12 @@ def build_llama(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     return build_llama_variant(spec, loader, LlamaVariant(AttentionProjections(qkv_bias=bias, out_bias=bias)))
 
 
+def build_seed_oss(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    """Seed-OSS, with biases on queries, keys and values, and perhaps another on what comes out."""
+    projections = AttentionProjections(qkv_bias=spec.attention_bias, out_bias=spec.attention_out_bias)
+    return build_llama_variant(spec, loader, LlamaVariant(projections))
+
+
 def build_mistral(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     """Mistral 7B and its successors (arXiv 2310.06825), Ministral 3 among them; a sliding window, if any, is in every
     layer."""
@@ -89,10 +100,6 @@ def qwen3_projections(spec: ModelSpec) -> AttentionProjections:
 
 def build_phi3(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     """Phi-3 and 4 (arXiv 2404.14219), with projections that the checkpoint stores fused."""
-
-    def build_fused_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
-        return GatedMLP(loader, mlp_spec(spec, index)._replace(fused="gate_up_proj", bias=False))
-
     return build_llama_variant(spec, loader, LlamaVariant(AttentionProjections(fused=True), build_fused_mlp))
 
 

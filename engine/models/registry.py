@@ -21,29 +21,49 @@ from ..cpu.memory import HugePageArena
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .bamba import build_bamba, build_falcon_h1
 from .calibration import calibrate
+from .ernie import build_ernie, build_ernie_moe
 from .gemma import build_gemma2, build_gemma3
 from .gemma3n import build_gemma3n
 from .gemma4 import build_gemma4
+from .glm import build_dots1, build_glm, build_glm4, build_glm4_moe
 from .gpt_oss import build_gpt_oss
 from .granite_hybrid import build_granite_hybrid
 from .interfaces import BuiltDecoder, CheckpointBuilder, Decoder, default_length
 from .lfm2 import build_lfm2
-from .llama import build_llama, build_mistral, build_mixtral, build_phi3, build_qwen2, build_qwen3, build_qwen3_moe
+from .llama import (
+    build_llama,
+    build_mistral,
+    build_mixtral,
+    build_phi3,
+    build_qwen2,
+    build_qwen3,
+    build_qwen3_moe,
+    build_seed_oss,
+)
 from .mamba2 import build_mamba2
+from .minimax_m2 import build_minimax_m2
 from .mtp import MTP_PREFIX
 from .nemotron_h import build_nemotron_h
+from .olmo import build_exaone4, build_olmo
 from .qwen3_5 import build_qwen3_5, build_qwen3_next
 
 log = logging.getLogger(__name__)
 
 ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "BambaForCausalLM": build_bamba,
+    "Dots1ForCausalLM": build_dots1,
+    "Ernie4_5ForCausalLM": build_ernie,
+    "Ernie4_5_MoeForCausalLM": build_ernie_moe,
+    "Exaone4ForCausalLM": build_exaone4,
     "FalconH1ForCausalLM": build_falcon_h1,
     "Gemma2ForCausalLM": build_gemma2,
     "Gemma3ForCausalLM": build_gemma3,
     "Gemma3nForCausalLM": build_gemma3n,
     "Gemma4ForCausalLM": build_gemma4,
     "Gemma4UnifiedForCausalLM": build_gemma4,
+    "Glm4ForCausalLM": build_glm4,
+    "Glm4MoeForCausalLM": build_glm4_moe,
+    "GlmForCausalLM": build_glm,
     "GptOssForCausalLM": build_gpt_oss,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
     "Lfm2ForCausalLM": build_lfm2,
@@ -51,10 +71,13 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "LlamaForCausalLM": build_llama,
     "Mamba2ForCausalLM": build_mamba2,
     "MiMoForCausalLM": build_qwen2,
+    "MiniMaxM2ForCausalLM": build_minimax_m2,
     "Ministral3ForCausalLM": build_mistral,
     "MistralForCausalLM": build_mistral,
     "MixtralForCausalLM": build_mixtral,
     "NemotronHForCausalLM": build_nemotron_h,
+    "Olmo2ForCausalLM": build_olmo,
+    "Olmo3ForCausalLM": build_olmo,
     "Phi3ForCausalLM": build_phi3,
     "Qwen2ForCausalLM": build_qwen2,
     "Qwen3ForCausalLM": build_qwen3,
@@ -62,11 +85,13 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Qwen3_5ForCausalLM": build_qwen3_5,
     "Qwen3_5MoeForCausalLM": build_qwen3_5,
     "Qwen3MoeForCausalLM": build_qwen3_moe,
+    "SeedOssForCausalLM": build_seed_oss,
     "SmolLM3ForCausalLM": build_llama,
+    "SolarOpenForCausalLM": build_glm4_moe,
 }
 """The entry in config.json's `architectures` -> the function that builds the decoder, or the rank's share of it."""
 
-_DRAFTING_TENSORS = (MTP_PREFIX, "mtp.")
+_DRAFTING_TENSORS = (MTP_PREFIX, "mtp.", "model.mtp_")
 """Beginnings of the names of tensors that draft, and are no part of the model itself."""
 
 _COMPUTED_TENSORS = "rotary_emb.inv_freq"
@@ -110,7 +135,7 @@ class NativeBuilder(CheckpointBuilder):
         unread = []
         if shard.is_whole:
             stray = (name for name in weights.unread if not name.endswith(harmless))
-            unread = [name for name in stray if not name.startswith(_DRAFTING_TENSORS)]
+            unread = [name for name in stray if not name.startswith((*_DRAFTING_TENSORS, *self._drafting_layers))]
         return BuiltDecoder(decoder, spec, self._adapter_targets(loader), loader.served), unread
 
     def _report(self, built: BuiltDecoder, unread: list[str], whole: bool) -> None:
@@ -124,6 +149,13 @@ class NativeBuilder(CheckpointBuilder):
         elif unread:
             message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
             log.warning(message, directory, len(unread), unread[0])
+
+    @property
+    def _drafting_layers(self) -> list[str]:
+        """Beginnings of the names of layers behind the last one."""
+        drafting = self.checkpoint.config.get("num_nextn_predict_layers")
+        behind = range(drafting if type(drafting) is int else 0)
+        return [f"model.layers.{self.spec.layers + number}." for number in behind]
 
     def _adapter_targets(self, loader: WeightLoader) -> AdapterTargets | None:
         if loader.adaptable is None:

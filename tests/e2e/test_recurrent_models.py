@@ -18,7 +18,7 @@ from .models import write_model
 from .serving import Server, serving
 
 NAMES = ["qwen3.5", "mamba2"]
-OTHERS = ["lfm2", "granite-hybrid", "gemma4-small", "gpt-oss"]
+OTHERS = ["lfm2", "granite-hybrid", "gemma4-small", "gpt-oss", "smollm3", "glm4-moe", "olmo3"]
 """Whose engines the suite compares with transformers itself; over HTTP they are served by `make proof`."""
 DRAFTING = "qwen3.5"
 """The one whose steps verify drafts."""

@@ -56,6 +56,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma4": {},
     "gpt-oss": {"layer_types": SLIDING},
 }
+IN_PROOFS: dict[str, dict[str, Any]] = {
+    "smollm3": {},
+    "olmo2": {},
+    "glm4-moe": {},
+    "minimax-m2": {},
+}
+MODELS |= IN_PROOFS
 """Four layers each, and, all but the biased one, fewer key/value heads than four ranks."""
 SHAPED = ResolvedSampling(
     0.9, 40, 0.95, 3, logits=LogitsParams(1.3, 0.5, 0.2, logit_bias=((7, 2.0),), bad_words=((5, 9), (11,))), logprobs=2
@@ -182,7 +189,9 @@ def one_rank(threads: ModuleType, config: Callable[..., EngineConfig]) -> Callab
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.proof) if name in IN_PROOFS else name for name in MODELS]
+)
 def test_greedy_tokens_are_those_of_one_rank(
     name: str,
     layout: tuple[Any, ...],
@@ -206,6 +215,16 @@ def test_greedy_tokens_are_those_of_one_rank(
 def texts(outcome: LoopResult, *left: int) -> dict[int, list[int]]:
     """Of those who did not leave."""
     return {key: outcome.tokens[key] for key in range(len(LENGTHS)) if key not in left}
+
+
+def test_queries_that_are_normalised_over_all_heads_may_be_shared(
+    threads: ModuleType, config: Callable[..., EngineConfig], one_rank: Callable[..., LoopResult]
+) -> None:
+    """By more ranks than there are heads of keys, of which two then have the same one."""
+    split = threads.Layout(4)
+    with threads.ranks(config("olmo2"), split) as executor:
+        events = serve(executor, ALONE, split.stages, {})
+    assert texts(events.outcome) == texts(one_rank("olmo2"))
 
 
 @pytest.mark.one_in(4)

@@ -199,7 +199,7 @@ def test_which_layers_look_through_a_window(
 
 def test_names_of_ours_mean_nothing_in_a_config() -> None:
     ours = {"attention_sinks": True, "float32_router": True, "mlp_matrices": 2, "sigmoid_router": True}
-    ours |= {"query_growth": 0.1, "rotates": [0, 0]}
+    ours |= {"query_growth": 0.1, "rotates": [0, 0], "group_judges": 1, "least_weight_sum": 1.0}
     theirs = {"no_rope_layers": [0, 0]}
     assert read_spec(QWEN2_LONG | theirs, "here") == read_spec(QWEN2_LONG, "here")
     assert read_spec(QWEN2_LONG | ours, "here") == read_spec(QWEN2_LONG, "here")
@@ -214,6 +214,7 @@ STRANGE: dict[str, Any] = {
     **{"mlp_multipliers": [2.0] * 2, "ssm_multipliers": [2.0] * 5, "mamba_d_ssm": 4096, "hidden_activation": "gelu"},
     **{"num_experts_per_tok": 1, "moe_intermediate_size": 7, "moe_latent_size": 7, "norm_topk_prob": False},
     **{"shared_expert_intermediate_size": 7, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+    **{"n_group": 2, "topk_group": 2, "use_qk_norm": True, "attention_out_bias": True, "no_rope_layers": [0] * 8},
 }
 """Fields by which some family or another computes something else."""
 

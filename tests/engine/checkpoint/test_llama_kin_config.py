@@ -7,7 +7,7 @@ import pytest
 
 from charonia.engine.checkpoint.hf_checkpoint import text_config
 from charonia.engine.checkpoint.hf_config import read_spec
-from charonia.engine.checkpoint.model_spec import NO_ROPE, CheckpointError, ModelSpec
+from charonia.engine.checkpoint.model_spec import NO_ROPE, CheckpointError, ModelSpec, UnsupportedVariant
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -39,6 +39,89 @@ def test_every_fourth_layer_of_smollm3_does_not_rotate() -> None:
 def test_marks_of_layers_that_rotate_are_one_or_none(marks: object) -> None:
     with pytest.raises(CheckpointError, match="no_rope_layers"):
         spec("SmolLM3", no_rope_layers=marks)
+
+
+def test_layers_of_exaone4_without_a_window_do_not_rotate() -> None:
+    usual = spec("Exaone4", num_key_value_heads=4)
+    assert usual.rotates == (True, True, True, False) * 2
+    assert [usual.has_window(layer) for layer in (2, 3)] == [True, False]
+    by_letters = spec("Exaone4", num_key_value_heads=4, sliding_window_pattern="LLLG")
+    assert by_letters == usual
+    by_types = ["full_attention", *["sliding_attention"] * 7]
+    assert spec("Exaone4", num_key_value_heads=4, layer_types=by_types).rotates == (False, *[True] * 7)
+    small = spec("Exaone4", num_key_value_heads=4, sliding_window=None)
+    assert small.rotates == ()
+    assert not any(small.has_window(layer) for layer in range(8))
+
+
+def test_the_scaling_of_olmo3_is_of_layers_that_see_all() -> None:
+    """As it is published, with `rope_scaling`, and as transformers writes it."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2}
+    published = spec("Olmo3", rope_theta=500000, rope_scaling=yarn, max_position_embeddings=65536)
+    assert [published.layer_rope(layer).kind for layer in (2, 3)] == ["default", "yarn"]
+    assert published.rope.attention_factor == 1.2
+    assert published.rope.theta == published.local_rope.theta == 500000
+    full = yarn | {"rope_theta": 500000}
+    both = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 500000}}
+    assert spec("Olmo3", rope_parameters=both, max_position_embeddings=65536) == published
+    plain = spec("Olmo3")
+    assert [plain.layer_rope(layer).kind for layer in (2, 3)] == ["default", "default"]
+
+
+def test_glm4_5_as_it_is_published() -> None:
+    config = {"n_routed_experts": 16, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5, "use_qk_norm": True}
+    config |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}
+    glm = spec("Glm4Moe", head_dim=32, attention_bias=True, partial_rotary_factor=0.5, **config)
+    assert glm.rope.rotary_dim(32) == 16
+    assert glm.normed_heads
+    experts = glm.experts
+    assert experts is not None
+    assert experts.sparse_layers == (False,) * 3 + (True,) * 5
+    assert (experts.count, experts.per_token, experts.shared_size, experts.scale) == (16, 8, 64, 2.5)
+    assert experts.sigmoid
+    assert experts.biased
+    assert experts.normalised
+    solar = spec("SolarOpen", **config)
+    assert solar.experts is not None
+    assert all(solar.experts.sparse_layers)
+    assert not solar.normed_heads
+
+
+def test_half_of_each_head_of_dense_glm4_is_rotated() -> None:
+    for architecture in ("Glm", "Glm4"):
+        glm = spec(architecture)
+        assert (glm.kv_heads, glm.head_dim, glm.attention_bias) == (2, 128, True)
+        assert glm.rope.rotary_dim(128) == 64
+
+
+def test_layers_of_ernie_are_mixtures_in_an_interval() -> None:
+    config = {"moe_num_experts": 16, "num_key_value_heads": 4, "moe_layer_interval": 2}
+    ernie = spec("Ernie4_5_Moe", **config)
+    experts = ernie.experts
+    assert experts is not None
+    assert experts.sparse_layers == (False, True) * 4
+    assert (experts.per_token, experts.shared_size, experts.sigmoid, experts.biased) == (6, 2 * 1536, False, True)
+    some = spec("Ernie4_5_Moe", **config | {"moe_layer_start_index": 2, "moe_layer_end_index": 6}).experts
+    assert some is not None
+    assert some.sparse_layers == (False, False, False, True, False, True, False, False)
+    assert spec("Ernie4_5").tied_embeddings
+    with pytest.raises(UnsupportedVariant, match="use_bias True is not supported here"):
+        spec("Ernie4_5", use_bias=True)
+
+
+def test_minimax_m2_as_it_is_published() -> None:
+    config = {"rotary_dim": 64, "num_local_experts": 16, "scoring_func": "sigmoid", "qk_norm_type": "per_layer"}
+    m2 = spec("MiniMaxM2", use_qk_norm=True, use_mtp=True, num_mtp_modules=3, **config)
+    assert m2.rope.rotary_dim(m2.head_dim) == 64
+    assert m2.experts is not None
+    assert m2.experts.sigmoid
+    with pytest.raises(CheckpointError, match="scoring_func 'softmax' is not supported here, sigmoid is"):
+        spec("MiniMaxM2", **config | {"scoring_func": "softmax"})
+
+
+def test_seed_oss_has_two_kinds_of_biases() -> None:
+    assert (spec("SeedOss").attention_bias, spec("SeedOss").attention_out_bias) == (True, False)
+    assert spec("SeedOss", attention_out_bias=True).attention_out_bias
 
 
 def test_ministral3_in_what_takes_images() -> None:

@@ -144,6 +144,7 @@ def test_layers_with_states_and_gated_attention_take_adapters(
         ("qwen3-moe", False),
         pytest.param("qwen3-moe", True, marks=pytest.mark.proof),
         ("mixtral", False),
+        *(pytest.param(name, False, marks=pytest.mark.proof) for name in ("glm4", "glm4-moe", "minimax-m2", "olmo3")),
     ],
 )
 def test_several_adapters_in_one_batch_say_what_merged_models_do(

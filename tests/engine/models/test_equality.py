@@ -219,6 +219,18 @@ MORE = (
     "granite",
     "cohere2",
     "ministral3",
+    "glm4-moe",
+    "dots1",
+    "solar-open",
+    "minimax-m2",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "seed-oss",
+    "glm",
+    "glm4",
+    "ernie",
+    "ernie-moe",
 )
 """Whose layers are of those kinds; what they compute themselves is compared in test_models.py."""
 RECURRENT = ("qwen3.5", "lfm2", "granite-hybrid")

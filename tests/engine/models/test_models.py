@@ -44,10 +44,22 @@ KIN = [
     "gpt-oss",
     "smollm3",
     "ministral3",
+    "glm4-moe",
+    "dots1",
+    "solar-open",
+    "minimax-m2",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "seed-oss",
+    "glm",
+    "glm4",
+    "ernie",
+    "ernie-moe",
 ]
 PARTS = ["gemma3-image", "gemma4-image", "mistral3", "ministral3-image", "llava", "qwen2.5-vl", "qwen3-vl"]
 """The language part of what takes images too."""
-SPARSE = ("qwen3-moe", "mixtral", "gemma4-moe", "gpt-oss")
+SPARSE = ("qwen3-moe", "mixtral", "gemma4-moe", "gpt-oss", "glm4-moe", "dots1", "solar-open", "minimax-m2", "ernie-moe")
 LENGTHS = (40, 1, 23, 100)
 
 

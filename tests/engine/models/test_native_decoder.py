@@ -34,8 +34,10 @@ DENSE = [
     "gemma4",
     "gemma4-small",
     "smollm3",
+    "olmo3",
+    "glm4",
 ]
-SPARSE = ["qwen3-moe", "gpt-oss", "gemma4-moe"]
+SPARSE = ["qwen3-moe", "gpt-oss", "gemma4-moe", "minimax-m2"]
 MIXED = "gemma3n"
 """Whose layers are not recorded."""
 LOGGER = "charonia.engine.models.native_decoder"
