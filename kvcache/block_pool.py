@@ -29,6 +29,8 @@ class BlockPool:
         self._previous = array("i", [size, *range(size)])
         self._hashes: list[bytes | None] = [None] * size
         self._index: dict[bytes, int] = {}
+        self.is_cached = self._index.__contains__
+        """Whether a block of this hash can be found; asked of each block of a prompt, so without a call of Python's."""
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._index

@@ -1,26 +1,22 @@
-"""The block tables of sequences, and the identity of their blocks: a chain of hashes.
+"""The block tables of sequences: what is found of a prefix, shared, taken and given back.
 
 Knows no tensors, no rows, no steps and no requests.
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import sha256
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .block_hashes import HashExtras, chain_hashes, group_key, group_keys
 from .block_pool import BlockPool
 from .block_table import NO_BLOCK, BlockTable
 from .draft_states import DraftStates
 from .host_tier import HostTier, TierCopy
 from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand
 from .state_pool import StatePool
-
-HashExtras = tuple[str, ...]
-"""Adapter, tenant and salt, which set equal tokens apart: they enter at the root and so mark the whole chain."""
 
 _ANY_LENGTH = 1 << 30
 
@@ -52,11 +48,14 @@ class KVCacheManager:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.groups = groups
+        self._span_blocks = groups.total
         self.demand = SpanDemand(groups, block_size)
         self._shared_sliding = 0  # holds of blocks of sliding groups beyond the first of each
         self._pool = BlockPool(blocks)
         self._host = HostTier(host_blocks)
         self.states = StatePool(snapshots, host_snapshots) if snapshots and prefix_caching else None
+        # Whether a sequence can go on after any block that is cached with all before it.
+        self._begins_anywhere = groups.total == groups.full == 1 and self.states is None
         self.draft_states = None if draft_states is None else DraftStates(snapshots, draft_states)
         self._tables: set[BlockTable] = set()
         self._computing: Counter[bytes] = Counter()
@@ -86,7 +85,7 @@ class KVCacheManager:
 
     def spans_of(self, table: BlockTable) -> int:
         """Spans that the table has, those included that slid."""
-        return len(table.blocks) // self.groups.total
+        return len(table.blocks) // self._span_blocks
 
     def held_blocks(self, table: BlockTable) -> int:
         """Blocks that the table holds."""
@@ -101,26 +100,16 @@ class KVCacheManager:
 
     def missing_blocks(self, table: BlockTable, tokens: int) -> int:
         """Blocks that `extend` takes, negative where the table has more."""
-        return self.spans_for(tokens) * self.groups.total - len(table.blocks)
+        return self.spans_for(tokens) * self._span_blocks - len(table.blocks)
 
     def digest(
         self, tokens: NDArray[np.int32] | Iterable[int], extras: HashExtras = (), parent: bytes | None = None
     ) -> list[bytes]:
-        """SHA-256 hashes of the full blocks of `tokens`, which follow the block hashed `parent` or begin the sequence:
-        each over its parent's hash and its own tokens. Empty without prefix caching.
+        """See `chain_hashes`. Empty without prefix caching.
 
         Costs about 0.1 microseconds a token: call it when a request arrives, never while a step is scheduled.
         """
-        if not self.prefix_caching:
-            return []
-        parent = parent or sha256(repr(extras).encode()).digest()  # repr keeps ("a", "b") apart from ("ab",)
-        packed = tokens.astype(np.int32).tobytes() if isinstance(tokens, np.ndarray) else array("i", tokens).tobytes()
-        width = 4 * self.block_size
-        hashes: list[bytes] = []
-        for start in range(0, len(packed) - width + 1, width):
-            parent = sha256(parent + packed[start : start + width]).digest()
-            hashes.append(parent)
-        return hashes
+        return chain_hashes(tokens, self.block_size, extras, parent) if self.prefix_caching else []
 
     def open(self, hashes: Sequence[bytes], known: int) -> BlockTable:
         """A table for a sequence of `known` tokens that shares the longest cached prefix; takes nothing more. The
@@ -132,8 +121,9 @@ class KVCacheManager:
         if self.states is not None:
             forked = self._forked(shared)
             resumable = [number for number, digest in enumerate(shared[:forked], 1) if digest in self.states]
-        end = self._prefix_end(shared, 0, self._pool.__contains__, resumable)
-        self._hold_spans(table, shared[:end], self._share)
+        if not self._begins_anywhere:
+            shared = shared[: self._prefix_end(shared, 0, self._pool.is_cached, resumable)]
+        self._hold_spans(table, shared, self._share)
         table.cached = table.committed * self.block_size
         table.forked = max(table.cached, forked * self.block_size)
         table.states = [hashes[number - 1] for number in (resumable or ())[-2:]]
@@ -151,59 +141,66 @@ class KVCacheManager:
         spans: Iterable[bool] = map(is_cached, following)
         if groups.full != 1:
             full = range(groups.full)
-            spans = (all(is_cached(_key(block_hash, group)) for group in full) for block_hash in following)
+            spans = (all(is_cached(group_key(block_hash, group)) for group in full) for block_hash in following)
         number = end = _last_end(first + sum(takewhile(bool, spans)), resumable)
         while number > max(end - self.demand.window, 0):
             number -= 1
-            if not all(is_cached(_key(hashes[number], group)) for group in range(groups.full, groups.total)):
+            if not all(is_cached(group_key(hashes[number], group)) for group in range(groups.full, self._span_blocks)):
                 number = end = _last_end(number, resumable)
         return end
 
-    def _hold_spans(self, table: BlockTable, hashes: Sequence[bytes], hold: Callable[[bytes, int], int | None]) -> bool:
+    def _hold_spans(
+        self, table: BlockTable, hashes: Sequence[bytes], hold: Callable[[Sequence[bytes]], list[int]]
+    ) -> bool:
         """Let the table have the spans of `hashes` after those that it has, but of sliding groups only what the next
-        token sees. `hold` holds a group's block. False: one was missing; then it has no more spans than before, or,
-        where it can begin anywhere, those before the missing one."""
-        groups, blocks, before = self.groups, table.blocks, len(table.blocks)
+        token sees. `hold` holds the blocks of a group up to the first that is missing. False: one was; then the table
+        has no more spans than before, or, where it can begin anywhere, those before the missing one."""
+        groups, first = self.groups, table.committed
         slid = max(len(hashes) - self.demand.window, 0) if groups.sliding else 0
-        for number in range(table.committed, len(hashes)):
-            kept = groups.full if number < slid else groups.total
-            for group in range(kept):
-                block = hold(_key(hashes[number], group), group)
-                if block is None:
-                    if groups.sliding or self.states is not None:
-                        self._drop_from(table, before)
-                    self._drop_from(table, len(blocks) // groups.total * groups.total)
-                    table.committed = len(blocks) // groups.total
-                    return False
-                blocks.append(block)
-            blocks += [NO_BLOCK] * (groups.total - kept)
-        table.committed = max(table.committed, len(hashes))
-        self._slide_to(table, slid)
-        return True
+        columns: list[list[int]] = []
+        for group in range(self._span_blocks):
+            begin = first if group < groups.full else max(first, slid)
+            columns.append([NO_BLOCK] * (begin - first) + hold(group_keys(hashes[begin:], group)))
+            if len(columns[-1]) < len(hashes) - first and not self._begins_anywhere:
+                self._drop_all([*chain(*columns)])
+                return False
+        table.blocks += chain.from_iterable(zip(*columns, strict=True))
+        table.committed = first + len(columns[0])
+        if groups.sliding:
+            self._shared_sliding += self._holds_beyond_first([*chain(*columns[groups.full :])])
+            self._slide_to(table, slid)
+        return table.committed == len(hashes)
 
-    def _share_or_restore(self, key: bytes, group: int) -> int | None:
-        """One more hold of a block, which may be in the host's memory alone."""
-        block = self._share(key, group)
-        if block is not None or key not in self._host:
-            return block
-        block = self._take()
-        if key not in self._host:  # it made room for what was evicted from the block
-            self._pool.drop(block)
-            return None
-        self._host.restore(key, block)
-        self._pool.publish(block, key)
-        return block
+    def _share(self, keys: Sequence[bytes]) -> list[int]:
+        """One more hold of each of these blocks, up to the first that is not cached."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._pool.share(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
-    def _share(self, key: bytes, group: int) -> int | None:
-        block = self._pool.share(key)
-        if block is not None and group >= self.groups.full and self._pool.references[block] > 1:
-            self._shared_sliding += 1
-        return block
+    def _share_or_restore(self, keys: Sequence[bytes]) -> list[int]:
+        """The same of blocks which may be in the host's memory alone, up to the first that does not come back."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._pool.share(key)
+            if block is None:
+                if key not in self._host:
+                    break
+                block = self._take()
+                if key not in self._host:  # it made room for what was evicted from the block
+                    self._pool.drop(block)
+                    break
+                self._host.restore(key, block)
+                self._pool.publish(block, key)
+            blocks.append(block)
+        return blocks
 
-    def _drop(self, block: int, group: int) -> None:
-        if group >= self.groups.full and self._pool.references[block] > 1:
-            self._shared_sliding -= 1
-        self._pool.drop(block)
+    def _holds_beyond_first(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks are held by another table too."""
+        return sum(block != NO_BLOCK and self._pool.references[block] > 1 for block in blocks)
 
     def shareable(self, hashes: Sequence[bytes], known: int) -> int:
         """Tokens of the prefix that are cached, or that an open table computes right now. Where sequences have states,
@@ -221,8 +218,8 @@ class KVCacheManager:
 
     def _forked(self, blocks: Sequence[bytes]) -> int:
         """How many of the first `blocks` are cached, or computed right now."""
-        held = (self._is_findable(block_hash) or self.being_computed(block_hash) for block_hash in blocks)
-        return sum(takewhile(bool, held))
+        is_cached, host, computing = self._pool.is_cached, self._host, self._computing
+        return sum(takewhile(bool, (is_cached(digest) or digest in computing or digest in host for digest in blocks)))
 
     def awaits(self, hashes: Sequence[bytes], known: int) -> bytes | None:
         """The last block of the prefix that an open table computes right now and this sequence could share. None when
@@ -237,8 +234,9 @@ class KVCacheManager:
                 elif self.states.is_promised(block_hash):
                     awaited = block_hash
             return awaited
+        is_cached = self._pool.is_cached
         for block_hash in blocks:
-            if not self._is_findable(block_hash):
+            if not is_cached(block_hash) and block_hash not in self._host:
                 if not self.being_computed(block_hash):
                     break
                 awaited = block_hash
@@ -265,8 +263,8 @@ class KVCacheManager:
         if end <= first or taken > self._pool.free:
             return
         for block_hash in reversed(hashes[first:end]):  # what makes room for them is to take the place of others
-            for group in range(groups.total):
-                self._host.use(_key(block_hash, group))
+            for group in range(self._span_blocks):
+                self._host.use(group_key(block_hash, group))
         if states is not None and not states.bring_back(hashes[end - 1], table.states[-1:]):
             return
         if self._hold_spans(table, hashes[:end], self._share_or_restore):
@@ -305,12 +303,12 @@ class KVCacheManager:
         self._slide_to(table, max(computed + 1 - self.groups.window, 0) // self.block_size)
 
     def _slide_to(self, table: BlockTable, spans: int) -> None:
+        total, full = self._span_blocks, self.groups.full
         for span in range(table.slid, spans):
-            for group in range(self.groups.full, self.groups.total):
-                place = span * self.groups.total + group
-                if table.blocks[place] != NO_BLOCK:
-                    self._drop(table.blocks[place], group)
-                    table.blocks[place] = NO_BLOCK
+            of_sliding = slice(span * total + full, (span + 1) * total)
+            self._shared_sliding -= self._holds_beyond_first(table.blocks[of_sliding])
+            self._drop_all(table.blocks[of_sliding])
+            table.blocks[of_sliding] = [NO_BLOCK] * (total - full)
         table.slid = max(table.slid, spans)
 
     def _take(self) -> int:
@@ -322,34 +320,31 @@ class KVCacheManager:
                 self.states.demote(evicted)
         return block
 
-    def commit(self, table: BlockTable, hashes: Iterable[bytes]) -> None:
+    def commit(self, table: BlockTable, hashes: Sequence[bytes]) -> None:
         """The next blocks of the table are full and final, with these hashes: from now on they can be found."""
-        for block_hash in hashes:
-            first = table.committed * self.groups.total
-            self._pool.publish(table.blocks[first], block_hash)
-            for group in range(1, self.groups.total):
-                self._pool.publish(table.blocks[first + group], _key(block_hash, group))
-            if table.committed < len(table.promised):
-                self._settle(table.promised[table.committed])
-            table.committed += 1
+        first, total = table.committed, self._span_blocks
+        for group in range(total):
+            blocks = table.blocks[first * total + group :: total]
+            for block, key in zip(blocks, group_keys(hashes, group), strict=False):
+                self._pool.publish(block, key)
+        table.committed += len(hashes)
+        for block_hash in table.promised[first : table.committed]:
+            self._settle(block_hash)
 
     def close(self, table: BlockTable) -> None:
         """Give all blocks back, newest first: a prefix outlives what was built on it."""
         self._tables.remove(table)
         for block_hash in table.promised[table.committed :]:
             self._settle(block_hash)
-        self._drop_from(table, 0)
+        for group in range(self.groups.full, self._span_blocks):
+            self._shared_sliding -= self._holds_beyond_first(table.blocks[group :: self._span_blocks])
+        self._drop_all(table.blocks)
+        table.blocks.clear()
 
-    def _drop_from(self, table: BlockTable, first: int) -> None:
-        """Give up the blocks from the `first`th on."""
-        if self.groups.sliding:
-            for place in range(len(table.blocks) - 1, first - 1, -1):
-                if table.blocks[place] != NO_BLOCK:
-                    self._drop(table.blocks[place], place % self.groups.total)
-        else:
-            for block in reversed(table.blocks[first:]):
+    def _drop_all(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            if block != NO_BLOCK:
                 self._pool.drop(block)
-        del table.blocks[first:]
 
     def being_computed(self, block_hash: bytes) -> bool:
         """Whether an open table will commit this block."""
@@ -369,7 +364,7 @@ class KVCacheManager:
         computing: Counter[bytes] = Counter()
         sliding: list[int] = []
         for table in self._tables:
-            full, count = self.groups.full, self.groups.total
+            full, count = self.groups.full, self._span_blocks
             assert len(table.blocks) % count == 0, "a span lacks a block"
             for span in range(self.spans_of(table)):
                 of_sliding = table.blocks[span * count + full : (span + 1) * count]
@@ -390,8 +385,3 @@ def _last_end(most: int, ends: list[int] | None) -> int:
     while ends and ends[-1] > most:
         ends.pop()
     return ends[-1] if ends else 0
-
-
-def _key(block_hash: bytes, group: int) -> bytes:
-    """The identity of a group's block in pool and host memory."""
-    return block_hash + bytes((group,)) if group else block_hash

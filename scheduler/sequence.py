@@ -9,7 +9,8 @@ import msgspec
 from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
 from ..core.token_limit import TokenLimit
-from ..kvcache.manager import HashExtras, KVCacheManager
+from ..kvcache.block_hashes import HashExtras
+from ..kvcache.manager import KVCacheManager
 from .plan import IntArray, ResolvedSampling
 
 GREEDY = ResolvedSampling()

@@ -367,9 +367,8 @@ class StepPacker:
         if not self._counts[row]:
             return
         end = int(self._rows.scheduled[row] + self._counts[row])
-        missing = self._cache.missing_blocks(self._rows.tables[row], end)
-        while missing > 0 and not self._extend(row, end):
-            if not self._make_room(row, missing):
+        while not self._extend(row, end):
+            if not self._make_room(row, self._cache.missing_blocks(self._rows.tables[row], end)):
                 self._set_count(row, 0)
                 return
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, NotReady, Unavailable
-from ...kvcache.manager import HashExtras
+from ...kvcache.block_hashes import HashExtras
 from ..core.messages import AdapterLoaded, AdapterReply, LoadAdapter, ToCore, UnloadAdapter
 
 TOKENS_PER_REQUEST = 256
