@@ -70,7 +70,8 @@ SHAPED = ResolvedSampling(
 
 
 class Asked(NamedTuple):
-    """How requests are served, how they choose, and the adapters that they have in turn."""
+    """How requests are served, how they choose, and the adapters that they have in turn. `host`: blocks and snapshots
+    in the host's memory."""
 
     chunk: int = 19
     prefix: bool = True
@@ -81,6 +82,7 @@ class Asked(NamedTuple):
     snapshots: int = 0
     draft_snapshots: int | None = None
     """Slots for the states before drafts, beside those; None: layers keep no states."""
+    host: tuple[int, int] = (0, 0)
 
 
 ALONE = Asked(4096, False, 64)
@@ -108,9 +110,10 @@ def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, in
     )
     scarce = groups.sliding and asked.blocks == BLOCKS
     blocks = (FEW_BLOCKS if scarce else asked.blocks) * groups.total
-    executor.allocate(blocks, 0, asked.snapshots + (asked.draft_snapshots or 0))
-    states = {"snapshots": asked.snapshots, "draft_states": asked.draft_snapshots}
-    cache = KVCacheManager(blocks, BLOCK, asked.prefix, groups=groups, **states)
+    host_blocks, host_snapshots = asked.host
+    executor.allocate(blocks, host_blocks, asked.snapshots + (asked.draft_snapshots or 0), host_snapshots)
+    sizes = blocks, BLOCK, asked.prefix, host_blocks, asked.snapshots, asked.draft_snapshots, groups, host_snapshots
+    cache = KVCacheManager(*sizes)
     config = SchedulerConfig(
         max_num_seqs=8,
         max_num_batched_tokens=asked.chunk,
@@ -286,20 +289,20 @@ def test_a_pipeline_changes_no_bit(name: str, threads: ModuleType, config: Calla
     with threads.ranks(half, threads.Layout()) as executor:
         whole = serve(executor, ALONE._replace(sampling=SHAPED), 1, {}).outcome
     with threads.ranks(half, threads.Layout(1, 3)) as executor:
-        staged = serve(executor, Asked(sampling=SHAPED), 3, {}).outcome
+        staged = serve(executor, Asked(sampling=SHAPED, host=(40, 0)), 3, {}).outcome
     assert staged.tokens == whole.tokens
     assert staged.logprobs == whole.logprobs
 
 
 @NATIVE
 def test_a_pipeline_of_layers_with_states_changes_no_bit(threads: ModuleType, checkpoint: Callable[..., Path]) -> None:
-    """Each stage restores and keeps the states of its own layers."""
+    """Each stage restores and keeps the states of its own layers, on the host too."""
     directory = checkpoint("qwen3.5", num_hidden_layers=8)
     config = EngineConfig(model=str(directory), device="cpu", cache=CacheConfig(block_size=BLOCK))
     with threads.ranks(config, threads.Layout()) as executor:
         whole = serve(executor, ALONE, 1, {}).outcome
     with threads.ranks(config, threads.Layout(1, 2)) as executor:
-        staged = serve(executor, Asked(snapshots=6), 2, {}).outcome
+        staged = serve(executor, Asked(snapshots=2, host=(40, 8)), 2, {}).outcome
     assert staged.tokens == whole.tokens
     assert sum(staged.cached.values()) >= 2 * BLOCK
 

@@ -125,7 +125,7 @@ class ThreadedExecutor:
 
     def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
         self._chosen = SimpleQueue()  # rows of before mean nothing
-        sizes = blocks, host_blocks, snapshots
+        sizes = blocks, host_blocks, snapshots, host_snapshots
         self._on_all([lambda engine=engine: engine.runner.allocate(*sizes) for engine in self.engines])
 
     def _on_all(self, calls: list[Callable[[], T]]) -> list[T]:

@@ -22,12 +22,14 @@ PROMPTS = [[first + token % 7 for token in range(70)] for first in (5, 100, 200)
 
 
 def texts(checkpoint: Path, attention: str, blocks: int, host_blocks: int, ahead: int) -> tuple[list[list[int]], int]:
-    """What the model says to the prompts, each asked twice, and the tokens that came back."""
-    config = EngineConfig(model=str(checkpoint), device="cpu", attention=attention, cache=CacheConfig(block_size=BLOCK))
+    """What the model says to the prompts, each asked twice, and the tokens that came back. So many blocks have each
+    group of layers."""
+    sizes = CacheConfig(block_size=BLOCK, layer_groups=True)
+    config = EngineConfig(model=str(checkpoint), device="cpu", attention=attention, cache=sizes)
     executor = InlineExecutor(config)
-    executor.load(lambda phase, fraction: None)
-    executor.allocate(blocks, host_blocks)
-    cache = KVCacheManager(blocks, BLOCK, host_blocks=host_blocks)
+    groups = executor.load(lambda phase, fraction: None).groups._replace(in_flight=128)
+    executor.allocate(groups.total * blocks, groups.total * host_blocks)
+    cache = KVCacheManager(groups.total * blocks, BLOCK, host_blocks=groups.total * host_blocks, groups=groups)
     rule = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=128, ahead=ahead)
     scheduler, found = Scheduler(rule, cache), []
     for key, prompt in enumerate(PROMPTS * 2):
@@ -45,6 +47,17 @@ def texts(checkpoint: Path, attention: str, blocks: int, host_blocks: int, ahead
 def test_what_comes_back_is_what_was_evicted(checkpoint: Callable[[str], Path], attention: str, ahead: int) -> None:
     plenty, none = texts(checkpoint("llama"), attention, 40, 0, ahead)
     scarce, restored = texts(checkpoint("llama"), attention, 6, 12, ahead)
+    assert scarce == plenty
+    assert none == 0
+    assert restored == 3 * 64
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_of_layers_with_a_window_comes_back_what_the_next_token_sees(
+    checkpoint: Callable[[str], Path], ahead: int
+) -> None:
+    plenty, none = texts(checkpoint("gemma3"), "auto", 40, 0, ahead)
+    scarce, restored = texts(checkpoint("gemma3"), "auto", 6, 12, ahead)
     assert scarce == plenty
     assert none == 0
     assert restored == 3 * 64
