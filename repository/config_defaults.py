@@ -54,8 +54,8 @@ ENSEMBLE_PLATFORM = "ensemble"
 _WITHOUT_FILE = (ENCODER_BACKEND, ENSEMBLE_PLATFORM, "charonia_preprocessing", "charonia_postprocessing")
 """Backends of tensors whose models are not in a file that a config names."""
 
-_ENCODER_CLASS = re.compile(r".*ForSequenceClassification|(?!.*LMHead).*Model")
-"""The names of transformers' classes that classify, or give the vectors of a text's tokens."""
+_ENCODER_CLASS = re.compile(r".*ForSequenceClassification|(?!.*LMHead).*Model|HF_ColBERT")
+"""The names of transformers' classes that classify, or give the vectors of a text's tokens, and of ColBERT's own."""
 
 _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
 """Of these fields a config has one."""

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 TEXT = "the ferry crosses a river by night and day fast slow boat charon waits for two coins where is it"
 WORDS = TEXT.split()
+MASK = "multi_vector_mask.MultiVectorMask"
+NORMALIZE = "sentence_transformer.modules.normalize.Normalize"
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 SIZE = 32
 LENGTH = 16
@@ -42,7 +44,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 def write_transformer(directory: Path, kind: str, auto: Any, **more: Any) -> Any:
     """Weights, config.json and tokenizer.json; the module that was written."""
     torch.manual_seed(7)
-    vocabulary = len(SPECIAL) + len(WORDS)
+    words = (*WORDS, *more.pop("words", ()))
+    vocabulary = len(SPECIAL) + len(words)
     sizes = {"hidden_size": SIZE} if kind != "distilbert" else {}
     config = AutoConfig.for_model(kind, vocab_size=vocabulary, pad_token_id=0, **sizes, **CONFIGS[kind], **more)
     module = auto.from_config(config).eval()
@@ -50,12 +53,12 @@ def write_transformer(directory: Path, kind: str, auto: Any, **more: Any) -> Any
         # transformers' own start is so small that texts hardly differ.
         parameter.data.add_(torch.randn_like(parameter) * 0.2)
     module.save_pretrained(directory)
-    write_tokenizer(directory)
+    write_tokenizer(directory, words)
     return module
 
 
-def write_tokenizer(directory: Path) -> None:
-    vocabulary = {word: index for index, word in enumerate((*SPECIAL, *WORDS))}
+def write_tokenizer(directory: Path, words: Sequence[str] = WORDS) -> None:
+    vocabulary = {word: index for index, word in enumerate((*SPECIAL, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -65,7 +68,8 @@ def write_tokenizer(directory: Path) -> None:
         special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
     )
     tokenizer.save(str(directory / "tokenizer.json"))
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    special = {"mask_token": "[MASK]"} if "[MASK]" in words else {}
+    special |= {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
 
 
@@ -107,6 +111,63 @@ def write_cross_encoder(directory: Path, labels: int = 1, **more: Any) -> Any:
     """A cross-encoder's directory; the module that was written."""
     directory.mkdir(parents=True, exist_ok=True)
     return write_transformer(directory, "bert", AutoModelForSequenceClassification, num_labels=labels, **more)
+
+
+MARKS = ("[MASK]", "[unused0]", "[unused1]", ",", ".")
+"""What a late-interaction model's vocabulary has besides words."""
+
+
+def write_late_interaction(directory: Path, form: str, **own: Any) -> Any:
+    """A ColBERT's directory, of the form `stanford`, `pylate` or `multi_vector` (sentence-transformers' own), with more
+    of its settings; the transformer that was written, and the weight of its projection."""
+    directory.mkdir(parents=True, exist_ok=True)
+    module = write_transformer(directory, "bert", AutoModel, words=MARKS)
+    weight = torch.randn(8, SIZE)
+    if form == "stanford":
+        weights = {f"bert.{name}": each.contiguous() for name, each in module.state_dict().items()}
+        save_file({**weights, "linear.weight": weight}, directory / "model.safetensors", {"format": "pt"})
+        config = read_json(directory / "config.json")
+        write_json(directory / "config.json", {**config, "architectures": ["HF_ColBERT"]})
+        write_json(directory / "artifact.metadata", {"dim": 8, "query_maxlen": 12, "doc_maxlen": 14, **own})
+        return module, weight
+    dense = {"in_features": SIZE, "out_features": 8, "bias": False}
+    identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+    tokens = {"module_input_name": "token_embeddings"} if form == "multi_vector" else {}
+    write_json(directory / "1_Dense" / "config.json", dense | identity | tokens)
+    save_file({"linear.weight": weight}, directory / "1_Dense" / "model.safetensors")
+    steps = ["base.modules.transformer.Transformer", "base.modules.dense.Dense"]
+    common = {"similarity_fn_name": "MaxSim", "document_length": 14}
+    if form == "pylate":
+        steps = ["sentence_transformers.models.Transformer", "pylate.models.Dense.Dense"]
+        settings = {"model_type": "ColBERT", "query_prefix": "[unused0]", "document_prefix": "[unused1]"}
+        write_json(directory / "config_sentence_transformers.json", common | settings | {"query_length": 12} | own)
+    else:
+        steps = [
+            f"sentence_transformers.{step}" for step in (*steps, f"multi_vector_encoder.modules.{MASK}", NORMALIZE)
+        ]
+        prompts = {"query": "where is ", "document": ""}
+        settings = {"model_type": "MultiVectorEncoder", "similarity_fn_name": "maxsim", "prompts": prompts}
+        write_json(directory / "config_sentence_transformers.json", settings)
+        write_json(directory / "sentence_bert_config.json", {"document_length": 14, **own})
+        write_json(directory / "2_MultiVectorMask" / "config.json", {"skiplist_words": [",", "absent"]})
+        write_json(directory / "3_Normalize" / "config.json", {"module_input_name": "token_embeddings"})
+    paths = [f"{index}_{step.rpartition('.')[2]}" if index else "" for index, step in enumerate(steps)]
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": step}
+        for index, (path, step) in enumerate(zip(paths, steps, strict=True))
+    ]
+    write_json(directory / "modules.json", modules)
+    return module, weight
+
+
+def write_token_heads(directory: Path, **ends: Any) -> tuple[Any, Any]:
+    """bge-m3's heads for an embedder's directory: the layers."""
+    torch.manual_seed(9)
+    layers = torch.nn.Linear(SIZE, 1), torch.nn.Linear(SIZE, SIZE)
+    for name, layer in zip(("sparse_linear", "colbert_linear"), layers, strict=True):
+        torch.save(layer.state_dict(), directory / f"{name}.pt")
+    write_json(directory / "config.json", {**read_json(directory / "config.json"), **SPECIAL_IDS, **ends})
+    return layers
 
 
 PAIRS = (

@@ -126,10 +126,18 @@ class EncoderTokenizer:
         self._encoder = BoundedEncoder(backend, where)
 
     @classmethod
-    def load(cls, directory: Path, length: int, lowercase: bool = False) -> "EncoderTokenizer":
-        """Read a checkpoint directory, and try its tokenizer out; raises as `read_tokenizer_json` and
-        `BoundedEncoder.try_out`."""
+    def load(
+        cls, directory: Path, length: int, lowercase: bool = False, marks: Sequence[str] = ()
+    ) -> "EncoderTokenizer":
+        """Read a checkpoint directory, and try its tokenizer out. `marks`: texts whose first word, or which as a whole,
+        are tokens even if the tokenizer would part them. Raises as `read_tokenizer_json` and `BoundedEncoder.try_out`.
+        """
         backend, _ = read_tokenizer_json(directory)
+        for mark in marks:
+            for token in (mark, *mark.split(None, 1)[:1]):
+                if token and backend.token_to_id(token) is not None:
+                    backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+                    break
         tokenizer = cls(backend, length, lowercase, str(directory / "tokenizer.json"))
         tokenizer._encoder.try_out("")
         return tokenizer

@@ -26,6 +26,11 @@ MAX_INPUTS = 2048
 TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
 PROMPT, INSTRUCTION = "prompt_name", "instruction"
 EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
+TOKEN_EMBEDDING, TOKEN_EMBEDDING_COUNT = "token_embedding", "num_token_embeddings"
+TOKEN_WEIGHT, TOKEN_IDS = "token_weight", "token_ids"
+QUERY, DOCUMENT = "query", "document"
+"""The prompts of a late-interaction model."""
+
 _PADDING = -1
 """Fills the rows of token ids that are shorter than the longest."""
 
@@ -33,7 +38,9 @@ _PADDING = -1
 async def acquire_encoder(lookup: ModelLookup, request: Request, name: str | None) -> ModelHandle:
     """The model of a request, which need not name the only one that makes vectors or scores."""
     if not name:
-        encoders = [config.name for config in lookup.model_configs() if makes(config, EMBEDDING, SCORE)]
+        encoders = [
+            config.name for config in lookup.model_configs() if makes(config, EMBEDDING, SCORE, TOKEN_EMBEDDING)
+        ]
         if len(encoders) != 1:
             raise field_error("model", "must be given: this server has several encoders, or none")
         name = encoders[0]
@@ -76,6 +83,49 @@ async def encode_inputs(
 
     Raises `InvalidArgument` for a model that makes none: `what` it makes none of; or for one without prompts.
     """
+    batches = _input_batches(model, inputs, output, what, prompt_name)
+    return await _encode(model, batches, output)
+
+
+async def encode_tokens(
+    model: ModelHandle, inputs: Sequence[Any], output: str, what: str, prompt_name: str | None = None
+) -> tuple[list[NDArray[np.float32]], int]:
+    """As `encode_inputs`, of an output with a row for each token: `TOKEN_EMBEDDING` or `TOKEN_WEIGHT`."""
+    batches = _input_batches(model, inputs, output, what, prompt_name)
+    lengths = TOKEN_EMBEDDING_COUNT if output == TOKEN_EMBEDDING else TOKEN_IDS
+    results = await _run(model, batches, (output, lengths))
+    arrays = []
+    for tensors in results:
+        marks = tensors[lengths].data.reshape(tensors[lengths].shape)
+        counts = marks[:, 0] if output == TOKEN_EMBEDDING else (marks != _PADDING).sum(axis=1)
+        rows = tensors[output].data.reshape(tensors[output].shape)
+        arrays += [row[:count] for row, count in zip(rows, counts, strict=True)]
+    return arrays, _count_tokens(results)
+
+
+async def late_interaction(model: ModelHandle, pairs: Sequence[tuple[str, str]]) -> tuple[NDArray[np.float32], int]:
+    """The MaxSim of each query with its document, and how many tokens they were: the sum, over the query's vectors, of
+    the largest product with one of the document's. Each text is encoded once. Source: https://arxiv.org/abs/2004.12832.
+    """
+    vectors: list[dict[str, NDArray[np.float32]]] = []
+    tokens = 0
+    for side, role in enumerate((QUERY, DOCUMENT)):
+        texts = list(dict.fromkeys(pair[side] for pair in pairs))
+        arrays, count = await encode_tokens(model, texts, TOKEN_EMBEDDING, "vectors of tokens", role)
+        vectors.append(dict(zip(texts, arrays, strict=True)))
+        tokens += count
+    queries, documents = vectors
+    scores = [_max_sim(queries[query], documents[document]) for query, document in pairs]
+    return np.array(scores, np.float32), tokens
+
+
+def _max_sim(query: NDArray[np.float32], document: NDArray[np.float32]) -> float:
+    return float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
+
+
+def _input_batches(
+    model: ModelHandle, inputs: Sequence[Any], output: str, what: str, prompt_name: str | None
+) -> list[dict[str, Tensor]]:
     name, tensor = (IDS, ids_tensor) if isinstance(inputs[0], list) else (TEXT, text_tensor)
     batches = [{name: tensor(name, part)} for part in _batches(inputs, model)]
     _check_encoder(model, output, what, (name,))
@@ -84,18 +134,22 @@ async def encode_inputs(
             raise field_error(PROMPT, f"is not taken: '{model.config.name}' has no prompts")
         for batch in batches:
             batch[PROMPT] = text_tensor(PROMPT, [prompt_name] * batch[name].shape[0])
-    return await _encode(model, batches, output)
+    return batches
 
 
 async def score_pairs(
     model: ModelHandle, pairs: Sequence[tuple[str, str]], what: str, item: str, instruction: str | None = None
 ) -> tuple[NDArray[np.float32], int]:
-    """A cross-encoder's score of each pair of texts, and how many tokens they were. `instruction`: what makes a pair
-    relevant, in place of the model's own.
+    """A model's score of each pair of texts, by a cross-encoder or by late interaction, and how many tokens they were.
+    `instruction`: what makes a pair relevant, in place of the model's own.
 
     Raises `InvalidArgument` for a model that makes none, or several to `item`: `what` it makes none of; or for one that
     takes no instruction.
     """
+    if makes(model.config, TOKEN_EMBEDDING) and not makes(model.config, SCORE, EMBEDDING):
+        if instruction is not None:
+            raise field_error(INSTRUCTION, f"is not taken: '{model.config.name}' compares vectors of tokens")
+        return await late_interaction(model, pairs)
     _check_encoder(model, SCORE, what, (TEXT, PAIR))
     batches = [
         {TEXT: text_tensor(TEXT, [text for text, _ in part]), PAIR: text_tensor(PAIR, [pair for _, pair in part])}
@@ -122,17 +176,27 @@ def _check_encoder(model: ModelHandle, output: str, what: str, inputs: Sequence[
 async def _encode(
     model: ModelHandle, batches: Sequence[dict[str, Tensor]], output: str
 ) -> tuple[NDArray[np.float32], int]:
+    results = await _run(model, batches, (output,))
+    values = np.concatenate([np.atleast_2d(tensors[output].data.reshape(tensors[output].shape)) for tensors in results])
+    return values, _count_tokens(results)
+
+
+async def _run(
+    model: ModelHandle, batches: Sequence[dict[str, Tensor]], wanted: tuple[str, ...]
+) -> list[dict[str, Tensor]]:
     """Run the batches at the same time; the first error ends the others."""
-    outputs = (output, COUNT) if makes(model.config, COUNT) else (output,)
+    outputs = (*wanted, COUNT) if makes(model.config, COUNT) else wanted
     requests = [InferRequest(inputs=inputs, outputs=outputs) for inputs in batches]
     try:
         async with RequestTaskGroup() as group:
             tasks = [group.create_task(_encode_batch(model, request)) for request in requests]
     except* CharoniaError as errors:
         raise _first(errors) from None
-    results = [task.result() for task in tasks]
-    values = np.concatenate([np.atleast_2d(tensors[output].data.reshape(tensors[output].shape)) for tensors in results])
-    return values, sum(int(tensors[COUNT].data.sum()) for tensors in results if COUNT in tensors)
+    return [task.result() for task in tasks]
+
+
+def _count_tokens(results: Sequence[dict[str, Tensor]]) -> int:
+    return sum(int(tensors[COUNT].data.sum()) for tensors in results if COUNT in tensors)
 
 
 async def _encode_batch(model: ModelHandle, request: InferRequest) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 them as it is. All become v2 inference requests to models with an encoder's tensors."""
 
 import time
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -20,9 +21,12 @@ from .embeddings import ENCODER_NO_OP_VALUES, check_encoding, encoded_rows
 from .encoder_calls import (
     EMBEDDING,
     SCORE,
+    TOKEN_EMBEDDING,
+    TOKEN_WEIGHT,
     acquire_encoder,
     check_count,
     encode_inputs,
+    encode_tokens,
     makes,
     score_pairs,
     several_inputs,
@@ -71,18 +75,22 @@ class ClassifyBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of /pooling; a `task` of None takes what the model makes."""
+    """The body of /pooling; a `task` of None takes what the model makes first, in the order of `_TASKS`."""
 
     input: Any
     model: str | None = None
+    prompt_name: str | None = None
     task: str | None = None
     encoding_format: str | None = None
 
 
+_TASKS = {"embed": EMBEDDING, "classify": SCORE, "token_embed": TOKEN_EMBEDDING, "token_classify": TOKEN_WEIGHT}
+"""The outputs of vLLM's tasks."""
+
 _NO_OP_VALUES: NoOpValues = {**ENCODER_NO_OP_VALUES, "prompt_name": ()}
 _SCORE = BodyFormat(ScoreBody, _NO_OP_VALUES)
 _CLASSIFY = BodyFormat(ClassifyBody, {**_NO_OP_VALUES, "instruction": ()})
-_POOLING = BodyFormat(PoolingBody, {**_NO_OP_VALUES, "instruction": (), "dimensions": ()})
+_POOLING = BodyFormat(PoolingBody, {**ENCODER_NO_OP_VALUES, "instruction": (), "dimensions": ()})
 
 
 class ScoringRoutes:
@@ -131,15 +139,28 @@ class ScoringRoutes:
         check_encoding(body.encoding_format)
         inputs = several_inputs(body.input)
         model = await acquire_encoder(self._lookup, request, body.model)
-        output, task = (EMBEDDING, "embed") if makes(model.config, EMBEDDING) else (SCORE, "classify")
-        if body.task not in (None, task):
-            raise field_error("task", f": model '{model.config.name}' does {task}, not {body.task[:40]}")
+        task = body.task or next((task for task, output in _TASKS.items() if makes(model.config, output)), "embed")
+        if task not in _TASKS or not makes(model.config, _TASKS[task]):
+            known = ", ".join(task for task, output in _TASKS.items() if makes(model.config, output)) or "none"
+            raise field_error("task", f": model '{model.config.name}' does {known}, not {task[:40]}")
         async with CancelOnDisconnect(request.receive):
-            values, tokens = await encode_inputs(model, inputs, output, "vectors or classes")
-        values = values if output == EMBEDDING else _probabilities(values)
-        rows = enumerate(encoded_rows(values, body.encoding_format))
-        data = [{"index": index, "object": "pooling", "data": row} for index, row in rows]
+            rows, tokens = await _pool(model, inputs, task, body)
+        data = [{"index": index, "object": "pooling", "data": row} for index, row in enumerate(rows)]
         return _listed(request, "pool", model, data, tokens)
+
+
+async def _pool(model: ModelHandle, inputs: list[Any], task: str, body: PoolingBody) -> tuple[list[Any], int]:
+    """The data of each input, and how many tokens they were; that of a task by tokens has a row for each of them."""
+    output = _TASKS[task]
+    if output in (EMBEDDING, SCORE):
+        values, tokens = await encode_inputs(model, inputs, output, "vectors or classes", body.prompt_name)
+        values = values if output == EMBEDDING else _probabilities(values)
+        return list(encoded_rows(values, body.encoding_format)), tokens
+    arrays, tokens = await encode_tokens(model, inputs, output, "vectors of tokens", body.prompt_name)
+    rows = [array.reshape(len(array), -1) for array in arrays]
+    if body.encoding_format == "base64":
+        return list(chain.from_iterable(encoded_rows(row.reshape(1, -1), "base64") for row in rows)), tokens
+    return [list(encoded_rows(row, body.encoding_format)) for row in rows], tokens
 
 
 async def _cosines(model: ModelHandle, pairs: list[tuple[str, str]]) -> tuple[NDArray[np.float32], int]:

@@ -4,9 +4,9 @@ Requests are batched by their number, as any model's; within an execution, texts
 together, a budget of tokens at a time. torch and transformers are imported when the first encoder is loaded, and stay.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,19 +31,27 @@ from ..backend_config import (
     warn_unknown_parameters,
 )
 from .encoder_files import AnswerTokens, CrossEncoderFiles, EmbedderFiles, read_encoder
+from .late_interaction import MarkedTokenizer
+from .late_interaction_files import LateInteractionFiles, read_late_interaction
 from .pair_template import PairEncoder
+from .tensor_names import (
+    COUNT,
+    EMBEDDING,
+    IDS,
+    INSTRUCTION,
+    PAIR,
+    PROMPT,
+    SCORE,
+    TEXT,
+    TOKEN_EMBEDDING,
+    TOKEN_EMBEDDING_COUNT,
+    TOKEN_IDS,
+    TOKEN_WEIGHT,
+)
 
 if TYPE_CHECKING:
     from .encoder_modules import Encoder
 
-TEXT = "text_input"
-PAIR = "text_pair"
-IDS = "input_ids"
-PROMPT = "prompt_name"
-INSTRUCTION = "instruction"
-EMBEDDING = "embedding"
-SCORE = "score"
-COUNT = "num_input_tokens"
 MAX_BATCH_SIZE = 256
 """Texts of one execution, if the config does not say."""
 
@@ -57,6 +65,14 @@ _SMALL_BATCH = 256
 """Tokens of a batch, padding included, up to which a longer row costs less than another pass."""
 
 
+EncoderFiles: TypeAlias = EmbedderFiles | CrossEncoderFiles | LateInteractionFiles
+
+
+def read_files(directory: Path) -> EncoderFiles:
+    """The encoder in a directory, of any kind. Raises as `read_encoder`."""
+    return read_late_interaction(directory) or read_encoder(directory)
+
+
 class EncoderLoader(RuntimeLoader):
     """Loads the version's directory itself: modules.json beside a transformer, or a transformer's config.json.
     Parameters: `max_batch_tokens` computed together, padding included; `intra_op_thread_count`."""
@@ -65,15 +81,17 @@ class EncoderLoader(RuntimeLoader):
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         from ..torch.torch_backend import choose_device, set_torch_threads
-        from .encoder_modules import CausalCrossEncoder, CrossEncoder, Embedder
+        from .encoder_modules import CausalCrossEncoder, CrossEncoder, Embedder, TokenEmbedder
 
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
         max_batch_tokens = read_integer(parameters, "max_batch_tokens", _MAX_BATCH_TOKENS, least=1)
         threads = read_thread_count(parameters, "intra_op_thread_count") or threads_per_instance(config.raw)
         set_torch_threads(threads)
-        files = read_encoder(directory)
+        files = read_files(directory)
         check_config_matches(config, encoder_tensors(files))
         device = choose_device(config.name, placement) or "cpu"
+        if isinstance(files, LateInteractionFiles):
+            return LateInteractionRuntime(TokenEmbedder(files, device), files, max_batch_tokens)
         tokenizer = EncoderTokenizer.load(files.directory, files.tokenization.max_tokens, files.tokenization.lowercase)
         encoder: Encoder
         if isinstance(files, EmbedderFiles):
@@ -94,10 +112,10 @@ class EncoderLoader(RuntimeLoader):
         if declares_tensors(raw):
             return raw
         sized = {**raw, "max_batch_size": raw.get("max_batch_size") or MAX_BATCH_SIZE}
-        return complete_config(sized, encoder_tensors(read_encoder(directory)), parameters)
+        return complete_config(sized, encoder_tensors(read_files(directory)), parameters)
 
 
-def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
+def encoder_tensors(files: EncoderFiles) -> FoundModel:
     """The tensors of an encoder. An embedder's texts may come as ids instead, in rows that -1 fills up; a classifier's
     need no pair, those that are ranked do. A prompt may be named where the files have some."""
     text = FoundTensor(TEXT, "BYTES", (-1, 1))
@@ -108,10 +126,19 @@ def encoder_tensors(files: EmbedderFiles | CrossEncoderFiles) -> FoundModel:
         instruction = FoundTensor(INSTRUCTION, "BYTES", (-1, 1), optional=True)
         takes_instruction = files.template is not None and files.template.carries_instruction
         return FoundModel((text, pair, instruction) if takes_instruction else (text, pair), (score, count))
+    prompt = FoundTensor(PROMPT, "BYTES", (-1, 1), optional=True)
+    vectors = FoundTensor(TOKEN_EMBEDDING, "FP32", (-1, -1, files.size))
+    vector_count = FoundTensor(TOKEN_EMBEDDING_COUNT, "INT32", (-1, 1))
+    if isinstance(files, LateInteractionFiles):
+        return FoundModel((text, prompt), (vectors, vector_count, count))
     inputs: tuple[FoundTensor, ...] = text._replace(optional=True), FoundTensor(IDS, "INT64", (-1, -1), optional=True)
     if files.tokenization.prompts:
-        inputs = *inputs, FoundTensor(PROMPT, "BYTES", (-1, 1), optional=True)
-    return FoundModel(inputs, (FoundTensor(EMBEDDING, "FP32", (-1, files.size)), count))
+        inputs = *inputs, prompt
+    outputs: tuple[FoundTensor, ...] = (FoundTensor(EMBEDDING, "FP32", (-1, files.size)), count)
+    if files.token_heads:
+        weights = FoundTensor(TOKEN_WEIGHT, "FP32", (-1, -1)), FoundTensor(TOKEN_IDS, "INT64", (-1, -1))
+        outputs = *outputs, vectors._replace(shape=(-1, -1, files.token_heads.size)), vector_count, *weights
+    return FoundModel(inputs, outputs)
 
 
 def answer_ids(answer: AnswerTokens, tokenizer: EncoderTokenizer, directory: Path) -> list[int]:
@@ -141,7 +168,6 @@ class EncoderRuntime(Runtime):
         self._prompt = files.tokenization.prompt
         self._prompts = files.tokenization.prompts
         self._vocabulary_size = int(read_json(files.directory / "config.json").get("vocab_size", 0))
-        self._output = SCORE if isinstance(files, CrossEncoderFiles) else EMBEDDING
         self._max_batch_tokens = max_batch_tokens
         self._pairs: PairEncoder | None = None
         if isinstance(files, CrossEncoderFiles) and files.template:
@@ -149,13 +175,7 @@ class EncoderRuntime(Runtime):
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         assert self._encoder is not None
-        texts = self._read_tokens(inputs)
-        vectors: dict[int, NDArray[np.float32]] = {}
-        for indices in batch_by_length([len(text.ids) for text in texts], self._max_batch_tokens):
-            encoded = self._encoder.encode([texts[index] for index in indices])
-            vectors.update(zip(indices, encoded, strict=True))
-        counts = np.array([[len(text.ids)] for text in texts], np.int32)
-        yield {self._output: np.stack([vectors[index] for index in range(len(texts))]), COUNT: counts}
+        yield encode_in_batches(self._encoder, self._read_tokens(inputs), output_names, self._max_batch_tokens)
 
     def close(self) -> None:
         from ..torch.torch_backend import release_torch_memory
@@ -180,12 +200,7 @@ class EncoderRuntime(Runtime):
         return self._tokenizer.encode(texts, _decoded(inputs[PAIR]) if PAIR in inputs else None)
 
     def _named_prompts(self, names: Sequence[str]) -> list[str]:
-        wrong = [name for name in names if name not in self._prompts]
-        if wrong:
-            message = (
-                f"{PROMPT} must be one of {', '.join(self._prompts)} for this model, got {shorten(repr(wrong[0]))}"
-            )
-            raise InvalidArgument(message, field=PROMPT)
+        check_prompt_names(names, self._prompts)
         return [self._prompts[name] for name in names]
 
     def _check_ids(self, row: list[int]) -> EncodedText:
@@ -198,6 +213,61 @@ class EncoderRuntime(Runtime):
             message = f"{IDS} must be between 0 and {self._vocabulary_size - 1}, filled up with -1"
             raise InvalidArgument(f"{message}, got {(wrong or row)[0]}", field=IDS)
         return EncodedText(ids, [0] * len(ids))
+
+
+class LateInteractionRuntime(Runtime):
+    """One instance of an encoder of tokens, with weights of its own. Its requests have texts and maybe their roles."""
+
+    def __init__(self, encoder: "Encoder", files: LateInteractionFiles, max_batch_tokens: int) -> None:
+        self._encoder: Encoder | None = encoder
+        self._tokenizer = MarkedTokenizer(files)
+        self._prompts = files.tokenization.prompts
+        self._max_batch_tokens = max_batch_tokens
+
+    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
+        assert self._encoder is not None
+        texts = _decoded(inputs[TEXT])
+        roles = _decoded(inputs[PROMPT]) if PROMPT in inputs else ["document"] * len(texts)
+        check_prompt_names(roles, self._prompts)
+        yield encode_in_batches(
+            self._encoder, self._tokenizer.encode(texts, roles), output_names, self._max_batch_tokens
+        )
+
+    def close(self) -> None:
+        from ..torch.torch_backend import release_torch_memory
+
+        self._encoder = None
+        release_torch_memory()
+
+
+def encode_in_batches(encoder: "Encoder", texts: Sequence[Any], output_names: Sequence[str], most: int) -> Arrays:
+    """The arrays of all texts [texts, ...] and how many tokens they have, computed by batches of `most` tokens.
+
+    Where texts have arrays of several lengths, the shorter ones are filled up: by 0, or -1 where they are tokens.
+    """
+    made: dict[int, Arrays] = {}
+    for indices in batch_by_length([len(text.ids) for text in texts], most):
+        made.update(zip(indices, encoder.encode([texts[index] for index in indices], output_names), strict=True))
+    outputs = {name: _stacked([made[index][name] for index in range(len(texts))], name) for name in made[0]}
+    return {**outputs, COUNT: np.array([[len(text.ids)] for text in texts], np.int32)}
+
+
+def _stacked(arrays: Sequence[NDArray[Any]], name: str) -> NDArray[Any]:
+    longest = max(map(len, arrays))
+    if all(len(array) == longest for array in arrays):
+        return np.stack(arrays)
+    filled = np.full((len(arrays), longest, *arrays[0].shape[1:]), -1 if name == TOKEN_IDS else 0, arrays[0].dtype)
+    for row, array in zip(filled, arrays, strict=True):
+        row[: len(array)] = array
+    return filled
+
+
+def check_prompt_names(names: Sequence[str], prompts: Mapping[str, str]) -> None:
+    """Raises `InvalidArgument` for a name that is none of the `prompts`."""
+    wrong = [name for name in names if name not in prompts]
+    if wrong:
+        message = f"{PROMPT} must be one of {', '.join(prompts)} for this model, got {shorten(repr(wrong[0]))}"
+        raise InvalidArgument(message, field=PROMPT)
 
 
 def _decoded(array: NDArray[Any]) -> list[str]:

@@ -73,6 +73,18 @@ class TokenizationRules:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenHeadFiles:
+    """The linear layers behind each token of bge-m3: a weight as a word, and a vector of `size`. Tokens that begin and
+    end a text have no weight, and the first no vector. Source: https://arxiv.org/abs/2402.03216."""
+
+    sparse: Path
+    colbert: Path
+    size: int
+    first_token: int
+    last_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class EmbedderFiles:
     """An encoder of texts into vectors of `size`. `directory`: of the transformer."""
 
@@ -82,6 +94,7 @@ class EmbedderFiles:
     dense: tuple[DenseFiles, ...]
     normalize: bool
     size: int
+    token_heads: TokenHeadFiles | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +132,7 @@ def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
     if _ANSWERS in config or _names_class(config, "ForSequenceClassification"):
         return _read_cross_encoder(directory, directory, None)
     # sentence-transformers gives a bare transformer mean pooling.
-    tokenization = _read_tokenization(directory, directory)
+    tokenization = read_tokenization(directory, directory)
     return EmbedderFiles(directory, tokenization, Pooling.MEAN, (), False, _read_hidden_size(config, directory))
 
 
@@ -127,15 +140,20 @@ def _names_class(config: Mapping[str, Any], ending: str) -> bool:
     return any(name.endswith(ending) for name in config.get("architectures") or ())
 
 
-def _read_modules(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
+def read_steps(directory: Path) -> list[tuple[str, Path]]:
+    """The classes of the modules in modules.json, and their directories, in order. Raises `InvalidArgument`."""
     try:
         modules = sorted(
             orjson.loads(read_regular(directory / "modules.json", MAX_TEXT_BYTES)),
             key=lambda module: int(module["idx"]),
         )
-        steps = [(str(module["type"]).rpartition(".")[2], file_within(directory, module["path"])) for module in modules]
-    except (ValueError, LookupError, TypeError) as error:
+        return [(str(module["type"]).rpartition(".")[2], file_within(directory, module["path"])) for module in modules]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise InvalidArgument(f"{directory / 'modules.json'} is no list of modules: {error}") from error
+
+
+def _read_modules(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
+    steps = read_steps(directory)
     kinds = [kind for kind, _ in steps]
     if kinds in (["Transformer"], ["Transformer", "LogitScore"]):
         return _read_cross_encoder(directory, steps[0][1], steps[1][1] if steps[1:] else None)
@@ -162,7 +180,7 @@ def _read_cross_encoder(directory: Path, transformer: Path, score: Path | None) 
         message = "its chat template must write messages of the roles query and document (chat_template.jinja)"
         raise Unsupported(f"{transformer}: {message}")
     return CrossEncoderFiles(
-        transformer, _read_tokenization(directory, transformer), labels, activation, answer, template
+        transformer, read_tokenization(directory, transformer), labels, activation, answer, template
     )
 
 
@@ -197,22 +215,33 @@ def _read_pair_template(config: Mapping[str, Any], transformer: Path) -> PairTem
 
 def _read_embedder(directory: Path, steps: Sequence[tuple[str, Path]]) -> EmbedderFiles:
     kinds = [kind for kind, _ in steps]
-    dense = tuple(_read_dense(path) for kind, path in steps if kind == "Dense")
+    dense = tuple(read_dense(path) for kind, path in steps if kind == "Dense")
     if kinds not in (["Transformer", "Pooling", *["Dense"] * len(dense), *tail] for tail in ([], ["Normalize"])):
         message = "it must be Transformer, Pooling, maybe Dense, maybe Normalize"
         raise Unsupported(f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; {message}")
     transformer = steps[0][1]
     pooling = read_json(steps[1][1] / "config.json")
     hidden = _read_hidden_size(read_json(transformer / "config.json"), transformer)
-    tokenization = _read_tokenization(directory, transformer)
+    tokenization = read_tokenization(directory, transformer)
     if not pooling.get("include_prompt", True):
         if tokenization.prompt:
             raise Unsupported(f"{steps[1][1] / 'config.json'}: include_prompt false, with a default prompt")
         tokenization = replace(tokenization, prompts={})
     size = dense[-1].outputs if dense else hidden
-    return EmbedderFiles(
-        transformer, tokenization, _read_pooling(pooling, steps[1][1]), dense, "Normalize" in kinds, size
-    )
+    mode = _read_pooling(pooling, steps[1][1])
+    heads = _read_token_heads(directory, transformer, hidden)
+    return EmbedderFiles(transformer, tokenization, mode, dense, "Normalize" in kinds, size, heads)
+
+
+def _read_token_heads(directory: Path, transformer: Path, hidden: int) -> TokenHeadFiles | None:
+    sparse, colbert = directory / "sparse_linear.pt", directory / "colbert_linear.pt"
+    if not sparse.is_file() or not colbert.is_file():
+        return None
+    config = read_json(transformer / "config.json")
+    first, last = config.get("bos_token_id"), config.get("eos_token_id")
+    if not isinstance(first, int) or not isinstance(last, int):
+        raise InvalidArgument(f"{transformer / 'config.json'} does not tell bos_token_id and eos_token_id")
+    return TokenHeadFiles(sparse, colbert, hidden, first, last)
 
 
 def _read_pooling(config: Mapping[str, Any], directory: Path) -> Pooling:
@@ -226,8 +255,10 @@ def _read_pooling(config: Mapping[str, Any], directory: Path) -> Pooling:
     return Pooling(modes[0])
 
 
-def _read_dense(directory: Path) -> DenseFiles:
+def read_dense(directory: Path) -> DenseFiles:
     config = read_json(directory / "config.json")
+    if config.get("use_residual"):
+        raise Unsupported(f"{directory / 'config.json'}: use_residual is not supported")
     try:
         sizes = int(config["in_features"]), int(config["out_features"])
     except (KeyError, TypeError, ValueError) as error:
@@ -245,7 +276,7 @@ def _activation(name: str, directory: Path) -> Activation:
     return Activation(last)
 
 
-def _read_tokenization(directory: Path, transformer: Path) -> TokenizationRules:
+def read_tokenization(directory: Path, transformer: Path) -> TokenizationRules:
     own = read_json(transformer / "sentence_bert_config.json")
     own_prompts = read_json(directory / "config_sentence_transformers.json")
     prompts = {str(name): str(text) for name, text in (own_prompts.get("prompts") or {}).items()}

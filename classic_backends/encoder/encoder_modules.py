@@ -3,21 +3,27 @@
 Imported only where an encoder is loaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...core.errors import InvalidArgument
+from ...core.runtime import Arrays
 from ...processes.host import map_large_blocks_separately
 from ...tokenization.bounded_encoder import EncodedText
-from .encoder_files import Activation, CrossEncoderFiles, DenseFiles, EmbedderFiles, Pooling
+from .encoder_files import Activation, CrossEncoderFiles, DenseFiles, EmbedderFiles, Pooling, TokenHeadFiles
+from .late_interaction import MarkedText
+from .late_interaction_files import PROJECTION, LateInteractionFiles
+from .tensor_names import EMBEDDING, SCORE, TOKEN_EMBEDDING, TOKEN_EMBEDDING_COUNT, TOKEN_IDS, TOKEN_WEIGHT
 
 _ACTIVATIONS: dict[Activation, nn.Module] = {
     Activation.IDENTITY: nn.Identity(),
@@ -62,9 +68,11 @@ class Transformer:
         self._pad_id = int(module.config.pad_token_id or 0)
         self._pads_left = pads_left
 
-    def __call__(self, texts: Sequence[EncodedText], **options: Any) -> tuple[Any, Tensor]:
+    def __call__(
+        self, texts: Sequence[EncodedText], attended: Sequence[int] | None = None, **options: Any
+    ) -> tuple[Any, Tensor]:
         """The module's outputs for texts, padded at one end, and the mask, int64 [texts, tokens]: 0 is padding. The
-        module gets `options` too."""
+        module gets `options` too. `attended`: how many of each text's tokens others see, if not all."""
         shape = len(texts), max(len(text.ids) for text in texts)
         ids = np.full(shape, self._pad_id)
         mask = np.zeros(shape, np.int64)
@@ -73,7 +81,7 @@ class Transformer:
             length = len(text.ids)
             columns = slice(shape[1] - length, None) if self._pads_left else slice(length)
             ids[row, columns] = text.ids
-            mask[row, columns] = 1
+            mask[row, columns if attended is None else slice(attended[row])] = 1
             segments[row, columns] = text.segments
         arrays = {"input_ids": ids, "attention_mask": mask}
         if self._pads_left:
@@ -92,15 +100,62 @@ class Embedder:
         self._pooling = files.pooling
         self._dense = nn.Sequential(*(_load_dense(dense) for dense in files.dense)).to(device)
         self._normalize = files.normalize
+        self._heads = TokenHeads(files.token_heads, device) if files.token_heads else None
 
     @torch.inference_mode()
-    def encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
-        outputs, mask = self._transformer(texts)
-        vectors: Tensor = self._dense(pool_tokens(outputs.last_hidden_state.float(), mask, self._pooling))
+    def encode(self, texts: Sequence[EncodedText], outputs: Collection[str]) -> Iterator[Arrays]:
+        states, mask = self._transformer(texts)
+        tokens = states.last_hidden_state.float()
+        vectors: Tensor = self._dense(pool_tokens(tokens, mask, self._pooling))
         if self._normalize:
             vectors = nn.functional.normalize(vectors, dim=-1)
-        array: NDArray[np.float32] = vectors.cpu().numpy()
-        return array
+        for row, (text, vector) in enumerate(zip(texts, vectors.cpu().numpy(), strict=True)):
+            heads = self._heads.outputs(text, tokens[row, : len(text.ids)], outputs) if self._heads else {}
+            yield {EMBEDDING: vector, **heads}
+
+
+class TokenHeads:
+    """bge-m3's weights and vectors of tokens."""
+
+    def __init__(self, files: TokenHeadFiles, device: str) -> None:
+        self._sparse = _load_linear(files.sparse, files.size, 1).to(device)
+        self._colbert = _load_linear(files.colbert, files.size, files.size).to(device)
+        self._first_token = files.first_token
+        self._last_token = files.last_token
+
+    def outputs(self, text: EncodedText, tokens: Tensor, wanted: Collection[str]) -> Arrays:
+        """What is `wanted` of a text by the states of its tokens [tokens, size]."""
+        start = int(text.ids[0] == self._first_token)
+        stop = len(text.ids) - (text.ids[-1] == self._last_token)
+        arrays: dict[str, NDArray[Any]] = {}
+        if not {TOKEN_WEIGHT, TOKEN_IDS}.isdisjoint(wanted):
+            arrays[TOKEN_WEIGHT] = torch.relu(self._sparse(tokens[start:stop])[:, 0]).cpu().numpy()
+            arrays[TOKEN_IDS] = np.asarray(text.ids[start:stop], np.int64)
+        if not {TOKEN_EMBEDDING, TOKEN_EMBEDDING_COUNT}.isdisjoint(wanted):
+            arrays |= _token_embeddings(self._colbert(tokens[start:]))
+        return arrays
+
+
+class TokenEmbedder:
+    """Texts to a vector for each token that counts, as sentence-transformers' MultiVectorEncoder makes them."""
+
+    def __init__(self, files: LateInteractionFiles, device: str) -> None:
+        self._transformer = Transformer("AutoModel", files.directory, device)
+        layers = [_load_dense(dense) for dense in files.dense] or [_load_projection(files)]
+        self._dense = nn.Sequential(*layers).to(device)
+
+    @torch.inference_mode()
+    def encode(self, texts: Sequence[MarkedText], outputs: Collection[str]) -> Iterator[Arrays]:
+        plain = [EncodedText(text.ids, text.segments) for text in texts]
+        states, _ = self._transformer(plain, attended=[text.attended for text in texts])
+        tokens = self._dense(states.last_hidden_state.float())
+        for row, text in enumerate(texts):
+            yield _token_embeddings(tokens[row, text.counted])
+
+
+def _token_embeddings(tokens: Tensor) -> Arrays:
+    vectors = nn.functional.normalize(tokens, dim=-1).cpu().numpy()
+    return {TOKEN_EMBEDDING: vectors, TOKEN_EMBEDDING_COUNT: np.array([len(vectors)], np.int32)}
 
 
 class CrossEncoder:
@@ -111,10 +166,9 @@ class CrossEncoder:
         self._activation = _ACTIVATIONS[files.activation]
 
     @torch.inference_mode()
-    def encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
-        outputs, _ = self._transformer(texts)
-        scores: NDArray[np.float32] = self._activation(outputs.logits.float()).cpu().numpy()
-        return scores
+    def encode(self, texts: Sequence[EncodedText], outputs: Collection[str]) -> Iterator[Arrays]:
+        states, _ = self._transformer(texts)
+        yield from ({SCORE: scores} for scores in self._activation(states.logits.float()).cpu().numpy())
 
 
 class CausalCrossEncoder:
@@ -127,16 +181,16 @@ class CausalCrossEncoder:
         self._activation = _ACTIVATIONS[files.activation]
 
     @torch.inference_mode()
-    def encode(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
-        outputs, _ = self._transformer(texts, logits_to_keep=1, use_cache=False)
-        relevant, *irrelevant = outputs.logits[:, -1:, self._tokens].float().unbind(-1)
+    def encode(self, texts: Sequence[EncodedText], outputs: Collection[str]) -> Iterator[Arrays]:
+        states, _ = self._transformer(texts, logits_to_keep=1, use_cache=False)
+        relevant, *irrelevant = states.logits[:, -1:, self._tokens].float().unbind(-1)
         logits = relevant - irrelevant[0] if irrelevant else relevant
-        scores: NDArray[np.float32] = self._activation(logits).cpu().numpy()
-        return scores
+        yield from ({SCORE: scores} for scores in self._activation(logits).cpu().numpy())
 
 
-Encoder: TypeAlias = Embedder | CrossEncoder | CausalCrossEncoder
-"""An encoder whose `encode` makes an array [texts, size]."""
+class Encoder(Protocol):
+    def encode(self, texts: Sequence[Any], outputs: Collection[str]) -> Iterator[Arrays]:
+        """The arrays of each text by the names of outputs: those in `outputs`, and maybe others."""
 
 
 def pool_tokens(tokens: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
@@ -150,6 +204,31 @@ def pool_tokens(tokens: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     if pooling is Pooling.MAX:
         return tokens.masked_fill(~kept, -torch.inf).amax(1)
     return tokens.masked_fill(~kept, 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def _load_linear(file: Path, inputs: int, outputs: int) -> nn.Module:
+    layer = nn.Linear(inputs, outputs)
+    try:
+        layer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    except (RuntimeError, OSError, ValueError, EOFError, AttributeError, TypeError, UnpicklingError) as error:
+        raise InvalidArgument(f"{file} does not hold a layer of {inputs} by {outputs}: {error}") from error
+    return layer
+
+
+def _load_projection(files: LateInteractionFiles) -> nn.Module:
+    """Stanford's, among the transformer's own weights."""
+    file = files.directory / "model.safetensors"
+    try:
+        with safe_open(file, "pt") as weights:
+            weight = weights.get_tensor(PROJECTION).float()
+    except (OSError, SafetensorError) as error:
+        raise InvalidArgument(f"{file} has no projection {PROJECTION}: {error}") from error
+    if weight.ndim != 2 or len(weight) != files.size:
+        message = f"{PROJECTION} is {list(weight.shape)}, and artifact.metadata tells a dim of {files.size}"
+        raise InvalidArgument(f"{file}: {message}")
+    layer = nn.Linear(weight.shape[1], files.size, bias=False)
+    layer.load_state_dict({"weight": weight})
+    return layer
 
 
 def _load_dense(files: DenseFiles) -> nn.Module:

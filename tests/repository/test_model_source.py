@@ -46,6 +46,7 @@ def test_a_checkpoint_completes_what_is_missing(tmp_path: Path, config: str | No
     [
         (["BertModel"], "encoder"),
         (["DebertaV2ForSequenceClassification"], "encoder"),
+        (["HF_ColBERT"], "encoder"),
         (["GPT2LMHeadModel"], "charonia"),
         (["LlamaForCausalLM"], "charonia"),
         ([], "charonia"),

@@ -52,6 +52,20 @@ CONFIGS = {
         inputs=(TEXT, TensorSpec("text_pair", "BYTES", (1,)), TensorSpec("instruction", "BYTES", (1,), optional=True)),
         outputs=(TensorSpec("score", "FP32", (1,)), COUNT),
     ),
+    "tokens": ModelConfig(
+        "tokens",
+        "1",
+        "encoder",
+        max_batch_size=2,
+        inputs=(TEXT, TensorSpec("prompt_name", "BYTES", (1,), optional=True)),
+        outputs=(
+            TensorSpec("token_embedding", "FP32", (-1, 2)),
+            TensorSpec("num_token_embeddings", "INT32", (1,)),
+            TensorSpec("token_weight", "FP32", (-1,)),
+            TensorSpec("token_ids", "INT64", (-1,)),
+            COUNT,
+        ),
+    ),
     "classifier": ModelConfig(
         "classifier",
         "1",
@@ -62,8 +76,30 @@ CONFIGS = {
 }
 
 
+def direction(character: str) -> list[float]:
+    return [np.cos(ord(character)), np.sin(ord(character))]
+
+
+def answer_by_tokens(texts: list[str]) -> tuple[Tensor, ...]:
+    """A token for each character: its direction, and its code as id and, a hundredth, as weight."""
+    longest = max(map(len, texts))
+    vectors = np.zeros((len(texts), longest, 2), np.float32)
+    ids = np.full((len(texts), longest), -1, np.int64)
+    for row, text in enumerate(texts):
+        vectors[row, : len(text)] = [direction(character) for character in text]
+        ids[row, : len(text)] = [ord(character) for character in text]
+    weights = (np.maximum(ids, 0) / 100).astype(np.float32)
+    counts = np.array([[len(text)] for text in texts], np.int32)
+    arrays = {"token_embedding": vectors, "token_weight": weights, "token_ids": ids}
+    arrays |= {"num_token_embeddings": counts, "num_input_tokens": counts}
+    types = {"token_ids": "INT64", "num_token_embeddings": "INT32", "num_input_tokens": "INT32"}
+    return tuple(Tensor(name, types.get(name, "FP32"), array.shape, array) for name, array in arrays.items())
+
+
 def answer(request: InferRequest, config: ModelConfig) -> tuple[Tensor, ...]:
     """A text of length n: the vector [n, 3, 4], the score n / 100 for a document, n tokens."""
+    if config.name == "tokens":
+        return answer_by_tokens([row[0].decode() for row in request.inputs["text_input"].data])
     data = request.inputs.get("text_pair", next(iter(request.inputs.values()))).data
     lengths = (data >= 0).sum(1) if "input_ids" in request.inputs else np.array([len(row[0]) for row in data])
     if config.outputs[0].name == "embedding":
@@ -149,6 +185,36 @@ async def test_an_instruction_goes_with_every_pair(client: httpx.AsyncClient, ga
             refused = await client.post(path, json={"model": model, **body})
             assert refused.status_code == 400
             assert said in refused.json()["error"]["message"]
+
+
+async def test_late_interaction_sums_the_best_products(client: httpx.AsyncClient, gateway: Any) -> None:
+    query, documents = "ab", ["b", "xyz", "ba"]
+    expected = [sum(max(np.dot(direction(a), direction(b)) for b in document) for a in query) for document in documents]
+    ranked = await client.post("/rerank", json={"model": "tokens", "query": query, "documents": documents})
+    results = {each["index"]: each["relevance_score"] for each in ranked.json()["results"]}
+    assert [results[index] for index in range(3)] == pytest.approx(expected, abs=1e-6)
+    assert ranked.json()["usage"]["prompt_tokens"] == 2 + 6
+    roles = [request.inputs["prompt_name"].data.ravel().tolist() for request in gateway.asked]
+    assert sorted(map(len, roles)) == [1, 1, 2]
+    assert {name for names in roles for name in names} == {b"query", b"document"}
+    scored = await client.post("/score", json={"model": "tokens", "text_1": query, "text_2": documents})
+    assert [each["score"] for each in scored.json()["data"]] == pytest.approx(expected, abs=1e-6)
+
+
+async def test_pooling_by_tokens(client: httpx.AsyncClient) -> None:
+    body = {"model": "tokens", "input": ["ab", "c"]}
+    data = [each["data"] for each in (await client.post("/pooling", json=body)).json()["data"]]
+    assert data[0] == pytest.approx(np.array([direction("a"), direction("b")]), abs=1e-6)
+    assert [len(rows) for rows in data] == [2, 1]
+    weights = (await client.post("/pooling", json={**body, "task": "token_classify"})).json()["data"]
+    assert weights[0]["data"] == pytest.approx(np.array([[0.97], [0.98]]), abs=1e-6)
+    coded = await client.post("/pooling", json={**body, "encoding_format": "base64"})
+    vectors = np.frombuffer(base64.b64decode(coded.json()["data"][0]["data"]), "<f4").reshape(-1, 2)
+    assert vectors == pytest.approx(np.array(data[0]))
+    refused = await client.post("/pooling", json={**body, "task": "embed"})
+    assert "does token_embed, token_classify, not embed" in refused.json()["error"]["message"]
+    refused = await client.post("/v1/embeddings", json=body)
+    assert "makes no embeddings: it lacks text_input or the output embedding" in refused.json()["error"]["message"]
 
 
 async def test_base64_is_little_endian_floats(client: httpx.AsyncClient) -> None:
