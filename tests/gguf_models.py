@@ -18,6 +18,7 @@ ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -34,6 +35,17 @@ NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
 }
 GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
@@ -49,10 +61,13 @@ def write_gguf(checkpoint: Path, target: Path, kind: str = "F32", extra: Mapping
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(target, architecture)
     describe(writer, config, architecture)
+    if architecture == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
     for key, value in (extra or {}).items():
         write_value(writer, key, value)
     files = [load_file(file) for file in checkpoint.glob("*.safetensors")]
     weights = {name: value.float() for file in files for name, value in file.items()}
+    weights = {name: value.squeeze(1) if value.ndim == 3 else value for name, value in weights.items()}
     for name, values in stored_tensors(weights, config, architecture):
         own = stored_type(name, values, kind)
         writer.add_tensor(name, encoded(values, own), raw_dtype=own)
@@ -78,7 +93,8 @@ def stored_type(name: str, values: Any, kind: str) -> gguf.GGMLQuantizationType:
     """Vectors and routers stay as they are; in Q4_K_M values and the way down are Q6_K."""
     if kind == "Q4_K_M":
         kind = "Q6_K" if any(part in name for part in ("attn_v", "v_proj", "ffn_down", "down_proj")) else "Q4_K"
-    plain = values.ndim == 1 or "_inp" in name or name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight"))
+    plain = values.ndim == 1 or "_inp" in name or "conv.conv" in name
+    plain = plain or name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight"))
     return gguf.GGMLQuantizationType["F32" if plain else kind]
 
 
@@ -131,8 +147,10 @@ def describe(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    heads_kv = config.num_key_value_heads
+    attends = [kind != "conv" for kind in getattr(config, "layer_types", None) or ()]
+    writer.add_head_count_kv(heads_kv if all(attends) else [heads_kv * own for own in attends])
+    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if head_dim != config.hidden_size // heads:

@@ -69,7 +69,7 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         "hidden_size": fields.number("embedding_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.number("attention.head_count_kv", heads),
+        "num_key_value_heads": max(_kv_heads(fields), default=heads),
         "head_dim": head_dim,
         "intermediate_size": fields.number("feed_forward_length", fields.number("expert_feed_forward_length", 1)),
         "max_position_embeddings": fields.number("context_length"),
@@ -83,6 +83,21 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(fields),
     }
     return config | _partial_rotary(fields) | variant(fields)
+
+
+def _kv_heads(fields: GgufFile) -> list[int]:
+    """Key/value heads as the file has them: of all layers alike, of each one, or none."""
+    key = "attention.head_count_kv"
+    value = fields.value(key)
+    if value is None:
+        return []
+    if not isinstance(value, np.ndarray):
+        return [fields.number(key)]
+    counts: list[int] = value.tolist()
+    if len(counts) != fields.number("block_count") or len({count for count in counts if count}) != 1:
+        message = f"{fields.prefix}{key} must be one number for each layer, the same in all that attend"
+        raise CheckpointError(f"{fields.path}: {message}")
+    return counts
 
 
 def _head_dim(fields: GgufFile) -> int:
@@ -226,8 +241,23 @@ def _sliding_layers(fields: GgufFile) -> dict[str, Any]:
     return {"sliding_window_pattern": fields.number(key)}
 
 
+def _lfm2(fields: GgufFile) -> dict[str, Any]:
+    """Layers without key/value heads convolve."""
+    if fields.number("attention.sliding_window", 0):
+        raise CheckpointError(f"{fields.path}: {fields.prefix}attention.sliding_window is not supported beside states")
+    counts = _kv_heads(fields)
+    return {
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["full_attention" if heads else "conv" for heads in counts] or None,
+        "conv_L_cache": fields.number("shortconv.l_cache"),
+        "norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 _VARIANTS: Mapping[str, Callable[[GgufFile], dict[str, Any]]] = {
     "llama": _llama,
+    "lfm2": _lfm2,
     "qwen2": _qwen("Qwen2ForCausalLM"),
     "qwen3": _qwen("Qwen3ForCausalLM"),
     "qwen3moe": _qwen3_moe,

@@ -156,6 +156,7 @@ _OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "model.embedding_norm": "token_embd_norm",
 }
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -172,6 +173,19 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+}
+_LFM2 = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
 }
 _LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
 _GEMMA_NORMS = {
@@ -212,7 +226,9 @@ class GgufNames:
     def __init__(self, architecture: str) -> None:
         """`architecture`: general.architecture of the file."""
         gemma = architecture.startswith("gemma")
-        self._layer: Mapping[str, str] = _LAYER | (_GEMMA_NORMS if gemma else _LLAMA_NORMS)
+        self._layer: Mapping[str, str] = _LAYER | (
+            _GEMMA_NORMS if gemma else _LFM2 if architecture == "lfm2" else _LLAMA_NORMS
+        )
         self._permuted, self._plus_one = architecture == "llama", gemma
 
     def stored(self, name: str) -> StoredName | None:
@@ -284,7 +300,9 @@ class GgufWeights:
             numbers = rows.view(_PLAIN[tensor.type.name])
         if place.plus_one:
             numbers = numbers.float() - 1
-        return numbers.flatten() if len(piece.shape) == 1 else numbers[:, piece.columns]
+        if len(piece.shape) == 1:
+            return numbers.flatten()
+        return numbers[:, piece.columns] if len(piece.shape) == 2 else numbers.view(len(numbers), *piece.shape[1:])
 
     def _find(self, piece: TensorSlice) -> tuple[StoredName, GgufTensor]:
         place = self._names.stored(piece.name)
@@ -295,7 +313,7 @@ class GgufWeights:
         shape = tensor.shape
         if place.expert is not None and len(shape) == len(piece.shape) + 1 and place.expert < shape[0]:
             shape = shape[1:]
-        if shape != piece.shape:
+        if shape != _without_ones(piece.shape):
             meant = f"its metadata means {list(piece.shape)}"
             raise CheckpointError(f"{tensor.file}: tensor {tensor.name} has shape {list(shape)}, but {meant}")
         if len(shape) == 1 and tensor.type.name not in _PLAIN:
@@ -316,6 +334,11 @@ class GgufWeights:
         rows, half = torch.arange(len(table))[piece.rows], self._head_dim // 2
         within = rows % self._head_dim
         return table[rows - within + within % half * 2 + within // half]
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape [channels, 1, kernel] of a convolution's weights as that of a matrix."""
+    return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
 
 
 def _mapped(path: Path) -> Tensor:
