@@ -16,6 +16,11 @@ from ..cpu import library
 from ..cpu.matmul import GROUP_SIZES, GroupedRows
 from ..gpu.runtime import FP8_GROUP_SIZES
 
+FLOAT4_CODES = torch.tensor(
+    [128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116], dtype=torch.uint8
+)
+"""By codes of floats of four bits: twice their value as a code of eight bits whose 128 is zero."""
+
 
 class Zeros(Enum):
     """What a group has beside its scale; for `MIDDLE` nothing: code 2^(bits - 1) is zero."""
@@ -39,6 +44,8 @@ class CodeForm(NamedTuple):
     """int64 [inputs]: code i of an output is multiplied with input order[i]; None: input i."""
     floats: bool = False
     """Whether codes are e4m3, and activations become that, too, by the same groups."""
+    float4: bool = False
+    """Whether codes of eight bits are all twice a float of four (E2M1), as `FLOAT4_CODES` has them."""
 
     @property
     def middle(self) -> int:
@@ -100,7 +107,9 @@ def common_form(parts: Sequence[CodeRange]) -> CodeForm | None:
             zeros = next(kind for kind in (Zeros.OFFSETS, Zeros.POINTS, Zeros.MIDDLE) if kind in kinds)
             # A point times its scale may be longer than eleven bits.
             exact = exact and not kinds >= {Zeros.OFFSETS, Zeros.POINTS}
-            return CodeForm(wide, _size_of_groups(sizes, len(parts[0].columns)), zeros, exact, order)
+            size = _size_of_groups(sizes, len(parts[0].columns))
+            float4 = all(form.float4 for form in forms) and size in GROUP_SIZES[4]
+            return CodeForm(wide, size, zeros, exact, order, float4=float4)
     return None
 
 
@@ -181,6 +190,14 @@ def _in_c(rows: GroupedRows) -> bool:
 def as_int8(codes: Tensor) -> Tensor:
     """The numbers of eight-bit codes whose 128 is zero."""
     return codes.bitwise_xor(128).view(torch.int8)
+
+
+def as_float4(codes: Tensor) -> Tensor:
+    """The codes of floats of four bits that `FLOAT4_CODES` has as `codes`."""
+    back = torch.zeros(256, dtype=torch.uint8)
+    back[FLOAT4_CODES[8:].long()] = torch.arange(8, 16, dtype=torch.uint8)
+    back[FLOAT4_CODES[:8].long()] = torch.arange(8, dtype=torch.uint8)
+    return back[codes.int()]
 
 
 def _same_order(first: Tensor | None, second: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cpu.matmul import GroupedRows
-from .code_forms import CodeForm, StoredForm, Zeros, dequantise_codes
+from .code_forms import FLOAT4_CODES, CodeForm, StoredForm, Zeros, dequantise_codes
 from .matrix_parts import (
     BYTES,
     INTEGERS,
@@ -28,10 +28,6 @@ from .weights import WHOLE
 WORD_BITS = 32
 
 _OCTETS = {"U8": torch.uint8}
-_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
-"""Twice the numbers of e2m1, by its lower three bits; the fourth is the sign."""
-_FP4_CODES = torch.cat((128 + _FP4, 128 - _FP4)).to(torch.uint8)
-"""All of them as codes of eight bits whose zero is 128."""
 _MXFP4_GROUP = 32
 
 
@@ -292,7 +288,7 @@ class Mxfp4Matrix(CodedMatrix):
         self._wanted = wanted
         parts.view("blocks", wanted, _OCTETS)
         parts.view("scales", wanted[:2], _OCTETS)
-        self.form = StoredForm("mxfp4", 4 + 8 / _MXFP4_GROUP, CodeForm(8, _MXFP4_GROUP))
+        self.form = StoredForm("mxfp4", 4 + 8 / _MXFP4_GROUP, CodeForm(8, _MXFP4_GROUP, float4=True))
 
     def codes(self, rows: slice) -> GroupedRows:
         octets = self._parts.view("blocks", self._wanted, _OCTETS, rows).flatten(1)
@@ -301,4 +297,4 @@ class Mxfp4Matrix(CodedMatrix):
             raise self._parts.error("a scale is no number")
         nibbles = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
         scales = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - 128)
-        return GroupedRows(_FP4_CODES[nibbles.int()], scales)
+        return GroupedRows(FLOAT4_CODES[nibbles.int()], scales)

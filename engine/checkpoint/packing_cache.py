@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 Array: TypeAlias = npt.NDArray[Any]
 
-FORMAT = 1
+FORMAT = 2
 """Changes with the layout of the file or of packed lines, and with quantisation's results."""
 
 _PREFIX = struct.Struct("<16sQ32s")

@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from ...core.errors import CharoniaError
 from ...tokenization.checkpoint_files import locate_checkpoint, read_json
 from ...tokenization.gguf_file import GgufFile, read_gguf
-from ..kernel_choice import keeps_codes
+from ..kernel_choice import computes_with_triton, keeps_codes
 from .gguf_config import read_gguf_config
 from .hf_checkpoint import find_weights, open_safetensors, text_config, text_tensor_name, with_stored_dtype
-from .quantization_config import CompressedTensors, ScaledFp8, StoredQuantization, read_quantization, stored_bits
+from .quantization_config import CompressedTensors, Mxfp4, ScaledFp8, StoredQuantization, read_quantization, stored_bits
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
@@ -24,6 +24,9 @@ _QUANTIZED_BYTES = {"int8": 1, "fp8": 1, "int4": 1}
 
 _CODE_BYTES = {True: 0.625, False: 1.125}
 """Whether a code has at most four bits -> its bytes, in groups of 32."""
+
+_FLOAT4_BYTES = 0.5625
+"""Of a float of four bits, in groups of 32, for the C kernels."""
 
 _WORD_BITS = {"I32": 32, "U8": 8}
 """Of what numbers are packed into, by its dtype."""
@@ -128,6 +131,8 @@ def _quantised_bytes(tensors: Sequence[_StoredTensor], stored: StoredQuantizatio
     kept: dict[str, float] = {}
     if keeps_codes(dtype, False, use.capability):
         kept = {"I32": _CODE_BYTES[bits <= 4], "I8": _CODE_BYTES[False], "U8": _CODE_BYTES[False]}
+        if use.capability is None and isinstance(stored, Mxfp4) and not computes_with_triton(False):
+            kept["U8"] = _FLOAT4_BYTES
     if use.quantization in _QUANTIZED_BYTES:
         kept["U8"] = _QUANTIZED_BYTES[use.quantization]
     if use.quantization in _QUANTIZED_BYTES and use.quantization != "fp8":

@@ -6,6 +6,8 @@
  * what it packed itself. Every sum runs over the inputs in ascending order, one accumulator an output,
  * whatever else is computed with it: a row's result does not depend on the number of rows.
  *
+ * float4 are floats of four bits in lines like those of int4, without zero points: a table makes small integers of them.
+ *
  * int4 and grouped int8 have a scale for each span of 16 (int8 alone), 32, 64 or 128 inputs of an output. Weights are
  * unsigned, with a zero point: 8 or 128, or one for each span; or each span has an offset, which is taken from the weight
  * times the scale. A line of int4 is eight inputs of each output: in its four
@@ -38,7 +40,15 @@
     {{2, 2, 2, 1280, 2, {kind##_1x2, kind##_2x2}}, {6, 6, 1, 1280, 6, SIX(kind, 1)}, \
      {INT64_MAX, 6, 1, chunk, block, SIX(kind, 1)}}
 
-enum { FLOAT32, BFLOAT16, INT8, INT4, GROUPED_INT8, KINDS };
+enum { FLOAT32, BFLOAT16, INT8, INT4, GROUPED_INT8, FLOAT4, KINDS };
+
+/* Lines of both are alike. */
+#define FOUR_BITS(kind) ((kind) == INT4 || (kind) == FLOAT4)
+
+/* Twice each float of four bits (E2M1) by its code, and FLOAT4_ZERO more, so that none is negative. */
+enum { FLOAT4_ZERO = 12 };
+#define FLOAT4_TABLE 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
+
 /* What a span has beside its scale. */
 enum { NO_ZEROS, ZERO_POINTS_EACH, OFFSETS_EACH };
 
@@ -152,7 +162,7 @@ ALWAYS_INLINE int inputs_a_step(int kind) { return kind == FLOAT32 ? 1 : kind ==
 
 ALWAYS_INLINE int spans_a_step(const Matrix *m) { return m->zeros ? 1 : 2; }
 
-ALWAYS_INLINE int64_t span_lines(const Matrix *m) { return m->span / (m->kind == INT4 ? 8 : 4); }
+ALWAYS_INLINE int64_t span_lines(const Matrix *m) { return m->span / (FOUR_BITS(m->kind) ? 8 : 4); }
 
 ALWAYS_INLINE int64_t lines_a_step(const Matrix *m) { return m->span ? 1 + spans_a_step(m) * span_lines(m) : 1; }
 

@@ -157,6 +157,8 @@ _NO_ZEROS, _ZERO_POINTS, _OFFSETS = range(3)
 
 _KINDS = {4: 3, 8: 4}
 """By bits of a weight: its kind in matmul.h."""
+_FLOAT4 = 5
+"""The kind of floats of four bits."""
 
 
 class GroupedFormat(NamedTuple):
@@ -172,6 +174,8 @@ class GroupedFormat(NamedTuple):
     out: torch.dtype
     bits: int = 4
     offsets: bool = False
+    floats: bool = False
+    """Whether weights are codes of floats of four bits (E2M1), which stand for twice such a float times their scale."""
 
     @property
     def groups(self) -> int:
@@ -232,7 +236,7 @@ class GroupedMatmul(MatrixProduct):
                 bias=address(self._bias),
                 outputs=form.outputs,
                 inputs=form.inputs,
-                kind=_KINDS[form.bits],
+                kind=_FLOAT4 if form.floats else _KINDS[form.bits],
                 x_kind=WEIGHT_CODES[form.x],
                 out_kind=WEIGHT_CODES[form.out],
                 span=form.group_size,

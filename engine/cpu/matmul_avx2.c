@@ -44,12 +44,13 @@ ALWAYS_INLINE TARGET Ints dot(int kind, Ints sum, Ints x, Ints w) {
 #include "matmul_tile.inc"
 TILES_OF_16(tile, INT8) TILES_OF_16(tile, BFLOAT16) TILES_OF_16(tile, FLOAT32) TILE(tile, FLOAT32, 1, 4)
 
-/* Of spans. Eight pairs of an int4 weight up to 15 and an activation up to 127 fit into 16 bits: that many are summed before
+/* Of spans. The weights of float4 are up to 24, of which four pairs do. Eight pairs of an int4 weight up to 15 and an activation up to 127 fit into 16 bits: that many are summed before
    they are widened. Weights of eight bits are widened before they are multiplied, the even ones and the odd ones of a
    line, and so are activations. */
-#define SPAN_LINES(kind) ((kind) == INT4 ? 4 : 1)
-#define SPAN_INPUTS(kind) ((kind) == INT4 ? 32 : 4)
-#define INPUT_BYTES(kind) ((kind) == INT4 ? 1 : 2)
+#define SPAN_LINES(kind) (FOUR_BITS(kind) ? 4 : 1)
+#define SPAN_INPUTS(kind) (FOUR_BITS(kind) ? 32 : 4)
+#define INPUT_BYTES(kind) (FOUR_BITS(kind) ? 1 : 2)
+#define SUMMED_PAIRS(kind) ((kind) == INT4 ? 8 : 4)
 
 ALWAYS_INLINE TARGET Floats half_floats(const char *line) { return _mm256_cvtph_ps(_mm_load_si128((const __m128i *)line)); }
 
@@ -83,17 +84,22 @@ ALWAYS_INLINE TARGET void four_inputs(__m256i pairs[MOST_ROWS][4 * VECTORS], con
     }
 }
 
-ALWAYS_INLINE TARGET void multiply_int4(Ints dots[MOST_ROWS][4 * VECTORS], const char *x, int64_t row_stride,
-                                        const char *const line[4], int64_t at, int rows, int groups) {
+ALWAYS_INLINE TARGET void multiply_four_bits(int kind, Ints dots[MOST_ROWS][4 * VECTORS], const char *x, int64_t row_stride,
+                                             const char *const line[4], int64_t at, int rows, int groups) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(FLOAT4_TABLE));
+    const int together = SUMMED_PAIRS(kind);
     __m256i pairs[MOST_ROWS][4 * VECTORS], weights[4 * VECTORS];
     UNROLL for (int part = 0; part < 2 * SPAN_LINES(INT4); part++) {
-        UNROLL for (int v = 0; v < groups * VECTORS; v++)
+        UNROLL for (int v = 0; v < groups * VECTORS; v++) {
             weights[v] = halves(line[v / VECTORS] + at + part / 2 * LINE, v % VECTORS, part % 2);
-        four_inputs(pairs, weights, x + 4 * part, row_stride, part == 0, rows, groups);
+            if (kind == FLOAT4) weights[v] = _mm256_shuffle_epi8(table, weights[v]);
+        }
+        four_inputs(pairs, weights, x + 4 * part, row_stride, part % together == 0, rows, groups);
+        if ((part + 1) % together) continue;
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < groups * VECTORS; v++)
+                dots[r][v] += (Ints)_mm256_madd_epi16(pairs[r][v], _mm256_set1_epi16(1));
     }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < groups * VECTORS; v++)
-            dots[r][v] += (Ints)_mm256_madd_epi16(pairs[r][v], _mm256_set1_epi16(1));
 }
 
 ALWAYS_INLINE TARGET __m256i every_other(const char *line, int vector, int odd) {
@@ -103,7 +109,7 @@ ALWAYS_INLINE TARGET __m256i every_other(const char *line, int vector, int odd) 
 
 ALWAYS_INLINE TARGET void multiply_lines(int kind, Ints dots[MOST_ROWS][4 * VECTORS], const char *x, int64_t row_stride,
                                          const char *const line[4], int64_t at, int rows, int groups) {
-    if (kind == INT4) return multiply_int4(dots, x, row_stride, line, at, rows, groups);
+    if (FOUR_BITS(kind)) return multiply_four_bits(kind, dots, x, row_stride, line, at, rows, groups);
     UNROLL for (int part = 0; part < 2; part++) {
         __m256i weights[4 * VECTORS];
         UNROLL for (int v = 0; v < groups * VECTORS; v++)
@@ -119,7 +125,7 @@ ALWAYS_INLINE TARGET void multiply_lines(int kind, Ints dots[MOST_ROWS][4 * VECT
 }
 
 #include "matmul_span_tile.inc"
-TILES_OF_16(span_tile, INT4) TILES_OF_16(span_tile, GROUPED_INT8)
+TILES_OF_16(span_tile, INT4) TILES_OF_16(span_tile, GROUPED_INT8) TILES_OF_16(span_tile, FLOAT4)
 
 /* Activations of 16 bits; of each four the first and the third, then the others. */
 TARGET static inline float wide_span_row(const Matrix *m, const void *x, int64_t steps, void *row) {
@@ -152,6 +158,7 @@ static const Plan bf16_plans[] = {
 static const Plan int8_plans[] = PLANS_OF_16(INT8, 256, 66);
 static const Plan int4_plans[] = PLANS_OF_16(INT4, 256, 66);
 static const Plan grouped_plans[] = PLANS_OF_16(GROUPED_INT8, 256, 66);
+static const Plan float4_plans[] = PLANS_OF_16(FLOAT4, 256, 66);
 
 const Kernel matmul_avx2[KINDS] = {
     {fp32_plans, copy_row, 4, LINE, 1},
@@ -159,5 +166,6 @@ const Kernel matmul_avx2[KINDS] = {
     {int8_plans, signed_row, 8, LINE, 0, HALVED},
     {int4_plans, span_row, 1, LINE, 0},
     {grouped_plans, wide_span_row, 2, LINE, 0},
+    {float4_plans, span_row, 1, LINE, 0},
 };
 #endif

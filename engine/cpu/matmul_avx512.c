@@ -38,7 +38,9 @@ TILE(tile, INT8, 10, 2) TILE(tile, INT8, 11, 2) TILE(tile, INT8, 12, 2)
 /* Of spans, whose weights are the unsigned operand as they are. Line by line: where memory is what a tile waits for, lines
    asked for four at a time come later. */
 #define SPAN_LINES(kind) 1
-#define SPAN_INPUTS(kind) ((kind) == INT4 ? 8 : 4)
+#define SPAN_INPUTS(kind) (FOUR_BITS(kind) ? 8 : 4)
+
+static const int8_t float4_tables[LINE] = {FLOAT4_TABLE, FLOAT4_TABLE, FLOAT4_TABLE, FLOAT4_TABLE};
 
 /* What is in the second cache by then comes into the first: the lines of scales in between keep the machine from it. */
 enum { LINES_AHEAD = 12 };
@@ -57,13 +59,15 @@ ALWAYS_INLINE TARGET void multiply_lines(int kind, Ints dots[MOST_ROWS][4], cons
                                          const char *const line[4], int64_t at, int rows, int groups) {
     if (kind == GROUPED_INT8)
         UNROLL for (int g = 0; g < groups; g++) __builtin_prefetch(line[g] + at + LINES_AHEAD * LINE, 0, 3);
+    const __m512i table = (__m512i)load_ints(float4_tables);
     const int parts = SPAN_INPUTS(kind) / 4;
     UNROLL for (int part = 0; part < parts; part++) {
         Ints weights[4];
         UNROLL for (int g = 0; g < groups; g++) {
             weights[g] = load_ints(line[g] + at);
             if (part) weights[g] = (Ints)_mm512_srli_epi16((__m512i)weights[g], 4);
-            if (kind == INT4) weights[g] &= 0x0f0f0f0f;
+            if (FOUR_BITS(kind)) weights[g] &= 0x0f0f0f0f;
+            if (kind == FLOAT4) weights[g] = (Ints)_mm512_shuffle_epi8(table, (__m512i)weights[g]);
         }
         UNROLL for (int r = 0; r < rows; r++) {
             const Ints four = spread(kind, x + r * row_stride + 4 * part, 0);
@@ -76,6 +80,7 @@ ALWAYS_INLINE TARGET void multiply_lines(int kind, Ints dots[MOST_ROWS][4], cons
 SIX_TILES(span_tile, INT4, 2) TILE(span_tile, INT4, 1, 4) TILE(span_tile, INT4, 2, 4) TILE(span_tile, INT4, 3, 4)
 SIX_TILES(span_tile, GROUPED_INT8, 2)
 TILE(span_tile, GROUPED_INT8, 1, 4) TILE(span_tile, GROUPED_INT8, 2, 4) TILE(span_tile, GROUPED_INT8, 3, 4)
+SIX_TILES(span_tile, FLOAT4, 2) TILE(span_tile, FLOAT4, 1, 4) TILE(span_tile, FLOAT4, 2, 4) TILE(span_tile, FLOAT4, 3, 4)
 
 #undef TARGET
 #undef NAME
@@ -102,6 +107,10 @@ static const Plan grouped_plans[] = {
     {3, 3, 4, 1280, 252, {GROUPED_INT8_1x4, GROUPED_INT8_2x4, GROUPED_INT8_3x4}},
     {INT64_MAX, 6, 2, 1280, 252, SIX(GROUPED_INT8, 2)},
 };
+static const Plan float4_plans[] = {
+    {3, 3, 4, 1280, 252, {FLOAT4_1x4, FLOAT4_2x4, FLOAT4_3x4}},
+    {INT64_MAX, 6, 2, 1280, 252, SIX(FLOAT4, 2)},
+};
 
 const Kernel matmul_avx512[KINDS] = {
     {&fp32_plan, copy_row, 4, LINE, 1},
@@ -109,5 +118,6 @@ const Kernel matmul_avx512[KINDS] = {
     {int8_plans, unsigned_row, 4, LINE, 0},
     {int4_plans, span_row, 1, LINE, 0},
     {grouped_plans, span_row, 1, LINE, 0},
+    {float4_plans, span_row, 1, LINE, 0},
 };
 #endif

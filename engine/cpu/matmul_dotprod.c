@@ -30,8 +30,10 @@ ALWAYS_INLINE TARGET Ints dot(Ints sum, int8x16_t weights, int8x16_t x, int lane
 
 /* Of four outputs the inputs 4 * lane to 4 * lane + 3, as signed numbers: grouped int8 as 128 less than it is. */
 ALWAYS_INLINE TARGET int8x16_t bytes_at(int kind, const char *line, int vector, int lane) {
-    const uint8x16_t bytes = vld1q_u8((const uint8_t *)line + (kind == INT4 ? lane / 2 : lane) * LINE + 16 * vector);
-    if (kind == INT4) return vreinterpretq_s8_u8(lane % 2 ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+    const uint8x16_t bytes = vld1q_u8((const uint8_t *)line + (FOUR_BITS(kind) ? lane / 2 : lane) * LINE + 16 * vector);
+    const uint8x16_t half = lane % 2 ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+    if (kind == FLOAT4) return vreinterpretq_s8_u8(vqtbl1q_u8((uint8x16_t){FLOAT4_TABLE}, half));
+    if (kind == INT4) return vreinterpretq_s8_u8(half);
     return vreinterpretq_s8_u8(kind == INT8 ? bytes : veorq_u8(bytes, vdupq_n_u8(128)));
 }
 
@@ -71,17 +73,18 @@ TILES_OF_16(int8_tile, INT8)
 
 /* Weights of grouped int8 are multiplied as 128 less than they are, and so are zero points; with offsets that is to be
    added. */
-#define SPAN_LINES(kind) ((kind) == INT4 ? 2 : 4)
+#define SPAN_LINES(kind) (FOUR_BITS(kind) ? 2 : 4)
 #define SPAN_INPUTS(kind) 16
 #define WEIGHT_SHIFT(kind) ((kind) == GROUPED_INT8 ? -128 : 0)
 #include "matmul_span_tile.inc"
-TILES_OF_16(span_tile, INT4) TILES_OF_16(span_tile, GROUPED_INT8)
+TILES_OF_16(span_tile, INT4) TILES_OF_16(span_tile, GROUPED_INT8) TILES_OF_16(span_tile, FLOAT4)
 
 static const Plan fp32_plans[] = PLANS_OF_16(FLOAT32, 384, 60);
 static const Plan bf16_plans[] = PLANS_OF_16(BFLOAT16, 384, 60);
 static const Plan int8_plans[] = PLANS_OF_16(INT8, 256, 60);
 static const Plan int4_plans[] = PLANS_OF_16(INT4, 256, 60);
 static const Plan grouped_plans[] = PLANS_OF_16(GROUPED_INT8, 256, 60);
+static const Plan float4_plans[] = PLANS_OF_16(FLOAT4, 256, 60);
 
 const Kernel matmul_dotprod[KINDS] = {
     {fp32_plans, copy_row, 4, LINE, 1},
@@ -89,5 +92,6 @@ const Kernel matmul_dotprod[KINDS] = {
     {int8_plans, byte_row, 4, LINE, 0},
     {int4_plans, span_row, 1, LINE, 0},
     {grouped_plans, span_row, 1, LINE, 0},
+    {float4_plans, span_row, 1, LINE, 0},
 };
 #endif

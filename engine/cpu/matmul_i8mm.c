@@ -72,12 +72,16 @@ ALWAYS_INLINE TARGET PairHead pair_head(const char *rows, int64_t row_stride, in
     return (PairHead){vreinterpretq_f32_s32(scales), starts};
 }
 
-/* The weights of eight inputs: of int4 one line, of grouped int8 two. */
+/* The weights of eight inputs: of four bits one line, of grouped int8 two. */
 ALWAYS_INLINE TARGET void eight_inputs(int kind, const char *line, uint8x16_t weights[QUADS]) {
     UNROLL for (int v = 0; v < 4; v++) {
         const uint8x16_t bytes = vld1q_u8((const uint8_t *)line + 16 * v);
-        const uint8x16_t low = kind == INT4 ? vandq_u8(bytes, vdupq_n_u8(15)) : bytes;
-        const uint8x16_t high = kind == INT4 ? vshrq_n_u8(bytes, 4) : vld1q_u8((const uint8_t *)line + LINE + 16 * v);
+        uint8x16_t low = FOUR_BITS(kind) ? vandq_u8(bytes, vdupq_n_u8(15)) : bytes;
+        uint8x16_t high = FOUR_BITS(kind) ? vshrq_n_u8(bytes, 4) : vld1q_u8((const uint8_t *)line + LINE + 16 * v);
+        if (kind == FLOAT4) {
+            low = vqtbl1q_u8((uint8x16_t){FLOAT4_TABLE}, low);
+            high = vqtbl1q_u8((uint8x16_t){FLOAT4_TABLE}, high);
+        }
         const uint32x4_t first = vreinterpretq_u32_u8(low), then = vreinterpretq_u32_u8(high);
         weights[2 * v] = vreinterpretq_u8_u32(vzip1q_u32(first, then));
         weights[2 * v + 1] = vreinterpretq_u8_u32(vzip2q_u32(first, then));
@@ -97,7 +101,7 @@ ALWAYS_INLINE TARGET void multiply_span(const Tile *t, int kind, const char *hea
         }
     }
     row += sizeof(SpanHead);
-    const int lines = kind == INT4 ? 1 : 2;
+    const int lines = FOUR_BITS(kind) ? 1 : 2;
     for (int64_t i = 0; i < t->matrix->span; i += 8, row += 8, at += lines * LINE) {
         uint8x16_t weights[QUADS];
         fetch_lines(t, at, lines, 1);
@@ -145,7 +149,7 @@ ALWAYS_INLINE TARGET void span_tile(const Tile *t, int kind, int rows, int group
     }
     end_pairs(t, kind, sums, rows, groups);
 }
-SIX_TILES(span_tile, INT4, 1) SIX_TILES(span_tile, GROUPED_INT8, 1)
+SIX_TILES(span_tile, INT4, 1) SIX_TILES(span_tile, GROUPED_INT8, 1) SIX_TILES(span_tile, FLOAT4, 1)
 
 #undef TARGET
 #define TARGET TARGET_BFMMLA
@@ -166,11 +170,13 @@ static const Plan bf16_plans[] = PLANS_OF_16(BFLOAT16, 384, 60);
 static const Plan int8_plans[] = PLANS_OF_16(INT8, 256, 60);
 static const Plan int4_plans[] = SPAN_PLANS(INT4);
 static const Plan grouped_plans[] = SPAN_PLANS(GROUPED_INT8);
+static const Plan float4_plans[] = SPAN_PLANS(FLOAT4);
 
 const Kernel matmul_i8mm[KINDS] = {
     [BFLOAT16] = {bf16_plans, copy_row, 4, 2 * LINE, 1, PAIRED, 2},
     [INT8] = {int8_plans, byte_row, 4, 2 * LINE, 0, PAIRED, 2},
     [INT4] = {int4_plans, span_row, 1, 2 * LINE, 0},
     [GROUPED_INT8] = {grouped_plans, span_row, 1, 2 * LINE, 0},
+    [FLOAT4] = {float4_plans, span_row, 1, 2 * LINE, 0},
 };
 #endif

@@ -204,7 +204,7 @@ EXPORT int charonia_pack(const void *from, int from_kind, int64_t stride, int64_
 /* Packing in spans: such rows of weights that are quantised already. */
 typedef struct {
     const Matrix *matrix;
-    const uint8_t *weights; /* [outputs, inputs]: int4 has 0 to 15 */
+    const uint8_t *weights; /* [outputs, inputs]: those of four bits have 0 to 15 */
     const float *scales;    /* [outputs, spans] */
     const uint8_t *zeros;   /* [outputs, spans], or null: 8, or 128 */
     const float *offsets;   /* [outputs, spans], or null */
@@ -252,7 +252,7 @@ static void pack_span(int kind, const uint8_t *weights, int64_t inputs, int lane
 {
     line += 4 * lane;
     for (int64_t i = 0; i < inputs; i++) {
-        if (kind == INT4)
+        if (FOUR_BITS(kind))
             line[i / 8 * LINE + i % 4] |= (uint8_t)((weights[i] & 15) << (i % 8 < 4 ? 0 : 4));
         else
             line[i / 4 * LINE + i % 4] = weights[i];

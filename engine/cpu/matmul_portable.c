@@ -25,7 +25,9 @@ ALWAYS_INLINE Ints spread(int kind, const char *row, int part) {
 #include "matmul_tile.inc"
 
 #define SPAN_LINES(kind) 1
-#define SPAN_INPUTS(kind) ((kind) == INT4 ? 8 : 4)
+#define SPAN_INPUTS(kind) (FOUR_BITS(kind) ? 8 : 4)
+
+static const int8_t float4_table[16] = {FLOAT4_TABLE};
 
 #define half_floats(line) load_halves(line)
 #define times(zeros, start) ((zeros) * (start))
@@ -39,11 +41,13 @@ ALWAYS_INLINE Floats fused(Floats a, Floats b, Floats c) {
 /* One line of one group. */
 ALWAYS_INLINE void multiply_lines(int kind, Ints dots[MOST_ROWS][4 * VECTORS], const char *x, int64_t row_stride,
                                   const char *const line[4], int64_t at, int rows, int groups) {
-    const int bits = kind == INT4 ? 4 : 8;
+    const int bits = FOUR_BITS(kind) ? 4 : 8;
     for (int part = 0; part < SPAN_INPUTS(kind); part++)
         for (int v = 0; v < groups * VECTORS; v++) {
             const Ints all = load_ints(line[0] + at + v * sizeof(Ints));
-            const Ints weights = all >> (8 * (part % 4) + part / 4 * 4) & ((1 << bits) - 1);
+            Ints weights = all >> (8 * (part % 4) + part / 4 * 4) & ((1 << bits) - 1);
+            if (kind == FLOAT4)
+                for (int i = 0; i < WIDTH; i++) weights[i] = float4_table[weights[i]];
             for (int r = 0; r < rows; r++) dots[r][v] += weights * ((const int8_t *)x)[r * row_stride + part];
         }
 }
@@ -58,6 +62,7 @@ FOUR_TILES(tile, BFLOAT16)
 FOUR_TILES(tile, INT8)
 FOUR_TILES(span_tile, INT4)
 FOUR_TILES(span_tile, GROUPED_INT8)
+FOUR_TILES(span_tile, FLOAT4)
 
 const Kernel matmul_portable[KINDS] = {
     {&FLOAT32_plan, copy_row, 4, LINE, 1},
@@ -65,4 +70,5 @@ const Kernel matmul_portable[KINDS] = {
     {&INT8_plan, signed_row, 8, LINE, 0},
     {&INT4_plan, span_row, 1, LINE, 0},
     {&GROUPED_INT8_plan, span_row, 1, LINE, 0},
+    {&FLOAT4_plan, span_row, 1, LINE, 0},
 };

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.code_forms import CodeForm, Zeros, as_int8
+from ..checkpoint.code_forms import CodeForm, Zeros, as_float4, as_int8
 from ..checkpoint.packing_cache import Array
 from ..checkpoint.served_forms import SCALE_ERROR
 from ..checkpoint.weights import TensorSlice, WeightLoader, dtype_name
@@ -121,9 +121,11 @@ class ProductMatrix:
         kept = self.precision
         if codes is not None:
             numbers = self.outputs * self._inputs
-            bits = 8 if codes.by_row else 8 * self._grouped_format(codes).line_bytes / numbers
+            form = None if codes.by_row else self._grouped_format(codes)
+            bits = 8 if form is None else 8 * form.line_bytes / numbers
             bits = 8 + 32 / codes.group_size if codes.floats and not codes.by_row else bits
-            loader.count_served(self._slices, str(codes), bits, 0.0 if codes.exact else SCALE_ERROR)
+            name = f"fp4 by groups of {codes.group_size}" if form is not None and form.floats else str(codes)
+            loader.count_served(self._slices, name, bits, 0.0 if codes.exact else SCALE_ERROR)
         elif kept == "none":
             loader.count_floats(self._slices)
         else:
@@ -134,7 +136,9 @@ class ProductMatrix:
         points = codes.zeros is Zeros.POINTS
         offsets = codes.zeros is Zeros.OFFSETS
         out = torch.float32 if self._use.float32 else x
-        return GroupedFormat(self.outputs, self._inputs, codes.group_size, points, x, out, codes.bits, offsets)
+        float4 = codes.float4 and not runtime.serves(x, self._loader.device)
+        bits = 4 if float4 else codes.bits
+        return GroupedFormat(self.outputs, self._inputs, codes.group_size, points, x, out, bits, offsets, float4)
 
     def _product(
         self, kept: str, codes: CodeForm | None, bias: Tensor | None, arrays: Mapping[str, Array] | None
@@ -158,6 +162,8 @@ class ProductMatrix:
         if codes is not None:
             for first, stored in self._loader.code_tiles(self._slices, codes):
                 if isinstance(product, GroupedMatmul):
+                    if product.form.floats:
+                        stored = stored._replace(weights=as_float4(stored.weights))
                     product.pack(first, stored)
                 else:
                     product.pack(first, as_int8(stored.weights), stored.scales.squeeze(1))

@@ -34,6 +34,14 @@ MODEL(__m512i, _mm512_srli_epi16, __m512i x, int by)
     return (__m512i)words;
 }
 
+MODEL(__m512i, _mm512_shuffle_epi8, __m512i table, __m512i places)
+{
+    const Bytes from = (Bytes)table, at = (Bytes)places;
+    Bytes to;
+    EACH(i, 64) to[i] = at[i] < 0 ? 0 : from[i / 16 * 16 + at[i] % 16];
+    return (__m512i)to;
+}
+
 MODEL(__m512, _mm512_fmadd_ps, __m512 a, __m512 b, __m512 c)
 {
     EACH(i, 16) c[i] = fmaf(a[i], b[i], c[i]);

@@ -116,7 +116,7 @@ def line_bytes(m: MatrixStruct) -> int:
     """Of all its lines; the numbers of kinds are those of matmul.h."""
     if not m.span:
         return lanes(m.outputs) // LANES * -(-m.inputs * (4, 2, 1)[m.kind] // 4) * LINE_BYTES
-    bits, x = {3: 4, 4: 8}[m.kind], torch.float32
+    bits, x = {3: 4, 4: 8, 5: 4}[m.kind], torch.float32
     return GroupedFormat(m.outputs, m.inputs, m.span, m.zeros == 1, x, x, bits, m.zeros == 2).line_bytes
 
 

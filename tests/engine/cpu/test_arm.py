@@ -14,7 +14,7 @@ from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
 from charonia.engine.cpu.memory import HugePageArena
 from tests.engine.cpu import test_argmax, test_elementwise, test_recurrent
 from tests.engine.cpu.emulator import IS_HERE, EmulatedLibrary, build_kernels
-from tests.engine.cpu.test_matmul_grouped import FORMS, Form, form_of, inputs, made
+from tests.engine.cpu.test_matmul_grouped import FORMS, Form, floats_and_codes, form_of, inputs, made
 from tests.engine.cpu.test_tiles import flushed, short_numbers
 
 pytestmark = [
@@ -68,7 +68,7 @@ def test_the_best_level_of_a_processor_is_in_use(program: Path, processor: str, 
 def integer_products(forms: list[Form], counts: tuple[int, ...]) -> list[torch.Tensor]:
     """Of matrices in one chunk and in some, whose inputs are whole spans and pairs of steps or not; of rows in one
     block and in two."""
-    return [*grouped_products(forms, counts), *int8_products(counts)]
+    return [*grouped_products(forms, counts), *float4_products(counts), *int8_products(counts)]
 
 
 def grouped_products(forms: list[Form], counts: tuple[int, ...]) -> Iterator[torch.Tensor]:
@@ -76,6 +76,11 @@ def grouped_products(forms: list[Form], counts: tuple[int, ...]) -> Iterator[tor
         x, out = (torch.bfloat16, torch.float32) if form[0] == 4 else (torch.float32, torch.bfloat16)
         product, _, _ = made(form_of(form, (40, 2600 if form[1] == 32 else 200), x, out))
         yield from (product(inputs(count, product.form.inputs, x)) for count in counts)
+
+
+def float4_products(counts: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    product, _ = floats_and_codes((40, 200), 32, torch.bfloat16)
+    yield from (product(inputs(count, 200, torch.bfloat16)) for count in counts)
 
 
 def int8_products(counts: tuple[int, ...]) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
 from charonia.engine.cpu.memory import HugePageArena
 from tests.engine.cpu import test_elementwise, test_experts, test_recurrent
 from tests.engine.cpu.conftest import ByThreads
-from tests.engine.cpu.test_matmul_grouped import FORMS, form_of, inputs, made
+from tests.engine.cpu.test_matmul_grouped import FLOAT4_SHAPES, FORMS, floats_and_codes, form_of, inputs, made
 
 pytestmark = pytest.mark.skipif(
     library.level() is None or shutil.which("gcc") is None or platform.machine() != "x86_64",
@@ -45,6 +45,12 @@ def grouped_products() -> Iterator[torch.Tensor]:
         yield from (product(inputs(rows, 600, torch.bfloat16)) for rows in ROWS)
 
 
+def float4_products() -> Iterator[torch.Tensor]:
+    for shape in FLOAT4_SHAPES:
+        product, _ = floats_and_codes(shape, 32, torch.bfloat16)
+        yield from (product(inputs(rows, shape[1], torch.bfloat16)) for rows in ROWS)
+
+
 def int8_products() -> Iterator[torch.Tensor]:
     for out in (torch.float32, torch.bfloat16):
         form = MatmulFormat(70, 1003, torch.int8, torch.bfloat16, out)
@@ -55,7 +61,7 @@ def int8_products() -> Iterator[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def of_this_machine() -> list[torch.Tensor]:
-    return [*grouped_products(), *int8_products()]
+    return [*grouped_products(), *float4_products(), *int8_products()]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,7 @@ def model(built: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def test_integer_products_have_this_machines_bits(of_this_machine: list[torch.Tensor], model: None) -> None:
-    found = [*grouped_products(), *int8_products()]
+    found = [*grouped_products(), *float4_products(), *int8_products()]
     assert [torch.equal(one, other) for one, other in zip(found, of_this_machine, strict=True)] == [True] * len(found)
 
 

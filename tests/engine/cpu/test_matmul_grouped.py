@@ -8,6 +8,7 @@ from typing import TypeAlias
 import pytest
 import torch
 
+from charonia.engine.checkpoint.code_forms import FLOAT4_CODES, as_float4
 from charonia.engine.cpu.matmul import GROUP_SIZES, GroupedFormat, GroupedMatmul, GroupedRows
 from charonia.engine.cpu.memory import HugePageArena
 from tests.engine.cpu.conftest import HERE, ByThreads
@@ -189,3 +190,47 @@ def test_rows_of_zeros_are_the_bias_and_no_rows_no_results(level: str) -> None:
     packed, _, bias = made(GroupedFormat(20, 100, 64, True, torch.bfloat16, torch.float32))
     assert torch.equal(packed(torch.zeros(2, 100).bfloat16())[1], bias)
     assert packed(torch.zeros(0, 100).bfloat16()).shape == (0, 20)
+
+
+FLOAT4_SHAPES = [(100, 70), (40, 2300)]
+
+
+def floats_and_codes(shape: tuple[int, int], size: int, x: torch.dtype) -> tuple[GroupedMatmul, GroupedMatmul]:
+    """One matrix in floats of four bits, all of which are there, and in codes of eight."""
+    form = GroupedFormat(*shape, size, False, x, x, floats=True)
+    rows, bias = weights_for(form), torch.linspace(-1, 1, shape[0])
+    small = GroupedMatmul(form, bias, HugePageArena())
+    small.pack(0, rows)
+    wide = GroupedMatmul(form._replace(bits=8, floats=False), bias, HugePageArena())
+    wide.pack(0, rows._replace(weights=FLOAT4_CODES[rows.weights.int()]))
+    return small, wide
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES[4])
+@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16], ids=str)
+def test_floats_of_four_bits_have_the_bits_of_codes_of_eight(x: torch.dtype, size: int, level: str) -> None:
+    """Also where every activation and weight is as large as they get."""
+    for shape in FLOAT4_SHAPES:
+        small, wide = floats_and_codes(shape, size, x)
+        assert small.form.line_bytes < 0.56 * wide.form.line_bytes
+        for count in (1, 2, 5, 7, 13):
+            some = inputs(count, shape[1], x)
+            for rows in (some, torch.ones_like(some), some.sign()):
+                assert torch.equal(small(rows), wide(rows)), (shape, count)
+
+
+def test_floats_of_four_bits_that_are_all_the_largest(level: str) -> None:
+    for code, number in ((7, 12.0), (15, -12.0)):
+        form = GroupedFormat(17, 96, 32, False, torch.float32, torch.float32, floats=True)
+        product = GroupedMatmul(form, None, HugePageArena())
+        product.pack(0, GroupedRows(torch.full((17, 96), code, dtype=torch.uint8), torch.ones(17, 3)))
+        x = torch.full((7, 96), 127.0)
+        assert torch.equal(product(x), torch.full((7, 17), 96 * 127 * number))
+        assert torch.equal(product(-x), torch.full((7, 17), -96 * 127 * number))
+
+
+def test_codes_of_floats_of_four_bits_come_back() -> None:
+    """Of zero there are two, which are alike."""
+    expected = torch.arange(16, dtype=torch.uint8)
+    expected[8] = 0
+    assert torch.equal(as_float4(FLOAT4_CODES), expected)

@@ -93,10 +93,10 @@ def test_memory_is_reserved_for_what_the_experts_become(packed: tuple[Path, Path
         size for name, size in matrices.items() if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
     )
     [need] = memory_needed(str(small), {"device": "cpu"}, ())
-    assert need.size == 2 * (sum(matrices.values()) - experts) + 1.125 * experts
+    assert need.size == 2 * (sum(matrices.values()) - experts) + 0.5625 * experts
     served = checkpoint_builder(open_checkpoint(small)).build(BuildContext(torch.bfloat16, CPU, 64)).served
     assert served is not None
-    assert any("mxfp4 as 8 bits by groups of 32, exactly" in line for line in served.lines())
+    assert any("mxfp4 as fp4 by groups of 32, exactly" in line for line in served.lines())
 
 
 @pytest.mark.parametrize(
