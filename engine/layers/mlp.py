@@ -200,7 +200,7 @@ class MixtureOfExperts:
     def _in_one(self, loader: WeightLoader, activation: str) -> FusedMixture | None:
         """All of its experts here as one of the C kernels; None: they can't be."""
         experts = self._experts
-        if not isinstance(experts, EachExpert) or self._spec.groups > 1:
+        if not isinstance(experts, EachExpert):
             return None
         products = [expert.products for expert in experts.experts]
         packed = [product for product in products if product is not None]
@@ -216,6 +216,9 @@ class MixtureOfExperts:
             scale=spec.scale,
             bias=self._bias,
             scales=self._scales,
+            groups=spec.groups,
+            chosen_groups=spec.chosen_groups,
+            group_judges=spec.group_judges,
         )
         return FusedMixture(routing, packed, experts.numbers.start, activation, loader.dtype)
 
