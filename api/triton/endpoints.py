@@ -9,6 +9,7 @@ from asyncio import to_thread
 from collections.abc import Awaitable
 from contextlib import aclosing
 from functools import partial
+from secrets import token_hex
 
 import orjson
 from starlette.requests import Request
@@ -18,8 +19,9 @@ from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
 from ...core.gateway import ModelHandle
-from ...core.model import ModelStats
+from ...core.model import ModelConfig, ModelStats
 from ...core.request import InferRequest, InferResponse
+from ...core.tensor import Tensor
 from ...telemetry.shared_state import ServerLookup
 from ..header_rules import HeaderForwarding
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
@@ -27,13 +29,23 @@ from ..http.error_responses import json_response, v2_error_body
 from ..http.request_context import context_of, record_error
 from ..infer_call import is_empty_final, read_up_to_two, release_memory_after
 from ..metadata import ServerInfo, server_metadata
-from .generate import encode_generate_response, generate_body_to_infer_request, is_long, parse_long_generate_body
+from .generate import (
+    SHORT_TEXT_BYTES,
+    encode_generate_response,
+    generate_body_to_infer_request,
+    is_long,
+    parse_long_generate_body,
+    short_text,
+)
 from .infer import InferEndpoint
 
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, "
     "use generate stream for model that generates various number of responses"
 )
+
+_PLACEHOLDER = token_hex(16)
+"""Stands for a text that is not known yet; no client can know it and have it for its request's id."""
 
 
 class V2Endpoints:
@@ -127,13 +139,28 @@ class GenerateEventEncoder:
     def __init__(self, model: ModelHandle, request_id: str, limit: int) -> None:
         self._model = model  # whose config is that of the arm of a route once it answers
         self._id, self._limit = request_id, limit
+        self._texts: dict[str, tuple[ModelConfig, list[bytes]]] = {}
+        """By an output's name, what stands around its text in an event of that alone, for that config."""
 
     def encode_item(self, response: InferResponse) -> bytes | Awaitable[bytes]:
+        text = short_text(response)
+        if text is not None and self._limit >= 8 * SHORT_TEXT_BYTES:
+            return orjson.dumps(text).join(self._around_text(response))
         if is_long(response):
             release_memory_after(response)
             return to_thread(self._encode, response)
         ended = self._model.config.decoupled and is_empty_final(response)
         return b"" if ended else self._encode(response)
+
+    def _around_text(self, response: InferResponse) -> list[bytes]:
+        # Most events are of a text alone: the JSON around it is encoded once for all of them.
+        [output], config = response.outputs, self._model.config
+        known, around = self._texts.get(output.name, (None, []))
+        if known is not config:
+            placeholder = Tensor.from_values(output.name, "BYTES", [_PLACEHOLDER.encode()])
+            around = self._encode(InferResponse((placeholder,))).split(orjson.dumps(_PLACEHOLDER))
+            self._texts[output.name] = config, around
+        return around
 
     def _encode(self, response: InferResponse) -> bytes:
         return sse_event(encode_generate_response(self._model.config, self._id, response, self._limit))

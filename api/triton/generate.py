@@ -21,6 +21,9 @@ from ..size_limits import MAX_RESPONSE_BYTES
 
 _SAMPLING = "sampling_parameters"
 
+SHORT_TEXT_BYTES = 4096
+"""Of a string that is encoded by itself, whatever else a response may have."""
+
 
 class JsonObjectPairs(list[tuple[str, Any]]):
     """The members of a JSON object in their order, repeated keys included; a type of its own, unlike a JSON array's."""
@@ -94,6 +97,22 @@ def encode_generate_response(
     for tensor in response.outputs:
         members[tensor.name] = _plain(tensor)
     return json_tensors.dump_json(members, strict, ordered=True)
+
+
+def short_text(response: InferResponse) -> str | None:
+    """The text of a response that is nothing but one short string, as nearly all of a language model's are."""
+    if len(response.outputs) != 1 or response.parameters:
+        return None
+    [output] = response.outputs
+    if output.datatype != "BYTES" or output.data.size != 1:
+        return None
+    data: bytes = output.scalar
+    if len(data) > SHORT_TEXT_BYTES:
+        return None
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def is_long(response: InferResponse) -> bool:
