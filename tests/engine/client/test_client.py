@@ -24,17 +24,23 @@ from charonia.scheduler.sequence import SequenceSpec
 from ...waiting import until
 
 BLOCKS = 64
+CACHE = CacheConfig(blocks=BLOCKS)
 SECONDS = 60.0
 Start = Callable[..., Awaitable[EngineClient]]
 
 
 def config(
-    step_seconds: float = 0.0, max_num_seqs: int = 32, ahead: int = 0, state_bytes: int = 0, **engine: object
+    step_seconds: float = 0.0,
+    max_num_seqs: int = 32,
+    ahead: int = 0,
+    state_bytes: int = 0,
+    cache: CacheConfig = CACHE,
+    **engine: object,
 ) -> EngineConfig:
     return EngineConfig(
         model="",
         executor="fake",
-        cache=CacheConfig(blocks=BLOCKS),
+        cache=cache,
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, ahead=ahead),
         fake=FakeConfig(vocab_size=1000, max_model_len=512, step_seconds=step_seconds, state_bytes=state_bytes),
         **engine,
@@ -342,7 +348,8 @@ async def test_closing_what_was_never_started() -> None:
 
 
 async def test_a_prompt_begins_with_a_kept_state_and_is_counted(start: Start) -> None:
-    client = await start(state_bytes=1 << 16)
+    few = CacheConfig(blocks=30, state_fraction=0.07, host_bytes=1 << 24)
+    client = await start(state_bytes=1 << 16, cache=few)
     prompt = list(range(200))
     answers = [await read_all(client, prompt) for _ in range(2)]
     assert [sum((delta.token_ids for delta in answer), ()) for answer in answers] == [tuple(range(200, 208))] * 2
@@ -351,5 +358,15 @@ async def test_a_prompt_begins_with_a_kept_state_and_is_counted(start: Start) ->
     state = client.state()
     assert state.prefix_hits == 176
     assert state.state_snapshots >= 1
+    assert (state.host_snapshots, state.states_brought_back) == (0, 0)
     assert state.state_evictions == 0
+    for other in (300, 600):
+        await read_all(client, list(range(other, other + 200)))
+    [begun, *_] = await read_all(client, prompt)
+    assert begun.cached_tokens == 176
+    await until(lambda: client.state().state_hits == 2)
+    again = client.state()
+    assert (again.states_brought_back, again.restored) == (1, 176)
+    assert again.host_snapshots >= 2
+    assert again.state_evictions >= 2
     assert state.state_misses == 16  # a prompt's last block is left to what follows it, as SnapshotRule says

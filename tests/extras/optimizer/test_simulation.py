@@ -65,6 +65,14 @@ def test_a_model_with_states_finds_a_beginning_when_one_was_kept_where_prompts_p
     assert [result.cached for result in results] == [0, 0, 320, 320, 320, 320]
 
 
+def test_beginnings_that_the_device_has_no_room_for_are_found_in_the_hosts_memory() -> None:
+    requests = [SimulatedRequest(float(at), 400, 4, shared=320, prefix=at % 4) for at in range(16)]
+    small = replace(ENGINE, blocks=70, snapshots=2)
+    assert {result.cached for result in run(requests, small)[1]} == {0}
+    _, results = run(requests, replace(small, host_blocks=400, host_snapshots=40))
+    assert [result.cached for result in results] == [0] * 8 + [320] * 8
+
+
 def test_a_step_moves_the_state_of_each_sequence_once_whatever_its_tokens() -> None:
     machine = SimulatedMachine(weights=0, token=0, head=0, decode_context=0, prompt_context=0, rest=0, state=1e-3)
     steps: list[tuple[int, int, float]] = []
