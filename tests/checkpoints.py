@@ -337,6 +337,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {
         "model_type": "ministral3",
         "head_dim": 16,
+        "pad_token_id": None,
         "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
     },
     "glm4-moe": LLAMA | CORRECTED | {"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True},
