@@ -26,6 +26,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 FLAGS = "-std=gnu11 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wno-psabi -Werror"
+SMALL = "-Dalways_inline=unused"
+"""Helpers are functions, not copied to where they are called: compiling that takes several times as long."""
 MODEL = '-DCHARONIA_TILE_MODEL="tile_model.h"'
 SOURCES = ("level.c", "matmul.c", "matmul_pack.c")
 OURS, THEIRS = Path(__file__).parent, Path(library.__file__).parent
@@ -73,7 +75,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = tmp_path_factory.mktemp("model")
     sources = [*(str(THEIRS / name) for name in SOURCES), str(OURS / "tile_model.c")]
     kernels = [str(THEIRS / "matmul_amx.c")] if request.param == "modelled" else trapping(directory)
-    return TileModel(ctypes.CDLL(str(compiled(directory / "tiles.so", "-shared", "-O2", MODEL, *sources, *kernels))))
+    return TileModel(
+        ctypes.CDLL(str(compiled(directory / "tiles.so", "-shared", "-O2", SMALL, MODEL, *sources, *kernels)))
+    )
 
 
 @pytest.fixture
