@@ -22,7 +22,7 @@ from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from tests.engine.kept_attention import KeptReference
 
-BLOCK, NEW = 16, 6
+BLOCK, NEW = 16, 4
 SHARED = [7, 8, 9, 10] * 5
 PROMPTS = [SHARED, [*SHARED, 3, 4, 5], [*SHARED, 11]]
 OTHERS = (
