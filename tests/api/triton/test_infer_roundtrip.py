@@ -47,7 +47,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "raw"])
 @pytest.mark.parametrize("datatype", sorted(NUMPY_TYPES))
 @given(drawn=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_there_and_back(datatype: str, binary: bool, drawn: st.DataObject) -> None:
     if datatype in BINARY_ONLY and not binary:
         return

@@ -265,7 +265,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(all_rules(), STEPS)
 def test_it_does_what_the_rules_say(rules: BatchingConfig, steps: list[tuple[Any, ...]]) -> None:
     batcher: DynamicBatcher = DynamicBatcher(rules)

@@ -57,7 +57,7 @@ def test_a_recorded_answer_is_read_at_once_and_by_characters(answer: Any, record
     assert joined(read(fresh(answer, recorded), answer.text)) == expected(answer)
 
 
-@settings(max_examples=250)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_recorded_answer_is_read_the_same_however_it_is_split(recorded: Any, data: st.DataObject) -> None:
     answer = data.draw(st.sampled_from(recorded.ANSWERS))
@@ -84,7 +84,7 @@ ALPHABET = [
 ]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     parser=st.sampled_from(sorted(TOOL_FORMATS)), parts=st.lists(st.sampled_from(ALPHABET), max_size=25), data=st.data()
 )
