@@ -31,8 +31,9 @@ from typing import Any
 _SET_CHILD_SUBREAPER = 36
 """Of prctl(2): whether a process below this one whose parent ends becomes a child of this one."""
 _MOST_BYTES = 2**20
-_EARLY = ("PYTHON", "LD_", "MALLOC_", "GOMP_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "TRITON_")
-"""What libraries read when a process begins, or when they are loaded, and not later."""
+_EARLY = ("PYTHON", "LD_", "MALLOC_", "GOMP_", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "TRITON_")
+"""What libraries read when a process begins, or when they are loaded, and not later. Without `KMP_`: scikit-learn sets
+two of these in a process that imports it, for its own sake."""
 
 
 class CopiedProcess:
