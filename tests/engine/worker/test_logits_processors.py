@@ -66,15 +66,19 @@ def reference(checkpoint: Callable[..., Path]) -> Callable[..., list[list[int]]]
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
     model.generation_config.eos_token_id = None
 
+    known: dict[str, list[list[int]]] = {}
+
     @torch.inference_mode()
     def generate(**options: Any) -> list[list[int]]:
+        if (key := repr(options)) in known:
+            return known[key]
         made = []
         for prompt in prompts():
             ids = torch.tensor([prompt])
             fixed = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **fixed, **options)
             made.append(out[0, len(prompt) :].tolist())
-        return made
+        return known.setdefault(key, made)
 
     return generate
 
