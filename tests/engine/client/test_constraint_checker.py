@@ -15,6 +15,9 @@ from charonia.engine.client.constraint_checker import CheckLimits, ConstraintChe
 from charonia.engine.grammars.constraint_check import CheckedConstraint
 from charonia.processes.limited_process import LimitedProcess
 
+# A copy's template begins with the first of them, which takes longer than these may take where much else runs.
+pytestmark = pytest.mark.usefixtures("started_children")
+
 SLOW = GuidedDecoding("json_schema", '{"type":"integer","multipleOf":1000003}', "response_format")
 """The library takes many seconds for it."""
 
