@@ -445,6 +445,42 @@ PARTS = {
 """Models that take images too, of which the language part is served."""
 CONFIGS |= PARTS
 
+DEEPSEEK = LLAMA | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "rope_parameters": YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 1.2},
+}
+LATENTS = {
+    "deepseek-v3": DEEPSEEK,
+    "deepseek-v2": DEEPSEEK | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
+    "deepseek-v2-lite": DEEPSEEK
+    | {"model_type": "deepseek_v2", "topk_method": "greedy", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "deepseek-v3-halves": DEEPSEEK | {"rope_interleave": False, "q_lora_rank": None, "attention_bias": True},
+    "glm4-lite": DEEPSEEK
+    | {
+        "model_type": "glm4_moe_lite",
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+"""Attention over latents, and experts of sigmoid routers in groups."""
+CONFIGS |= LATENTS
+
 FOREIGN: dict[str, dict[str, Any]] = {
     "gpt-neox": LLAMA | {"model_type": "gpt_neox", "num_key_value_heads": 4},
     "granite": LLAMA

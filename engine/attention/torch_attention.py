@@ -181,13 +181,13 @@ class _AttentionPart(NamedTuple):
 
 
 class TorchSdpaAttention(AttentionBackend):
-    """Keys and values of each place, each [blocks, block_size * kv_heads * head_dim], and attention by
-    `F.scaled_dot_product_attention`. The query heads that share a key/value head are spread over an axis of their own:
-    its `enable_gqa` would expand the keys."""
+    """Keys and values of each place, each [blocks, block_size * kv_heads * head_dim], or one tensor where keys have the
+    values in them, and attention by `F.scaled_dot_product_attention`. The query heads that share a key/value head are
+    spread over an axis of their own: its `enable_gqa` would expand the keys."""
 
     @classmethod
     def supports_shape(cls, shape: KeyValueShape, heads: int) -> bool:
-        return shape.value_size == shape.key_size and not shape.values_in_keys
+        return shape.values_in_keys or shape.value_size == shape.key_size
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
@@ -200,12 +200,13 @@ class TorchSdpaAttention(AttentionBackend):
         self._layers = []  # earlier ones are freed first
         self._places = []
         for shape in self._spec.place_shapes:
-            self._places.append((_zeros(self._spec, shape, blocks), _zeros(self._spec, shape, blocks)))
+            keys = _zeros(self._spec, shape, blocks)
+            self._places.append((keys, keys if shape.values_in_keys else _zeros(self._spec, shape, blocks)))
         self._layers = [self._places[place.number] for place in self._layer_places]
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        return [cache for place in self._places for cache in place]
+        return [cache for keys, values in self._places for cache in ((keys,) if keys is values else (keys, values))]
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         spec = self._spec
@@ -217,7 +218,7 @@ class TorchSdpaAttention(AttentionBackend):
         parts = {(group, index): self._parts(groups[group], self._distinct[index]) for group, index in kinds}
 
         def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None) -> Tensor:
-            kv_heads, size = spec.shapes[layer][:2]
+            kv_heads, size, value_size, _ = spec.shapes[layer]
             group = places[layer].group
             slots, begun = slots_of[group], begun_of[group]
             token = (-1, kv_heads * size)
@@ -228,20 +229,27 @@ class TorchSdpaAttention(AttentionBackend):
                 if len(begun):  # blocks with what an earlier sequence left there
                     cache.index_fill_(0, begun, 0)
                 cache.view(token).index_copy_(0, slots, new.reshape(token))
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            out = q.new_empty(len(q), kv_heads, spec.heads // kv_heads, value_size)
             for part in parts[group, self._index[layer]]:
-                out.view(grouped)[part.tokens] = self._attend(part, layer, q.view(grouped)[part.tokens], sinks)
+                mixed = self._attend(part, layer, q.view(grouped)[part.tokens], sinks)
+                out[part.tokens] = mixed[..., :value_size]
             return out.view(len(q), -1)
 
         return TorchStepAttention(attend, spec)
 
     def _attend(self, part: _AttentionPart, layer: int, queries: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attention of a part's queries, [tokens, kv_heads, group, head_dim] like the result."""
+        """Attention of a part's queries, [tokens, kv_heads, group, head_dim] like the result. Where values are in keys,
+        whole keys are mixed: torch's flash attention wants both of one size."""
         _, kv_heads, group, head_dim = queries.shape
         rows = 1 if part.chunk else len(queries)
-        gathered = (cache.index_select(0, part.blocks) for cache in self._layers[layer])
-        by_row = (entries.view(rows, -1, kv_heads, head_dim) for entries in gathered)
-        keys, values = (entries[:, : part.length].transpose(1, 2) for entries in by_row)
+
+        def gathered(cache: Tensor) -> Tensor:
+            by_row = cache.index_select(0, part.blocks).view(rows, -1, kv_heads, head_dim)
+            return by_row[:, : part.length].transpose(1, 2)
+
+        stored_keys, stored_values = self._layers[layer]
+        keys = gathered(stored_keys)
+        values = keys if stored_values is stored_keys else gathered(stored_values)
         sunk = None if sinks is None else sinks.view(kv_heads, group, 1)
         if not part.chunk:
             return _mix(part, queries, keys, values, sunk)

@@ -14,6 +14,7 @@ from .model_spec import (
     CheckpointError,
     ExpertsSpec,
     GemmaSpec,
+    LatentSpec,
     LayerAttention,
     Multipliers,
     RopeSpec,
@@ -65,8 +66,8 @@ class ArchitectureDefaults(NamedTuple):
     """The meaning of whatever an architecture's config.json leaves out. `slides`: the rule for its sliding window,
     unless it `reads_layer_types` and has them. `absent`: values of fields that are not there. `partial_rotary`: only a
     part of each head may be rotated. `rope_types`: its own names of rope types -> ours. `hybrid`: reads what layers are
-    like where not all attend, `unequal` where they attend in ways of their own. `translate`: config.json in the fields
-    that are read here. `only`: fields of which one value is computed."""
+    like where not all attend, `unequal` where they attend in ways of their own, `latent` where they do over latents.
+    `translate`: config.json in the fields that are read here. `only`: fields of which one value is computed."""
 
     slides: SlidingRule = lambda config, layer: False
     absent: Mapping[str, Any] = {}
@@ -75,6 +76,7 @@ class ArchitectureDefaults(NamedTuple):
     rope_types: Mapping[str, str] = {}
     hybrid: "Callable[[ConfigFields], HybridLayers] | None" = None
     unequal: "Callable[[ConfigFields], UnequalLayers] | None" = None
+    latent: "Callable[[ConfigFields], LatentSpec] | None" = None
     translate: "Callable[[ConfigFields], Mapping[str, Any]]" = lambda fields: fields.config
     only: Mapping[str, Any] = {}
 

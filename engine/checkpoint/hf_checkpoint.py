@@ -37,10 +37,12 @@ _MINISTRAL3 = {
     "vocab_size": 131072,
 }
 _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
     "gemma3_text": ("Gemma3ForCausalLM", _GEMMA),
     "gemma3n_text": ("Gemma3nForCausalLM", {}),
     "gemma4_text": ("Gemma4ForCausalLM", {}),
     "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", {}),
+    "kimi_k2": ("DeepseekV3ForCausalLM", {}),
     "llama": ("LlamaForCausalLM", _SEVEN_BILLION | {"intermediate_size": 11008}),
     "ministral3": ("Ministral3ForCausalLM", _MINISTRAL3),
     "mistral": ("MistralForCausalLM", _SEVEN_BILLION | {"intermediate_size": 14336, "num_key_value_heads": 8}),
@@ -59,6 +61,7 @@ _USUAL_TEXT_PART = {
     "Gemma3nForConditionalGeneration": "gemma3n_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
+    "KimiK25ForConditionalGeneration": "kimi_k2",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",
     "Mistral3ForConditionalGeneration": "mistral",

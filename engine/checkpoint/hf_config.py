@@ -7,8 +7,9 @@ from ...core.errors import shorten
 from .config_fields import MOST_PARTS, ArchitectureDefaults, ConfigFields
 from .gemma_config import GEMMAS
 from .hybrid_config import HYBRIDS
+from .latent_config import LATENTS, latent_attention
 from .llama_kin_config import LLAMA_KIN
-from .model_spec import CheckpointError, ModelSpec
+from .model_spec import CheckpointError, LayerAttention, ModelSpec
 
 
 def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -48,6 +49,11 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
             raise fields.unknown(f"{name} {shorten(repr(fields.config[name]))} is not supported here, {value} is")
     hybrid = None if fields.defaults.hybrid is None else fields.defaults.hybrid(fields)
     unequal = None if fields.defaults.unequal is None else fields.defaults.unequal(fields)
+    latent = None if fields.defaults.latent is None else fields.defaults.latent(fields)
+    if latent is not None:
+        attention: tuple[LayerAttention | None, ...] = latent_attention(fields, latent)
+    else:
+        attention = fields.attention(hybrid, head_dim) if unequal is None else unequal.attention
     rope = fields.rope("full_attention", head_dim if unequal is None else unequal.full_head_dim)
     longest = fields.number("max_position_embeddings", 2048)
     return ModelSpec(
@@ -58,7 +64,7 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        attention=fields.attention(hybrid, head_dim) if unequal is None else unequal.attention,
+        attention=attention,
         cache_owners=() if unequal is None else unequal.cache_owners,
         mlp_sizes=() if unequal is None else unequal.mlp_sizes,
         gemma=None if unequal is None else unequal.gemma,
@@ -72,6 +78,7 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         normed_heads=fields.flag("use_qk_norm"),
         rotates=fields.flags("rotates"),
         query_growth=fields.real("query_growth") or 0.0,
+        latent=latent,
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
         rope=rope,
         local_rope=fields.rope("sliding_attention", head_dim),
@@ -236,6 +243,7 @@ _ARCHITECTURES: dict[str, ArchitectureDefaults] = {
         only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu"},
     ),
     **HYBRIDS,
+    **LATENTS,
     **LLAMA_KIN,
 }
 """Any other architecture has Llama's defaults: no layer has a window."""

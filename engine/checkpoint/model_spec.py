@@ -127,6 +127,36 @@ class ExpertsSpec:
     """How many of a group's best experts it is judged by, with their sum."""
 
 
+class LatentSpec(NamedTuple):
+    """Attention over latents (MLA, arXiv 2405.04434): a token keeps the latent that its heads' keys and values are made
+    of, and the one rotated part that their keys share."""
+
+    rank: int
+    """Numbers of a latent."""
+    query_rank: int
+    """Numbers of what queries are made of; 0: they are made of the hidden states."""
+    plain_size: int
+    """Numbers of a head's query and key that are not rotated."""
+    rotated_size: int
+    """Numbers of them that are."""
+    value_size: int
+    """Numbers of a head's value."""
+    adjacent_pairs: bool
+    """Whether numbers that are rotated against each other stand side by side, and not half of all apart."""
+
+    @property
+    def kept(self) -> KeyValueShape:
+        """A key is a latent with the rotated part behind it, a value the latent; all heads have the same."""
+        return KeyValueShape(1, self.rank + self.rotated_size, self.rank, values_in_keys=True)
+
+    def weights(self, hidden: int, heads: int) -> int:
+        """Numbers in the matrices of one layer."""
+        queries = heads * (self.plain_size + self.rotated_size)
+        into = hidden * queries if not self.query_rank else self.query_rank * (hidden + queries)
+        expanding = self.rank * heads * (self.plain_size + self.value_size)
+        return into + hidden * (self.rank + self.rotated_size) + expanding + hidden * heads * self.value_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
     """A decoder's outer sizes, all that an executor needs to know."""
@@ -271,6 +301,8 @@ class ModelSpec(DecoderShape):
     """Whether each layer rotates queries and keys; empty: all do."""
     query_growth: float = 0.0
     """Queries are multiplied by 1 + this * ln(1 + floor(position / the rope's original_max_position))."""
+    latent: LatentSpec | None = None
+    """What attention over latents is like, where layers have it."""
 
     def layer_rope(self, layer: int) -> RopeSpec:
         """The rotary embedding of a layer."""
@@ -307,6 +339,8 @@ class ModelSpec(DecoderShape):
     @property
     def mixer_weights(self) -> int:
         """Numbers in the matrices of attention and recurrences, of all layers."""
+        if self.latent is not None:
+            return self.layers * self.latent.weights(self.hidden_size, self.heads)
         weights = 0
         for layer, kind in enumerate(self.attention):
             if kind is not None:

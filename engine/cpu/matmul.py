@@ -65,11 +65,14 @@ class MatrixProduct:
             return x.trace.add_op(operation, x, self.outputs, dtype=self._out)
         if x.stride(1) != 1:
             x = x.contiguous()
-        rows = len(x)
-        out = torch.empty(rows, self.outputs, dtype=self._out)
-        if self._multiply(self.address, x.data_ptr(), x.stride(0), rows, out.data_ptr(), self.outputs):
-            raise MemoryError("no memory for a matrix product")
+        out = torch.empty(len(x), self.outputs, dtype=self._out)
+        self.multiply_into(x, out)
         return out
+
+    def multiply_into(self, x: Tensor, out: Tensor) -> None:
+        """The same into a tensor that is there; lines of both may have gaps between them."""
+        if self._multiply(self.address, x.data_ptr(), x.stride(0), len(x), out.data_ptr(), out.stride(0)):
+            raise MemoryError("no memory for a matrix product")
 
 
 def padded_bias(bias: Tensor | None, outputs: int) -> Tensor | None:

@@ -21,6 +21,7 @@ from ..cpu.memory import HugePageArena
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .bamba import build_bamba, build_falcon_h1
 from .calibration import calibrate
+from .deepseek import build_deepseek
 from .ernie import build_ernie, build_ernie_moe
 from .gemma import build_gemma2, build_gemma3
 from .gemma3n import build_gemma3n
@@ -51,6 +52,8 @@ log = logging.getLogger(__name__)
 
 ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "BambaForCausalLM": build_bamba,
+    "DeepseekV2ForCausalLM": build_deepseek,
+    "DeepseekV3ForCausalLM": build_deepseek,
     "Dots1ForCausalLM": build_dots1,
     "Ernie4_5ForCausalLM": build_ernie,
     "Ernie4_5_MoeForCausalLM": build_ernie_moe,
@@ -63,6 +66,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Gemma4UnifiedForCausalLM": build_gemma4,
     "Glm4ForCausalLM": build_glm4,
     "Glm4MoeForCausalLM": build_glm4_moe,
+    "Glm4MoeLiteForCausalLM": build_deepseek,
     "GlmForCausalLM": build_glm,
     "GptOssForCausalLM": build_gpt_oss,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,

