@@ -38,11 +38,12 @@ class NativeAttention(AttentionBackend):
 
     @classmethod
     def supports_shape(cls, shape: KeyValueShape, heads: int) -> bool:
-        group = heads // shape.heads
         size = shape.key_size
-        if shape.values_in_keys or shape.value_size != size:
-            return False
-        return size % TILE_TOKENS == 0 and size <= MAX_HEAD_DIM and group * size <= MAX_QUERY_FLOATS
+        if shape.values_in_keys:
+            fits = shape.heads == 1 and shape.value_size % TILE_TOKENS == 0 < shape.value_size
+        else:
+            fits = shape.value_size == size and heads // shape.heads * size <= MAX_QUERY_FLOATS
+        return fits and size % TILE_TOKENS == 0 and size <= MAX_HEAD_DIM
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
@@ -51,9 +52,11 @@ class NativeAttention(AttentionBackend):
         self._params = []
         for kind in spec.distinct_attention:
             shape = spec.kept(kind)
-            sizes = spec.heads, shape.heads, shape.key_size, spec.block_size
+            latent = shape.value_size if shape.values_in_keys else 0
+            kv_heads = _query_parts(spec.heads, shape.key_size) if latent else shape.heads
+            sizes = spec.heads, kv_heads, shape.key_size, spec.block_size, kind.window or 0
             scale = kind.scale or shape.key_size**-0.5
-            self._params.append(AttentionParams(*sizes, kind.window or 0, dtype, stored, scale, kind.softcap or 0.0))
+            self._params.append(AttentionParams(*sizes, dtype, stored, latent, scale, kind.softcap or 0.0))
         tiles = spec.block_size // TILE_TOKENS
         bytes_of = {
             spec.kept(kind): own.tile_bytes for kind, own in zip(spec.distinct_attention, self._params, strict=True)
@@ -90,6 +93,12 @@ class NativeAttention(AttentionBackend):
         return NativeStepAttention(batch, self._spec, self._caches)
 
 
+def _query_parts(heads: int, size: int) -> int:
+    """The fewest equal parts of query heads on one key head of which each fits into a piece of work."""
+    divisors = (parts for parts in range(1, heads + 1) if heads % parts == 0)
+    return next(parts for parts in divisors if heads // parts * size <= MAX_QUERY_FLOATS)
+
+
 class NativeStepAttention:
     """One step's attention. A program (`DecoderProgram`) takes its `caches` and plans the step itself; called layer by
     layer, the step is planned at the first call."""
@@ -106,7 +115,7 @@ class NativeStepAttention:
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
     ) -> Tensor:
         planned = self._planned[self.caches.params_of_layer[layer]]
-        stored = None if k is None or v is None else (heads_side_by_side(k), heads_side_by_side(v))
+        stored = [heads_side_by_side(x) for x in (k, v) if x is not None]
         place = self.caches.caches[layer], self.caches.groups[layer]
         return planned.attend_separate(*place, heads_side_by_side(q), stored, sinks)
 

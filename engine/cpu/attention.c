@@ -116,7 +116,7 @@ static void add_work(const struct making *making, struct attention_piece whole, 
 {
     struct attention_plan *plan = making->plan;
     int64_t queries = whole.tokens * (making->params->heads / making->params->kv_heads);
-    int64_t size = queries * (making->params->head_dim + 2), splits = whole.to - whole.from;
+    int64_t size = queries * (value_size(making->params) + 2), splits = whole.to - whole.from;
     plan->cost += queries * splits * SPLIT * making->params->head_dim;
     if (!divided || splits < 2) {
         add(plan->to_work, &plan->works, making->room, whole);

@@ -5,6 +5,8 @@
      values  [TILE / 2][head_dim][2]    all dimensions of two neighbouring tokens
      scales  [2][TILE] float            int8 only: what a token's keys and values are multiplied with
    float32 is [head_dim][TILE] and [TILE][head_dim]. A block is [tiles in it][kv_heads] tiles.
+   Where all heads attend to latents, and values are the first numbers of keys, tiles lie as values do, [head_dim] long,
+   and serve both products; scales are of the values, and of what keys have behind them. A block has a tile for all heads.
 
    A context is cut into splits of SPLIT tokens, counted from the sequence's beginning. Each split's part of the sum is
    made by itself and the parts are folded in order: so a token's result depends on its position alone. */
@@ -18,23 +20,28 @@
 enum { TILE = 16, SPLIT = 256, TILES = SPLIT / TILE };
 
 /* Bytes of a line of 16 pairs; from one line of keys to the next, from one pair of tokens' values to the next; where in
-   a tile its values and its scales begin, and how long it is. */
+   a tile its values and its scales begin, and how long it is. `latent`: 0, or of how many numbers values are. */
 #define LINE(stored) ((stored) == S8 ? 2 * TILE : 4 * TILE)
 #define KEY_STEP(stored) ((stored) == F32 ? 8 * TILE : LINE(stored))
 #define VALUE_STEP(stored, head_dim) ((head_dim)*2 * KIND_BYTES(stored))
-#define VALUES_AT(stored, head_dim) ((head_dim)*TILE * KIND_BYTES(stored))
-#define SCALES_AT(stored, head_dim) (2 * VALUES_AT(stored, head_dim))
-#define TILE_BYTES(stored, head_dim) (SCALES_AT(stored, head_dim) + ((stored) == S8 ? 2 * TILE * 4 : 0))
+#define KEY_BYTES(stored, head_dim) ((head_dim)*TILE * KIND_BYTES(stored))
+#define VALUES_AT(stored, head_dim, latent) ((latent) ? 0 : KEY_BYTES(stored, head_dim))
+#define SCALES_AT(stored, head_dim, latent) (KEY_BYTES(stored, head_dim) + VALUES_AT(stored, head_dim, latent))
+#define TILE_BYTES(stored, head_dim, latent) (SCALES_AT(stored, head_dim, latent) + ((stored) == S8 ? 2 * TILE * 4 : 0))
 
 /* Floats of queries that one piece of work may hold on its stack, twice. */
-enum { MOST_QUERIES = 16384, MOST_HEAD = 512 };
+enum { MOST_QUERIES = 16384, MOST_HEAD = 576 };
 
-/* The parameters of layers that attend alike; attention.py has the same fields. `window` 0: all; `cap` 0: none. */
+/* The parameters of layers that attend alike; attention.py has the same fields. `window` 0: all; `cap` 0: none. `latent`
+   0: keys and values are apart; else `kv_heads` are the parts that query heads are divided into. */
 struct attention_params {
     int64_t heads, kv_heads, head_dim, block_size, window;
     int64_t kind, stored; /* of queries and what comes out; of the cache: F32, BF16 or S8 */
+    int64_t latent;
     float scale, cap;
 };
+
+static inline int64_t value_size(const struct attention_params *m) { return m->latent ? m->latent : m->head_dim; }
 
 /* One step: `rows` sequences. The rth has `counts` tokens from position `starts` on, packed from firsts[r] on, and its
    blocks are tables[lines[r]], a line `width` long; those of the next group of layers follow `group_width` behind. */
@@ -58,7 +65,7 @@ struct attention_call {
 
 /* Neighbouring tokens of a row, from `token` of it: those that share a tile to be written, or queries of one head that
    go together through the splits from `from` to `to`. `part` >= 0: they leave one partial sum a split in the scratch
-   memory from there on, [split][query][head_dim + 2]. */
+   memory from there on, [split][query][value_size + 2]. */
 struct attention_piece {
     int32_t row, token, tokens, head, from, to;
     int64_t part;
@@ -67,11 +74,11 @@ struct attention_piece {
 /* The part of one split that neighbouring queries see: its tiles from `first` up to `last`. */
 struct span {
     const char *tiles[TILES];
-    int64_t head_dim;
+    int64_t head_dim, latent, value_size;
     int first, last, stored, fresh; /* fresh: no query read them before, they come from memory */
 };
 
-/* scores[r][SPLIT] = queries [r][stride] times the span's keys; part[r][head_dim] = weights [r][stride] times values. */
+/* scores[r][SPLIT] = queries [r][stride] times the span's keys; part[r][value_size] = weights [r][stride] times values. */
 typedef void product(const struct span *, const float *, int64_t, float *);
 
 struct attention_plan {

@@ -14,7 +14,7 @@ from ..step_batch import StepBatch
 from . import library
 from .library import struct_fields
 
-TILE_TOKENS, MAX_QUERY_FLOATS, MAX_HEAD_DIM = 16, 16384, 512
+TILE_TOKENS, MAX_QUERY_FLOATS, MAX_HEAD_DIM = 16, 16384, 576
 """Limits of the kernels, as in attention.h."""
 
 INT8_CODE = 2
@@ -27,13 +27,19 @@ _PIECE_BYTES = 32
 class AttentionParams(ctypes.Structure):
     """`struct attention_params`: how layers of one kind attend."""
 
-    _fields_ = struct_fields("l heads kv_heads head_dim block_size window kind stored", "f scale cap")
+    _fields_ = struct_fields("l heads kv_heads head_dim block_size window kind stored latent", "f scale cap")
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of the keys and values of TILE_TOKENS tokens and one head."""
+        """Bytes of the keys and values of TILE_TOKENS tokens and one head, or of their latents."""
         scales = 2 * TILE_TOKENS * 4 if self.stored == INT8_CODE else 0
-        return 2 * TILE_TOKENS * int(self.head_dim) * (4, 2, 1)[self.stored] + scales
+        numbers = int(self.head_dim) * (1 if self.latent else 2)
+        return TILE_TOKENS * numbers * (4, 2, 1)[self.stored] + scales
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of what each query head gets."""
+        return int(self.latent or self.head_dim)
 
 
 class StepStruct(ctypes.Structure):
@@ -82,7 +88,7 @@ class PlannedAttention:
         self._plan, self._call = _PlanStruct(), _CallStruct()
         self._plan_pieces(64 + batch.size * params.kv_heads)
         self._scratch = torch.empty(self._plan.scratch)
-        self._out = torch.empty((batch.size, params.heads * params.head_dim), dtype=dtype)
+        self._out = torch.empty((batch.size, params.heads * params.value_size), dtype=dtype)
         self._call.out = self._out.data_ptr()
         self._query_bytes = params.heads * params.head_dim * dtype.itemsize
         self._key_bytes = params.kv_heads * params.head_dim * dtype.itemsize
@@ -110,17 +116,17 @@ class PlannedAttention:
         return self._out
 
     def attend_separate(
-        self, cache: int, group: int, q: Tensor, stored: tuple[Tensor, Tensor] | None, sinks: Tensor | None
+        self, cache: int, group: int, q: Tensor, stored: Sequence[Tensor], sinks: Tensor | None
     ) -> Tensor:
-        """The same for rotated q [N, heads, head_dim] and, if any are to be stored, keys and values, each
-        [N, kv_heads, head_dim], the heads of a token contiguous; `sinks` float32 [heads] or none. The result is the
-        caller's."""
+        """The same for rotated q [N, heads, head_dim] and what is to be stored, if anything: keys and values, each
+        [N, kv_heads, head_dim], the heads of a token contiguous, or keys [N, 1, head_dim] that have the values in
+        them. `sinks` float32 [heads] or none. The result, [N, heads * value_size], is the caller's."""
         call = self._call
         call.queries, call.query_stride = q.data_ptr(), q.stride(0)
         call.keys = call.values = None
-        if stored is not None:
-            call.keys, call.values = (x.data_ptr() for x in stored)
-            call.key_stride, call.value_stride = (x.stride(0) for x in stored)
+        if stored:
+            call.keys, call.key_stride = stored[0].data_ptr(), stored[0].stride(0)
+            call.values, call.value_stride = stored[-1].data_ptr(), stored[-1].stride(0)
         call.cos_sin, call.sinks = None, None if sinks is None else sinks.data_ptr()
         call.cache, call.group = cache, group
         self._attend(*self._addresses)

@@ -225,7 +225,7 @@ class MixtureOfExperts:
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the experts of each token, [N, per token]."""
         spec = self._spec
-        likely = scores.sigmoid_() if spec.sigmoid else scores.softmax(-1)
+        likely = _sigmoids(scores) if spec.sigmoid else scores.softmax(-1)
         judged = likely if self._bias is None else likely + self._bias
         if spec.groups > 1:
             judged = _within_best_groups(judged, spec)
@@ -236,6 +236,12 @@ class MixtureOfExperts:
         if self._scales is not None:
             weights = weights * self._scales[chosen]
         return weights * spec.scale if spec.scale != 1 else weights, chosen
+
+
+def _sigmoids(x: Tensor) -> Tensor:
+    """The sigmoid of each number. torch's own rounds by where a number stands in memory, and so by what shares a step;
+    its softmax does not."""
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
 
 
 def _within_best_groups(judged: Tensor, spec: ExpertsSpec) -> Tensor:

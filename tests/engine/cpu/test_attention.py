@@ -9,7 +9,7 @@ from torch import Tensor
 
 from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.native import NativeAttention
-from charonia.engine.checkpoint.model_spec import LayerAttention
+from charonia.engine.checkpoint.model_spec import KeyValueShape, LayerAttention
 from charonia.engine.layers.rotary import FusedAngles
 from charonia.engine.step_batch import StepBatch
 
@@ -29,10 +29,14 @@ class Sequence:
 
     def __init__(self, shape: CacheSpec, tokens: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
+        kept = shape.shapes[0]
+        sizes = (shape.heads, kept.heads, kept.heads)
         self.q, self.k, self.v = (
-            torch.randn(tokens, heads, shape.head_dim, generator=generator).to(shape.dtype) for heads in sizes
+            torch.randn(tokens, heads, kept.key_size, generator=generator).to(shape.dtype) for heads in sizes
         )
+        if kept.values_in_keys:
+            self.k[..., kept.value_size :] *= 3  # what is rotated is not normalised
+            self.v = self.k[..., : kept.value_size]
         self.blocks: list[int] = []
 
 
@@ -61,7 +65,8 @@ class World:
         attend = self.attention.begin_step(batch)
         q, k, v = (torch.cat([getattr(one, name)[start:end] for one, start, end in parts]) for name in "qkv")
         if turns is None:
-            return list(attend(0, q, k, v, sinks(self.shape)).split(counts))
+            stored = None if self.shape.shapes[0].values_in_keys else v
+            return list(attend(0, q, k, stored, sinks(self.shape)).split(counts))
         return list(
             attend.apply_rope_and_attend(0, torch.cat((q, k, v), 1), FusedAngles(turns, batch.positions)).split(counts)
         )
@@ -69,9 +74,9 @@ class World:
 
 def exact(shape: CacheSpec, sequence: Sequence) -> Tensor:
     """All of it, in float64."""
-    view, group = shape.attention[0], shape.heads // shape.kv_heads
+    view, group = shape.attention[0], shape.heads // shape.shapes[0].heads
     q, k, v = sequence.q.double(), *(x.double().repeat_interleave(group, 1) for x in (sequence.k, sequence.v))
-    scores = torch.einsum("nhd,thd->hnt", q, k) * (view.scale or 1 / math.sqrt(shape.head_dim))
+    scores = torch.einsum("nhd,thd->hnt", q, k) * (view.scale or 1 / math.sqrt(q.shape[-1]))
     scores = scores if view.softcap is None else view.softcap * (scores / view.softcap).tanh()
     seen = torch.ones(len(q), len(q), dtype=torch.bool).tril()
     seen = seen if view.window is None else seen.triu(1 - view.window)
@@ -97,8 +102,25 @@ def test_prefill_and_decode_are_right(
     assert (found.double() - exact(shape, sequence)).abs().max() < TOLERANCE[dtype, "auto"]
 
 
+LATENT = LayerAttention(None, 0.08, kept=KeyValueShape(1, 80, 64, True))
+LARGE_LATENT = LayerAttention(None, 0.04, kept=KeyValueShape(1, 576, 512, True))
+
+
+@pytest.mark.parametrize(("heads", "view", "tokens"), [(5, LATENT, 290), (30, LARGE_LATENT, 50)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_attend_to_latents(level: str, heads: int, view: LayerAttention, tokens: int, dtype: torch.dtype) -> None:
+    """30 heads are more than one piece of work holds."""
+    shape = spec(heads, attention=(view,), dtype=dtype)
+    world, sequence = World(shape), Sequence(shape, tokens, 3)
+    cuts = (0, 37, tokens - 10, tokens - 1, tokens)
+    found = torch.cat([world.step([(sequence, *part)])[0] for part in itertools.pairwise(cuts)])
+    assert (found.double() - exact(shape, sequence)).abs().max() < TOLERANCE[dtype, "auto"]
+
+
 @pytest.mark.parametrize(
-    ("block_size", "view"), [(16, LayerAttention()), (48, LayerAttention()), (16, LayerAttention(sinks=True))], ids=str
+    ("block_size", "view"),
+    [(16, LATENT), (16, LayerAttention()), (48, LayerAttention()), (16, LayerAttention(sinks=True))],
+    ids=str,
 )
 def test_int8_is_as_good_as_eight_bits_are(level: str, block_size: int, view: LayerAttention) -> None:
     """A byte a number is off by 1/254 of the largest in its head, at most; typically a tenth of that remains."""
@@ -113,10 +135,16 @@ def test_int8_is_as_good_as_eight_bits_are(level: str, block_size: int, view: La
 def test_int8_takes_half_of_what_bfloat16_does_and_the_scales(level: str) -> None:
     full, half = (NativeAttention(spec(dtype=torch.bfloat16, kv_cache_dtype=stored)) for stored in ("auto", "int8"))
     assert half.block_bytes - full.block_bytes // 2 == 2 * 16 * 4 * 2
+    full, half = (
+        NativeAttention(spec(attention=(LATENT,), dtype=torch.bfloat16, kv_cache_dtype=stored))
+        for stored in ("auto", "int8")
+    )
+    assert full.block_bytes == 16 * 80 * 2
+    assert half.block_bytes == 16 * (80 + 2 * 4)
 
 
 @pytest.mark.parametrize(("dtype", "stored"), KINDS, ids=str)
-@pytest.mark.parametrize("view", [LayerAttention(), WINDOWED], ids=["plain", "window and sinks"])
+@pytest.mark.parametrize("view", [LayerAttention(), WINDOWED, LATENT], ids=["plain", "window and sinks", "latents"])
 def test_the_same_bits_whatever_shares_the_step(
     level: str, dtype: torch.dtype, stored: str, view: LayerAttention
 ) -> None:

@@ -41,6 +41,8 @@ MODELS = [
     ("gemma2", "bfloat16", "none"),
     ("gemma4-small", "bfloat16", "int8"),
     pytest.param(("gemma3n", "bfloat16", "none"), marks=pytest.mark.proof),
+    pytest.param(("deepseek-v3", "bfloat16", "int8"), marks=pytest.mark.proof),
+    ("deepseek-v3", "float32", "none"),
 ]
 
 
