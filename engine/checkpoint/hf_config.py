@@ -124,6 +124,8 @@ _MULTIPLIED_BRANCHES = frozenset(
 )
 _FAMILY_FIELDS = {
     "BambaForCausalLM": frozenset({"mlp_bias"}),
+    "DeepseekV2ForCausalLM": _ROUTED | {"mlp_bias"},
+    "DeepseekV3ForCausalLM": _ROUTED,
     "Dots1ForCausalLM": _ROUTED,
     "Ernie4_5_MoeForCausalLM": frozenset({"moe_intermediate_size"}),
     "FalconH1ForCausalLM": _MULTIPLIED_BRANCHES
@@ -135,6 +137,7 @@ _FAMILY_FIELDS = {
     "Gemma4ForCausalLM": _SOFTCAPS | {"moe_intermediate_size"},
     "Gemma4UnifiedForCausalLM": _SOFTCAPS,
     "Glm4MoeForCausalLM": _ROUTED | {"use_qk_norm"},
+    "Glm4MoeLiteForCausalLM": _ROUTED,
     "GptOssForCausalLM": _EXPERTS,
     "GraniteMoeHybridForCausalLM": _EXPERTS
     | {"attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"},

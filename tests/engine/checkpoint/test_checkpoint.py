@@ -203,8 +203,8 @@ def test_names_of_ours_mean_nothing_in_a_config() -> None:
     theirs = {"no_rope_layers": [0, 0]}
     assert read_spec(QWEN2_LONG | theirs, "here") == read_spec(QWEN2_LONG, "here")
     assert read_spec(QWEN2_LONG | ours, "here") == read_spec(QWEN2_LONG, "here")
-    experts = {"num_experts_per_tok": 1, "num_experts": 2}
-    router = {"group_judges": 1, "least_weight_sum": 1.0}
+    experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 1, "num_experts": 2}
+    router = {"group_judges": 1, "least_weight_sum": 1.0, "n_group": 2, "topk_group": 1}
     assert read_spec(QWEN2_LONG | experts | router, "here") == read_spec(QWEN2_LONG | experts, "here")
 
 
