@@ -55,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"layer_types": SLIDING},
     "gemma4": {},
     "gpt-oss": {"layer_types": SLIDING},
+    "deepseek-v3": {},
 }
 IN_PROOFS: dict[str, dict[str, Any]] = {
     "smollm3": {},
@@ -232,7 +233,7 @@ def test_queries_that_are_normalised_over_all_heads_may_be_shared(
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("layout", [(2,), (4,), (2, 2)], ids=["TP 2", "TP 4", "TP 2 x PP 2"])
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3"])
 def test_whole_experts_say_the_same(
     name: str,
     layout: tuple[int, ...],
