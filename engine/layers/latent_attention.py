@@ -66,9 +66,8 @@ class LatentAttention:
         key[..., latent.rank :] = angles.rotate(made[:, latent.rank :].unsqueeze(1))
         if self._query_latent is not None:
             x = self._query_norm(self._query_latent(x, context))
-        plain, rotated = self._queries(x, context).split(
-            [self._heads * latent.plain_size, self._heads * latent.rotated_size], -1
-        )
+        queries = self._queries(x, context)
+        plain, rotated = torch.split(queries, [self._heads * latent.plain_size, self._heads * latent.rotated_size], -1)
         query = key.new_empty(len(x), self._heads, key.shape[-1])
         self._absorb(plain.unflatten(-1, (self._heads, -1)), query[..., : latent.rank])
         query[..., latent.rank :] = angles.rotate(rotated.unflatten(-1, (self._heads, -1)))
