@@ -1,5 +1,6 @@
 """The attention backends by the names of the `attention` setting, and the choice between them."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from .backend import AttentionBackend, CacheSpec
 from .native import NativeAttention
 from .torch_attention import ReferenceAttention, TorchSdpaAttention
 from .triton_attention import TritonAttention
+
+log = logging.getLogger(__name__)
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "native": NativeAttention,
@@ -32,12 +35,17 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
         InvalidArgument: as `capable_backends`; or none of those can serve heads like these.
     """
     capable = capable_backends(name, spec.device, spec.dtype, spec.block_size, spec.kv_cache_dtype)
-    for backend in capable:
-        if BACKENDS[backend].supports_heads(spec):
-            return BACKENDS[backend](spec)
+    chosen = next((backend for backend in capable if BACKENDS[backend].supports_heads(spec)), None)
+    if chosen == capable[0]:
+        return BACKENDS[chosen](spec)
     refused = next(s for s in spec.places_by_shape if not BACKENDS[capable[0]].supports_shape(s, spec.heads))
     heads = f"{spec.heads} heads on {refused.heads} with keys of {refused.key_size} and values of {refused.value_size}"
-    raise InvalidArgument(f"attention {capable[0]!r} can't do {heads}", field="attention")
+    refusal = f"attention {capable[0]!r} can't do {heads}"
+    if chosen is None:
+        raise InvalidArgument(refusal, field="attention")
+    if chosen == "reference":
+        log.warning("%s, so torch attends, one sequence after the other: slowly", refusal)
+    return BACKENDS[chosen](spec)
 
 
 def capable_backends(

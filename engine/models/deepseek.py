@@ -5,11 +5,11 @@ from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
 from ..layers.latent_attention import LatentAttention
-from ..layers.mlp import FeedForward, GatedMLP, MixtureOfExperts, SharedExpert
 from ..layers.norm import rms_norm
 from ..layers.rotary import Rotary
+from .glm import build_shared_experts
 from .interfaces import Decoder
-from .llama import mlp_spec, shared_rotary
+from .llama import shared_rotary
 from .native_decoder import NativeDecoder
 from .pre_norm_layer import PreNormLayer
 
@@ -27,17 +27,3 @@ def _build_layer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rota
     )
     attention = LatentAttention(loader, spec, index, rotary)
     return PreNormLayer(before_mixer, attention, before_mlp, build_shared_experts(spec, loader, index))
-
-
-def build_shared_experts(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
-    """The experts of a layer beside those that every token goes through, or the MLP of a dense one."""
-    dense = mlp_spec(spec, index)
-    experts = spec.experts
-    if experts is None or not experts.sparse_layers[index]:
-        return GatedMLP(loader, dense)
-    expert = dense._replace(intermediate=experts.intermediate_size, bias=False)
-    routed = MixtureOfExperts(loader, expert, experts, bias="gate.e_score_correction_bias")
-    if not experts.shared_size:
-        return routed
-    shared = dense._replace(name=f"{dense.name}.shared_experts", intermediate=experts.shared_size)
-    return SharedExpert(loader, routed, shared)

@@ -8,8 +8,8 @@ import torch
 from charonia.core.errors import InvalidArgument
 from charonia.engine.attention.backend import AttentionBackend, CacheSpec
 from charonia.engine.attention.native import NativeAttention
-from charonia.engine.attention.selector import BACKENDS, create_backend
-from charonia.engine.attention.torch_attention import TorchSdpaAttention
+from charonia.engine.attention.selector import AUTO_ORDER, BACKENDS, create_backend
+from charonia.engine.attention.torch_attention import ReferenceAttention, TorchSdpaAttention
 from charonia.engine.checkpoint.model_spec import KeyValueShape, LayerAttention
 from charonia.engine.cpu import library
 from charonia.engine.step_batch import StepBatch
@@ -283,3 +283,13 @@ def test_auto_is_what_knows_the_heads() -> None:
     assert isinstance(create_backend("auto", spec(block_size=16, head_dim=24)), TorchSdpaAttention)
     with pytest.raises(InvalidArgument, match="6 heads on 2 with keys of 24 and values of 24"):
         create_backend("native", spec(block_size=16, head_dim=24))
+
+
+@pytest.mark.skipif(library.level() is None, reason="no C extension here")
+def test_the_slow_way_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a GPU, whose kernels know no latents."""
+    monkeypatch.setitem(AUTO_ORDER, "cpu", ("native", "reference"))
+    assert isinstance(create_backend("auto", spec(block_size=16)), NativeAttention)
+    assert caplog.text == ""
+    assert isinstance(create_backend("auto", spec(block_size=16, head_dim=24)), ReferenceAttention)
+    assert "'native' can't do 6 heads on 2 with keys of 24 and values of 24, so torch attends" in caplog.text

@@ -67,6 +67,7 @@ def test_every_slice_of_a_matrix_is_what_its_numbers_mean(quantised: Quantised, 
     [
         *(("llama", style) for style in FEW),
         ("qwen3-moe", "gptq"),
+        pytest.param("deepseek-v3", "fp8 blocks", marks=pytest.mark.proof),
         *(pytest.param("llama", style, marks=pytest.mark.proof) for style in STYLES if style not in FEW),
         *(
             pytest.param(name, style, marks=pytest.mark.proof)
