@@ -12,7 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen35",
+}
 """model_type in config.json -> llama.cpp's architecture, where that has another name."""
 
 NAMES = {
@@ -52,6 +58,16 @@ GEMMA = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+QWEN35 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
 EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 
@@ -63,6 +79,12 @@ def write_gguf(checkpoint: Path, target: Path, kind: str = "F32", extra: Mapping
     describe(writer, config, architecture)
     if architecture == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
+    if architecture == "qwen35":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     for key, value in (extra or {}).items():
         write_value(writer, key, value)
     files = [load_file(file) for file in checkpoint.glob("*.safetensors")]
@@ -93,7 +115,7 @@ def stored_type(name: str, values: Any, kind: str) -> gguf.GGMLQuantizationType:
     """Vectors and routers stay as they are; in Q4_K_M values and the way down are Q6_K."""
     if kind == "Q4_K_M":
         kind = "Q6_K" if any(part in name for part in ("attn_v", "v_proj", "ffn_down", "down_proj")) else "Q4_K"
-    plain = values.ndim == 1 or "_inp" in name or "conv.conv" in name
+    plain = values.ndim == 1 or "_inp" in name or any(part in name for part in ("conv.conv", "conv1d"))
     plain = plain or name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight"))
     return gguf.GGMLQuantizationType["F32" if plain else kind]
 
@@ -192,8 +214,21 @@ def rope_tensors(config: Any) -> dict[str, Any]:
     return {"rope_freqs.weight": 1 / ((1 - smooth) / rope["factor"] + smooth)}
 
 
+def tiled_heads(value: torch.Tensor, name: str, config: Any) -> torch.Tensor:
+    """What value heads of a delta rule have, with the first of every key head first, as the converter puts it."""
+    key_heads, served = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    if "out_proj" in name:
+        return value.unflatten(1, (key_heads, served, -1)).transpose(1, 2).flatten(1)
+    if name.endswith(".norm.weight"):
+        return value
+    first = 2 * key_heads * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
+    heads = value[first:].unflatten(0, (key_heads, served, -1)).transpose(0, 1).flatten(0, 2)
+    return torch.cat((value[:first], heads))
+
+
 def stored_tensors(weights: dict[str, torch.Tensor], config: Any, architecture: str) -> Iterator[tuple[str, Any]]:
-    names, experts = NAMES | (GEMMA if architecture.startswith("gemma") else {}), dict[str, dict[int, Any]]()
+    own = GEMMA if architecture.startswith("gemma") else QWEN35 if architecture == "qwen35" else {}
+    names, experts = NAMES | own, dict[str, dict[int, Any]]()
     for name, value in weights.items():
         module, _, kind = name.rpartition(".")
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -202,12 +237,19 @@ def stored_tensors(weights: dict[str, torch.Tensor], config: Any, architecture: 
             layer, number, one = (module.split(".")[at] for at in (2, -2, -1))
             experts.setdefault(f"blk.{layer}.ffn_{EXPERTS[one]}_exps.weight", {})[int(number)] = value.numpy()
             continue
+        if "linear_attn." in name:
+            value = tiled_heads(value, name, config)
+        if kind in ("A_log", "dt_bias"):
+            stored = f"blk.{module.split('.')[2]}.{'ssm_a' if kind == 'A_log' else 'ssm_dt.bias'}"
+            yield stored, (-value.exp() if kind == "A_log" else value).contiguous().numpy()
+            continue
         if module in names:
             stored = f"{names[module]}.{kind}"
         else:
             _, _, layer, part = module.split(".", 3)
             stored = f"blk.{layer}.{names[part]}.{kind}"
-        if architecture.startswith("gemma") and "norm" in stored:
+        plus_one = architecture.startswith("gemma") or architecture == "qwen35"
+        if plus_one and "norm" in stored and "ssm_norm" not in stored:
             value = value + 1
         if architecture == "llama" and ("attn_q." in stored or "attn_k." in stored):
             heads = config.num_attention_heads if "attn_q." in stored else config.num_key_value_heads

@@ -255,11 +255,28 @@ def _lfm2(fields: GgufFile) -> dict[str, Any]:
     }
 
 
+def _qwen3_5(fields: GgufFile) -> dict[str, Any]:
+    """Layers with decays keep states."""
+    layers = range(fields.number("block_count"))
+    recurs = [f"blk.{layer}.ssm_a" in fields.tensors for layer in layers]
+    value_heads = fields.number("ssm.time_step_rank")
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention" if state else "full_attention" for state in recurs],
+        "linear_num_key_heads": fields.number("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": fields.number("ssm.state_size"),
+        "linear_value_head_dim": fields.number("ssm.inner_size") // max(value_heads, 1),
+        "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"),
+    }
+
+
 _VARIANTS: Mapping[str, Callable[[GgufFile], dict[str, Any]]] = {
     "llama": _llama,
     "lfm2": _lfm2,
     "qwen2": _qwen("Qwen2ForCausalLM"),
     "qwen3": _qwen("Qwen3ForCausalLM"),
+    "qwen35": _qwen3_5,
     "qwen3moe": _qwen3_moe,
     "phi3": _phi3,
     "gemma2": _gemma("Gemma2ForCausalLM", 46),

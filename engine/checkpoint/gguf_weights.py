@@ -5,9 +5,7 @@ queries and keys, so that numbers that are rotated together are adjacent. Gemma'
 experts of a layer are one tensor."""
 
 import mmap
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +18,9 @@ from ..cpu import library
 from ..cpu.matmul import GroupedRows
 from .code_forms import CodeForm, StoredForm, Zeros, dequantise_codes
 from .gguf_config import ROPE_TENSORS
+from .gguf_names import GgufNames, StoredName
 from .model_spec import CheckpointError
+from .recurrence import DeltaNetSpec, RecurrenceSpec
 from .weights import TensorSlice
 
 
@@ -152,111 +152,40 @@ BLOCKS: Mapping[str, BlockType] = {
 scale is a product of two numbers, longer than eleven bits."""
 
 
-_OUTER = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.embedding_norm": "token_embd_norm",
-}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-}
-_LFM2 = {
-    "operator_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "self_attn.out_proj": "attn_output",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down",
-}
-_LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
-_GEMMA_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_EXPERT = {
-    "gate_proj": "ffn_gate_exps",
-    "up_proj": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
-    "w1": "ffn_gate_exps",
-    "w3": "ffn_up_exps",
-    "w2": "ffn_down_exps",
-}
-
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-_ROTATED = ("attn_q", "attn_k")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredName:
-    """The place of a checkpoint's tensor in a GGUF file."""
-
-    name: str
-    expert: int | None = None
-    """The expert that it is of a layer's, which are one tensor."""
-    rotated: bool = False
-    """Whether its rows are permuted heads: those that are rotated together are adjacent."""
-    plus_one: bool = False
-    """Whether one was added to its numbers."""
-
-
-class GgufNames:
-    """The names of one architecture."""
-
-    def __init__(self, architecture: str) -> None:
-        """`architecture`: general.architecture of the file."""
-        gemma = architecture.startswith("gemma")
-        self._layer: Mapping[str, str] = _LAYER | (
-            _GEMMA_NORMS if gemma else _LFM2 if architecture == "lfm2" else _LLAMA_NORMS
-        )
-        self._permuted, self._plus_one = architecture == "llama", gemma
-
-    def stored(self, name: str) -> StoredName | None:
-        """The place of the tensor that a checkpoint calls `name`; None if it has none."""
-        module, _, kind = name.rpartition(".")
-        layer = _LAYER_NAME.fullmatch(module)
-        if layer is None:
-            outer = _OUTER.get(module)
-            plus_one = self._plus_one and module.endswith("norm")
-            return None if outer is None else StoredName(f"{outer}.{kind}", plus_one=plus_one)
-        if (expert := _EXPERT_NAME.fullmatch(layer[2])) and expert[2] in _EXPERT:
-            return StoredName(f"blk.{layer[1]}.{_EXPERT[expert[2]]}.{kind}", int(expert[1]))
-        own = self._layer.get(layer[2])
-        if own is None:
-            return None
-        rotated = self._permuted and own in _ROTATED
-        return StoredName(f"blk.{layer[1]}.{own}.{kind}", None, rotated, self._plus_one and own.endswith("norm"))
-
-
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+_MIXED = frozenset({"attn_qkv", "ssm_conv1d"})
+"""Tensors with rows of all queries and keys before those of values."""
+
+_TILED_ROWS = _MIXED | {"attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"}
+
+
+class TiledHeads:
+    """The order of a delta rule's value heads in a file, where a key head serves several: the first of each key head,
+    then the second of each. Here those of a key head are next to each other."""
+
+    def __init__(self, net: DeltaNetSpec) -> None:
+        self._tiles = net.value_heads // net.key_heads, net.key_heads, -1
+        self.keyed = 2 * net.key_width
+        self.size = net.value_dim
+
+    def places(self, first: int, total: int) -> Tensor:
+        """Where in the file each of `total` rows or columns is, which value heads have in equal parts from the `first`
+        on."""
+        heads = torch.arange(first, total).view(self._tiles)
+        return torch.cat((torch.arange(first), heads.transpose(0, 1).flatten()))
 
 
 class GgufWeights:
     """A `WeightSource`: the weights in a GGUF file or its shards. Files are memory-mapped; blocks are decoded when they
     are read."""
 
-    def __init__(self, file: GgufFile, head_dim: int) -> None:
+    def __init__(self, file: GgufFile, head_dim: int, recurrence: RecurrenceSpec | None = None) -> None:
+        """`recurrence`: what the layers are like that keep a state, if some do."""
         self._file, self._head_dim = file, head_dim
+        tiled = isinstance(recurrence, DeltaNetSpec) and recurrence.value_heads != recurrence.key_heads
+        self._tiles = TiledHeads(recurrence) if tiled and isinstance(recurrence, DeltaNetSpec) else None
         self._names = GgufNames(file.text("general.architecture"))
         self._mapped = {path: _mapped(path) for path in file.files}
         self._unread = set(file.tensors) - set(ROPE_TENSORS)
@@ -283,13 +212,22 @@ class GgufWeights:
         return " and ".join(sorted(kinds)) or None
 
     def form(self, piece: TensorSlice) -> StoredForm:
-        kind = self._find(piece)[1].type
+        tensor = self._find(piece)[1]
+        kind = tensor.type
         block = BLOCKS.get(kind.name)
-        return StoredForm(kind.name, 8 * kind.bytes / kind.values, block and block.form, plain=block is None)
+        form = block and block.form
+        if form is not None and (tiles := self._column_tiles(tensor)) is not None and tiles.size % form.group_size:
+            form = None  # heads are not whole groups
+        return StoredForm(kind.name, 8 * kind.bytes / kind.values, form, plain=block is None)
 
     def codes(self, piece: TensorSlice) -> GroupedRows:
         place, tensor = self._find(piece)
-        return decode_rows(tensor.type.name, self._rows(piece, place, tensor))
+        codes = decode_rows(tensor.type.name, self._rows(piece, place, tensor))
+        if (tiles := self._column_tiles(tensor)) is None:
+            return codes
+        of_codes, of_groups = (tiles.places(0, part.shape[1]) for part in (codes.weights, codes.scales))
+        offsets = None if codes.offsets is None else codes.offsets[:, of_groups]
+        return GroupedRows(codes.weights[:, of_codes], codes.scales[:, of_groups], None, offsets)
 
     def read(self, piece: TensorSlice) -> Tensor:
         place, tensor = self._find(piece)
@@ -300,6 +238,10 @@ class GgufWeights:
             numbers = rows.view(_PLAIN[tensor.type.name])
         if place.plus_one:
             numbers = numbers.float() - 1
+        if _own_name(tensor) == "ssm_a":
+            numbers = numbers.float().neg().log()
+        if (tiles := self._column_tiles(tensor)) is not None:
+            numbers = numbers[:, tiles.places(0, numbers.shape[1])]
         if len(piece.shape) == 1:
             return numbers.flatten()
         return numbers[:, piece.columns] if len(piece.shape) == 2 else numbers.view(len(numbers), *piece.shape[1:])
@@ -323,17 +265,28 @@ class GgufWeights:
         self._unread.discard(tensor.name)
         return place, tensor
 
+    def _column_tiles(self, tensor: GgufTensor) -> "TiledHeads | None":
+        return self._tiles if _own_name(tensor) == "ssm_out" else None
+
     def _rows(self, piece: TensorSlice, place: StoredName, tensor: GgufTensor) -> Tensor:
         """The bytes of the piece's rows, uint8 [rows, bytes of a row]; numbers of a vector are rows, too."""
         data = self._mapped[tensor.file][tensor.offset : tensor.offset + tensor.bytes]
         sizes = tensor.shape if len(piece.shape) == 1 else tensor.shape[:-1]
         table = data.view(*sizes, -1) if place.expert is None else data.view(*sizes, -1)[place.expert]
+        if self._tiles is not None and (own := _own_name(tensor)) in _TILED_ROWS:
+            first = self._tiles.keyed if own in _MIXED else 0
+            return table[self._tiles.places(first, len(table))[piece.rows]]
         if not place.rotated:
             return table[piece.rows]
         # In each head the rows i and i + head_dim / 2, which are rotated together, are adjacent.
         rows, half = torch.arange(len(table))[piece.rows], self._head_dim // 2
         within = rows % self._head_dim
         return table[rows - within + within % half * 2 + within // half]
+
+
+def _own_name(tensor: GgufTensor) -> str:
+    """The name of a layer's tensor without the layer and its kind."""
+    return tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -107,7 +107,7 @@ def open_weights(checkpoint: Checkpoint) -> WeightSource:
         CheckpointError: no weights, a missing or truncated file, or one that is quantised in a way that is not served.
     """
     if checkpoint.gguf is not None:
-        return GgufWeights(checkpoint.gguf, checkpoint.spec.head_dim)
+        return GgufWeights(checkpoint.gguf, checkpoint.spec.head_dim, checkpoint.spec.recurrence)
     weights = CheckpointWeights(checkpoint.directory, text_tensor_name if checkpoint.language_part else own_tensor_name)
     stored = read_quantization(checkpoint.config, checkpoint.where)
     if stored is None:

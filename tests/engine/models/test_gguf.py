@@ -56,6 +56,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("phi4-mini", "F32", {}),
     ("gemma2", "Q8_0", GEMMA2),
     ("gemma3", "Q4_0", GEMMA3),
+    ("qwen3.5", "Q8_0", {"linear_value_head_dim": 32}),
     ("lfm2", "Q8_0", {"block_auto_adjust_ff_dim": False, "conv_bias": False}),
 ]
 """Every architecture, and every type of tensors."""
