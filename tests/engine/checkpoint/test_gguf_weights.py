@@ -93,7 +93,11 @@ def test_every_tensor_is_the_checkpoint_s_whole_and_in_part(
         expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(stored, own), own))
         some = slice(3, len(stored) - 2)
         torch.testing.assert_close(
-            weights.read(TensorSlice(tensor, stored.shape)).float(), expected, rtol=0, atol=1e-6 if "A_log" in tensor else 2e-7, msg=tensor
+            weights.read(TensorSlice(tensor, stored.shape)).float(),
+            expected,
+            rtol=0,
+            atol=1e-6 if "A_log" in tensor else 2e-7,
+            msg=tensor,
         )
         form = weights.form(TensorSlice(tensor, stored.shape)).codes
         if form is not None:
