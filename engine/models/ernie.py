@@ -3,10 +3,11 @@ other are neighbours. The mixtures' router takes a softmax, and a correction whe
 
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
-from ..layers.mlp import FeedForward, MixtureOfExperts, SharedExpert
+from ..layers.mlp import FeedForward
 from ..layers.self_attention import AttentionProjections
+from .glm import build_shared_experts
 from .interfaces import Decoder
-from .llama import LlamaVariant, build_dense_mlp, build_llama_variant, mlp_spec
+from .llama import LlamaVariant, build_llama_variant
 
 _PROJECTIONS = AttentionProjections(adjacent_pairs=True)
 
@@ -20,14 +21,5 @@ def build_ernie_moe(spec: ModelSpec, loader: WeightLoader) -> Decoder:
 
 
 def _build_experts(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
-    experts = spec.experts
-    if experts is None or not experts.sparse_layers[index]:
-        return build_dense_mlp(spec, loader, index)
-    dense = mlp_spec(spec, index)
-    expert = dense._replace(intermediate=experts.intermediate_size)
-    bias = "moe_statics.e_score_correction_bias"
-    routed = MixtureOfExperts(loader, expert, experts, bias=bias, bias_shape=(1, experts.count))
-    if not experts.shared_size:
-        return routed
-    shared = dense._replace(name=f"{dense.name}.shared_experts", intermediate=experts.shared_size)
-    return SharedExpert(loader, routed, shared)
+    bias_shape = (1, spec.experts.count) if spec.experts is not None else ()
+    return build_shared_experts(spec, loader, index, "moe_statics.e_score_correction_bias", bias_shape)

@@ -33,14 +33,21 @@ def build_dots1(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     return build_llama_variant(spec, loader, LlamaVariant(qwen3_projections(spec), build_shared_experts))
 
 
-def build_shared_experts(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
-    """The experts of a layer beside those that every token goes through, or the MLP of a dense one."""
+def build_shared_experts(
+    spec: ModelSpec,
+    loader: WeightLoader,
+    index: int,
+    bias: str = "gate.e_score_correction_bias",
+    bias_shape: tuple[int, ...] = (),
+) -> FeedForward:
+    """The experts of a layer beside those that every token goes through, or the MLP of a dense one. `bias`, and its
+    shape if it is no vector: the correction of the router."""
     dense = mlp_spec(spec, index)
     experts = spec.experts
     if experts is None or not experts.sparse_layers[index]:
         return GatedMLP(loader, dense)
     expert = dense._replace(intermediate=experts.intermediate_size, bias=False)
-    routed = MixtureOfExperts(loader, expert, experts, bias="gate.e_score_correction_bias")
+    routed = MixtureOfExperts(loader, expert, experts, bias=bias, bias_shape=bias_shape)
     if not experts.shared_size:
         return routed
     shared = dense._replace(name=f"{dense.name}.shared_experts", intermediate=experts.shared_size)
