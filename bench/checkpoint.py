@@ -74,6 +74,26 @@ QWEN3_5_SMALL: dict[str, Any] = {
 }
 """Qwen3.5-0.8B's config.json, as far as it shapes the computation."""
 
+LFM2_ONE_BILLION: dict[str, Any] = {
+    "model_type": "lfm2",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 12288,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "conv_L_cache": 3,
+    "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+    "vocab_size": 65536,
+    "max_position_embeddings": 128000,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+"""LFM2-1.2B's config.json, as far as it shapes the computation."""
+
 GRANITE_TINY: dict[str, Any] = {
     "model_type": "granite",
     "hidden_size": 64,
@@ -87,11 +107,12 @@ GRANITE_TINY: dict[str, Any] = {
 }
 """A model that transformers computes and that has hardly a weight: starting it costs what any start costs."""
 
-ShapeName: TypeAlias = Literal["qwen2.5-0.5b", "llama-3.2-1b", "qwen3.5-0.8b", "granite-tiny"]
+ShapeName: TypeAlias = Literal["qwen2.5-0.5b", "llama-3.2-1b", "qwen3.5-0.8b", "lfm2-1.2b", "granite-tiny"]
 SHAPES: dict[ShapeName, dict[str, Any]] = {
     "qwen2.5-0.5b": QWEN2_HALF_BILLION,
     "llama-3.2-1b": LLAMA_ONE_BILLION,
     "qwen3.5-0.8b": QWEN3_5_SMALL,
+    "lfm2-1.2b": LFM2_ONE_BILLION,
     "granite-tiny": GRANITE_TINY,
 }
 
