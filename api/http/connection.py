@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from types import TracebackType
-from typing import Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
@@ -159,7 +159,7 @@ class CancelOnDisconnect:
 class EventEncoder(Protocol[T_contra]):
     """An encoder of the items of one stream into the events that the client gets."""
 
-    def encode_item(self, item: T_contra) -> bytes | Awaitable[bytes]:
+    def encode_item(self, item: T_contra) -> bytes | Coroutine[Any, Any, bytes]:
         """Server-sent events for one item, maybe none; awaited where encoding takes long."""
 
     def encode_end(self) -> bytes:
@@ -184,8 +184,8 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
         del self.headers["connection"]  # is the connection's to say
         self._items = items
         self._encoder = encoder
-        self._encoding: Awaitable[bytes] | None = None
-        """Of an item that was begun, and could not be written at once."""
+        self._encoding: Coroutine[Any, Any, bytes] | None = None
+        """Encodes the item that could not be written at once, and comes by iteration."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientDisconnected):
@@ -209,8 +209,7 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
         if not isinstance(body, bytes):
             self._encoding = body
             return False
-        if body:
-            cycle.write_chunk(body)
+        cycle.write_chunk(body)
         return True
 
     async def _encode(self, item: T) -> bytes:
@@ -220,10 +219,11 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
 
     async def _send_rest(self, scope: Scope, send: Send) -> bytes:
         """Send the other items; the events after them, which are not sent yet."""
+        direct = self._items if isinstance(self._items, DirectStream) else None
         try:
-            cycle = chunk_writer(scope, send)
-            if cycle is not None and isinstance(self._items, DirectStream):
-                self._items.sink = partial(self._write_now, cycle)
+            cycle = None if direct is None else chunk_writer(scope, send)
+            if direct is not None and cycle is not None:
+                direct.sink = partial(self._write_now, cycle)
             async for item in self._items:
                 body = await self._encode(item)
                 if body:
@@ -234,6 +234,11 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
             if events is None:
                 raise
             return events
+        finally:
+            if direct is not None:
+                direct.sink = None  # which names this response, as that does the stream
+            if self._encoding is not None:  # the client left before the item came
+                self._encoding.close()
 
     def _error_events(self, scope: Scope, error: BaseException) -> bytes | None:
         """The events of the error that ended the stream; None if the client left, and it is to be raised again.

@@ -28,11 +28,11 @@ _MOST_WAITING = 16
 """Responses that wait for each other: the first for as long as it takes to make the others."""
 
 _MOST_CHUNKS = 64
-"""Parts of responses that do, which are made faster."""
+"""Parts of responses that wait for each other: they are made faster."""
 
 
 class WriteCoalescer:
-    """The last response of each connection of an event loop, until the turn of the loop ends.
+    """The last response, or part of one, of each connection of an event loop, until the turn of the loop ends.
 
     A write that wakes its reader's process costs several times as much as one that finds it awake; between responses
     that are written one by one it falls asleep.
@@ -155,8 +155,8 @@ class Http11Cycle(RequestResponseCycle):
 
     async def send(self, message: Any) -> None:
         """ASGI's `send`."""
-        if message.get("more_body") and self.takes_chunks:
-            self.write_chunk(message["body"])
+        if message.get("more_body") and self.takes_chunks and self.scope["method"] != "HEAD":
+            self.write_chunk(message.get("body", b""))
             return
         if self.transport in self._state.coalescer:
             self._state.coalescer.flush()
@@ -256,7 +256,7 @@ class Http10Cycle(Http11Cycle):
             self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
             self.chunked_encoding = None if self._has_length else False
         elif not self._has_length:
-            self.expected_content_length = len(message["body"])  # uvicorn compares
+            self.expected_content_length = len(message.get("body", b""))  # uvicorn compares
         await super().send(message)
 
 

@@ -6,10 +6,11 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 
 from asyncio import to_thread
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from contextlib import aclosing
 from functools import partial
 from secrets import token_hex
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -142,7 +143,7 @@ class GenerateEventEncoder:
         self._texts: dict[str, tuple[ModelConfig, list[bytes]]] = {}
         """By an output's name, what stands around its text in an event of that alone, for that config."""
 
-    def encode_item(self, response: InferResponse) -> bytes | Awaitable[bytes]:
+    def encode_item(self, response: InferResponse) -> bytes | Coroutine[Any, Any, bytes]:
         text = short_text(response)
         if text is not None and self._limit >= 8 * SHORT_TEXT_BYTES:
             return orjson.dumps(text).join(self._around_text(response))

@@ -243,16 +243,15 @@ async def test_who_left_gets_nothing() -> None:
 class Streaming:
     """Sends parts of a response when told to."""
 
-    def __init__(self) -> None:
-        self.begun = asyncio.Event()
+    def __init__(self, *headers: tuple[bytes, bytes]) -> None:
+        self.headers = headers
         self.send: Any = None
         self.over = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await body_of(receive)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         self.cycle, self.send = chunk_writer(scope, send), send
-        self.begun.set()
         await self.over.wait()
         await send({"type": "http.response.body", "body": b"end", "more_body": False})
 
@@ -271,6 +270,30 @@ async def test_parts_leave_in_order_however_they_are_sent() -> None:
     await turns()
     assert connection.transport.written == written + b"3\r\none\r\n3\r\ntwo\r\n3\r\nend\r\n0\r\n\r\n"
     assert not app.cycle.takes_chunks
+
+
+@pytest.mark.parametrize(("version", "end"), [(b"1.1", b"3\r\nend\r\n0\r\n\r\n"), (b"1.0", b"end")])
+async def test_a_part_may_be_without_a_body(version: bytes, end: bytes) -> None:
+    app = Streaming()
+    connection = Connection(app)
+    await connection.send(request(b"abcd").replace(b"HTTP/1.1", b"HTTP/" + version))
+    written = connection.transport.written
+    await app.send({"type": "http.response.body", "more_body": True})
+    app.over.set()
+    await turns()
+    assert connection.transport.written == written + end
+
+
+async def test_a_head_has_no_parts() -> None:
+    app = Streaming((b"transfer-encoding", b"chunked"))
+    connection = Connection(app)
+    await connection.send(request(b"").replace(b"POST", b"HEAD"))
+    written = connection.transport.written
+    assert written.endswith(b"\r\n\r\n")
+    await app.send({"type": "http.response.body", "body": b"one", "more_body": True})
+    app.over.set()
+    await turns()
+    assert connection.transport.written == written
 
 
 async def test_parts_wait_for_a_client_that_does_not_read() -> None:
