@@ -5,7 +5,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, Self, TypeAlias, TypeVar, cast
+from typing import Generic, Self, TypeAlias, TypeVar
 
 from msgspec import Raw
 
@@ -266,7 +266,7 @@ class RemoteTextHandle(TextHandle):
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         self.context.id = request.id
-        return cast("ResponseStream[GenerateChunk]", self._model.generate(request, self.context))
+        return self._model.generate(request, self.context)
 
 
 class ObservedTextHandle(TextHandle):
