@@ -32,11 +32,14 @@ class ByteDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; an incomplete character waits for the next call."""
-        if len(ids) == 1 and not self._incomplete and (text := self._texts[ids[0]]) is not None:
-            return text
+        alone = len(ids) == 1 and not self._incomplete
+        if alone and (known := self._texts.get(ids[0])) is not None:
+            return known
         table = self._table
         text = self._decoder.decode(b"".join([table[token] for token in ids]))
         self._incomplete = bool(self._decoder.getstate()[0])
+        if alone and not self._incomplete:
+            self._texts[ids[0]] = text
         return text
 
     def finish(self) -> str:

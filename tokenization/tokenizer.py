@@ -5,7 +5,6 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -56,27 +55,14 @@ class TokenBytes(dict[int, bytes]):
     def __init__(self, backend: tokenizers.Tokenizer, hidden: Iterable[int] = ()) -> None:
         super().__init__(dict.fromkeys(hidden, b""))
         self._backend = backend
-        self.texts = _TokenTexts(self)
-        """The same as text; None for a token of bytes that are no characters without others."""
+        self.texts: dict[int, str] = {}
+        """The text that a detokenizer has made of a token by itself, where no character is begun before or after it."""
 
     def __missing__(self, token: int) -> bytes:
         with NativeCall(_FAILED):
             name = self._backend.id_to_token(token)
         data = self[token] = b"" if name is None else _letters(name)
         return data
-
-
-class _TokenTexts(dict[int, str | None]):
-    def __init__(self, table: TokenBytes) -> None:
-        super().__init__()
-        self._table = table
-
-    def __missing__(self, token: int) -> str | None:
-        text: str | None = None
-        with suppress(UnicodeDecodeError):
-            text = self._table[token].decode()
-        self[token] = text
-        return text
 
 
 def _raw(name: str) -> bytes:
