@@ -218,6 +218,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "ssm_state_size": 16,
         "n_groups": 1,
         "n_routed_experts": 6,
+        "n_group": 2,
+        "topk_group": 1,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 40,
         "moe_shared_expert_intermediate_size": 48,

@@ -166,7 +166,8 @@ def _nemotron_fields(fields: ConfigFields) -> Mapping[str, Any]:
         raise fields.error(f"hybrid_override_pattern must be a text, got {shorten(repr(pattern))}")
     types = fields.texts("layers_block_type") or fields.texts("layer_types") or [*pattern]
     sparse = [layer for layer, kind in enumerate(types) if kind in ("moe", "E")]
-    own = _mixer_fields(fields) | {
+    own = _mixer_fields(fields) | fields.corrected_experts()
+    own |= {
         "layer_types": types,
         "num_hidden_layers": len(types),
         "mamba_n_heads": fields.number("mamba_num_heads", most=MOST_PARTS),
@@ -179,9 +180,6 @@ def _nemotron_fields(fields: ConfigFields) -> Mapping[str, Any]:
         "num_experts": fields.number("n_routed_experts", most=MOST_PARTS),
         "mlp_only_layers": [layer for layer in range(len(types)) if layer not in sparse],
         "shared_expert_intermediate_size": fields.number("moe_shared_expert_intermediate_size"),
-        "sigmoid_router": True,
-        "float32_router": True,
-        "use_expert_bias": True,
     }
     if not sparse:
         config = {name: value for name, value in config.items() if name != "num_experts_per_tok"}
@@ -352,7 +350,7 @@ HYBRIDS = {
         rope_types={_NO_POSITIONS: NO_ROPE},
         hybrid=_nemotron,
         translate=_nemotron_fields,
-        only={"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "n_group": 1, "topk_group": 1},
+        only={"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"},
     ),
     "Qwen3NextForCausalLM": ArchitectureDefaults(
         absent={

@@ -45,7 +45,7 @@ def config_of(making: ModuleType) -> MakeConfig:
         ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported beside states"),
         ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M?"}, "layer_types must say of every"),
         ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported here, relu2 is"),
-        ("nemotron-3", {"n_group": 2}, "n_group 2 is not supported here, 1 is"),
+        ("nemotron-3", {"n_group": 4}, "topk_group 1 of n_group 4 can't be chosen of 6 experts"),
         ("mamba2", {"num_heads": 7}, "mamba_n_heads 7 must divide 128 features"),
         ("mamba2", {"head_dim": 8}, "mamba_d_head 8 times 8 heads is not 128"),
         ("falcon-h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 positive numbers"),
