@@ -184,8 +184,9 @@ class GgufWeights:
     def __init__(self, file: GgufFile, head_dim: int, recurrence: RecurrenceSpec | None = None) -> None:
         """`recurrence`: what the layers are like that keep a state, if some do."""
         self._file, self._head_dim = file, head_dim
-        tiled = isinstance(recurrence, DeltaNetSpec) and recurrence.value_heads != recurrence.key_heads
-        self._tiles = TiledHeads(recurrence) if tiled and isinstance(recurrence, DeltaNetSpec) else None
+        self._tiles: TiledHeads | None = None
+        if isinstance(recurrence, DeltaNetSpec) and recurrence.value_heads != recurrence.key_heads:
+            self._tiles = TiledHeads(recurrence)
         self._names = GgufNames(file.text("general.architecture"))
         self._mapped = {path: _mapped(path) for path in file.files}
         self._unread = set(file.tensors) - set(ROPE_TENSORS)
@@ -265,7 +266,7 @@ class GgufWeights:
         self._unread.discard(tensor.name)
         return place, tensor
 
-    def _column_tiles(self, tensor: GgufTensor) -> "TiledHeads | None":
+    def _column_tiles(self, tensor: GgufTensor) -> TiledHeads | None:
         return self._tiles if _own_name(tensor) == "ssm_out" else None
 
     def _rows(self, piece: TensorSlice, place: StoredName, tensor: GgufTensor) -> Tensor:

@@ -94,8 +94,8 @@ class SelfAttention:
         if projections.norm is not None and projections.whole_norms:
             weights_of = (("q", spec.heads, queries), ("k", shape.heads, keys))
             pieces = (
-                TensorSlice(f"{name}.{one}_{projections.norm_suffix}.weight", (count * size,), part)
-                for one, count, part in weights_of
+                TensorSlice(f"{name}.{letter}_{projections.norm_suffix}.weight", (count * size,), part)
+                for letter, count, part in weights_of
             )
             self._whole_norms = build_whole_norms(loader, projections.norm, spec.norm_eps, *pieces)
         elif projections.norm is not None:  # one for all heads together, each with its own weight
