@@ -302,8 +302,10 @@ class ConfigFields(NamedTuple):
         if count % groups or chosen_groups > groups:
             raise self.error(f"topk_group {chosen_groups} of n_group {groups} can't be chosen of {count} experts")
         chosen, every = self.number("num_experts_per_tok"), self.number("decoder_sparse_step", 1)
-        if chosen > count:
-            raise self.error(f"num_experts_per_tok is {chosen}, but there are {count} experts")
+        choosable = count // groups * chosen_groups
+        if chosen > choosable:
+            within = f" in {chosen_groups} of {groups} groups" if groups > 1 else ""
+            raise self.error(f"num_experts_per_tok is {chosen}, but there are {choosable} experts{within}")
         dense = self.layer_numbers("mlp_only_layers")
         return ExpertsSpec(
             count,

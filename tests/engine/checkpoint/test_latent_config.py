@@ -114,6 +114,11 @@ def test_kin_say_it_in_their_own_way() -> None:
         ({"topk_method": "noaux_tc"}, UnsupportedVariant, "topk_method 'noaux_tc' is not supported"),
         ({"kv_lora_rank": 0}, CheckpointError, "kv_lora_rank must be a positive"),
         ({"topk_method": "group_limited_greedy", "n_group": 7}, CheckpointError, "topk_group 1 of n_group 7"),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": 32, "topk_group": 2},
+            CheckpointError,
+            "num_experts_per_tok is 6, but there are 4 experts in 2 of 32 groups",
+        ),
         ({"n_shared_experts": -1}, CheckpointError, "n_shared_experts must be a whole number"),
         ({"rope_scaling": YARN | {"mscale_all_dim": "all"}}, CheckpointError, "mscale_all_dim must be a positive"),
     ],
