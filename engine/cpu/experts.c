@@ -1,7 +1,6 @@
 /* Mixtures of experts. Rows are sorted by expert; some experts at a time gather theirs, and multiply them together. */
 #include "experts.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 #include "elementwise.h"
@@ -53,7 +52,7 @@ static int64_t lay_out(Mix *m, const MixtureCall *c, char *memory, int threads)
     const Mixture *l = c->layer;
     const int64_t pairs = c->rows * l->router.per_token, bytes = number_bytes(l);
     const int64_t most = c->rows > ROWS_TOGETHER ? c->rows : ROWS_TOGETHER, together = least(pairs, most);
-    const int64_t wide = l->hidden > l->intermediate ? l->hidden : l->intermediate, active = least(l->experts, together);
+    const int64_t active = least(l->experts, together);
     int64_t at = 0;
     *m = (Mix){.call = c, .pairs = pairs, .together = together};
     m->numbers = take(memory, &at, pairs * 4);
@@ -62,7 +61,7 @@ static int64_t lay_out(Mix *m, const MixtureCall *c, char *memory, int threads)
     m->tokens = take(memory, &at, pairs * 4);
     m->begins = take(memory, &at, (l->experts + 1) * 8);
     m->calls = take(memory, &at, 2 * l->experts * (int64_t)sizeof(MatmulCall));
-    m->gathered = take(memory, &at, together * wide * bytes);
+    m->gathered = take(memory, &at, together * l->hidden * bytes);
     m->both = take(memory, &at, together * l->outputs * bytes);
     m->activated = take(memory, &at, together * l->intermediate * bytes);
     m->sums = take(memory, &at, c->rows * l->hidden * 4);
@@ -154,8 +153,8 @@ static void sort_pairs(const Mix *m)
     m->begins[0] = 0;
 }
 
-/* The products of the experts `from` to `to` that have rows; returns how many these are. */
-static int64_t list_products(const Mix *m, int64_t from, int64_t to)
+/* The products of the experts `from` to `to` that have rows. */
+static void list_products(const Mix *m, int64_t from, int64_t to)
 {
     const Mixture *l = m->call->layer;
     const int64_t bytes = number_bytes(l);
@@ -167,10 +166,9 @@ static int64_t list_products(const Mix *m, int64_t from, int64_t to)
             continue;
         char *gathered = m->gathered + at * l->hidden, *both = m->both + at * l->outputs;
         first[count] = (MatmulCall){l->gate_up[e], 0, gathered, l->hidden, rows, both, l->outputs};
-        second[count++] = (MatmulCall){l->down[e], 0, m->activated + at * l->intermediate, l->intermediate, rows, gathered,
-                                       l->hidden};
+        char *activated = m->activated + at * l->intermediate;
+        second[count++] = (MatmulCall){l->down[e], 0, activated, l->intermediate, rows, gathered, l->hidden};
     }
-    return count;
 }
 
 /* The results of the experts `from` to `to` for their rows, in order, in `gathered`. */

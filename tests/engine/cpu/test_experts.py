@@ -108,8 +108,23 @@ def test_ranks_have_some_experts_each() -> None:
 
 
 @pytest.mark.usefixtures("level")
-def test_scores_that_are_no_numbers_show_in_their_row_alone() -> None:
-    mixture = FusedMixture(LIKELY, experts(torch.float32, "float32"), 0, "silu", torch.float32)
+def test_fewer_experts_than_threads_and_none_that_a_row_chose(by_threads: ByThreads) -> None:
+    """And no rows at all."""
+    routing, made = Routing(COUNT, 1, sigmoid=True, normalised=False), experts(torch.float32, "float32")[:2]
+    here, elsewhere = (FusedMixture(routing, made, first, "silu", torch.float32) for first in (0, 22))
+    x, scores = inputs(5, torch.float32)
+    scores = scores.index_fill(1, torch.tensor([1]), 90.0)
+    found, *others = by_threads(lambda: here(x, scores))
+    assert all(torch.equal(found, other) for other in others)
+    assert found.any(1).all()
+    assert not elsewhere(x, scores).any()
+    assert here(x[:0], scores[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("routing", [LIKELY, JUDGED], ids=["softmax", "groups"])
+def test_scores_that_are_no_numbers_show_in_their_row_alone(routing: Routing) -> None:
+    mixture = FusedMixture(routing, experts(torch.float32, "float32"), 0, "silu", torch.float32)
     x, scores = inputs(3, torch.float32)
     right = mixture(x, scores)
     found = mixture(x, torch.stack((scores[0], torch.full_like(scores[1], torch.nan), scores[2])))
