@@ -334,7 +334,8 @@ static void lay_out_parts(const MatmulCall *calls, int64_t count, Part *parts)
     for (int64_t i = 0; i < count; i++) {
         Part *part = parts + i;
         *part = (Part){product(calls + i), calls + i, row, group, 0, 0};
-        const int64_t bytes = prepared_bytes(&part->product, calls[i].rows), kept = sums_bytes(&part->product, calls[i].rows);
+        const int64_t bytes = prepared_bytes(&part->product, calls[i].rows);
+        const int64_t kept = sums_bytes(&part->product, calls[i].rows);
         sums = kept > sums ? kept : sums;
         if (bytes) {
             part->prepared = memory;

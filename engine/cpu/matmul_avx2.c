@@ -44,9 +44,9 @@ ALWAYS_INLINE TARGET Ints dot(int kind, Ints sum, Ints x, Ints w) {
 #include "matmul_tile.inc"
 TILES_OF_16(tile, INT8) TILES_OF_16(tile, BFLOAT16) TILES_OF_16(tile, FLOAT32) TILE(tile, FLOAT32, 1, 4)
 
-/* Of spans. The weights of float4 are up to 24, of which four pairs do. Eight pairs of an int4 weight up to 15 and an activation up to 127 fit into 16 bits: that many are summed before
-   they are widened. Weights of eight bits are widened before they are multiplied, the even ones and the odd ones of a
-   line, and so are activations. */
+/* Of spans. Eight pairs of an int4 weight up to 15 and an activation up to 127 fit into 16 bits, and four of a float4 weight
+   up to 24: that many are summed before they are widened. Weights of eight bits are widened before they are multiplied,
+   the even ones and the odd ones of a line, and so are activations. */
 #define SPAN_LINES(kind) (FOUR_BITS(kind) ? 4 : 1)
 #define SPAN_INPUTS(kind) (FOUR_BITS(kind) ? 32 : 4)
 #define INPUT_BYTES(kind) (FOUR_BITS(kind) ? 1 : 2)

@@ -162,7 +162,8 @@ static void gate_heads(Team *team, const Operation *o, const StepLayout *l)
 
 static MixtureCall mixture_call(const StepLayout *l, const Operation *o)
 {
-    return (MixtureCall){o->what, tensor(l, o->x, 0), (const float *)tensor(l, o->delta, 0), l->tokens, tensor(l, o->out, 0)};
+    const float *scores = (const float *)tensor(l, o->delta, 0);
+    return (MixtureCall){o->what, tensor(l, o->x, 0), scores, l->tokens, tensor(l, o->out, 0)};
 }
 
 static int adapts(const Operation *o) { return o->kind == LORA_SHRINK || o->kind == LORA_EXPAND; }

@@ -31,8 +31,8 @@ typedef struct {
                                     numbers of delta's lines, which are `stride` long; NORM: the number of a line at
                                     which its heads begin */
     const Matrix *next;          /* product: the matrix of the next product */
-    float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x as ADD and GATE_ROWS do; what
-                                    SOFT_CAP caps x at */
+    float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x as ADD and
+                                    GATE_ROWS do; what SOFT_CAP caps x at */
     int32_t dtype, activation;
     int32_t selected;            /* whether its tensors are of selected places alone; SELECT: the one that comes out */
 } Operation;

@@ -17,6 +17,7 @@ from charonia.engine.cpu.memory import HugePageArena
 from tests.engine.cpu import test_elementwise, test_experts, test_recurrent
 from tests.engine.cpu.conftest import ByThreads
 from tests.engine.cpu.test_matmul_grouped import FLOAT4_SHAPES, FORMS, floats_and_codes, form_of, inputs, made
+from tests.engine.cpu.test_tiles import SMALL
 
 pytestmark = pytest.mark.skipif(
     library.level() is None or shutil.which("gcc") is None or platform.machine() != "x86_64",
@@ -24,8 +25,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 FLAGS = "-shared -fPIC -std=gnu11 -Og -ffp-contract=fast -fopenmp -fvisibility=hidden -Wall -Wno-psabi -Werror"
-SMALL = "-Dalways_inline=unused"
-"""Helpers are functions, not copied to where they are called: compiling that takes several times as long."""
 SOURCES = (
     "convolution.c",
     "elementwise.c",
