@@ -172,13 +172,14 @@ class ModelSelection:
         unknown = self.catalog.unknown
         if unknown:
             print(f"charonia: model repository {unknown[0]} is away, and was never read from here", file=sys.stderr)
+        watcher.patient = strict or self.is_single_checkpoint
         with ProgressDisplay() as display:
             complete = await watcher.load_initial(names, display, in_memory)
         if unknown and self.options.model_control_mode == "none":  # nobody would look again
             return False
         if not complete and strict and not self.is_single_checkpoint:
             print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
-        return complete or not (strict or self.is_single_checkpoint)
+        return complete or not watcher.patient
 
     @asynccontextmanager
     async def polling(self, watcher: RepositoryWatcher) -> AsyncIterator[None]:

@@ -63,7 +63,7 @@ class ReadSource(NamedTuple):
 class RepositoryWatcher:
     """Keeps the registry in step with the catalog. Remembers the source of each model's last attempt to load. With
     `on_demand` it loads those alone that are in memory or pinned; requests load the others. It waits for no model whose
-    files hang, or whose load does, and looks at it again when that has ended."""
+    files hang, or, but for a `patient` start, whose load does, and looks at it again when that has ended."""
 
     def __init__(
         self,
@@ -81,6 +81,8 @@ class RepositoryWatcher:
         self._unread: dict[str, asyncio.Task[ReadSource]] = {}
         self._routes, self._on_demand = routes, on_demand
         self._route_error = ""
+        self.patient = False
+        """Whether `load_initial` waits for loads without progress, too."""
 
     async def load_initial(self, names: Sequence[str], listener: LoadListener, in_memory: Collection[str] = ()) -> bool:
         """Load the models of these names, or where requests load models those `in_memory`; returns whether all of them
@@ -210,33 +212,22 @@ class RepositoryWatcher:
         source = read.source
         if needed:
             await asyncio.wait(needed)
-        try:
-            stalled = asyncio.Event()
-            progress = listener.on_loading(source.name)
-            load = asyncio.create_task(self._lifecycle.load(source, progress, read.release, stalled.set))
-            await _wait_until_done_or(stalled, load)
-            if not load.done():
-                self._stalled[source.name] = load
-                self._lifecycle.cancel_at_exit(load)
-                load.add_done_callback(partial(self._end_stalled, source.name, listener))
-                return False
-            seconds = load.result()
-        except LoadFailure as failure:
-            error = failure.cause
-            reason = error.message if isinstance(error, CharoniaError) else f"{type(error).__name__}: {error}"
-            listener.on_failed(source.name, reason)
-            return False
-        listener.on_loaded(source.name, seconds)
-        return True
+        stalled = asyncio.Event()
+        on_stall = (lambda: None) if self.patient and self._registry.starting else stalled.set
+        progress = listener.on_loading(source.name)
+        load = asyncio.create_task(self._lifecycle.load(source, progress, read.release, on_stall))
+        await _wait_until_done_or(stalled, load)
+        if load.done():
+            return _report_end(source.name, listener, load)
+        self._stalled[source.name] = load
+        self._lifecycle.cancel_at_exit(load)
+        load.add_done_callback(partial(self._end_stalled, source.name, listener))
+        return False
 
     def _end_stalled(self, name: str, listener: LoadListener, load: "asyncio.Task[float]") -> None:
         del self._stalled[name]
-        if load.cancelled():
-            return
-        if error := load.exception():
-            listener.on_failed(name, str(error))
-        else:
-            listener.on_loaded(name, load.result())
+        if not load.cancelled():
+            _report_end(name, listener, load)
 
     def _waits(self, source: ModelSource, in_memory: Collection[str]) -> bool:
         """Whether the model is to be loaded by a request."""
@@ -259,6 +250,19 @@ class RepositoryWatcher:
     def _is_changed(self, name: str, mark: Hashable) -> bool:
         last, self._last_tried[name] = self._last_tried.get(name), mark
         return last != mark
+
+
+def _report_end(name: str, listener: LoadListener, load: "asyncio.Task[float]") -> bool:
+    """Whether a load that has ended succeeded."""
+    try:
+        seconds = load.result()
+    except LoadFailure as failure:
+        error = failure.cause
+        reason = error.message if isinstance(error, CharoniaError) else f"{type(error).__name__}: {error}"
+        listener.on_failed(name, reason)
+        return False
+    listener.on_loaded(name, seconds)
+    return True
 
 
 async def _wait_until_done_or(event: asyncio.Event, task: "asyncio.Task[float]") -> None:

@@ -1,7 +1,7 @@
 """What the command line may ask to serve."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -94,6 +94,20 @@ async def test_repositories_without_models_and_links_that_lead_nowhere_are_told(
         f"model repository {places[1]} has no models: a model is a folder in it",
         f"no model: {places[1]}/gone is a link to '/no/where', which is not there",
     ]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+async def test_a_start_that_needs_every_model_is_patient(tmp_path: Path, strict: bool) -> None:
+    class Watcher:
+        patient = False
+
+        async def load_initial(self, names: object, listener: object, in_memory: object) -> bool:
+            return False
+
+    watcher: Any = Watcher()
+    selection = select_models(None, RepositoryOptions(model_repository=(str(tmp_path),)), {})
+    assert await selection.load_startup_models(watcher, strict) is not strict
+    assert watcher.patient is strict
 
 
 def test_flags_about_executions_are_parameters_of_all_backends(tmp_path: Path) -> None:

@@ -58,6 +58,23 @@ async def test_a_load_that_hangs_gives_its_place_up_and_polling_goes_on(
     assert world.failures == {}
 
 
+async def test_a_start_that_needs_every_model_waits_for_a_load_without_progress(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "_STALL_SECONDS", 0.02)
+    world.gateway.lifecycle.load_sequentially()
+    hangs = world.write("a", {"1": 1}) / "1" / "hangs"
+    hangs.touch()
+    world.write("b", {"1": 2})
+    world.watcher.patient = True
+    starting = asyncio.create_task(world.start())
+    await until(lambda: world.loads == ["b"])
+    assert not starting.done()
+    hangs.unlink()
+    assert await starting
+    assert (world.loads, world.failures) == (["b", "a"], {})
+
+
 async def test_a_directory_that_hangs_keeps_no_other_model_waiting(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
