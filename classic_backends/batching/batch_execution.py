@@ -268,6 +268,10 @@ def execute_batch(
         marks.append(perf_counter_ns())
         responses = split_outputs(layout, jobs, outputs)
     except BaseException as error:  # a model may do anything, even exit: its thread goes on
+        if isinstance(error, InvalidArgument) and len(jobs) > 1 and layout.sequences is None:
+            # A request may be wrong in what the model alone can judge: those that share its batch are not.
+            alone = [execute_batch(runtime, layout, [job], instance) for job in jobs]
+            return ExecutionResult([result.error or result.responses[0] for result in alone], _timing(marks))
         return ExecutionResult((), _timing(marks), client_error(error, instance))
     return ExecutionResult(responses, _timing(marks))
 

@@ -202,6 +202,24 @@ async def test_a_model_that_fails_fails_its_batch_and_goes_on() -> None:
         )
 
 
+async def test_a_request_that_the_model_refuses_fails_alone() -> None:
+    def refuse(inputs: Arrays) -> None:
+        if 3 in inputs["X"]:
+            raise InvalidArgument("not 3", field="X")
+
+    runtime = Gated()
+    async with serving(runtime, config({})) as model:
+        runtime.seen = refuse
+        _, *others = await held_up(model, runtime, ask(1), ask(2, 3, rows=2), ask(4))
+        runtime.gate.set()
+        first, refused, last = await asyncio.gather(*others, return_exceptions=True)
+        statistics = model.statistics().inference
+        assert (statistics.success.count, statistics.fail.count) == (3, 1)
+    assert [first[0].outputs[0].data.tolist(), last[0].outputs[0].data.tolist()] == [[[2]], [[8]]]
+    assert (type(refused), refused.field) == (InvalidArgument, "X")
+    assert runtime.batches == [[0], [1], [4]]
+
+
 async def test_a_full_queue_refuses() -> None:
     runtime = Gated()
     async with serving(runtime, config({"default_queue_policy": {"max_queue_size": 1}})) as model:
