@@ -157,7 +157,7 @@ async def _pool(model: ModelHandle, inputs: list[Any], task: str, body: PoolingB
         values = values if output == EMBEDDING else _probabilities(values)
         return list(encoded_rows(values, body.encoding_format)), tokens
     arrays, tokens = await encode_tokens(model, inputs, output, "vectors of tokens", body.prompt_name)
-    rows = [array.reshape(len(array), -1) for array in arrays]
+    rows = [array if array.ndim == 2 else array[:, None] for array in arrays]
     if body.encoding_format == "base64":
         return list(chain.from_iterable(encoded_rows(row.reshape(1, -1), "base64") for row in rows)), tokens
     return [list(encoded_rows(row, body.encoding_format)) for row in rows], tokens

@@ -60,6 +60,9 @@ _MAX_BATCH_TOKENS = 8192
 _MAX_BATCH_TOKENS_ON_CPU = 1024
 """What an MLP makes of so many tokens stays in a processor's caches: of 8,192 each pass reads it from memory again."""
 
+_MAX_OUTPUT_BYTES = 1 << 30
+"""Of one execution: bge-m3's vectors of a text of 8,192 tokens take 32 MiB."""
+
 _MIN_FILLED = 0.75
 """The least share of a batch's tokens that is no padding, unless the batch is small."""
 
@@ -247,10 +250,15 @@ def encode_in_batches(encoder: "Encoder", texts: Sequence[Any], output_names: Se
     """The arrays of all texts [texts, ...] and how many tokens they have, computed by batches of `most` tokens.
 
     Where texts have arrays of several lengths, the shorter ones are filled up: by 0, or -1 where they are tokens.
+    Raises `InvalidArgument` for more than an execution may make.
     """
     made: dict[int, Arrays] = {}
     for indices in batch_by_length([len(text.ids) for text in texts], most):
         made.update(zip(indices, encoder.encode([texts[index] for index in indices], output_names), strict=True))
+        # The longest texts come first, and the others' arrays are filled up to theirs.
+        if len(texts) * sum(array.nbytes for array in made[indices[0]].values()) > _MAX_OUTPUT_BYTES:
+            message = f"the outputs of these texts take more than {_MAX_OUTPUT_BYTES >> 20} MiB: send fewer at once"
+            raise InvalidArgument(message, field=TEXT)
     outputs = {name: _stacked([made[index][name] for index in range(len(texts))], name) for name in made[0]}
     return {**outputs, COUNT: np.array([[len(text.ids)] for text in texts], np.int32)}
 

@@ -20,7 +20,8 @@ class MarkedText(NamedTuple):
 
 
 class MarkedTokenizer:
-    """Tokenizes queries and documents. Raises `InvalidArgument` if the tokenizer has no token to fill queries up."""
+    """Tokenizes queries and documents. Raises `InvalidArgument` if the tokenizer has no token to fill queries up, or
+    the model does not take as many as they are filled up to."""
 
     def __init__(self, files: LateInteractionFiles) -> None:
         self._files = files
@@ -28,6 +29,9 @@ class MarkedTokenizer:
         query = files.query_length or most
         if files.expansion:
             length = files.expansion.length
+            if not 1 <= length <= most:
+                message = f"queries are to be filled up to {length} tokens, and the model takes 1 to {most}"
+                raise InvalidArgument(f"{files.directory}: {message}")
             query = length if files.expansion.cuts else max(query, length)
         self._query = self._load(min(query, most))
         self._document = self._load(min(files.document_length or most, most))

@@ -12,6 +12,7 @@ from ...core.request import ChatMessage, Conversation
 from ...tokenization.bounded_encoder import EncodedText
 from ...tokenization.chat_template import ChatTemplate
 from ...tokenization.tokenizer_json import EncoderTokenizer
+from .tensor_names import PAIR
 
 QWEN3_RERANKER = """\
 {%- set system = messages | selectattr("role", "eq", "system") | map(attribute="content") | first -%}
@@ -50,10 +51,14 @@ class PairTemplate:
         self.carries_instruction = instruction != plain
 
     def render(self, query: str, document: str, instruction: str) -> str:
-        """The prompt; without a system message if `instruction` is empty."""
+        """The prompt; without a system message if `instruction` is empty. Raises `InvalidArgument` for texts that the
+        template refuses, or that take it too much work."""
         system = [ChatMessage("system", instruction)] if instruction else []
         messages = (*system, ChatMessage("query", query), ChatMessage("document", document))
-        return self._template.render(Conversation(messages, add_generation_prompt=False))
+        try:
+            return self._template.render(Conversation(messages, add_generation_prompt=False))
+        except InvalidArgument as error:
+            raise InvalidArgument(f"a query and a document: {error.message}", field=PAIR) from error
 
 
 class PairEncoder:

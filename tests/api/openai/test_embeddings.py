@@ -81,13 +81,14 @@ def direction(character: str) -> list[float]:
 
 
 def answer_by_tokens(texts: list[str]) -> tuple[Tensor, ...]:
-    """A token for each character: its direction, and its code as id and, a hundredth, as weight."""
+    """A token for each character, none for a blank: its direction, and its code as id and, a hundredth, as weight."""
+    texts = [text.strip() for text in texts]
     longest = max(map(len, texts))
     vectors = np.zeros((len(texts), longest, 2), np.float32)
     ids = np.full((len(texts), longest), -1, np.int64)
     for row, text in enumerate(texts):
-        vectors[row, : len(text)] = [direction(character) for character in text]
-        ids[row, : len(text)] = [ord(character) for character in text]
+        for column, character in enumerate(text):
+            vectors[row, column], ids[row, column] = direction(character), ord(character)
     weights = (np.maximum(ids, 0) / 100).astype(np.float32)
     counts = np.array([[len(text)] for text in texts], np.int32)
     arrays = {"token_embedding": vectors, "token_weight": weights, "token_ids": ids}
@@ -215,6 +216,18 @@ async def test_pooling_by_tokens(client: httpx.AsyncClient) -> None:
     assert "does token_embed, token_classify, not embed" in refused.json()["error"]["message"]
     refused = await client.post("/v1/embeddings", json=body)
     assert "makes no embeddings: it lacks text_input or the output embedding" in refused.json()["error"]["message"]
+
+
+async def test_texts_without_tokens_have_no_rows(client: httpx.AsyncClient) -> None:
+    for inputs in ([" "], [" ", "a"]):
+        for task in ("token_embed", "token_classify"):
+            body = {"model": "tokens", "input": inputs, "task": task}
+            data = [each["data"] for each in (await client.post("/pooling", json=body)).json()["data"]]
+            assert [len(rows) for rows in data] == [0, 1][: len(inputs)]
+            coded = (await client.post("/pooling", json=body | {"encoding_format": "base64"})).json()["data"]
+            assert coded[0]["data"] == ""
+    scored = await client.post("/score", json={"model": "tokens", "text_1": " ", "text_2": ["a", " "]})
+    assert [each["score"] for each in scored.json()["data"]] == [0, 0]
 
 
 async def test_base64_is_little_endian_floats(client: httpx.AsyncClient) -> None:

@@ -97,6 +97,18 @@ def test_tokens_may_be_named_as_for_vllm(version: Path, making_encoders: ModuleT
         load(version, described)
 
 
+def test_texts_that_a_template_refuses_are_named(
+    version: Path, making_encoders: ModuleType, described: Describe
+) -> None:
+    refusing = "{% if messages[-1].content == 'fast' %}{{ raise_exception('too fast') }}{% endif %}"
+    making_encoders.write_causal_reranker(version, {"true_token_id": YES}, refusing + making_encoders.PAIRS)
+    runtime = load(version, described)
+    with pytest.raises(InvalidArgument, match=r"a query and a document: .* too fast") as refused:
+        score(runtime, DOCUMENTS)
+    assert refused.value.field == "text_pair"
+    assert len(score(runtime, DOCUMENTS[:2])) == 2
+
+
 @pytest.mark.parametrize(
     ("template", "changed", "message"),
     [

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import normalize
 from transformers import PreTrainedTokenizerFast
 
+from charonia.classic_backends.encoder import encoder_backend
 from charonia.classic_backends.encoder.encoder_backend import ENCODER
 from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.model import ModelConfig
@@ -129,6 +130,20 @@ def test_late_interaction_that_is_not_known_is_refused(
     making_encoders.write_late_interaction(version, "stanford", dim=9)
     with pytest.raises(InvalidArgument, match=r"linear\.weight is \[8, 32\], and artifact\.metadata tells a dim of 9"):
         load(version, described)
+    making_encoders.write_late_interaction(version, "stanford", query_maxlen=65)
+    with pytest.raises(InvalidArgument, match="filled up to 65 tokens, and the model takes 1 to 64"):
+        load(version, described)
+
+
+def test_vectors_that_would_take_too_much_memory_are_refused(
+    version: Path, making_encoders: ModuleType, described: Describe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making_encoders.write_late_interaction(version, "stanford")
+    runtime = load(version, described)
+    monkeypatch.setattr(encoder_backend, "_MAX_OUTPUT_BYTES", 1000)  # a query's take 12 * 8 * 4 bytes, and its count 4
+    assert len(embed(runtime, TEXTS[:2], "query")) == 2
+    with pytest.raises(InvalidArgument, match="send fewer at once"):
+        embed(runtime, TEXTS, "query")
 
 
 def test_bge_m3_weighs_words_and_gives_vectors_of_tokens(
