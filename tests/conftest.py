@@ -108,6 +108,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen_leftovers() -> Iterator[None]:
+    """What a file's tests leave, imports above all, is not looked through by the collections of those that follow."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def frozen_imports() -> Iterator[None]:
     """A model that is loaded or unloaded in this process lets the collector look for its cycles, not through all that
