@@ -1,6 +1,7 @@
 """What makes room on a device, cache blocks and snapshots of states, in the host's memory, and its way there and back.
 On a GPU no step waits for the bus."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -9,19 +10,29 @@ from torch import Tensor
 from ...scheduler.plan import IntArray
 
 PIECE_BYTES = 1 << 30
-"""Of host memory that is pinned at a time: torch makes a power of two of each, so that 20 GB would take 32."""
+"""The most host memory that is pinned at a time, a power of two."""
 
 
 class _HostTensor:
-    """`slots` for what is `like` the places of a device's tensor."""
+    """`slots` for what is `like` the places of a device's tensor, in pieces that just fit in a power of two of bytes:
+    torch pins as much for each, so that a single one of 20 GB would take 32."""
 
     def __init__(self, slots: int, like: Tensor, pinned: bool) -> None:
-        self._piece_slots = max(PIECE_BYTES // max(like[0].nbytes, 1), 1)
-        counts = [min(self._piece_slots, slots - first) for first in range(0, slots, self._piece_slots)]
-        self.pieces = [torch.empty((n, *like.shape[1:]), dtype=like.dtype, pin_memory=pinned) for n in counts]
+        size = max(like[0].nbytes, 1)
+        self.pieces: list[Tensor] = []
+        self._firsts: list[int] = []
+        """The first slot of each piece."""
+        first = 0
+        while first < slots:
+            room = 1 << min((slots - first) * size, PIECE_BYTES).bit_length() - 1
+            count = max(room // size, 1)
+            self.pieces.append(torch.empty((count, *like.shape[1:]), dtype=like.dtype, pin_memory=pinned))
+            self._firsts.append(first)
+            first += count
 
     def __getitem__(self, slot: int) -> Tensor:
-        return self.pieces[slot // self._piece_slots][slot % self._piece_slots]
+        piece = bisect_right(self._firsts, slot) - 1
+        return self.pieces[piece][slot - self._firsts[piece]]
 
 
 class HostCache:

@@ -63,16 +63,17 @@ def test_of_layers_with_a_window_comes_back_what_the_next_token_sees(
     assert restored == 3 * 64
 
 
-def test_memory_is_pinned_in_pieces_that_waste_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [1 << 12, 1 << 30])
+def test_memory_is_pinned_in_pieces_that_waste_none(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch makes a power of two of each: of one piece for all, nearly twice the memory that was given."""
-    monkeypatch.setattr(host_cache, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(host_cache, "PIECE_BYTES", most)
     views = [torch.arange(70, dtype=torch.float32).view(70, 1, 1).repeat(1, 5, 3), torch.arange(70).view(70, 1)]
-    cache, slots = HostCache(views, 130), [3, 66, 67, 129]
+    cache, slots = HostCache(views, 140), [3, 66, 67, 139]
     cache.make_copies(np.array([[block, slot, 0] for block, slot in enumerate(slots)], np.int32))
     before = [view[: len(slots)].clone() for view in views]
     cache.make_copies(np.array([[69 - block, slot, 1] for block, slot in enumerate(slots)], np.int32))
     assert all(torch.equal(view[70 - len(slots) :].flip(0), kept) for view, kept in zip(views, before, strict=True))
     pieces = [piece for each in cache._host_tensors for piece in each.pieces]
     pinned = sum(1 << (piece.nbytes - 1).bit_length() for piece in pieces)
-    assert sum(piece.nbytes for piece in pieces) == 130 * (60 + 8)
-    assert pinned < 1.2 * 130 * (60 + 8)
+    assert sum(piece.nbytes for piece in pieces) == 140 * (60 + 8)
+    assert pinned < 1.05 * 140 * (60 + 8)
