@@ -66,7 +66,7 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
     share anything.
 
     Raises:
-        InvalidArgument: not even one block fits, or one state for each row.
+        InvalidArgument: not even one block fits, or one state for each row, or nothing into the host's memory.
     """
     rows, caching = config.scheduler.max_num_seqs, config.cache.prefix_caching
     if not capacity.state_bytes:
@@ -85,7 +85,7 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
         given = CacheConfig(block_size=config.cache.block_size, blocks=config.cache.blocks, bytes=block_bytes)
         blocks = resolve_cache_blocks(given, capacity, rows * length)
         if config.cache.blocks is None and config.cache.bytes is None:
-            blocks = min(blocks, _useful_blocks(config.cache, rows * length))
+            blocks = min(blocks, _useful_blocks(config.cache, rows * length) * capacity.groups.total)
     snapshots = min(state_bytes // capacity.state_bytes, _USEFUL_SNAPSHOTS * rows)
     if config.cache.blocks is not None:
         _check_memory_holds(blocks, snapshots + drafts, rows, capacity)
@@ -175,7 +175,7 @@ def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: 
 
 
 def _host_sizes(config: EngineConfig, capacity: Capacity, caching: bool, fraction: float) -> tuple[int, int]:
-    """The number of blocks and of snapshots for which there is to be host memory; the latter get this part of it.
+    """The number of blocks and of snapshots for which there is to be host memory; snapshots get this `fraction` of it.
 
     Raises:
         InvalidArgument: not even one fits, or without prefix caching none would ever be found.

@@ -115,6 +115,15 @@ def test_a_model_without_states_has_all_of_the_cache_for_blocks() -> None:
     assert stateful.describe(16) == "15 blocks of 16 tokens, 2 snapshots of states of 0.002 MB"
 
 
+def test_more_blocks_than_rows_can_use_are_not_allocated_whatever_groups_there_are() -> None:
+    for capacity in (CAPACITY, STATEFUL):
+        whole, windows = (
+            resolve_cache_sizes(engine(CacheConfig()), capacity._replace(free_bytes=1 << 40, groups=groups), 1024)
+            for groups in (ONE_GROUP, LayerGroups(1, 3, 128))
+        )
+        assert windows.blocks == 4 * whole.blocks
+
+
 @pytest.mark.parametrize(("cache", "states"), [(CacheConfig(bytes=60_000), 6), (CacheConfig(bytes=200_000), 12)])
 def test_states_before_drafts_take_a_part_of_what_rows_leave_and_suffice_for_one_row(
     cache: CacheConfig, states: int
