@@ -67,7 +67,7 @@ def build_context(
 
 
 def check_cache(config: EngineConfig, builder: CheckpointBuilder) -> None:
-    """Refuse a dtype of keys and values that a model doesn't take which attends by itself."""
+    """Refuse a dtype of keys and values that is not the model's where transformers attends for it."""
     if builder.attends_itself and config.cache.dtype != "auto":
         message = (
             "transformers attends for this model, one sequence after the other, to keys and values in its own dtype"

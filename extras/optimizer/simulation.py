@@ -38,20 +38,27 @@ _NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine as far as a simulation goes: its scheduler, the `blocks` of each replica's cache, each for one of the
-    `groups` of its layers, the `snapshots` of recurrent states beside them, if its model has any, how many of both the
-    host's memory keeps, to and from where copies take no time here, and what may wait."""
+    """An engine as far as a simulation goes: its scheduler, the cache of each of its replicas, and what may wait."""
 
     scheduler: SchedulerConfig
     blocks: _AtLeastOne
+    """Of the cache, each for one of the `groups` of layers."""
     snapshots: _NotNegative = 0
+    """Of recurrent states, if the model has any."""
     host_blocks: _NotNegative = 0
+    """Blocks in the host's memory. Copies there and back take no time in a simulation."""
     host_snapshots: _NotNegative = 0
+    """Snapshots in the host's memory, in the same way."""
     groups: LayerGroups = ONE_GROUP
+    """Of the model's layers."""
     block_size: _AtLeastOne = 16
+    """Tokens of a block."""
     prefix_caching: bool = True
+    """Whether prompts share the cache of equal beginnings."""
     max_queued_requests: _AtLeastOne = 512
+    """Requests that may wait; more are refused."""
     max_queued_tokens: _AtLeastOne = 1_048_576
+    """Prompt tokens that may wait, over all requests."""
 
     def make_cache(self) -> KVCacheManager:
         """An empty cache of a replica."""

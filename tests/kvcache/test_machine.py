@@ -40,12 +40,12 @@ class CacheMachine(RuleBasedStateMachine):
         return table
 
     def move(self) -> None:
-        """As an executor does: what is moved must be there."""
+        """As an executor does: what is moved must be there, and what leaves the device is not there any more."""
         for block, slot, back in self.cache.take_block_copies():
             if back:
                 self.contents[block] = self.slots[slot]
             else:
-                self.slots[slot] = self.contents[block]
+                self.slots[slot] = self.contents.pop(block)
 
     @rule(table=tables, tokens=st.integers(0, 80))
     def extend(self, table: BlockTable, tokens: int) -> None:
