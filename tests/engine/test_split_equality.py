@@ -34,6 +34,8 @@ BLOCKS = 15
 """A third of what all of them need."""
 FEW_BLOCKS = 9
 """The same in each group where some layers have windows, behind which they keep nothing."""
+SCARCE_BLOCKS = 5
+"""So few that what was shared comes back from the host's memory."""
 
 LAYOUTS = {
     "TP 2": (2,),
@@ -101,6 +103,9 @@ class Events(NamedTuple):
     outcome: LoopResult
     unfinished_chunks: int
     preemptions: int
+    blocks_back: int
+    """Blocks that came back from the host's memory."""
+    snapshots_back: int
 
 
 def serve(executor: Executor, asked: Asked, stages: int, cancelled: dict[int, int], ahead: int = 0) -> Events:
@@ -159,7 +164,9 @@ def turn(scheduler: Scheduler, executor: Executor, cancelled: dict[int, int]) ->
         if flying:
             outcome.add(scheduler.apply(flying.popleft().result()))
     unfinished = sum(int((~plan.samples).sum()) for plan in plans)
-    return Events(outcome, unfinished, scheduler.totals.preemptions)
+    blocks_back = sum(int(plan.block_copies[:, 2].sum()) for plan in plans)
+    snapshots_back = sum(int(plan.state_copies[:, 2].sum()) for plan in plans)
+    return Events(outcome, unfinished, scheduler.totals.preemptions, blocks_back, snapshots_back)
 
 
 @pytest.fixture(scope="module")
@@ -290,9 +297,10 @@ def test_a_pipeline_changes_no_bit(name: str, threads: ModuleType, config: Calla
     with threads.ranks(half, threads.Layout()) as executor:
         whole = serve(executor, ALONE._replace(sampling=SHAPED), 1, {}).outcome
     with threads.ranks(half, threads.Layout(1, 3)) as executor:
-        staged = serve(executor, Asked(sampling=SHAPED, host=(40, 0)), 3, {}).outcome
-    assert staged.tokens == whole.tokens
-    assert staged.logprobs == whole.logprobs
+        staged = serve(executor, Asked(sampling=SHAPED, blocks=SCARCE_BLOCKS, host=(40, 0)), 3, {})
+    assert staged.outcome.tokens == whole.tokens
+    assert staged.outcome.logprobs == whole.logprobs
+    assert staged.blocks_back
 
 
 @NATIVE
@@ -303,9 +311,11 @@ def test_a_pipeline_of_layers_with_states_changes_no_bit(threads: ModuleType, ch
     with threads.ranks(config, threads.Layout()) as executor:
         whole = serve(executor, ALONE, 1, {}).outcome
     with threads.ranks(config, threads.Layout(1, 2)) as executor:
-        staged = serve(executor, Asked(snapshots=2, host=(40, 8)), 2, {}).outcome
-    assert staged.tokens == whole.tokens
-    assert sum(staged.cached.values()) >= 2 * BLOCK
+        staged = serve(executor, Asked(snapshots=2, blocks=SCARCE_BLOCKS, host=(40, 8)), 2, {})
+    assert staged.outcome.tokens == whole.tokens
+    assert sum(staged.outcome.cached.values()) >= 2 * BLOCK
+    assert staged.blocks_back
+    assert staged.snapshots_back
 
 
 @pytest.mark.parametrize(
