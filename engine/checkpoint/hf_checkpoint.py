@@ -4,6 +4,7 @@ The text part of a model that takes images has a config of its own. The architec
 text alone, is exactly one of ours. Imports no torch; `weights.py` reads the tensors, and `tokenization/` the files
 about text."""
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -184,6 +185,18 @@ def own_tensor_name(stored: str) -> str:
     inner = stored.removeprefix(_BACKBONE)
     part = next((part for part in _BACKBONE_NAMES if inner.startswith(part)), "")
     return f"model.{_BACKBONE_NAMES.get(part, '')}{inner.removeprefix(part)}"
+
+
+_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+
+def is_drafting_layer(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor is of a layer behind the last one, for multi-token prediction, which nothing reads."""
+    layer = _LAYER_NAME.match(name)
+    layers = config.get("num_hidden_layers")
+    if layer is None or type(layers) is not int or not config.get("num_nextn_predict_layers"):
+        return False
+    return int(layer[1]) >= layers
 
 
 def open_safetensors(path: Path, framework: str) -> Any:

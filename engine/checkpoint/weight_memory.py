@@ -13,7 +13,14 @@ from ...tokenization.checkpoint_files import locate_checkpoint, read_json
 from ...tokenization.gguf_file import GgufFile, read_gguf
 from ..kernel_choice import computes_with_triton, keeps_codes
 from .gguf_config import read_gguf_config
-from .hf_checkpoint import find_weights, open_safetensors, text_config, text_tensor_name, with_stored_dtype
+from .hf_checkpoint import (
+    find_weights,
+    is_drafting_layer,
+    open_safetensors,
+    text_config,
+    text_tensor_name,
+    with_stored_dtype,
+)
 from .quantization_config import CompressedTensors, Mxfp4, ScaledFp8, StoredQuantization, read_quantization, stored_bits
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -79,6 +86,7 @@ def count_weight_bytes(directory: Path, use: WeightUse) -> int:
         if part is not None:
             own = (tensor._replace(name=text_tensor_name(tensor.name)) for tensor in tensors)
             tensors = [tensor for tensor in own if tensor.name.startswith(_TEXT_PARTS)]
+        tensors = [tensor for tensor in tensors if not is_drafting_layer(tensor.name, config)]
         return int(_plain_bytes(tensors, config, use) if stored is None else _quantised_bytes(tensors, stored, use))
     except (CharoniaError, OSError, SafetensorError):
         return 0

@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoint.adapter_targets import AdapterTargets
 from ..checkpoint.build_context import BuildContext
-from ..checkpoint.hf_checkpoint import Checkpoint
+from ..checkpoint.hf_checkpoint import Checkpoint, is_drafting_layer
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
 from ..checkpoint.packing_cache import Packing, packing_key
 from ..checkpoint.partition import PipelineStage, check_partition
@@ -139,7 +139,8 @@ class NativeBuilder(CheckpointBuilder):
         unread = []
         if shard.is_whole:
             stray = (name for name in weights.unread if not name.endswith(harmless))
-            unread = [name for name in stray if not name.startswith((*_DRAFTING_TENSORS, *self._drafting_layers))]
+            own = (name for name in stray if not is_drafting_layer(name, self.checkpoint.config))
+            unread = [name for name in own if not name.startswith(_DRAFTING_TENSORS)]
         return BuiltDecoder(decoder, spec, self._adapter_targets(loader), loader.served), unread
 
     def _report(self, built: BuiltDecoder, unread: list[str], whole: bool) -> None:
@@ -153,13 +154,6 @@ class NativeBuilder(CheckpointBuilder):
         elif unread:
             message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"
             log.warning(message, directory, len(unread), unread[0])
-
-    @property
-    def _drafting_layers(self) -> list[str]:
-        """Beginnings of the names of layers behind the last one."""
-        drafting = self.checkpoint.config.get("num_nextn_predict_layers")
-        behind = range(drafting if type(drafting) is int else 0)
-        return [f"model.layers.{self.spec.layers + number}." for number in behind]
 
     def _adapter_targets(self, loader: WeightLoader) -> AdapterTargets | None:
         if loader.adaptable is None:

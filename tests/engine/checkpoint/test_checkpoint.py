@@ -486,6 +486,21 @@ def test_reading_a_config_imports_no_torch(root: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_layers_behind_the_last_one_take_no_memory_and_no_warning(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    needed = count_weight_bytes(copy, WeightUse())
+    layers = open_checkpoint(copy).spec.layers
+    behind = {f"model.layers.{layers}.eh_proj.weight": torch.zeros(64, 128)}
+    save_file(load_file(copy / WEIGHTS) | behind, copy / WEIGHTS)
+    assert build(copy)
+    assert "knows nothing of 1 tensors" in caplog.text
+    assert count_weight_bytes(copy, WeightUse()) > needed
+    caplog.clear()
+    edit_config(copy, num_nextn_predict_layers=1)
+    assert build(copy)
+    assert "knows nothing" not in caplog.text
+    assert count_weight_bytes(copy, WeightUse()) == needed
+
+
 def test_an_index_may_not_name_files_elsewhere(copy: Path) -> None:
     for name in ("../model.safetensors", "/etc/passwd"):
         (copy / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
