@@ -4,7 +4,7 @@ Requests are batched by their number, as any model's; within an execution, texts
 together, a budget of tokens at a time. torch and transformers are imported when the first encoder is loaded, and stay.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,7 +31,7 @@ from ..backend_config import (
     warn_unknown_parameters,
 )
 from .encoder_files import AnswerTokens, CrossEncoderFiles, EmbedderFiles, read_encoder
-from .late_interaction import MarkedTokenizer
+from .late_interaction import MarkedText, MarkedTokenizer
 from .late_interaction_files import LateInteractionFiles, read_late_interaction
 from .pair_template import PairEncoder
 from .tensor_names import (
@@ -97,7 +97,7 @@ class EncoderLoader(RuntimeLoader):
         default = _MAX_BATCH_TOKENS_ON_CPU if device == "cpu" else _MAX_BATCH_TOKENS
         max_batch_tokens = read_integer(parameters, "max_batch_tokens", default, least=1)
         if isinstance(files, LateInteractionFiles):
-            return LateInteractionRuntime(TokenEmbedder(files, device), files, max_batch_tokens)
+            return EncoderRuntime(TokenEmbedder(files, device), MarkedTextReader(files).read, max_batch_tokens)
         tokenizer = EncoderTokenizer.load(files.directory, files.tokenization.max_tokens, files.tokenization.lowercase)
         encoder: Encoder
         if isinstance(files, EmbedderFiles):
@@ -106,7 +106,7 @@ class EncoderLoader(RuntimeLoader):
             encoder = CrossEncoder(files, device)
         else:
             encoder = CausalCrossEncoder(files, answer_ids(files.answer, tokenizer, files.directory), device)
-        return EncoderRuntime(encoder, files, tokenizer, max_batch_tokens)
+        return EncoderRuntime(encoder, TextReader(files, tokenizer).read, max_batch_tokens)
 
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
@@ -159,25 +159,14 @@ def answer_ids(answer: AnswerTokens, tokenizer: EncoderTokenizer, directory: Pat
 
 
 class EncoderRuntime(Runtime):
-    """One instance, with weights of its own. Its requests have texts, pairs of texts, or ids."""
+    """One instance, with weights of its own; `read_tokens` reads its requests."""
 
     def __init__(
-        self,
-        encoder: "Encoder",
-        files: EmbedderFiles | CrossEncoderFiles,
-        tokenizer: EncoderTokenizer,
-        max_batch_tokens: int,
+        self, encoder: "Encoder", read_tokens: Callable[[Arrays], Sequence[Any]], max_batch_tokens: int
     ) -> None:
         self._encoder: Encoder | None = encoder
-        self._tokenizer = tokenizer
-        self._max_tokens = files.tokenization.max_tokens
-        self._prompt = files.tokenization.prompt
-        self._prompts = files.tokenization.prompts
-        self._vocabulary_size = int(read_json(files.directory / "config.json").get("vocab_size", 0))
+        self._read_tokens = read_tokens
         self._max_batch_tokens = max_batch_tokens
-        self._pairs: PairEncoder | None = None
-        if isinstance(files, CrossEncoderFiles) and files.template:
-            self._pairs = PairEncoder(files.template, tokenizer, self._max_tokens)
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         assert self._encoder is not None
@@ -189,7 +178,21 @@ class EncoderRuntime(Runtime):
         self._encoder = None
         release_torch_memory()
 
-    def _read_tokens(self, inputs: Arrays) -> list[EncodedText]:
+
+class TextReader:
+    """Reads requests of texts, pairs of texts, or ids."""
+
+    def __init__(self, files: EmbedderFiles | CrossEncoderFiles, tokenizer: EncoderTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = files.tokenization.max_tokens
+        self._prompt = files.tokenization.prompt
+        self._prompts = files.tokenization.prompts
+        self._vocabulary_size = int(read_json(files.directory / "config.json").get("vocab_size", 0))
+        self._pairs: PairEncoder | None = None
+        if isinstance(files, CrossEncoderFiles) and files.template:
+            self._pairs = PairEncoder(files.template, tokenizer, self._max_tokens)
+
+    def read(self, inputs: Arrays) -> list[EncodedText]:
         """Raises `InvalidArgument` for neither texts nor ids, both of them, wrong ids, or a prompt of another name."""
         if (TEXT in inputs) == (IDS in inputs):
             raise InvalidArgument(f"give either {TEXT} or {IDS}", field=TEXT)
@@ -221,29 +224,19 @@ class EncoderRuntime(Runtime):
         return EncodedText(ids, [0] * len(ids))
 
 
-class LateInteractionRuntime(Runtime):
-    """One instance of an encoder of tokens, with weights of its own. Its requests have texts and maybe their roles."""
+class MarkedTextReader:
+    """Reads requests of texts and maybe their roles."""
 
-    def __init__(self, encoder: "Encoder", files: LateInteractionFiles, max_batch_tokens: int) -> None:
-        self._encoder: Encoder | None = encoder
+    def __init__(self, files: LateInteractionFiles) -> None:
         self._tokenizer = MarkedTokenizer(files)
         self._prompts = files.tokenization.prompts
-        self._max_batch_tokens = max_batch_tokens
 
-    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
-        assert self._encoder is not None
+    def read(self, inputs: Arrays) -> list[MarkedText]:
+        """Raises `InvalidArgument` for a role that has no prompt."""
         texts = _decoded(inputs[TEXT])
         roles = _decoded(inputs[PROMPT]) if PROMPT in inputs else ["document"] * len(texts)
         check_prompt_names(roles, self._prompts)
-        yield encode_in_batches(
-            self._encoder, self._tokenizer.encode(texts, roles), output_names, self._max_batch_tokens
-        )
-
-    def close(self) -> None:
-        from ..torch.torch_backend import release_torch_memory
-
-        self._encoder = None
-        release_torch_memory()
+        return self._tokenizer.encode(texts, roles)
 
 
 def encode_in_batches(encoder: "Encoder", texts: Sequence[Any], output_names: Sequence[str], most: int) -> Arrays:

@@ -204,11 +204,14 @@ def _read_logit_score(directory: Path) -> AnswerTokens:
 
 
 def _read_pair_template(config: Mapping[str, Any], transformer: Path) -> PairTemplate | None:
-    """The template, if it carries pairs and sentence_bert_config.json does not leave messages out."""
-    modalities = read_json(transformer / "sentence_bert_config.json").get("modality_config")
+    """The template, if it carries pairs and sentence_bert_config.json does not leave messages out; with the variables
+    that this has for it."""
+    own = read_json(transformer / "sentence_bert_config.json")
+    modalities, options = own.get("modality_config"), (own.get("processing_kwargs") or {}).get("chat_template") or {}
+    variables = {name: value for name, value in options.items() if name != "restore_suffix"}
     sources = find_templates(transformer) if modalities is None or "message" in modalities else {}
     tokens = read_special_tokens(transformer)
-    if DEFAULT in sources and (template := PairTemplate(sources[DEFAULT], tokens)).carries_pairs:
+    if DEFAULT in sources and (template := PairTemplate(sources[DEFAULT], tokens, variables)).carries_pairs:
         return template
     return PairTemplate(QWEN3_RERANKER, tokens) if config.get("is_original_qwen3_reranker") else None
 

@@ -6,6 +6,8 @@ message. A template cut at its end would lose what the model answers to, so that
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from ...core.errors import InvalidArgument
 from ...core.request import ChatMessage, Conversation
@@ -39,10 +41,15 @@ _FILLERS = ("0", "1 2 3 4")
 
 
 class PairTemplate:
-    """A compiled template. `carries_pairs`, `carries_instruction`: whether what it writes depends on these."""
+    """A compiled template, rendered with `variables`. `carries_pairs`, `carries_instruction`: whether what it writes
+    depends on these."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self._template = ChatTemplate(source, special_tokens)
+        self._variables = dict(variables)
+        self._opens_answer = bool(self._variables.pop("add_generation_prompt", False))
         try:
             plain, query, document, instruction = (self.render(*probe) for probe in _PROBES)
         except InvalidArgument:
@@ -56,7 +63,7 @@ class PairTemplate:
         system = [ChatMessage("system", instruction)] if instruction else []
         messages = (*system, ChatMessage("query", query), ChatMessage("document", document))
         try:
-            return self._template.render(Conversation(messages, add_generation_prompt=False))
+            return self._template.render(Conversation(messages, self._variables, "", self._opens_answer))
         except InvalidArgument as error:
             raise InvalidArgument(f"a query and a document: {error.message}", field=PAIR) from error
 

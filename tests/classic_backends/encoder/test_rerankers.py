@@ -97,6 +97,20 @@ def test_tokens_may_be_named_as_for_vllm(version: Path, making_encoders: ModuleT
         load(version, described)
 
 
+def test_a_template_gets_the_variables_of_its_files(
+    version: Path, making_encoders: ModuleType, described: Describe
+) -> None:
+    more = making_encoders.PAIRS + "{% if add_generation_prompt %} {{ word }}{% endif %}"
+    module = making_encoders.write_causal_reranker(version, {"true_token_id": YES, "false_token_id": NO}, more)
+    settings = version / "sentence_bert_config.json"
+    options = {"add_generation_prompt": True, "word": "boat", "restore_suffix": True}
+    own = making_encoders.read_json(settings) | {"processing_kwargs": {"chat_template": options}}
+    making_encoders.write_json(settings, own)
+    logits = logits_behind(module, version, f"[CLS] {QUERY} [CLS] {DOCUMENTS[0]} is it boat")
+    expected = torch.sigmoid(logits[YES] - logits[NO]).item()
+    assert score(load(version, described), DOCUMENTS[:1])[0] == pytest.approx(expected, abs=2e-6)
+
+
 def test_texts_that_a_template_refuses_are_named(
     version: Path, making_encoders: ModuleType, described: Describe
 ) -> None:
