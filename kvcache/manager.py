@@ -257,7 +257,8 @@ class KVCacheManager:
     def _restore_from_host(self, table: BlockTable, hashes: Sequence[bytes]) -> None:
         first, groups, states, resumable = table.committed, self.groups, self.states, None
         if states is not None:
-            resumable = [number for number in range(first + 1, len(hashes) + 1) if states.is_kept(hashes[number - 1])]
+            most = table.forked // self.block_size
+            resumable = [number for number in range(first + 1, most + 1) if states.is_kept(hashes[number - 1])]
         end = self._prefix_end(hashes, first, self._is_findable, resumable)
         taken = groups.full * (end - first) + groups.sliding * min(self.demand.window, end - first)
         if end <= first or taken > self._pool.free:
