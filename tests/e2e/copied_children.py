@@ -205,6 +205,7 @@ def run_child(request: Any, received: Sequence[int]) -> None:
     sys.argv = ["-c", *arguments]
     main = sys.modules["__main__"] = ModuleType("__main__")
     while os.getppid() != request["parent"]:
+        os.kill(request["parent"], 0)  # raises if it has ended meanwhile
         time.sleep(0.0005)
     _end_process(lambda: exec(program, vars(main)))
 
