@@ -93,14 +93,14 @@ async def encode_tokens(
     """As `encode_inputs`, of an output with a row for each token: `TOKEN_EMBEDDING` or `TOKEN_WEIGHT`."""
     batches = _input_batches(model, inputs, output, what, prompt_name)
     lengths = TOKEN_EMBEDDING_COUNT if output == TOKEN_EMBEDDING else TOKEN_IDS
-    results = await _run(model, batches, (output, lengths))
+    results, tokens = await _run(model, batches, (output, lengths))
     arrays = []
     for tensors in results:
         marks = tensors[lengths].data.reshape(tensors[lengths].shape)
         counts = marks[:, 0] if output == TOKEN_EMBEDDING else (marks != _PADDING).sum(axis=1)
         rows = tensors[output].data.reshape(tensors[output].shape)
         arrays += [row[:count] for row, count in zip(rows, counts, strict=True)]
-    return arrays, _count_tokens(results)
+    return arrays, tokens
 
 
 async def late_interaction(model: ModelHandle, pairs: Sequence[tuple[str, str]]) -> tuple[NDArray[np.float32], int]:
@@ -176,15 +176,16 @@ def _check_encoder(model: ModelHandle, output: str, what: str, inputs: Sequence[
 async def _encode(
     model: ModelHandle, batches: Sequence[dict[str, Tensor]], output: str
 ) -> tuple[NDArray[np.float32], int]:
-    results = await _run(model, batches, (output,))
+    results, tokens = await _run(model, batches, (output,))
     values = np.concatenate([np.atleast_2d(tensors[output].data.reshape(tensors[output].shape)) for tensors in results])
-    return values, _count_tokens(results)
+    return values, tokens
 
 
 async def _run(
     model: ModelHandle, batches: Sequence[dict[str, Tensor]], wanted: tuple[str, ...]
-) -> list[dict[str, Tensor]]:
-    """Run the batches at the same time; the first error ends the others."""
+) -> tuple[list[dict[str, Tensor]], int]:
+    """The outputs of the batches, and how many tokens they were. They run at the same time; the first error ends the
+    others."""
     outputs = (*wanted, COUNT) if makes(model.config, COUNT) else wanted
     requests = [InferRequest(inputs=inputs, outputs=outputs) for inputs in batches]
     try:
@@ -192,11 +193,8 @@ async def _run(
             tasks = [group.create_task(_encode_batch(model, request)) for request in requests]
     except* CharoniaError as errors:
         raise _first(errors) from None
-    return [task.result() for task in tasks]
-
-
-def _count_tokens(results: Sequence[dict[str, Tensor]]) -> int:
-    return sum(int(tensors[COUNT].data.sum()) for tensors in results if COUNT in tensors)
+    results = [task.result() for task in tasks]
+    return results, sum(int(tensors[COUNT].data.sum()) for tensors in results if COUNT in tensors)
 
 
 async def _encode_batch(model: ModelHandle, request: InferRequest) -> dict[str, Tensor]:

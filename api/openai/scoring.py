@@ -2,7 +2,6 @@
 them as it is. All become v2 inference requests to models with an encoder's tensors."""
 
 import time
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from starlette.routing import Route
 
 from ...core.errors import InvalidArgument
 from ...core.gateway import ModelHandle, ModelLookup
-from ..http.connection import CancelOnDisconnect
+from ..http.connection import CancelOnDisconnect, offload_if_large
 from ..http.error_responses import json_response
 from ..http.request_context import request_id_of
 from .embeddings import ENCODER_NO_OP_VALUES, check_encoding, encoded_rows
@@ -139,28 +138,34 @@ class ScoringRoutes:
         check_encoding(body.encoding_format)
         inputs = several_inputs(body.input)
         model = await acquire_encoder(self._lookup, request, body.model)
-        task = body.task or next((task for task, output in _TASKS.items() if makes(model.config, output)), "embed")
-        if task not in _TASKS or not makes(model.config, _TASKS[task]):
-            known = ", ".join(task for task, output in _TASKS.items() if makes(model.config, output)) or "none"
-            raise field_error("task", f": model '{model.config.name}' does {known}, not {task[:40]}")
+        known = [task for task, output in _TASKS.items() if makes(model.config, output)]
+        task = body.task or next(iter(known), "embed")
+        if task not in known:
+            does = ", ".join(known) or "none"
+            raise field_error("task", f": model '{model.config.name}' does {does}, not {task[:40]}")
         async with CancelOnDisconnect(request.receive):
-            rows, tokens = await _pool(model, inputs, task, body)
+            arrays, tokens = await _pool(model, inputs, task, body.prompt_name)
+        size = sum(array.nbytes for array in arrays)
+        rows = await offload_if_large(size, _pooled_rows, arrays, body.encoding_format)
         data = [{"index": index, "object": "pooling", "data": row} for index, row in enumerate(rows)]
         return _listed(request, "pool", model, data, tokens)
 
 
-async def _pool(model: ModelHandle, inputs: list[Any], task: str, body: PoolingBody) -> tuple[list[Any], int]:
+async def _pool(model: ModelHandle, inputs: list[Any], task: str, prompt: str | None) -> tuple[list[NDArray[Any]], int]:
     """The data of each input, and how many tokens they were; that of a task by tokens has a row for each of them."""
     output = _TASKS[task]
     if output in (EMBEDDING, SCORE):
-        values, tokens = await encode_inputs(model, inputs, output, "vectors or classes", body.prompt_name)
-        values = values if output == EMBEDDING else _probabilities(values)
-        return list(encoded_rows(values, body.encoding_format)), tokens
-    arrays, tokens = await encode_tokens(model, inputs, output, "vectors of tokens", body.prompt_name)
-    rows = [array if array.ndim == 2 else array[:, None] for array in arrays]
-    if body.encoding_format == "base64":
-        return list(chain.from_iterable(encoded_rows(row.reshape(1, -1), "base64") for row in rows)), tokens
-    return [list(encoded_rows(row, body.encoding_format)) for row in rows], tokens
+        values, tokens = await encode_inputs(model, inputs, output, "vectors or classes", prompt)
+        return list(values if output == EMBEDDING else _probabilities(values)), tokens
+    arrays, tokens = await encode_tokens(model, inputs, output, "vectors of tokens", prompt)
+    return [array if array.ndim == 2 else array[:, None] for array in arrays], tokens
+
+
+def _pooled_rows(arrays: list[NDArray[Any]], encoding: str | None) -> list[Any]:
+    """Vectors as lists or base64; rows of vectors as lists of lists, or one after the other as base64."""
+    if encoding == "base64" or arrays[0].ndim == 1:
+        return [row for array in arrays for row in encoded_rows(array.reshape(1, -1), encoding)]
+    return [list(encoded_rows(array, encoding)) for array in arrays]
 
 
 async def _cosines(model: ModelHandle, pairs: list[tuple[str, str]]) -> tuple[NDArray[np.float32], int]:
