@@ -173,7 +173,7 @@ def test_every_environment_variable_stands_there(root: Path, page: Any) -> None:
 
 def test_commands_are_understood(page: Any) -> None:
     pages = [*map(page, PAGES), page("../README.md"), page("../examples/README.md")]
-    commands = [words for each in pages for fence in each.fences() for words in commands_of(fence.text)]
+    commands = {tuple(words) for each in pages for fence in each.fences() for words in commands_of(fence.text)}
     assert len(commands) > 10
     for command, *words in commands:
         module = importlib.import_module("charonia.cli.app" if command == "charonia" else command)

@@ -323,7 +323,7 @@ def test_a_pipeline_of_layers_with_states_changes_no_bit(threads: ModuleType, ch
     [
         ("qwen3.5", (2, 2)),
         ("granite-hybrid", (4,)),
-        ("lfm2", (2,)),
+        pytest.param("lfm2", (2,), marks=pytest.mark.proof),
         pytest.param("falcon-h1", (4,), marks=pytest.mark.proof),
         pytest.param("nemotron-h", (2,), marks=pytest.mark.proof),
         pytest.param("nemotron-h", (4,), marks=pytest.mark.proof),
