@@ -91,7 +91,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 1_850,
+    "core": 1_870,
     "processes": 1_100,
     "telemetry": 2_650,
     "kvcache": 620,
@@ -102,7 +102,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_750,
-    "api": 8_910,
+    "api": 8_920,
     "http_workers": 2_400,
     "extras/trtllm": 1_950,
     "extras/batches": 1_400,

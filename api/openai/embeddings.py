@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...core.encoder_tensors import EMBEDDING
 from ...core.gateway import ModelLookup
 from ..http.connection import CancelOnDisconnect, offload_if_large
 from ..http.error_responses import json_response
 from ..http.request_context import request_id_of
 from .encoder_calls import (
-    EMBEDDING,
     acquire_encoder,
     check_count,
     encode_inputs,

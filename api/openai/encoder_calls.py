@@ -11,6 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
+from ...core.encoder_tensors import (
+    COUNT,
+    DOCUMENT,
+    EMBEDDING,
+    IDS,
+    INSTRUCTION,
+    NO_TOKEN,
+    PAIR,
+    PROMPT,
+    QUERY,
+    SCORE,
+    TEXT,
+    TOKEN_EMBEDDING,
+    TOKEN_EMBEDDING_COUNT,
+    TOKEN_IDS,
+)
 from ...core.errors import CharoniaError, Internal, InvalidArgument
 from ...core.gateway import ModelHandle, ModelLookup
 from ...core.model import ModelConfig
@@ -22,17 +38,6 @@ from .json_body import field_error, model_field
 
 MAX_INPUTS = 2048
 """Texts of one request; OpenAI's limit."""
-
-TEXT, PAIR, IDS = "text_input", "text_pair", "input_ids"
-PROMPT, INSTRUCTION = "prompt_name", "instruction"
-EMBEDDING, SCORE, COUNT = "embedding", "score", "num_input_tokens"
-TOKEN_EMBEDDING, TOKEN_EMBEDDING_COUNT = "token_embedding", "num_token_embeddings"
-TOKEN_WEIGHT, TOKEN_IDS = "token_weight", "token_ids"
-QUERY, DOCUMENT = "query", "document"
-"""The prompts of a late-interaction model."""
-
-_PADDING = -1
-"""Fills the rows of token ids that are shorter than the longest."""
 
 
 async def acquire_encoder(lookup: ModelLookup, request: Request, name: str | None) -> ModelHandle:
@@ -97,7 +102,7 @@ async def encode_tokens(
     arrays = []
     for tensors in results:
         marks = tensors[lengths].data.reshape(tensors[lengths].shape)
-        counts = marks[:, 0] if output == TOKEN_EMBEDDING else (marks != _PADDING).sum(axis=1)
+        counts = marks[:, 0] if output == TOKEN_EMBEDDING else (marks != NO_TOKEN).sum(axis=1)
         rows = tensors[output].data.reshape(tensors[output].shape)
         arrays += [row[:count] for row, count in zip(rows, counts, strict=True)]
     return arrays, tokens
@@ -226,7 +231,7 @@ def text_tensor(name: str, texts: Sequence[str]) -> Tensor:
 
 def ids_tensor(name: str, rows: Sequence[Sequence[int]]) -> Tensor:
     """Token ids as INT64 of shape [texts, longest], shorter rows padded at their end."""
-    data = np.full((len(rows), max(map(len, rows))), _PADDING, np.int64)
+    data = np.full((len(rows), max(map(len, rows))), NO_TOKEN, np.int64)
     for row, ids in zip(data, rows, strict=True):
         row[: len(ids)] = ids
     return Tensor(name, "INT64", data.shape, data)

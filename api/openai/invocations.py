@@ -7,10 +7,11 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from ...core.encoder_tensors import EMBEDDING
 from ...core.errors import InvalidArgument
 from ...core.gateway import ModelLookup
 from ..http.request_context import context_of, endpoint_name
-from .encoder_calls import EMBEDDING, makes
+from .encoder_calls import makes
 from .json_body import JsonBody, read_ahead
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]

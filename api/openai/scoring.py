@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...core.encoder_tensors import EMBEDDING, SCORE, TOKEN_EMBEDDING, TOKEN_WEIGHT
 from ...core.errors import InvalidArgument
 from ...core.gateway import ModelHandle, ModelLookup
 from ..http.connection import CancelOnDisconnect, offload_if_large
@@ -18,10 +19,6 @@ from ..http.error_responses import json_response
 from ..http.request_context import request_id_of
 from .embeddings import ENCODER_NO_OP_VALUES, check_encoding, encoded_rows
 from .encoder_calls import (
-    EMBEDDING,
-    SCORE,
-    TOKEN_EMBEDDING,
-    TOKEN_WEIGHT,
     acquire_encoder,
     check_count,
     encode_inputs,

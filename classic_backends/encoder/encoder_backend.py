@@ -11,6 +11,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.encoder_tensors import (
+    COUNT,
+    DOCUMENT,
+    EMBEDDING,
+    IDS,
+    INSTRUCTION,
+    PAIR,
+    PROMPT,
+    SCORE,
+    TEXT,
+    TOKEN_EMBEDDING,
+    TOKEN_EMBEDDING_COUNT,
+    TOKEN_IDS,
+    TOKEN_WEIGHT,
+)
 from ...core.errors import InvalidArgument, shorten
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader
@@ -34,20 +49,6 @@ from .encoder_files import AnswerTokens, CrossEncoderFiles, EmbedderFiles, read_
 from .late_interaction import MarkedText, MarkedTokenizer
 from .late_interaction_files import LateInteractionFiles, read_late_interaction
 from .pair_template import PairEncoder
-from .tensor_names import (
-    COUNT,
-    EMBEDDING,
-    IDS,
-    INSTRUCTION,
-    PAIR,
-    PROMPT,
-    SCORE,
-    TEXT,
-    TOKEN_EMBEDDING,
-    TOKEN_EMBEDDING_COUNT,
-    TOKEN_IDS,
-    TOKEN_WEIGHT,
-)
 
 if TYPE_CHECKING:
     from .encoder_modules import Encoder
@@ -234,7 +235,7 @@ class MarkedTextReader:
     def read(self, inputs: Arrays) -> list[MarkedText]:
         """Raises `InvalidArgument` for a role that has no prompt."""
         texts = _decoded(inputs[TEXT])
-        roles = _decoded(inputs[PROMPT]) if PROMPT in inputs else ["document"] * len(texts)
+        roles = _decoded(inputs[PROMPT]) if PROMPT in inputs else [DOCUMENT] * len(texts)
         check_prompt_names(roles, self._prompts)
         return self._tokenizer.encode(texts, roles)
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ...core.encoder_tensors import EMBEDDING, SCORE, TOKEN_EMBEDDING, TOKEN_EMBEDDING_COUNT, TOKEN_IDS, TOKEN_WEIGHT
 from ...core.errors import InvalidArgument
 from ...core.runtime import Arrays
 from ...processes.host import map_large_blocks_separately
@@ -23,7 +24,6 @@ from ...tokenization.bounded_encoder import EncodedText
 from .encoder_files import Activation, CrossEncoderFiles, DenseFiles, EmbedderFiles, Pooling, TokenHeadFiles
 from .late_interaction import MarkedText
 from .late_interaction_files import PROJECTION, LateInteractionFiles
-from .tensor_names import EMBEDDING, SCORE, TOKEN_EMBEDDING, TOKEN_EMBEDDING_COUNT, TOKEN_IDS, TOKEN_WEIGHT
 
 _ACTIVATIONS: dict[Activation, nn.Module] = {
     Activation.IDENTITY: nn.Identity(),

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ...core.encoder_tensors import QUERY
 from ...core.errors import InvalidArgument
 from ...tokenization.tokenizer_json import EncoderTokenizer, read_special_tokens
 from .late_interaction_files import LateInteractionFiles
-
-QUERY = "query"
 
 
 class MarkedText(NamedTuple):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...core.encoder_tensors import DOCUMENT, QUERY
 from ...core.errors import InvalidArgument, Unsupported
 from ...core.regular_files import refuse_special_files
 from ...tokenization.checkpoint_files import read_json
@@ -89,7 +90,7 @@ def _read_modules(directory: Path, own: Mapping[str, Any]) -> LateInteractionFil
     mask = next((read_json(path / "config.json") for kind, path in steps if kind == "MultiVectorMask"), {})
     words = own.get("skiplist_words") if pylate else mask.get("skiplist_words") or ()
     prompts = {str(role): str(text) for role, text in (own.get("prompts") or {}).items()}
-    for role in ("query", "document"):
+    for role in (QUERY, DOCUMENT):
         prefix = str(own.get(f"{role}_prefix") or "")
         prompts[role] = prefix + prompts.get(role, "").removeprefix(prefix)
     return LateInteractionFiles(
@@ -108,7 +109,7 @@ def _read_modules(directory: Path, own: Mapping[str, Any]) -> LateInteractionFil
 
 def _read_stanford(directory: Path) -> LateInteractionFiles:
     own = read_json(directory / "artifact.metadata")
-    names = {"query": own.get("query_token_id") or "[unused0]", "document": own.get("doc_token_id") or "[unused1]"}
+    names = {QUERY: own.get("query_token_id") or "[unused0]", DOCUMENT: own.get("doc_token_id") or "[unused1]"}
     length = _read_length(own, "query_maxlen", directory) or _QUERY_LENGTH
     return LateInteractionFiles(
         directory,
@@ -126,7 +127,7 @@ def _read_stanford(directory: Path) -> LateInteractionFiles:
 
 def _with_prompts(tokenization: TokenizationRules, prompts: Mapping[str, str]) -> TokenizationRules:
     """A text that is not said to be a query is a document."""
-    return replace(tokenization, prompt=prompts["document"], prompts=prompts)
+    return replace(tokenization, prompt=prompts[DOCUMENT], prompts=prompts)
 
 
 def _read_length(rules: Mapping[str, Any], name: str, directory: Path) -> int:

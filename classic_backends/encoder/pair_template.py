@@ -9,12 +9,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from ...core.encoder_tensors import PAIR
 from ...core.errors import InvalidArgument
 from ...core.request import ChatMessage, Conversation
 from ...tokenization.bounded_encoder import EncodedText
 from ...tokenization.chat_template import ChatTemplate
 from ...tokenization.tokenizer_json import EncoderTokenizer
-from .tensor_names import PAIR
 
 QWEN3_RERANKER = """\
 {%- set system = messages | selectattr("role", "eq", "system") | map(attribute="content") | first -%}

@@ -19,60 +19,33 @@ from ..conftest import FakeHandle
 
 TEXT = TensorSpec("text_input", "BYTES", (1,), optional=True)
 COUNT = TensorSpec("num_input_tokens", "INT32", (1,))
+PAIR = TensorSpec("text_pair", "BYTES", (1,))
+PROMPT = TensorSpec("prompt_name", "BYTES", (1,), optional=True)
+EMBEDDING, SCORE = TensorSpec("embedding", "FP32", (3,)), TensorSpec("score", "FP32", (1,))
+
+
+def encoder(name: str, also: TensorSpec, *outputs: TensorSpec, more: tuple[TensorSpec, ...] = ()) -> ModelConfig:
+    """One that takes texts and `also` something else."""
+    return ModelConfig(name, "1", "encoder", max_batch_size=2, inputs=(TEXT, also, *more), outputs=(*outputs, COUNT))
+
+
 CONFIGS = {
-    "embedder": ModelConfig(
-        "embedder",
-        "1",
-        "encoder",
-        max_batch_size=2,
-        inputs=(TEXT, TensorSpec("input_ids", "INT64", (-1,), optional=True)),
-        outputs=(TensorSpec("embedding", "FP32", (3,)), COUNT),
-    ),
-    "prompted": ModelConfig(
-        "prompted",
-        "1",
-        "encoder",
-        max_batch_size=2,
-        inputs=(TEXT, TensorSpec("prompt_name", "BYTES", (1,), optional=True)),
-        outputs=(TensorSpec("embedding", "FP32", (3,)), COUNT),
-    ),
-    "ranker": ModelConfig(
-        "ranker",
-        "1",
-        "encoder",
-        max_batch_size=2,
-        inputs=(TEXT, TensorSpec("text_pair", "BYTES", (1,))),
-        outputs=(TensorSpec("score", "FP32", (1,)), COUNT),
-    ),
-    "instructed": ModelConfig(
-        "instructed",
-        "1",
-        "encoder",
-        max_batch_size=2,
-        inputs=(TEXT, TensorSpec("text_pair", "BYTES", (1,)), TensorSpec("instruction", "BYTES", (1,), optional=True)),
-        outputs=(TensorSpec("score", "FP32", (1,)), COUNT),
-    ),
-    "tokens": ModelConfig(
-        "tokens",
-        "1",
-        "encoder",
-        max_batch_size=2,
-        inputs=(TEXT, TensorSpec("prompt_name", "BYTES", (1,), optional=True)),
-        outputs=(
+    config.name: config
+    for config in (
+        encoder("embedder", TensorSpec("input_ids", "INT64", (-1,), optional=True), EMBEDDING),
+        encoder("prompted", PROMPT, EMBEDDING),
+        encoder("ranker", PAIR, SCORE),
+        encoder("instructed", PAIR, SCORE, more=(TensorSpec("instruction", "BYTES", (1,), optional=True),)),
+        encoder(
+            "tokens",
+            PROMPT,
             TensorSpec("token_embedding", "FP32", (-1, 2)),
             TensorSpec("num_token_embeddings", "INT32", (1,)),
             TensorSpec("token_weight", "FP32", (-1,)),
             TensorSpec("token_ids", "INT64", (-1,)),
-            COUNT,
         ),
-    ),
-    "classifier": ModelConfig(
-        "classifier",
-        "1",
-        "ensemble",
-        inputs=(TEXT, TensorSpec("text_pair", "BYTES", (1,))),
-        outputs=(TensorSpec("score", "FP32", (2,)),),
-    ),
+        ModelConfig("classifier", "1", "ensemble", inputs=(TEXT, PAIR), outputs=(TensorSpec("score", "FP32", (2,)),)),
+    )
 }
 
 

@@ -1,8 +1,10 @@
-"""The names of an encoder's tensors."""
+"""The names of an encoder's tensors: what the backend takes and gives, and the endpoints for encoders ask of it."""
 
 TEXT = "text_input"
 PAIR = "text_pair"
 IDS = "input_ids"
+"""Token ids in place of a text; rows that are shorter than the longest end with `NO_TOKEN`."""
+
 PROMPT = "prompt_name"
 INSTRUCTION = "instruction"
 
@@ -17,4 +19,10 @@ TOKEN_WEIGHT = "token_weight"
 """FP32 [tokens]: the importance of each token as a word, zeros behind them."""
 
 TOKEN_IDS = "token_ids"
-"""INT64 [tokens]: the tokens of the weights, -1 behind them."""
+"""INT64 [tokens]: the tokens of the weights, `NO_TOKEN` behind them."""
+
+NO_TOKEN = -1
+
+QUERY = "query"
+DOCUMENT = "document"
+"""The prompts of a late-interaction model."""
