@@ -399,6 +399,23 @@ def with_images(model_type: str, text: str, vision: dict[str, Any], **others: An
     }
 
 
+LLAMA_KIN = (
+    "ministral3",
+    "glm4-moe",
+    "dots1",
+    "solar-open",
+    "minimax-m2",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "seed-oss",
+    "glm",
+    "glm4",
+    "ernie",
+    "ernie-moe",
+)
+"""Families of Llama's kind that differ from it in a few fields."""
+
 QWEN_EYE = {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
 CONFIGS["qwen2.5-vl-text"] = LLAMA | {
     "model_type": "qwen2_5_vl_text",

@@ -140,7 +140,11 @@ class ConfigFields(NamedTuple):
         values = self.config.get(name)
         if values is None:
             return ()
-        if not isinstance(values, list) or len(values) < len(self.layers) or not {0, 1}.issuperset(values):
+        if (
+            not isinstance(values, list)
+            or len(values) < len(self.layers)
+            or any(value not in (0, 1) for value in values)
+        ):
             quoted = shorten(repr(values))
             raise self.error(f"{name} must have 0 or 1 for each of {len(self.layers)} layers, got {quoted}")
         return tuple(bool(values[layer]) for layer in self.layers)

@@ -14,7 +14,7 @@ def latent_attention(fields: ConfigFields, latent: LatentSpec) -> tuple[LayerAtt
     values = fields.config.get("rope_parameters") or fields.config.get("rope_scaling") or {}
     all_dim, factor = (values.get(name) or 0.0 for name in ("mscale_all_dim", "factor"))
     stretch = 1.0
-    if all_dim and factor:
+    if all_dim and factor and values.get("rope_type", values.get("type", "default")) != "default":
         numbers = fields.positive("mscale_all_dim", all_dim), fields.positive("factor", factor)
         stretch += 0.1 * numbers[0] * math.log(max(numbers[1], 1.0))
     scale = (latent.plain_size + latent.rotated_size) ** -0.5 * stretch**2

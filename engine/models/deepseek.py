@@ -9,7 +9,7 @@ from ..layers.norm import rms_norm
 from ..layers.rotary import Rotary
 from .glm import build_shared_experts
 from .interfaces import Decoder
-from .llama import shared_rotary
+from .llama import layer_norm, shared_rotary
 from .native_decoder import NativeDecoder
 from .pre_norm_layer import PreNormLayer
 
@@ -21,9 +21,9 @@ def build_deepseek(spec: ModelSpec, loader: WeightLoader) -> Decoder:
 
 
 def _build_layer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary) -> PreNormLayer:
-    before_mixer, before_mlp = (
-        rms_norm(loader.vector(f"model.layers.{index}.{name}.weight", spec.hidden_size), spec.norm_eps)
-        for name in ("input_layernorm", "post_attention_layernorm")
+    return PreNormLayer(
+        layer_norm(spec, loader, index, "input_layernorm"),
+        LatentAttention(loader, spec, index, rotary),
+        layer_norm(spec, loader, index, "post_attention_layernorm"),
+        build_shared_experts(spec, loader, index),
     )
-    attention = LatentAttention(loader, spec, index, rotary)
-    return PreNormLayer(before_mixer, attention, before_mlp, build_shared_experts(spec, loader, index))

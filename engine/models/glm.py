@@ -6,7 +6,7 @@ from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
 from ..layers.mlp import FeedForward, GatedMLP, MixtureOfExperts, SharedExpert
-from ..layers.norm import Norm, rms_norm
+from ..layers.norm import rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
 from .interfaces import Decoder
@@ -14,6 +14,7 @@ from .llama import (
     LlamaVariant,
     build_fused_mlp,
     build_llama_variant,
+    layer_norm,
     layer_rotaries,
     mlp_spec,
     qwen3_projections,
@@ -71,14 +72,11 @@ def _dense_projections(spec: ModelSpec) -> AttentionProjections:
 
 
 def _build_sandwich(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary) -> SandwichLayer:
-    def norm(name: str) -> Norm:
-        return rms_norm(loader.vector(f"model.layers.{index}.{name}.weight", spec.hidden_size), spec.norm_eps)
-
     return SandwichLayer(
-        norm("input_layernorm"),
+        layer_norm(spec, loader, index, "input_layernorm"),
         SelfAttention(loader, spec, index, _dense_projections(spec), rotary),
-        norm("post_self_attn_layernorm"),
-        norm("post_attention_layernorm"),
+        layer_norm(spec, loader, index, "post_self_attn_layernorm"),
+        layer_norm(spec, loader, index, "post_attention_layernorm"),
         build_fused_mlp(spec, loader, index),
-        norm("post_mlp_layernorm"),
+        layer_norm(spec, loader, index, "post_mlp_layernorm"),
     )

@@ -8,7 +8,7 @@ from ..checkpoint.model_spec import CheckpointError, ModelSpec, RopeSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
 from ..layers.mlp import FeedForward, GatedMLP, GatedMLPSpec, MixtureOfExperts
-from ..layers.norm import rms_norm
+from ..layers.norm import Norm, rms_norm
 from ..layers.rotary import Rotary, build_rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
 from .interfaces import Decoder
@@ -56,13 +56,17 @@ def shared_rotary(rope: RopeSpec, spec: ModelSpec, loader: WeightLoader, head_di
     return build_rotary(rope, size, loader.context.max_positions, loader.dtype, loader.device)
 
 
+def layer_norm(spec: ModelSpec, loader: WeightLoader, index: int, name: str) -> Norm:
+    """The norm of this name that layer `index` has."""
+    return rms_norm(loader.vector(f"model.layers.{index}.{name}.weight", spec.hidden_size), spec.norm_eps)
+
+
 def build_layer(
     spec: ModelSpec, loader: WeightLoader, index: int, variant: LlamaVariant, rotary: Rotary
 ) -> PreNormLayer:
-    name = f"model.layers.{index}"
-    before_mixer = rms_norm(loader.vector(f"{name}.input_layernorm.weight", spec.hidden_size), spec.norm_eps)
+    before_mixer = layer_norm(spec, loader, index, "input_layernorm")
     attention = SelfAttention(loader, spec, index, variant.projections, rotary)
-    before_mlp = rms_norm(loader.vector(f"{name}.post_attention_layernorm.weight", spec.hidden_size), spec.norm_eps)
+    before_mlp = layer_norm(spec, loader, index, "post_attention_layernorm")
     return PreNormLayer(before_mixer, attention, before_mlp, variant.build_feed_forward(spec, loader, index))
 
 

@@ -4,11 +4,11 @@ none before it. OLMo normalises all queries of a token together, and all keys; E
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
 from ..layers.embed_and_head import build_ends
-from ..layers.norm import Norm, rms_norm
+from ..layers.norm import rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
 from .interfaces import Decoder
-from .llama import build_dense_mlp, layer_rotaries
+from .llama import build_dense_mlp, layer_norm, layer_rotaries
 from .native_decoder import NativeDecoder
 from .pre_norm_layer import PostNormLayer
 
@@ -32,10 +32,9 @@ def _build(spec: ModelSpec, loader: WeightLoader, projections: AttentionProjecti
 def _build_layer(
     spec: ModelSpec, loader: WeightLoader, index: int, projections: AttentionProjections, rotary: Rotary
 ) -> PostNormLayer:
-    def norm(name: str) -> Norm:
-        return rms_norm(loader.vector(f"model.layers.{index}.{name}.weight", spec.hidden_size), spec.norm_eps)
-
-    attention = SelfAttention(loader, spec, index, projections, rotary)
-    after_mlp = norm("post_feedforward_layernorm")
-    mlp = build_dense_mlp(spec, loader, index)
-    return PostNormLayer(attention, norm("post_attention_layernorm"), mlp, after_mlp)
+    return PostNormLayer(
+        SelfAttention(loader, spec, index, projections, rotary),
+        layer_norm(spec, loader, index, "post_attention_layernorm"),
+        build_dense_mlp(spec, loader, index),
+        layer_norm(spec, loader, index, "post_feedforward_layernorm"),
+    )

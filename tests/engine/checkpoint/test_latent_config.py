@@ -90,6 +90,13 @@ def test_a_token_keeps_one_latent_and_one_rotated_key() -> None:
     )
 
 
+def test_a_scaling_of_another_kind_does_not_stretch_scores() -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e6, "factor": 4.0, "mscale_all_dim": 1.0}
+    attention = spec(GLM, rope_parameters=plain).attention[0]
+    assert attention is not None
+    assert attention.scale == 256**-0.5
+
+
 def test_kin_say_it_in_their_own_way() -> None:
     lite = spec(V2_LITE)
     assert lite.latent == LatentSpec(512, 0, 128, 64, 128, adjacent_pairs=True)

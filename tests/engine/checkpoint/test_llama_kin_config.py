@@ -35,7 +35,7 @@ def test_every_fourth_layer_of_smollm3_does_not_rotate() -> None:
     assert [windowed.has_window(layer) for layer in (2, 3)] == [False, True]
 
 
-@pytest.mark.parametrize("marks", [[1] * 7, "all", [2] * 8])
+@pytest.mark.parametrize("marks", [[1] * 7, "all", [2] * 8, [[1]] * 8])
 def test_marks_of_layers_that_rotate_are_one_or_none(marks: object) -> None:
     with pytest.raises(CheckpointError, match="no_rope_layers"):
         spec("SmolLM3", no_rope_layers=marks)

@@ -22,6 +22,7 @@ from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
+from tests.checkpoints import LLAMA_KIN
 
 from .transformers_choices import chosen_after
 
@@ -218,19 +219,7 @@ MORE = (
     "gpt-neox",
     "granite",
     "cohere2",
-    "ministral3",
-    "glm4-moe",
-    "dots1",
-    "solar-open",
-    "minimax-m2",
-    "olmo2",
-    "olmo3",
-    "exaone4",
-    "seed-oss",
-    "glm",
-    "glm4",
-    "ernie",
-    "ernie-moe",
+    *LLAMA_KIN,
     "deepseek-v2",
     "glm4-lite",
 )

@@ -22,6 +22,7 @@ from charonia.engine.cpu import library
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.registry import checkpoint_builder
 from charonia.engine.step_batch import StepBatch
+from tests.checkpoints import LLAMA_KIN
 
 CPU = torch.device("cpu")
 NAMES = ["llama", "llama-llama3-tied", "llama-linear-biased", "qwen2"]
@@ -43,19 +44,7 @@ KIN = [
     "llama-quick-gelu",
     "gpt-oss",
     "smollm3",
-    "ministral3",
-    "glm4-moe",
-    "dots1",
-    "solar-open",
-    "minimax-m2",
-    "olmo2",
-    "olmo3",
-    "exaone4",
-    "seed-oss",
-    "glm",
-    "glm4",
-    "ernie",
-    "ernie-moe",
+    *LLAMA_KIN,
 ]
 PARTS = ["gemma3-image", "gemma4-image", "mistral3", "ministral3-image", "llava", "qwen2.5-vl", "qwen3-vl"]
 """The language part of what takes images too."""
