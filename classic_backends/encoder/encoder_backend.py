@@ -17,6 +17,7 @@ from ...core.encoder_tensors import (
     EMBEDDING,
     IDS,
     INSTRUCTION,
+    NO_TOKEN,
     PAIR,
     PROMPT,
     SCORE,
@@ -214,13 +215,13 @@ class TextReader:
         return [self._prompts[name] for name in names]
 
     def _check_ids(self, row: list[int]) -> EncodedText:
-        ids = row[: row.index(-1)] if -1 in row else row
+        ids = row[: row.index(NO_TOKEN)] if NO_TOKEN in row else row
         if not 0 < len(ids) <= self._max_tokens:
             message = f"{IDS} must be 1 to {self._max_tokens} tokens for this model, got {len(ids)}"
             raise InvalidArgument(message, field=IDS)
-        wrong = [token for token in row if not -1 <= token < self._vocabulary_size]
-        if wrong or any(token != -1 for token in row[len(ids) :]):
-            message = f"{IDS} must be between 0 and {self._vocabulary_size - 1}, filled up with -1"
+        wrong = [token for token in row if not NO_TOKEN <= token < self._vocabulary_size]
+        if wrong or any(token != NO_TOKEN for token in row[len(ids) :]):
+            message = f"{IDS} must be between 0 and {self._vocabulary_size - 1}, filled up with {NO_TOKEN}"
             raise InvalidArgument(f"{message}, got {(wrong or row)[0]}", field=IDS)
         return EncodedText(ids, [0] * len(ids))
 
@@ -243,7 +244,7 @@ class MarkedTextReader:
 def encode_in_batches(encoder: "Encoder", texts: Sequence[Any], output_names: Sequence[str], most: int) -> Arrays:
     """The arrays of all texts [texts, ...] and how many tokens they have, computed by batches of `most` tokens.
 
-    Where texts have arrays of several lengths, the shorter ones are filled up: by 0, or -1 where they are tokens.
+    Where texts have arrays of several lengths, the shorter ones are filled up: by 0, or `NO_TOKEN` where they are tokens.
     Raises `InvalidArgument` for more than an execution may make.
     """
     made: dict[int, Arrays] = {}
@@ -261,7 +262,7 @@ def _stacked(arrays: Sequence[NDArray[Any]], name: str) -> NDArray[Any]:
     longest = max(map(len, arrays))
     if all(len(array) == longest for array in arrays):
         return np.stack(arrays)
-    filled = np.full((len(arrays), longest, *arrays[0].shape[1:]), -1 if name == TOKEN_IDS else 0, arrays[0].dtype)
+    filled = np.full((len(arrays), longest, *arrays[0].shape[1:]), NO_TOKEN if name == TOKEN_IDS else 0, arrays[0].dtype)
     for row, array in zip(filled, arrays, strict=True):
         row[: len(array)] = array
     return filled
