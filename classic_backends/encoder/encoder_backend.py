@@ -244,7 +244,8 @@ class MarkedTextReader:
 def encode_in_batches(encoder: "Encoder", texts: Sequence[Any], output_names: Sequence[str], most: int) -> Arrays:
     """The arrays of all texts [texts, ...] and how many tokens they have, computed by batches of `most` tokens.
 
-    Where texts have arrays of several lengths, the shorter ones are filled up: by 0, or `NO_TOKEN` where they are tokens.
+    Where texts have arrays of several lengths, the shorter ones are filled up: by 0, or by `NO_TOKEN` where they are
+    tokens.
     Raises `InvalidArgument` for more than an execution may make.
     """
     made: dict[int, Arrays] = {}
@@ -262,7 +263,8 @@ def _stacked(arrays: Sequence[NDArray[Any]], name: str) -> NDArray[Any]:
     longest = max(map(len, arrays))
     if all(len(array) == longest for array in arrays):
         return np.stack(arrays)
-    filled = np.full((len(arrays), longest, *arrays[0].shape[1:]), NO_TOKEN if name == TOKEN_IDS else 0, arrays[0].dtype)
+    filler = NO_TOKEN if name == TOKEN_IDS else 0
+    filled = np.full((len(arrays), longest, *arrays[0].shape[1:]), filler, arrays[0].dtype)
     for row, array in zip(filled, arrays, strict=True):
         row[: len(array)] = array
     return filled
