@@ -95,7 +95,7 @@ BUDGETS = {
     "processes": 1_100,
     "telemetry": 2_650,
     "kvcache": 620,
-    "tokenization": 3_340,
+    "tokenization": 3_500,
     "scheduler": 2_090,
     "engine": 22_250,
     "classic_backends": 7_930,

@@ -51,9 +51,13 @@ class LarkRules:
     def text_until(self, marker: str) -> str:
         """Any text up to and including the first `marker`."""
         match = self._specials.search(marker)
-        head = marker if match is None else marker[: match.start()]
-        begin = self.rule(f"{_ANY_TEXT} {_quoted(head)}", "[lazy]") if head else self.any_text()
-        return begin if match is None else f"{begin} {self.text(marker[match.start() :])}"
+        if match is None:
+            return self.rule(f"{_ANY_TEXT} {_quoted(marker)}", "[lazy]")
+        head = marker[: match.start()]
+        # Until the special token comes, its `head` may stand in the text as often as it likes.
+        letters = "".join(rf"\x{{{ord(letter):x}}}" for letter in head)
+        begin = self.rule(rf"/(.|\n)*{letters}/") if head else self.any_text()
+        return f"{begin} {self.text(marker[match.start() :])}"
 
     def any_text(self) -> str:
         return self.rule(_ANY_TEXT)

@@ -35,6 +35,47 @@ HERMES = JsonCalls(
     layout=CallLayout((CallSection("<tool_call>\n", "\n</tool_call>", "<tool_call>"),), "\n"),
 )
 QWEN_3_CODER = TaggedCalls()
+SEED_OSS = TaggedCalls("<seed:tool_call>", "</seed:tool_call>", lines=False)
+GLM_45 = TaggedCalls(
+    end="",
+    call_begin="",
+    name_end="",
+    call_end="</tool_call>",
+    key_begin="<arg_key>",
+    key_end="</arg_key>",
+    value_begin="<arg_value>",
+    value_end="</arg_value>",
+    lines=False,
+    alone=False,
+)
+GLM_47 = replace(GLM_45, space="")
+MINIMAX_M2 = TaggedCalls(
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    call_begin='<invoke name="',
+    name_end='">',
+    call_end="</invoke>",
+    key_begin='<parameter name="',
+    key_end='">',
+    lines=False,
+    alone=False,
+    several=True,
+)
+DEEPSEEK_V32 = TaggedCalls(
+    "<｜DSML｜function_calls>",
+    "</｜DSML｜function_calls>",
+    call_begin='<｜DSML｜invoke name="',
+    name_end='">',
+    call_end="</｜DSML｜invoke>",
+    key_begin='<｜DSML｜parameter name="',
+    key_end='" string="true">',
+    json_key_end='" string="false">',
+    value_end="</｜DSML｜parameter>",
+    lines=False,
+    alone=False,
+    several=True,
+)
+DEEPSEEK_V4 = replace(DEEPSEEK_V32, start="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
 LLAMA_3 = JsonCalls(
     ("<|python_tag|>",),
     ("{",),
@@ -59,6 +100,14 @@ TOOL_CODE = PythonCalls(
     bare=True,
     layout=CallLayout((CallSection("```tool_code\n", "\n```", "```tool_code"),), "\n", several=True),
 )
+OLMO_3 = PythonCalls(
+    ("<function_calls>",),
+    end="</function_calls>",
+    bare=True,
+    layout=CallLayout((CallSection("<function_calls>", "</function_calls>", "<function_calls>"),), "\n", several=True),
+)
+_LFM_2 = CallSection("<|tool_call_start|>[", "]<|tool_call_end|>", "<|tool_call_start|>")
+LFM_2 = PythonCalls(("<|tool_call_start|>",), end="<|tool_call_end|>", layout=CallLayout((_LFM_2,), ", ", several=True))
 MISTRAL = NamedCalls(
     "[TOOL_CALLS]",
     before_id="[CALL_ID]",
@@ -117,16 +166,39 @@ DEEPSEEK_V31 = NamedCalls(
     close="<｜tool▁calls▁end｜>",
     layout=CallLayout((_DEEPSEEK,), several=True),
 )
+_KIMI = CallSection("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_calls_section_begin|>")
+KIMI_K2 = NamedCalls(
+    "<|tool_calls_section_begin|>",
+    begin="<|tool_call_begin|>",
+    prefix="functions.",
+    before_number=":",
+    before_arguments="<|tool_call_argument_begin|>",
+    end="<|tool_call_end|>",
+    close="<|tool_calls_section_end|>",
+    layout=CallLayout((_KIMI,), several=True),
+)
+NEMOTRON = JsonCalls(
+    ("<TOOLCALL>",),
+    end="</TOOLCALL>",
+    layout=CallLayout((CallSection("<TOOLCALL>[", "]</TOOLCALL>", "<TOOLCALL>"),), ", ", several=True),
+)
 HARMONY = HarmonyCalls()
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": HERMES,
     "qwen3_coder": QWEN_3_CODER,
     "qwen3_xml": QWEN_3_CODER,
+    "seed_oss": SEED_OSS,
+    "glm45": GLM_45,
+    "glm47": GLM_47,
+    "minimax_m2": MINIMAX_M2,
+    "ernie45": HERMES,
     "llama3_json": LLAMA_3,
     "llama4_json": LLAMA_3,
     "pythonic": PYTHONIC,
     "llama4_pythonic": LLAMA_4,
+    "olmo3": OLMO_3,
+    "lfm2": LFM_2,
     "mistral": MISTRAL,
     "functiongemma": FUNCTION_GEMMA,
     "gemma4": GEMMA_4,
@@ -134,19 +206,29 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "phi4_mini_json": PHI_4_MINI,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
+    "deepseek_v32": DEEPSEEK_V32,
+    "deepseek_v4": DEEPSEEK_V4,
+    "kimi_k2": KIMI_K2,
+    "nemotron_json": NEMOTRON,
     "granite": GRANITE,
     "granite4": HERMES,
     "granite-20b-fc": GRANITE_20B,
     "jamba": JAMBA,
+    "hunyuan_a13b": JAMBA,
     "openai": HARMONY,
 }
 """The formats by their names for --tool-call-parser."""
 
 THINK = ReasoningFormat("<think>", "</think>")
+SEED_THINK = ReasoningFormat("<seed:think>", "</seed:think>")
+ERNIE_THINK = THINK._replace(around_content=("<response>\n", "\n</response>"))
+_THINKING = ("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "olmo3", "nemotron_v3")
 HARMONY_ANALYSIS = ReasoningFormat(ANALYSIS, END, content=FINAL)
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
-    **dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "olmo3"), THINK),
+    **dict.fromkeys(_THINKING, THINK),
+    "seed_oss": SEED_THINK,
+    "ernie45": ERNIE_THINK,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", optional=True),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:", optional=True),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", optional=True),
@@ -215,10 +297,18 @@ def choose_format(template: str, parsers: AnswerParsers) -> AnswerFormat:
     reasons = reasoning is not None and not reasoning.optional
     if parsers.reasoning == AUTO:
         reasoning = _written(template, _REASONING_MARKS)
-        reasons = reasoning is THINK and "enable_thinking" in template
+        switches = _THINKING_SWITCHES.get(reasoning, ()) if reasoning else ()
+        reasons = any(switch in template for switch in switches)
     if tools is HARMONY or reasoning is HARMONY_ANALYSIS:  # one format, whichever of the two was found
         return AnswerFormat(None if parsers.tools == NONE else HARMONY, HARMONY_ANALYSIS, True)
     return AnswerFormat(tools, reasoning, reasons)
+
+
+_THINKING_SWITCHES: Mapping[ReasoningFormat, tuple[str, ...]] = {
+    THINK: ("enable_thinking",),
+    SEED_THINK: ("thinking_budget",),
+}
+"""The variables of a template by which reasoning is switched off that it otherwise begins with."""
 
 
 def _written(template: str, marks: Sequence[tuple[tuple[str, ...], F]]) -> F | None:
@@ -234,6 +324,17 @@ _TOOL_MARKS: Sequence[tuple[tuple[str, ...], ToolFormat]] = (
     (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V31),
     (("<start_function_call>",), FUNCTION_GEMMA),
     (("<|tool_call>",), GEMMA_4),
+    (("｜DSML｜", "tool_calls>"), DEEPSEEK_V4),
+    (("｜DSML｜",), DEEPSEEK_V32),
+    (("<|tool_calls_section_begin|>",), KIMI_K2),
+    (("</arg_key><arg_value>",), GLM_47),
+    (("<arg_key>", "<arg_value>"), GLM_45),
+    (("<minimax:tool_call>",), MINIMAX_M2),
+    (("<seed:tool_call>",), SEED_OSS),
+    (("<|tool_call_start|>",), LFM_2),
+    (("List of tools: ",), LFM_2),
+    (("<function_calls>",), OLMO_3),
+    (("<TOOLCALL>",), NEMOTRON),
     (("<function=", "<parameter="), QWEN_3_CODER),
     (("functools",), PHI_4_MINI),
     (("<|tool_call|>", "<|/tool_call|>"), PHI_4_TAGS),
@@ -244,6 +345,7 @@ _TOOL_MARKS: Sequence[tuple[tuple[str, ...], ToolFormat]] = (
     (("<|python_tag|>",), LLAMA_3),
     (("ipython", '"parameters"'), LLAMA_3),
     (("```tool_code",), TOOL_CODE),
+    (("<tool_calls>",), JAMBA),
 )
 """The texts in a chat template that show its format, formats of few models first."""
 
@@ -252,5 +354,7 @@ _REASONING_MARKS: Sequence[tuple[tuple[str, ...], ReasoningFormat]] = (
     (("<|channel>thought",), REASONING_FORMATS["gemma4"]),
     (("[THINK]",), REASONING_FORMATS["mistral"]),
     (("Here is my thought process",), REASONING_FORMATS["granite"]),
+    (("</seed:think>",), SEED_THINK),
+    (("<response>", "</think>"), ERNIE_THINK),
     (("</think>",), THINK),
 )

@@ -36,6 +36,7 @@ class CallWriter:
         self._parallel = use is None or use.parallel
         self._new_id = new_id
         self._text = text
+        self._ids = set[str]()
         self.begun = 0
         """The number of calls so far."""
         self._written: list[ToolCallDelta] = []
@@ -56,10 +57,13 @@ class CallWriter:
             self._types[name] = argument_types(self.tools[name].parameters)
         return self._types[name]
 
-    def begin(self, name: str) -> None:
-        """Begin a call of a declared tool: the held text was part of it."""
+    def begin(self, name: str, call_id: str = "") -> None:
+        """Begin a call of a declared tool: the held text was part of it. `call_id`: the id that the model wrote, if
+        any; it is taken once."""
         self._flush()
-        self._written.append(ToolCallDelta(self.begun, self._new_id(), self.declared(name)))
+        call_id = call_id if call_id and call_id not in self._ids else self._new_id()
+        self._ids.add(call_id)
+        self._written.append(ToolCallDelta(self.begun, call_id, self.declared(name)))
         self._text.release()
         self.begun += 1
 

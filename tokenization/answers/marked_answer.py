@@ -22,6 +22,9 @@ class ReasoningFormat(NamedTuple):
     content: str = ""
     """The beginning of the content, if `end` alone does not begin it; reasoning can't be left out then."""
 
+    around_content: tuple[str, ...] = ()
+    """Texts before and behind the content that are no part of it."""
+
     @property
     def opening(self) -> str:
         """The text that opens the reasoning in a prompt."""
@@ -73,9 +76,13 @@ def read_marked(
         yield from _read_reasoning(answer, reasoning, tools)
     if tools is not None and (opening := (yield from _begins(answer, tools.openings))):
         yield from _read_calls(answer, tools, opening)
-    markers = Markers(tools.starts if tools else ())
+    around = reasoning.around_content if reasoning else ()
+    markers = Markers((*around, *(tools.starts if tools else ())))
     while marker := (yield from answer.text.find(markers, answer.show)):
-        yield from _read_calls(answer, tools, marker)
+        if marker in around:
+            yield from answer.text.spaces()
+        else:
+            yield from _read_calls(answer, tools, marker)
 
 
 def _read_reasoning(answer: AnswerReader, reasoning: ReasoningFormat, tools: ToolFormat | None) -> Reading[None]:

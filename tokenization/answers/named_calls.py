@@ -7,7 +7,7 @@ from typing import Any
 
 from .answer_reader import CallWriter
 from .answer_text import AnswerText, MalformedCall, Reading
-from .grammar_parts import NO_LAYOUT, CallLayout, Part, const, json_value, sequence
+from .grammar_parts import NO_LAYOUT, CallLayout, Part, const, json_value, regex, sequence
 from .json_calls import JsonCalls
 from .literals import read_value
 from .marked_answer import random_id
@@ -15,6 +15,7 @@ from .marked_answer import random_id
 _NAME = re.compile(r"[^\s\[\]{}()<>|=,\"'`｜]*")
 _ID = re.compile(r"[\w:.-]*")
 _LONGEST_ID = 64
+_LONGEST_NUMBER = 16
 _MARKER = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
 
 
@@ -39,6 +40,8 @@ class NamedCalls:
     """Stands before the name."""
     before_arguments: str = ""
     before_id: str = ""
+    before_number: str = ""
+    """Stands between the name and the call's number; the call's id is all three, with `prefix`."""
     fence: str = ""
     """Stands behind the arguments."""
     end: str = ""
@@ -65,8 +68,9 @@ class NamedCalls:
     def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
         if self.lists and self.writes_lists:
             return self.lists.call_part(name, parameters)
-        begin = f"{self.begin}{self.prefix}{name}{self.before_arguments}"
-        return sequence([const(begin), json_value(parameters), const(f"{self.fence}{self.end}")])
+        named = [const(f"{self.begin}{self.prefix}{name}{self.before_number}")]
+        named += [regex("[0-9]{1,4}")] if self.before_number else []
+        return sequence([*named, const(self.before_arguments), json_value(parameters), const(self.fence + self.end)])
 
     def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
         yield from text.spaces()
@@ -89,7 +93,11 @@ class NamedCalls:
         yield from text.spaces()
         if self.prefix:
             yield from text.accept(self.prefix)
-        name = yield from read_name(text, calls)
+        call_id = ""
+        if self.before_number:
+            name, call_id = yield from self._read_numbered(text, calls)
+        else:
+            name = yield from read_name(text, calls)
         if self.before_id and (yield from text.accept(self.before_id)):
             text.skip(len((yield from text.look(_ID, _LONGEST_ID))))
         yield from text.spaces()
@@ -98,10 +106,18 @@ class NamedCalls:
             yield from text.spaces()
         if (yield from text.peek()) != "{":
             raise MalformedCall
-        calls.begin(name)
+        calls.begin(name, call_id)
         yield from read_value(text, calls.write)
         calls.end()
         for word in (self.fence, self.end):
             if word:
                 yield from text.spaces()
                 yield from text.accept(word.strip())
+
+    def _read_numbered(self, text: AnswerText, calls: CallWriter) -> Reading[tuple[str, str]]:
+        """A name and its number: the name, and the id that both make."""
+        written = yield from text.look(_ID, calls.longest_name + _LONGEST_NUMBER)
+        name, colon, number = written.rpartition(self.before_number)
+        name = calls.declared(name if colon and number.isdigit() else written)
+        text.skip(len(written))
+        return name, f"{self.prefix}{written}" if name != written else ""

@@ -16,6 +16,8 @@ from .named_calls import read_name
 
 _KEYWORD = re.compile(r"\w*[ ]*=?")
 _LONGEST_KEYWORD = 128
+_BOOLEANS = ("True", "False", "true", "false")
+"""JSON's words are read too: OLMo 3's template writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class PythonCalls:
 def _argument(parameters: Mapping[str, Any], key: str, schema: Any) -> Part:
     """The grammar of an argument. JSON within lists and objects is close enough to Python."""
     boolean = schema_types(schema, parameters) == {"boolean"} and not schema.keys() & {"enum", "const"}
-    return sequence([const(f"{key}="), either([const("True"), const("False")]) if boolean else json_value(schema)])
+    return sequence([const(f"{key}="), either([*map(const, _BOOLEANS)]) if boolean else json_value(schema)])
 
 
 def _read_call(text: AnswerText, calls: CallWriter) -> Reading[None]:

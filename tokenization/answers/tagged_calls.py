@@ -1,11 +1,11 @@
-"""Calls as tags with an element for each argument: Qwen 3 Coder and its kin. Values are untyped text; the tool's schema
-gives their types."""
+"""Calls as tags with an element for each argument: Qwen 3 Coder, Seed-OSS, GLM, MiniMax, DeepSeek V3.2. Values are
+untyped text; the tool's schema gives their types, or the tag does."""
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from .answer_reader import CallWriter
@@ -22,118 +22,167 @@ from .grammar_parts import (
     sequence,
     tag,
 )
-from .literals import quoted, schema_types, typed_argument
+from .literals import quoted, read_value, schema_types, typed_argument
 from .marked_answer import random_id
 from .named_calls import read_name
 
-_KEY = re.compile(r"[^<>\n]*>?")
+_KEY = re.compile(r'[^<>\n"]*')
 _LONGEST_KEY = 256
-_VALUE_END = "</parameter>"
-_VALUE_ENDS = Markers((_VALUE_END,))
-_FUNCTION, _FUNCTION_END, _PARAMETER = "<function=", "</function>", "<parameter="
+_TAG = re.compile(r"</?[^<>=\s｜]+>|｜\w+｜")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TaggedCalls:
-    """`<function=NAME>`, `<parameter=KEY>`, the value on lines of its own, `</parameter>`, `</function>`, between
-    `start` and `end`, which models may leave out."""
+    """Calls between `start` and `end`, each a name and its arguments. By default they are Qwen's: `<function=NAME>`,
+    `<parameter=KEY>`, the value on lines of its own, `</parameter>`, `</function>`."""
 
     start: str = "<tool_call>"
     end: str = "</tool_call>"
+    """The text behind all calls, which may be missing."""
+    call_begin: str = "<function="
+    """The text before the name; empty if `start` is."""
+    name_end: str = ">"
+    call_end: str = "</function>"
+    key_begin: str = "<parameter="
+    key_end: str = ">"
+    json_key_end: str = ""
+    """In place of `key_end` if the value is JSON, which then is no longer found by the schema; empty if it is."""
+    value_begin: str = ""
+    value_end: str = "</parameter>"
+    lines: bool = True
+    """Whether a value stands on lines of its own."""
+    space: str = "\n"
+    """What a model writes between tags."""
+    alone: bool = True
+    """Whether models leave out `start`, so that `call_begin` begins calls, too."""
+    several: bool = False
+    """Whether one section has all calls."""
     openings = ()
     new_id = staticmethod(random_id)
 
     @property
     def starts(self) -> tuple[str, ...]:
-        return (self.start, _FUNCTION)
+        return (self.start, self.call_begin) if self.alone else (self.start,)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (self.start, self.end)
+        words = (self.start, self.end, self.call_begin, self.call_end, self.key_begin, self.key_end)
+        words += (self.value_begin, self.value_end)
+        return tuple(dict.fromkeys(part for word in words for part in _TAG.findall(word)))
 
     @property
     def layout(self) -> CallLayout:
-        whole = CallSection(f"{self.start}\n{_FUNCTION}", f"{_FUNCTION_END}\n{self.end}", self.start)
-        return CallLayout((whole, CallSection(_FUNCTION, _FUNCTION_END, _FUNCTION)), "\n")
+        section = CallSection(f"{self.start}{self.space}", f"{self.space}{self.end}", self.start)
+        if self.several:
+            return CallLayout((section._replace(end=self.end),), several=True)
+        if not self.call_begin:
+            return CallLayout((CallSection(self.start, self.call_end, self.start),), self.space)
+        whole = CallSection(f"{section.begin}{self.call_begin}", f"{self.call_end}{section.end}", self.start)
+        return CallLayout((whole, CallSection(self.call_begin, self.call_end, self.call_begin)), self.space)
 
     def call_part(self, name: str, parameters: Mapping[str, Any]) -> Part:
-        return sequence([const(f"{name}>\n"), argument_list(parameters, partial(_argument, parameters))])
+        arguments = argument_list(parameters, partial(self._argument, parameters))
+        begin, end = (self.call_begin, self.call_end + self.space) if self.several else ("", "")
+        return sequence([const(f"{begin}{name}{self.name_end}{self.space}"), arguments, *([const(end)] if end else [])])
+
+    def _argument(self, parameters: Mapping[str, Any], key: str, schema: Any) -> Part:
+        """The grammar of an argument: JSON unless it is text, which is free unless the schema lists its values."""
+        types = schema_types(schema, parameters)
+        values = schema.get("enum")
+        key_end = self.key_end
+        if types == {"string"} and isinstance(values, list):
+            value = either([const(str(listed)) for listed in values])
+        elif types and "string" not in types:
+            value = json_value(schema)
+            key_end = self.json_key_end or key_end
+        else:
+            value = any_text()
+        line = "\n" if self.lines else ""
+        begin = f"{self.key_begin}{key}{key_end}{self.value_begin and self.space}{self.value_begin}{line}"
+        return tag(begin, value, f"{line}{self.value_end}{self.space}")
 
     def read(self, text: AnswerText, calls: CallWriter, start: str) -> Reading[None]:
         yield from text.spaces()
-        if start != _FUNCTION and not (yield from text.accept(_FUNCTION)):
+        if start != self.call_begin and self.call_begin and not (yield from text.accept(self.call_begin)):
             raise MalformedCall
         while True:
-            yield from self._read_function(text, calls)
+            yield from self._read_call(text, calls)
             yield from text.spaces()
-            if not (yield from text.accept(_FUNCTION)):
+            if not self.call_begin or not (yield from text.accept(self.call_begin)):
                 break
-        yield from text.accept(self.end)
+        if self.end:
+            yield from text.accept(self.end)
 
-    def _read_function(self, text: AnswerText, calls: CallWriter) -> Reading[None]:
+    def _read_call(self, text: AnswerText, calls: CallWriter) -> Reading[None]:
         name = yield from read_name(text, calls)
-        if not (yield from text.accept(">")):
+        if self.name_end and not (yield from text.accept(self.name_end)):
             raise MalformedCall
         yield from text.spaces()
-        mark = yield from text.accept(_PARAMETER, _FUNCTION_END)
+        if self.json_key_end and (yield from text.peek()) == "{":
+            calls.begin(name)
+            yield from read_value(text, calls.write)
+            yield from text.spaces()
+            yield from text.accept(self.call_end)
+            calls.end()
+            return
+        mark = yield from text.accept(self.key_begin, self.call_end)
         if not mark:
             raise MalformedCall
         calls.begin(name)
         calls.write("{")
         types = calls.types(name)
-        while mark == _PARAMETER:
-            yield from _read_parameter(text, calls.write, types)
+        while mark == self.key_begin:
+            yield from self._read_argument(text, calls.write, types)
             yield from text.spaces()
-            mark = yield from text.accept(_PARAMETER, _FUNCTION_END)
-            if mark == _PARAMETER:
+            mark = yield from text.accept(self.key_begin, self.call_end)
+            if mark == self.key_begin:
                 calls.write(", ")
-            elif not mark and (yield from text.peek(len(self.end))) != self.end:
+            elif not mark and not (self.end and (yield from text.peek(len(self.end))) == self.end):
                 raise MalformedCall
         calls.write("}")
         calls.end()
 
+    def _read_argument(self, text: AnswerText, sink: Sink, types: Mapping[str, frozenset[str]]) -> Reading[None]:
+        text.hold(self.key_begin)
+        key = text.skip(len((yield from text.look(_KEY, _LONGEST_KEY))))
+        mark = yield from text.accept(*filter(None, (self.key_end, self.json_key_end)))
+        if not mark:
+            raise MalformedCall
+        if self.value_begin:
+            yield from text.spaces()
+            if not (yield from text.accept(self.value_begin)):
+                raise MalformedCall
+        text.release()
+        sink(f"{json.dumps(key, ensure_ascii=False)}: ")
+        if self.lines:
+            yield from text.accept("\n")
+        kinds = types.get(key, frozenset())
+        if self.json_key_end:
+            kinds = frozenset(("string",)) if mark == self.key_end else frozenset()
+        if kinds == {"string"}:
+            yield from self._read_string(text, sink)
+            return
+        pieces: list[str] = []
+        if not (yield from text.find(self._value_ends, pieces.append)):
+            raise MalformedCall
+        value = "".join(pieces)
+        sink(typed_argument(value.removesuffix("\n") if self.lines else value, kinds))
 
-def _argument(parameters: Mapping[str, Any], key: str, schema: Any) -> Part:
-    """The grammar of an argument: JSON unless it is text, which is free unless the schema lists its values."""
-    types = schema_types(schema, parameters)
-    values = schema.get("enum")
-    if types == {"string"} and isinstance(values, list):
-        value = either([const(str(listed)) for listed in values])
-    elif types and "string" not in types:
-        value = json_value(schema)
-    else:
-        value = any_text()
-    return tag(f"{_PARAMETER}{key}>\n", value, f"\n{_VALUE_END}\n")
+    def _read_string(self, text: AnswerText, sink: Sink) -> Reading[None]:
+        """Read a text up to its end tag, without the line break before it where values stand on lines."""
+        waiting = ""
 
+        def write(piece: str) -> None:
+            nonlocal waiting
+            piece = waiting + piece
+            waiting = "\n" if self.lines and piece.endswith("\n") else ""
+            sink(quoted(piece.removesuffix(waiting)))
 
-def _read_parameter(text: AnswerText, sink: Sink, types: Mapping[str, frozenset[str]]) -> Reading[None]:
-    key = yield from text.look(_KEY, _LONGEST_KEY)
-    if not key.endswith(">"):
-        raise MalformedCall
-    key = text.skip(len(key)).removesuffix(">")
-    sink(f"{json.dumps(key, ensure_ascii=False)}: ")
-    yield from text.accept("\n")
-    kinds = types.get(key, frozenset())
-    if kinds == {"string"}:
-        yield from _read_string(text, sink)
-        return
-    pieces: list[str] = []
-    if not (yield from text.find(_VALUE_ENDS, pieces.append)):
-        raise MalformedCall
-    sink(typed_argument("".join(pieces).removesuffix("\n"), kinds))
+        sink('"')
+        if not (yield from text.find(self._value_ends, write)):
+            raise MalformedCall
+        sink('"')
 
-
-def _read_string(text: AnswerText, sink: Sink) -> Reading[None]:
-    """Read a text up to its end tag, without the line break before it."""
-    waiting = ""
-
-    def write(piece: str) -> None:
-        nonlocal waiting
-        piece = waiting + piece
-        waiting = "\n" if piece.endswith("\n") else ""
-        sink(quoted(piece.removesuffix("\n")))
-
-    sink('"')
-    if not (yield from text.find(_VALUE_ENDS, write)):
-        raise MalformedCall
-    sink('"')
+    @cached_property
+    def _value_ends(self) -> Markers:
+        return Markers((self.value_end,))

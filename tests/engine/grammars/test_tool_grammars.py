@@ -18,7 +18,7 @@ from charonia.tokenization.answers.answer_formats import MISTRAL_LISTS, TOOL_FOR
 from charonia.tokenization.answers.marked_answer import ToolFormat
 from charonia.tokenization.answers.tool_grammars import tool_constraint
 
-MARKERS = sorted({marker for form in TOOL_FORMATS.values() for marker in form.markers if re.match(r"[<\[]", marker)})
+MARKERS = sorted({marker for form in TOOL_FORMATS.values() for marker in form.markers if re.match(r"[<\[｜]", marker)})
 SPECIAL = {text: token for token, text in enumerate(MARKERS)}
 BACKEND = checking_backend(SPECIAL)
 _PARTS = re.compile("(" + "|".join(map(re.escape, sorted(MARKERS, key=len, reverse=True))) + ")")
@@ -58,6 +58,7 @@ def content(form: ToolFormat, text: str) -> str:
 
 def wrong_type(text: str) -> str:
     text = text.replace(": 2", ': "x"').replace("\n2\n", "\nx\n").replace("days=2", "days='x'")
+    text = text.replace(">2<", ">x<")
     return text.replace("days:2", "days:<").replace("at:[1,2]", "at:[true]")
 
 

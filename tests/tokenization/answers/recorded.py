@@ -116,6 +116,75 @@ WELL_FORMED = (
         (ZURICH, NOW),
     ),
     Answer(
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        "",
+        (ZURICH, NOW),
+    ),
+    Answer(
+        "glm47",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Zürich</arg_value>"
+        "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>now</tool_call>",
+        "",
+        (ZURICH, NOW),
+    ),
+    Answer(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Zürich</parameter>\n'
+        '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "",
+        (ZURICH, NOW),
+    ),
+    Answer(
+        "seed_oss",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Zürich</parameter>\n"
+        "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
+        "",
+        (ZURICH,),
+    ),
+    Answer(
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Zü</b>\n</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "",
+        (weather('{"city": "Zü</b>\\n", "days": 2}'), NOW),
+    ),
+    Answer(
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "",
+        (NOW,),
+    ),
+    Answer(
+        "kimi_k2",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": '
+        '"Zürich", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "",
+        (ZURICH, NOW),
+    ),
+    Answer(
+        "olmo3",
+        '<function_calls>get_weather(city="Zürich", days=2, precise=true)\nnow()</function_calls>',
+        "",
+        (weather('{"city": "Zürich", "days": 2, "precise": true}'), NOW),
+    ),
+    Answer(
+        "lfm2",
+        '<|tool_call_start|>[get_weather(city="Zürich", days=2), now()]<|tool_call_end|>',
+        "",
+        (ZURICH, NOW),
+    ),
+    Answer(
+        "nemotron_json",
+        '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}]</TOOLCALL>',
+        "",
+        (ZURICH,),
+    ),
+    Answer(
         "openai",
         "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
         '{"city": "Zürich", "days": 2}<|call|>',
@@ -217,6 +286,78 @@ OTHERS = (
     Answer("qwen3_coder", "<tool_call><function=get_weather><parameter=city>a<", "", (weather('{"city": "a<'),)),
     Answer("qwen3_coder", "<tool_call><function=now><parameter=a>1</parameter>", "", (Call("now", '{"a": 1'),)),
     Answer("qwen3_coder", "<tool_call><function=now> what", "<tool_call><function=now> what"),
+    # Values that are not on lines of their own keep their line breaks.
+    Answer(
+        "minimax_m2",
+        '<think>I\n</think>\n\nSo:\n<minimax:tool_call><invoke name="get_weather"><parameter name="city">\n1\n'
+        '</parameter><parameter name="at">[1,\n2]</parameter><parameter name="note">null</parameter></invoke>'
+        "</minimax:tool_call> ok",
+        "So:\nok",
+        (weather('{"city": "\\n1\\n", "at": [1,\n2], "note": null}'),),
+        "I\n",
+        "minimax_m2",
+    ),
+    Answer("minimax_m2", '<invoke name="now"></invoke>', '<invoke name="now"></invoke>'),
+    Answer(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="rm"></invoke>',
+        '<minimax:tool_call><invoke name="rm"></invoke>',
+    ),
+    Answer("glm45", "<tool_call>rm</tool_call>", "<tool_call>rm</tool_call>"),
+    Answer("glm45", '<tool_call>{"name": "now"}</tool_call>', '<tool_call>{"name": "now"}</tool_call>'),
+    Answer(
+        "glm47",
+        "<tool_call>now<arg_key>a</arg_key><arg_value>[1]</arg_value>",
+        "",
+        (Call("now", '{"a": [1]'),),
+    ),
+    Answer(
+        "glm45",
+        "<tool_call>now\n<arg_key>a</arg_key>so<arg_key>b",
+        "<arg_key>a</arg_key>so<arg_key>b",
+        (Call("now", "{"),),
+    ),
+    Answer("glm45", "<tool_call>now\n<arg_key>b<", "<arg_key>b<", (Call("now", "{"),)),
+    Answer(
+        "seed_oss",
+        "<seed:think>hm</seed:think>\n<seed:tool_call><function=now></function></seed:tool_call>",
+        "",
+        (NOW,),
+        "hm",
+        "seed_oss",
+    ),
+    Answer(
+        "ernie45",
+        "hm\n</think>\n\n<response>\nI look.\n</response>\n"
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
+        "I look.",
+        (NOW,),
+        "hm\n",
+        "ernie45",
+        True,
+    ),
+    Answer("ernie45", "a\n</response", "a\n</response", (), "", "ernie45"),
+    Answer(
+        "deepseek_v32",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="now">{"a": 1}</｜DSML｜invoke>',
+        "",
+        (Call("now", '{"a": 1}'),),
+    ),
+    Answer(
+        "deepseek_v32",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="now"><｜DSML｜parameter name="a">1',
+        '<｜DSML｜parameter name="a">1',
+        (Call("now", "{"),),
+    ),
+    Answer("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>now:0 {}<|tool_call_end|>", "", (NOW,)),
+    Answer("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>now{}", "", (NOW,)),
+    Answer(
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.rm:0<|",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.rm:0<|",
+    ),
+    Answer("olmo3", "Hm.<function_calls>\nnow()\n</function_calls>", "Hm.", (NOW,)),
+    Answer("hunyuan_a13b", '<tool_calls>[{"name": "now", "arguments": {}}]</tool_calls>', "", (NOW,)),
     # JSON that no marker calls a call.
     Answer("llama3_json", '{"title": "now", "name": "now"}', '{"title": "now", "name": "now"}'),
     Answer("llama3_json", ' {"type": "function", "name": "now", "parameters": {}}; {"name": "now"}', "", (NOW, NOW)),

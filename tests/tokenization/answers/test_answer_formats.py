@@ -46,6 +46,32 @@ TEMPLATES = {
     + "{{ c.function.arguments | tojson }}"
     + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     + _END,
+    "glm45": _EACH
+    + "<tool_call>{{ c.function.name }}\n{% for k, v in c.function.arguments | items %}<arg_key>{{ k }}</arg_key>\n"
+    + "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
+    + _END,
+    "glm47": _EACH
+    + "<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments | items %}<arg_key>{{ k }}</arg_key>"
+    + "{# </arg_key><arg_value> #}<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}</tool_call>"
+    + _END,
+    "minimax_m2": _EACH
+    + "{% set begin = '<minimax:tool_call>' %}{{ begin }}\n"
+    + '<invoke name="{{ c.function.name }}">\n{% for k, v in c.function.arguments | items %}<parameter name="{{ k }}">'
+    + "{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>"
+    + _END,
+    "seed_oss": _EACH
+    + "<seed:tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
+    + "<parameter={{ k }}>{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}"
+    + "</function>\n</seed:tool_call>"
+    + _END,
+    "kimi_k2": _EACH
+    + "<|tool_calls_section_begin|><|tool_call_begin|>functions.{{ c.function.name }}:0<|tool_call_argument_begin|>"
+    + "{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>"
+    + _END,
+    "olmo3": _EACH
+    + "<function_calls>{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k }}={{ v | tojson }}"
+    + "{{ '' if loop.last else ', ' }}{% endfor %})</function_calls>"
+    + _END,
     "openai": _EACH
     + "<|channel|>commentary to=functions.{{ c.function.name }} <|constrain|>json<|message|>"
     + "{{ c.function.arguments | tojson }}<|call|>"
@@ -75,12 +101,17 @@ def test_the_template_s_markers_choose() -> None:
     assert choose_format("tools [func_name1(params", AUTO).tools is formats.PYTHONIC
     assert choose_format("tools <|python_start|> [func_name1(", AUTO).tools is formats.LLAMA_4
     assert choose_format("tools <|tool_call>", AUTO).tools is formats.GEMMA_4
+    assert choose_format("tools List of tools: [", AUTO).tools is formats.LFM_2
+    assert choose_format("tools ｜DSML｜", AUTO).tools is formats.DEEPSEEK_V32
+    assert choose_format("tools <TOOLCALL>", AUTO).tools is formats.NEMOTRON
     assert choose_format("</think>", AUTO).reasoning is formats.THINK
+    assert choose_format("</think> <response>", AUTO).reasoning is formats.ERNIE_THINK
 
 
 def test_a_model_reasons_by_default_if_its_template_can_switch_that_off_or_a_flag_says_so() -> None:
     assert not choose_format("</think>", AUTO).reasons
     assert choose_format("</think> enable_thinking", AUTO).reasons
+    assert choose_format("</seed:think> thinking_budget", AUTO).reasons
     assert choose_format("", AnswerParsers(reasoning="deepseek_r1")).reasons
     assert not choose_format("", AnswerParsers(reasoning="granite")).reasons
     assert choose_format("<|channel|> analysis", AUTO).reasons

@@ -80,6 +80,31 @@ ALPHABET = [
     *("<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "now", "arguments": ', '"name"', "now", "[", "]"),
     *("{", "}", '"', ":", ",", "\\", "u00e9", " ", "\n", "1", "true", "a", "é", "<function=now>", "</function>", "<"),
     *("<parameter=a>", "</parameter>", "[TOOL_CALLS]", "[ARGS]", "call:now{", "<escape>", "now(", "a=", "'", ")"),
+    *(
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        '<invoke name="',
+        '">',
+        "</invoke>",
+        '<parameter name="',
+    ),
+    *(
+        "<minimax:tool_call>",
+        "<｜DSML｜function_calls>",
+        '<｜DSML｜invoke name="',
+        '<｜DSML｜parameter name="',
+        "functions.",
+    ),
+    *(
+        '" string="true">',
+        '" string="false">',
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        ":0",
+        "<function_calls>",
+    ),
     *("<|channel|>", "analysis", "<|message|>", "<|end|>", " to=functions.now", "<|call|>", "<|tool_call|>", "<tool_"),
 ]
 
@@ -113,6 +138,10 @@ def test_calls_have_ids_of_their_own_as_their_format_has_them() -> None:
     [first, second] = read(reader("mistral", NOW), ["[TOOL_CALLS]now{}[TOOL_CALLS]now{}"])[0].tool_calls
     assert all(re.fullmatch("[0-9a-z]{9}", call.id) for call in (first, second))
     assert first.id != second.id
+    kimi = "<|tool_calls_section_begin|>" + "<|tool_call_begin|>functions.now:3{}<|tool_call_end|>" * 2
+    [first, second] = read(reader("kimi_k2", NOW), [kimi])[0].tool_calls
+    assert first.id == "functions.now:3"
+    assert re.fullmatch("call_[0-9a-f]{24}", second.id)
     [call] = read(reader("jamba", NOW), ['<tool_calls>[{"name":"now"}]'])[0].tool_calls
     assert re.fullmatch("call_[0-9a-f]{24}", call.id)
 
@@ -134,6 +163,8 @@ HOSTILE = {
     "nested": ("hermes", '<tool_call>{"name": "now", "arguments": {"a": [[[['),
     "long number": ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1111'),
     "values": ("qwen3_coder", "<function=now><parameter=a>\n</param"),
+    "keys": ("glm45", "<tool_call>now<arg_key>" + "x" * 20),
+    "ids": ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>" + "x" * 20),
     "names": ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>" + "x" * 20),
     "headers": ("openai", "<|channel|>commentary to=functions."),
     "python": ("pythonic", "[now(a=[[[("),
