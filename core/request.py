@@ -155,6 +155,8 @@ class GuidedDecoding(NamedTuple):
     """Text up to and including this is not constrained."""
     strict: bool = False
     """A schema is refused if a part of it cannot be enforced."""
+    opening: str = ""
+    """The text that comes between `after` and what is constrained, and no other."""
 
     @classmethod
     def from_parameters(cls, kind: GuidedDecodingKind | None, text: str) -> "GuidedDecoding | None":

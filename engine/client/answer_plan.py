@@ -98,11 +98,12 @@ def plan_answer(
     limited = constraint is not None or budget is not None
     wanted = _asks_for_reasoning(request)
     reasons = form.reasons or bool(budget) if wanted is None or reasoning.content else wanted
-    if limited and reasons and not (inside or tail.endswith(reasoning.end)):
+    if limited and reasons and not (inside or tail.endswith(reasoning.end) or _continues_message(request)):
         prompt, inside = prompt + tokenizer.encode(reasoning.opening, special=False), True
     if inside and constraint is not None and not constraint.after:
-        with_tools = constraint is not request.guided_decoding
-        constraint = constraint._replace(after=reasoning.end if with_tools else reasoning.content or reasoning.end)
+        # A constraint on content alone leads the model to its content; one with tools has its own way there.
+        opening = reasoning.content if constraint is request.guided_decoding else ""
+        constraint = constraint._replace(after=reasoning.end, opening=opening)
     return AnswerPlan(
         prompt, shown, form.reader(use, inside), constraint, budget if inside else None, reasoning.end, warning
     )
@@ -115,12 +116,15 @@ def _asks_for_reasoning(request: GenerateRequest) -> bool | None:
     return None if wanted is None else bool(wanted)
 
 
+def _continues_message(request: GenerateRequest) -> bool:
+    return isinstance(request.prompt, Conversation) and request.prompt.continue_final_message
+
+
 def _continues(request: GenerateRequest, reasoning: ReasoningFormat) -> bool:
     """Whether the prompt ends within the reasoning of a message that is to be continued."""
-    chat = request.prompt
-    if not (isinstance(chat, Conversation) and chat.continue_final_message):
+    if not (isinstance(request.prompt, Conversation) and _continues_message(request)):
         return False
-    text = chat.messages[-1].content
+    text = request.prompt.messages[-1].content
     return text.rfind(reasoning.start) > text.rfind(reasoning.end)
 
 

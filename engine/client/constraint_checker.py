@@ -326,8 +326,6 @@ def _content_key(constraint: GuidedDecoding) -> bytes:
         message = f"{constraint.parameter} has {len(constraint.text)} characters, and may have {LIMITS.text_bytes}"
         raise InvalidArgument(message, field=constraint.parameter)
     try:
-        return sha256(
-            repr((constraint.kind, constraint.after, constraint.strict)).encode() + constraint.text.encode()
-        ).digest()
+        return sha256(repr(constraint._replace(text="", parameter="")).encode() + constraint.text.encode()).digest()
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"{constraint.parameter} is not valid Unicode", field=constraint.parameter) from error

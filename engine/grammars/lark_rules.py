@@ -89,7 +89,7 @@ class LarkRules:
 def write_grammar(constraint: GuidedDecoding, special: Mapping[str, int] = {}) -> str:
     """The library's grammar of a constraint. Raises `InvalidArgument` for a text that is not of the constraint's kind;
     `field` is its `parameter`."""
-    kind, text, parameter, after, strict = constraint
+    kind, text, parameter, after, strict, opening = constraint
     rules = LarkRules(special, strict)
     try:
         match kind:
@@ -113,7 +113,8 @@ def write_grammar(constraint: GuidedDecoding, special: Mapping[str, int] = {}) -
         raise InvalidArgument(f"{parameter}: it is nested too deeply", field=parameter) from None
     except Exception as error:  # the converter of GBNF raises its own kinds, and some by accident
         raise InvalidArgument(f"{parameter}: {error}", field=parameter) from error
-    return rules.finish(f"{rules.text_until(after)} {content}" if after else content)
+    before = (rules.text_until(after) if after else "", rules.text(opening) if opening else "")
+    return rules.finish(" ".join(filter(None, (*before, content))))
 
 
 def bounded_schema(schema: Any, strict: bool) -> Any:

@@ -186,7 +186,7 @@ class LLGuidanceMatcher:
 
 
 def _checked(constraint: GuidedDecoding, limits: GrammarLimits, vocabulary: Vocabulary | None = None) -> str:
-    size = len(constraint.text) + len(constraint.after)
+    size = len(constraint.text) + len(constraint.after) + len(constraint.opening)
     if size > limits.text_bytes:
         raise _refused(constraint, f"it has {size} characters, and may have {limits.text_bytes}")
     return write_grammar(constraint, {} if vocabulary is None else vocabulary.special)

@@ -11,7 +11,7 @@ from ...core.request import ToolUse
 from .answer_reader import AnswerReader
 from .gemma_calls import GemmaCalls
 from .grammar_parts import CallLayout, CallSection
-from .harmony import ANALYSIS, END, FINAL, HarmonyCalls, read_harmony
+from .harmony import ANALYSIS, END, FINAL, NEXT, HarmonyCalls, read_harmony
 from .json_calls import JsonCalls
 from .marked_answer import ReasoningFormat, ToolFormat, random_id, read_marked
 from .named_calls import NamedCalls
@@ -223,7 +223,7 @@ THINK = ReasoningFormat("<think>", "</think>")
 SEED_THINK = ReasoningFormat("<seed:think>", "</seed:think>")
 ERNIE_THINK = THINK._replace(around_content=("<response>\n", "\n</response>"))
 _THINKING = ("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "olmo3", "nemotron_v3")
-HARMONY_ANALYSIS = ReasoningFormat(ANALYSIS, END, content=FINAL)
+HARMONY_ANALYSIS = ReasoningFormat(ANALYSIS, END, content=f"{NEXT}{FINAL}")
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     **dict.fromkeys(_THINKING, THINK),

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 Part: TypeAlias = dict[str, Any]
 
 
+def const(text: str) -> Part:
+    return {"type": "const_string", "value": text}
+
+
 class CallSection(NamedTuple):
     """The text before and after calls. `trigger` is the beginning of `begin` by which a section is recognised in
     text."""
@@ -25,18 +29,16 @@ class CallLayout(NamedTuple):
     """One section has all calls, instead of one each."""
     single: bool = False
     """There is at most one call."""
-    preamble: Part | None = None
-    """What comes before the last message, if all text is in messages."""
+    next: str = ""
+    """The beginning of each message behind the reasoning, if all text is in messages."""
+    preamble: Part = const("")
+    """Messages that may come before the last one of free text, with the beginning of the next."""
     content: str = ""
     """The beginning of a message of content, if all text is in messages."""
 
 
 _MOST_OPTIONAL = 64
 NO_LAYOUT = CallLayout(())
-
-
-def const(text: str) -> Part:
-    return {"type": "const_string", "value": text}
 
 
 def regex(pattern: str) -> Part:

@@ -17,6 +17,8 @@ MARKERS = (START, CHANNEL, MESSAGE, END, CALL, _RETURN, _CONSTRAIN)
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|channel|>final<|message|>"
 FUNCTIONS = "functions."
+NEXT = f"{START}assistant"
+"""The beginning of a message behind another."""
 
 _TO = " to="
 _HEADERS = Markers((START, CHANNEL))
@@ -26,21 +28,11 @@ _LONGEST_HEADER = 256
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
-
-_NEXT = f"{START}assistant"
-_PREAMBLE = sequence(
-    [
-        const(_NEXT),
-        {
-            "type": "tags_with_separator",
-            "tags": [
-                tag(f"{CHANNEL}{channel}{MESSAGE}", any_text(), f"{END}{_NEXT}")
-                for channel in ("analysis", "commentary")
-            ],
-            "separator": "",
-        },
-    ]
-)
+_PREAMBLE: Part = {
+    "type": "tags_with_separator",
+    "tags": [tag(f"{CHANNEL}{channel}{MESSAGE}", any_text(), f"{END}{NEXT}") for channel in ("analysis", "commentary")],
+    "separator": "",
+}
 
 
 class HarmonyCalls:
@@ -54,6 +46,7 @@ class HarmonyCalls:
             CallSection(f"{_TO}{FUNCTIONS}", CALL, _TO),
         ),
         single=True,
+        next=NEXT,
         preamble=_PREAMBLE,
         content=FINAL,
     )

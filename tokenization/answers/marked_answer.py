@@ -20,7 +20,7 @@ class ReasoningFormat(NamedTuple):
     optional: bool = False
     """The model reasons only if asked to."""
     content: str = ""
-    """The beginning of the content, if `end` alone does not begin it; reasoning can't be left out then."""
+    """The text between `end` and the content, if `end` alone does not begin it; reasoning can't be left out then."""
 
     around_content: tuple[str, ...] = ()
     """Texts before and behind the content that are no part of it."""

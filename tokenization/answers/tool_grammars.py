@@ -38,8 +38,8 @@ def tool_constraint(form: ToolFormat, use: ToolUse, user: GuidedDecoding | None 
 
 
 def _constraint(form: ToolFormat, part: Part, parameter: str, strict: bool) -> GuidedDecoding:
-    if form.layout.preamble is not None:
-        part = sequence([form.layout.preamble, part])
+    if form.layout.next:
+        part = sequence([const(form.layout.next), part])
     text = json.dumps({"format": part}, ensure_ascii=False, separators=(",", ":"))
     return GuidedDecoding("structural_tag", text, parameter, strict=strict)
 
@@ -128,9 +128,9 @@ def _text_with_calls(form: ToolFormat, tools: Sequence[Tool], parallel: bool) ->
     layout = form.layout
     free = any_text()
     tags = list[Part]()
-    if layout.preamble is not None:
+    if layout.next:
         sections = [_section(form, calls, parallel, section.trigger) for section in layout.sections]
-        return either([*sections, sequence([const(layout.content), free])])
+        return sequence([layout.preamble, either([*sections, sequence([const(layout.content), free])])])
     for section in layout.sections:
         if section.trigger and layout.several:
             tags.append(_section(form, calls, parallel, section.trigger))

@@ -291,15 +291,15 @@ async def test_constraints_on_gpt_oss_begin_behind_an_analysis_that_the_prompt_o
     chat = Conversation((ChatMessage("user", "hi"),), variables, template)
     asked = GenerateRequest(id="", prompt=chat, sampling=SamplingParams(max_tokens=1000), reads_answer=True)
     call = "<|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}<|call|>"
-    for changes, after, written in (
-        ({"tools": ToolUse(TOOLS.tools, "required")}, "<|end|>", call),
-        ({"guided_decoding": GuidedDecoding("json")}, FINAL, f"<|start|>assistant{FINAL}{{}}"),
+    for changes, opening, written in (
+        ({"tools": ToolUse(TOOLS.tools, "required")}, "", call),
+        ({"guided_decoding": GuidedDecoding("json")}, f"<|start|>assistant{FINAL}", f"<|start|>assistant{FINAL}{{}}"),
     ):
         engine.answer = tokenizer.encode(f"hm<|end|>{written}<|im_end|>").ids
         whole = join_chunks(await answer(model, msgspec.structs.replace(asked, **changes)))
         constraint = engine.added[-1].constraint
         assert constraint is not None
-        assert constraint.after == after
+        assert (constraint.after, constraint.opening) == ("<|end|>", opening)
         assert tokenizer.decode(engine.added[-1].spec.prompt.tolist()).endswith(
             "<|start|>assistant<|channel|>analysis<|message|>"
         )

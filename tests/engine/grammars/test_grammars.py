@@ -176,6 +176,16 @@ def test_only_tokens_that_exist_are_allowed(follow: Follow, vocabulary: Vocabula
     assert all(vocabulary.tokens[token] for token in allowed_tokens(matcher))
 
 
+def test_what_opens_the_constrained_text_is_all_that_may_come_before_it(follow: Follow) -> None:
+    opened = GuidedDecoding("choice", '["yes"]', after="</think>", opening="<|user|><|message|>")
+    passed, matcher = follow(opened, "hm<|channel|></think><|user|><|message|>yes")
+    assert passed.endswith("yes")
+    assert matcher.complete
+    for text in ("hm</think>yes", "hm</think><|channel|>", "hm</think><|user|>yes"):
+        assert follow(opened, text)[0] in ("hm</think>", "hm</think><|user|>")
+    assert follow(GuidedDecoding("choice", '["yes"]', opening="<|user|>"), "<|user|>yes")[1].complete
+
+
 @pytest.mark.parametrize("after", ["", "</think>", "</t>"])
 def test_a_matcher_goes_back(follow: Follow, tokenizer: Tokenizer, after: str) -> None:
     text = f"ab{after}" * bool(after) + "yes"
