@@ -278,6 +278,55 @@ class DrafterTotals(msgspec.Struct, array_like=True):
             self.accepted_by_place[place] += 1
 
 
+class EngineTotals(msgspec.Struct, array_like=True):
+    """What engine cores have counted since they started, the warm-up left out unless a field says otherwise. The
+    scheduler counts in one; the step loop adds what other parts of a core counted, and sends it with each step."""
+
+    preemptions: int = 0
+    """Running sequences that were put back in line for want of blocks."""
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Prompt tokens found there."""
+    restored: int = 0
+    """Those of them that were in the host's memory."""
+    grammars_compiled: int = 0
+    grammar_seconds: float = 0.0
+    """Spent compiling."""
+    grammar_hits: int = 0
+    """Grammars that were compiled already."""
+    masks: int = 0
+    mask_seconds: float = 0.0
+    """Of the step loop, spent on masks."""
+    forced_tokens: int = 0
+    """Tokens that constraints forced."""
+    drafters_off: int = 0
+    """Times that a drafter was turned off."""
+    drafters: dict[str, DrafterTotals] = {}
+    """Of drafters that did anything."""
+    eager_steps: int = 0
+    """Decode steps without a CUDA graph, the warm-up's included."""
+    recomputed_tokens: int = 0
+    """Tokens computed again after preemptions."""
+    sequence_seconds: dict[str, float] = {}
+    """Of steps, that sequences spent in each `SequenceState`, all of them together."""
+    failed_captures: int = 0
+    """CUDA graphs that could not be captured, the warm-up's included."""
+    state_evictions: int = 0
+    """Snapshots of recurrent states that made room for others."""
+    state_hits: int = 0
+    """Sequences that began with one."""
+    state_misses: int = 0
+    """Prompt tokens whose blocks were found, but no state to go on from."""
+    states_brought_back: int = 0
+    """Snapshots that came back from the host's memory."""
+
+    def count_seconds(self, states: Mapping[SequenceState, int], seconds: float) -> None:
+        """A step took so long, while so many sequences were in each state."""
+        for state, count in states.items():
+            self.sequence_seconds[state.value] = self.sequence_seconds.get(state.value, 0.0) + count * seconds
+
+
 def sum_by_drafter(counted: Iterable[Mapping[str, DrafterTotals]]) -> dict[str, DrafterTotals]:
     """Sums by the drafters' names."""
     sums: dict[str, DrafterTotals] = {}

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.metrics import EngineTotals
 from ..kvcache.block_table import BlockTable
 from ..kvcache.manager import KVCacheManager
 from .config import SnapshotRule
 from .plan import IntArray, LongArray, NewSequence
 from .prefill_budget import StepWork
-from .scheduler_totals import SchedulerTotals
 from .sequence import Sequence
 from .state_saves import StateSave, StateSaves
 from .waiting_queue import WaitingQueue
@@ -117,7 +117,7 @@ class RunningSet:
         self.closed_rows: list[int] = []  # freed since the last plan
         self.started: list[tuple[int, int]] = []
         """(key, prompt tokens found in the prefix cache) of sequences first admitted since the last updates."""
-        self.totals = SchedulerTotals()
+        self.totals = EngineTotals()
 
     @property
     def num_free(self) -> int:

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
 
 from ..core.errors import InvalidArgument
-from ..core.metrics import SequenceState
+from ..core.metrics import EngineTotals, SequenceState
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
 from .plan import ForcedTokens, Proposals, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
 from .running_set import InFlightStep, RunningSet
-from .scheduler_totals import SchedulerTotals
 from .sequence import Sequence, SequenceSpec
 from .speculation import Speculation
 from .step_packer import StepPacker
@@ -66,7 +65,7 @@ class Scheduler:
 
     def reset_totals(self) -> None:
         """Let `totals` count anew."""
-        self.totals = self._rows.totals = SchedulerTotals()
+        self.totals = self._rows.totals = EngineTotals()
         if self.speculation is not None:
             self.speculation.reset_totals()
 

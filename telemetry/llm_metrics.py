@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..core.metrics import DrafterTotals, Histogram, Reading, TimeInState
+from ..core.metrics import EngineTotals, Histogram, Reading, TimeInState
 from ..core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
 
 LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -55,74 +55,50 @@ class RequestDurations:
 
 
 class EngineState(NamedTuple):
-    """An engine at a scrape. Counters outlive the core that counted."""
+    """An engine at a scrape. `totals` outlive the core that counted."""
 
     running: int = 0
     waiting: Mapping[str, int] = {}
     """Requests not begun, by priority class."""
     queue_age: float = 0.0
     kv_usage: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    restored: int = 0
-    """Prompt tokens found in the prefix cache's host memory."""
-    preemptions: int = 0
-    core_restarts: int = 0
-    replicas_ready: int = 0
-    grammars_compiled: int = 0
-    grammar_seconds: float = 0.0
-    grammar_hits: int = 0
-    """Requests whose grammar was already compiled."""
-    masks: int = 0
-    mask_seconds: float = 0.0
-    forced_tokens: int = 0
-    drafters_off: int = 0
-    drafters: Mapping[str, DrafterTotals] = {}
-    eager_steps: int = 0
-    failed_captures: int = 0
     kv_capacity: int = 0
     """Tokens."""
-    recomputed_tokens: int = 0
-    sequence_seconds: Mapping[str, float] = {}
-    """By `SequenceState`."""
+    core_restarts: int = 0
+    replicas_ready: int = 0
     state_snapshots: int = 0
     """Snapshots of recurrent states that can be found."""
     host_snapshots: int = 0
     """Those in the host's memory, of which some are on the device too."""
-    state_evictions: int = 0
-    state_hits: int = 0
-    """Sequences that began with one."""
-    state_misses: int = 0
-    """Prompt tokens whose blocks were found, but no state."""
-    states_brought_back: int = 0
-    """Snapshots that came back from the host's memory."""
+    totals: EngineTotals = EngineTotals()
 
     def readings(self) -> Iterator[Reading]:
+        totals = self.totals
         yield Reading("charonia_requests_running", self.running)
         for name, count in ({"0": 0} | dict(self.waiting)).items():
             yield Reading("charonia_requests_waiting", count, {"class": name})
         yield Reading("charonia_queue_age_seconds", self.queue_age)
         yield Reading("charonia_kv_cache_usage_ratio", self.kv_usage)
-        yield Reading("charonia_prefix_cache_queries_total", self.prefix_queries)
-        yield Reading("charonia_prefix_cache_hits_total", self.prefix_hits)
-        yield Reading("charonia_prefix_cache_host_hits_total", self.restored)
+        yield Reading("charonia_prefix_cache_queries_total", totals.prefix_queries)
+        yield Reading("charonia_prefix_cache_hits_total", totals.prefix_hits)
+        yield Reading("charonia_prefix_cache_host_hits_total", totals.restored)
         yield Reading("charonia_state_snapshots", self.state_snapshots)
         yield Reading("charonia_state_host_snapshots", self.host_snapshots)
-        yield Reading("charonia_state_snapshot_evictions_total", self.state_evictions)
-        yield Reading("charonia_state_snapshot_hits_total", self.state_hits)
-        yield Reading("charonia_state_snapshot_host_hits_total", self.states_brought_back)
-        yield Reading("charonia_state_missed_tokens_total", self.state_misses)
-        yield Reading("charonia_preemptions_total", self.preemptions)
+        yield Reading("charonia_state_snapshot_evictions_total", totals.state_evictions)
+        yield Reading("charonia_state_snapshot_hits_total", totals.state_hits)
+        yield Reading("charonia_state_snapshot_host_hits_total", totals.states_brought_back)
+        yield Reading("charonia_state_missed_tokens_total", totals.state_misses)
+        yield Reading("charonia_preemptions_total", totals.preemptions)
         yield Reading("charonia_core_restarts_total", self.core_restarts)
         yield Reading("charonia_replicas_ready", self.replicas_ready)
-        yield Reading("charonia_grammars_compiled_total", self.grammars_compiled)
-        yield Reading("charonia_grammar_compile_seconds_total", self.grammar_seconds)
-        yield Reading("charonia_grammar_cache_hits_total", self.grammar_hits)
-        yield Reading("charonia_grammar_masks_total", self.masks)
-        yield Reading("charonia_grammar_mask_seconds_total", self.mask_seconds)
-        yield Reading("charonia_forced_tokens_total", self.forced_tokens)
-        yield Reading("charonia_drafters_off", self.drafters_off)
-        for name, drafter in self.drafters.items():
+        yield Reading("charonia_grammars_compiled_total", totals.grammars_compiled)
+        yield Reading("charonia_grammar_compile_seconds_total", totals.grammar_seconds)
+        yield Reading("charonia_grammar_cache_hits_total", totals.grammar_hits)
+        yield Reading("charonia_grammar_masks_total", totals.masks)
+        yield Reading("charonia_grammar_mask_seconds_total", totals.mask_seconds)
+        yield Reading("charonia_forced_tokens_total", totals.forced_tokens)
+        yield Reading("charonia_drafters_off", totals.drafters_off)
+        for name, drafter in totals.drafters.items():
             labels = {"drafter": name}
             yield Reading("charonia_drafts_total", drafter.drafts, labels)
             yield Reading("charonia_draft_tokens_total", drafter.draft_tokens, labels)
@@ -132,11 +108,11 @@ class EngineState(NamedTuple):
                     "charonia_accepted_tokens_per_position_total", accepted, labels | {"position": str(place)}
                 )
             yield Reading("charonia_drafting_seconds_total", drafter.seconds, labels)
-        yield Reading("charonia_eager_steps_total", self.eager_steps)
-        yield Reading("charonia_graph_capture_failures_total", self.failed_captures)
+        yield Reading("charonia_eager_steps_total", totals.eager_steps)
+        yield Reading("charonia_graph_capture_failures_total", totals.failed_captures)
         yield Reading("charonia_kv_cache_tokens", self.kv_capacity)
-        yield Reading("charonia_recomputed_tokens_total", self.recomputed_tokens)
-        for state, seconds in self.sequence_seconds.items():
+        yield Reading("charonia_recomputed_tokens_total", totals.recomputed_tokens)
+        for state, seconds in totals.sequence_seconds.items():
             yield Reading("charonia_sequence_seconds_total", seconds, {"state": str(state)})
 
 

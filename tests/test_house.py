@@ -91,13 +91,13 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 1_870,
+    "core": 1_890,
     "processes": 1_100,
-    "telemetry": 2_650,
+    "telemetry": 2_630,
     "kvcache": 620,
     "tokenization": 3_500,
-    "scheduler": 2_090,
-    "engine": 22_250,
+    "scheduler": 2_060,
+    "engine": 22_200,
     "classic_backends": 7_930,
     "ensembles": 1_200,
     "routing": 250,

@@ -14,7 +14,7 @@ import msgspec
 
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, InvalidArgument, NotReady
-from ...core.metrics import DrafterTotals, SequenceState, sum_by_drafter
+from ...core.metrics import DrafterTotals, EngineTotals, SequenceState, sum_by_drafter
 from ...core.model import ReservedMemory
 from ...core.request import FinishReason, GenerateRequest
 from ...processes.host import available_memory, resident_memory_of, usable_cores
@@ -24,13 +24,11 @@ from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
 from ..config import EngineConfig
 from ..core.messages import (
-    NO_TOTALS,
     AbortRequests,
     AdapterReply,
     AddRequest,
     CoreLoading,
     CoreReady,
-    CoreTotals,
     RequestRejected,
     RequestUpdates,
 )
@@ -67,7 +65,7 @@ class Replica:
         self.prefix_index = PrefixIndex()
         self.adapters = ResidentAdapters(self.core.send)
         self.losses = 0
-        self._totals = self._lost_totals = NO_TOTALS
+        self._totals = self._lost_totals = EngineTotals()
         self._config = config
         self._metrics = metrics
         self._on_progress = on_progress
@@ -86,7 +84,7 @@ class Replica:
         return len(self._streams) * TOKENS_PER_REQUEST + self._uncomputed_tokens
 
     @property
-    def totals(self) -> CoreTotals:
+    def totals(self) -> EngineTotals:
         """The counters of all its cores, the lost ones included."""
         return sum_totals((self._lost_totals, self._totals))
 
@@ -171,20 +169,20 @@ class Replica:
 
     def on_loss(self, error: CharoniaError) -> None:
         self.losses += not self._closing
-        self._lost_totals, self._totals = self.totals, NO_TOTALS  # the next core counts from zero
+        self._lost_totals, self._totals = self.totals, EngineTotals()  # the next core counts from zero
         self.prefix_index.clear()
         self.adapters.on_loss(error)
         for stream in self._streams.values():
             stream.fail(error)
 
 
-def sum_totals(totals: Iterable[CoreTotals]) -> CoreTotals:
+def sum_totals(totals: Iterable[EngineTotals]) -> EngineTotals:
     fields = [msgspec.structs.asdict(total) for total in totals]
     drafters = sum_by_drafter(core.pop("drafters") for core in fields)
     spent = [core.pop("sequence_seconds") for core in fields]
     states = {state: sum(seconds.get(state, 0.0) for seconds in spent) for state in {*chain(*spent)}}
     numbers = {name: sum(core[name] for core in fields) for name in fields[0]}
-    return CoreTotals(**numbers, drafters=drafters, sequence_seconds=states)
+    return EngineTotals(**numbers, drafters=drafters, sequence_seconds=states)
 
 
 class EngineClient:
@@ -247,31 +245,16 @@ class EngineClient:
             waiting=count_by_priority(stream.priority for stream in waiting),
             queue_age=max((stream.stats.seconds_waited for stream in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
-            prefix_queries=totals.prefix_queries,
-            prefix_hits=totals.prefix_hits,
-            restored=totals.restored,
+            kv_capacity=capacity,
             state_snapshots=sum(replica.core.load.state_snapshots for replica in self.replicas),
             host_snapshots=sum(replica.core.load.host_snapshots for replica in self.replicas),
-            state_evictions=totals.state_evictions,
-            state_hits=totals.state_hits,
-            state_misses=totals.state_misses,
-            states_brought_back=totals.states_brought_back,
-            preemptions=totals.preemptions,
-            grammars_compiled=totals.grammars_compiled,
-            grammar_seconds=totals.grammar_seconds,
-            grammar_hits=totals.grammar_hits,
-            masks=totals.masks,
-            mask_seconds=totals.mask_seconds,
-            forced_tokens=totals.forced_tokens,
-            drafters_off=totals.drafters_off,
-            drafters=self._no_drafts | totals.drafters,
-            eager_steps=totals.eager_steps,
-            failed_captures=totals.failed_captures,
-            kv_capacity=capacity,
-            recomputed_tokens=totals.recomputed_tokens,
-            sequence_seconds=dict.fromkeys(SequenceState, 0.0) | totals.sequence_seconds,
             core_restarts=sum(replica.losses for replica in self.replicas),
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
+            totals=msgspec.structs.replace(
+                totals,
+                drafters=self._no_drafts | totals.drafters,
+                sequence_seconds=dict.fromkeys(SequenceState, 0.0) | totals.sequence_seconds,
+            ),
         )
 
     async def start(self) -> CoreReady:

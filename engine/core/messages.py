@@ -10,7 +10,7 @@ import numpy as np
 
 from ...core.adapter import Adapter
 from ...core.errors import SentError
-from ...core.metrics import DrafterTotals
+from ...core.metrics import EngineTotals
 from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import IntArray, StepUpdates
@@ -112,50 +112,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     sequences: int = 0
 
 
-class CoreTotals(msgspec.Struct, array_like=True, frozen=True):
-    """Counts since the core started, the warm-up left out unless a field says otherwise."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_hits: int = 0
-    """Prompt tokens found there."""
-    restored: int = 0
-    """Those of them that were in the host's memory."""
-    grammars_compiled: int = 0
-    grammar_seconds: float = 0.0
-    """Spent compiling."""
-    grammar_hits: int = 0
-    """Grammars that were compiled already."""
-    masks: int = 0
-    mask_seconds: float = 0.0
-    """Of the step loop, spent on masks."""
-    forced_tokens: int = 0
-    """Tokens that constraints forced."""
-    drafters_off: int = 0
-    """Times that a drafter was turned off."""
-    drafters: dict[str, DrafterTotals] = {}
-    """Of drafters that did anything."""
-    eager_steps: int = 0
-    """Decode steps without a CUDA graph, the warm-up's included."""
-    recomputed_tokens: int = 0
-    """Tokens computed again after preemptions."""
-    sequence_seconds: dict[str, float] = {}
-    """By `SequenceState`."""
-    failed_captures: int = 0
-    """CUDA graphs that could not be captured, the warm-up's included."""
-    state_evictions: int = 0
-    """Snapshots of recurrent states that made room for others."""
-    state_hits: int = 0
-    """Sequences that began with one."""
-    state_misses: int = 0
-    """Prompt tokens whose blocks were found, but no state to go on from."""
-    states_brought_back: int = 0
-    """Snapshots that came back from the host's memory."""
-
-
 NO_STEP = StepStats()
-NO_TOTALS = CoreTotals()
 
 
 class RequestUpdates(msgspec.Struct, array_like=True, tag="updates", frozen=True):
@@ -165,7 +122,7 @@ class RequestUpdates(msgspec.Struct, array_like=True, tag="updates", frozen=True
     updates: StepUpdates
     load: EngineLoad
     stats: StepStats = NO_STEP
-    totals: CoreTotals = NO_TOTALS
+    totals: EngineTotals = msgspec.field(default_factory=EngineTotals)
 
 
 class RequestRejected(msgspec.Struct, array_like=True, tag="refused", frozen=True):

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...core.errors import InvalidArgument, SentError
 from ...core.logprobs import Logprobs
+from ...core.metrics import EngineTotals
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
@@ -30,7 +31,6 @@ from .messages import (
     AbortRequests,
     AdapterLoaded,
     AdapterRefused,
-    CoreTotals,
     EngineLoad,
     FromCore,
     LoadAdapter,
@@ -233,18 +233,16 @@ class EngineCore:
         load = EngineLoad(scheduler.running, scheduler.waiting, cache.free_blocks, self._step_seconds, *kept)
         return RequestUpdates(self._step, updates, load, stats, self._totals())
 
-    def _totals(self) -> CoreTotals:
+    def _totals(self) -> EngineTotals:
+        """What the scheduler has counted, with the counts of the core's other parts."""
         scheduled, constrained, executor = self._scheduler.totals, self._constraints.totals, self._executor
         grammars = NO_GRAMMARS if self._grammars is None else self._grammars.totals
         speculation, states = self._scheduler.speculation, self._cache.states
-        return CoreTotals(
-            preemptions=scheduled.preemptions,
-            prefix_queries=scheduled.prefix_queries,
-            prefix_hits=scheduled.prefix_hits,
-            restored=scheduled.restored,
+        return msgspec.structs.replace(
+            scheduled,
+            sequence_seconds=scheduled.sequence_seconds.copy(),
             state_evictions=0 if states is None else states.evicted,
             state_hits=0 if states is None else states.restored,
-            state_misses=scheduled.state_misses,
             states_brought_back=0 if states is None else states.brought_back,
             grammars_compiled=grammars.compiled,
             grammar_seconds=grammars.seconds,
@@ -255,7 +253,5 @@ class EngineCore:
             drafters_off=0 if speculation is None else speculation.drafters_off,
             drafters={} if speculation is None else speculation.copied_totals(),
             eager_steps=executor.eager_steps,
-            recomputed_tokens=scheduled.recomputed_tokens,
-            sequence_seconds=scheduled.sequence_seconds.copy(),
             failed_captures=executor.failed_captures,
         )

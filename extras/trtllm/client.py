@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...core.errors import CharoniaError, Internal, Unavailable
+from ...core.metrics import EngineTotals
 from ...core.request import FinishReason, GenerateRequest
 from ...engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
 from ...engine.client.engine import EngineCapabilities, count_by_priority
@@ -148,11 +149,9 @@ class TrtllmClient:
             waiting=count_by_priority(request.spec.priority for request in waiting),
             queue_age=max((request.stream.stats.seconds_waited for request in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
-            prefix_queries=self._stats.prefix_queries,
-            prefix_hits=self._stats.prefix_hits,
-            preemptions=self._stats.preemptions,
             replicas_ready=int(self.ready),
             kv_capacity=capacity,
+            totals=self._stats.totals,
         )
 
     async def start(self) -> CoreReady:
@@ -216,8 +215,8 @@ class TrtllmClient:
                 prompt = 0 if request.stream.started else len(request.spec.prompt)
                 tokens = request.forward_results(result)
                 cached = (request.stream.stats.cached or 0) if prompt else 0
-                self._stats.prefix_queries += prompt
-                self._stats.prefix_hits += cached
+                self._stats.totals.prefix_queries += prompt
+                self._stats.totals.prefix_hits += cached
                 self._queue.charge(request.queued, prompt - cached, tokens)
                 if request.stream.ended:
                     return
@@ -257,8 +256,7 @@ class TrtllmClient:
 
 
 class IterationStats:
-    """TensorRT-LLM's iterations, counted into `metrics`, and the prompt tokens that were looked up in its prefix cache.
-    `kv_tokens`: used and in all, as of the last iteration.
+    """TensorRT-LLM's iterations, counted into `metrics` and `totals`. `kv_tokens`: used and in all, as of the last one.
 
     A number that a version leaves out of its records is not counted, and breaks nothing.
     """
@@ -266,9 +264,7 @@ class IterationStats:
     def __init__(self, metrics: LlmMetrics) -> None:
         self._metrics = metrics
         self.kv_tokens = (0, 0)
-        self.preemptions = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.totals = EngineTotals()
 
     async def follow(self, llm: "LLM", every: float = _PERIOD_SECONDS) -> None:
         """Ask every so many seconds, until there are no statistics any more."""
@@ -285,7 +281,7 @@ class IterationStats:
         cache = record.get("kvCacheStats") or {}
         block = cache.get("tokensPerBlock", 0)
         self.kv_tokens = cache.get("usedNumBlocks", 0) * block, cache.get("maxNumBlocks", 0) * block
-        self.preemptions += batching.get("numPausedRequests", 0)
+        self.totals.preemptions += batching.get("numPausedRequests", 0)
         sequences = batching.get("numScheduledRequests", 0)
         if sequences:
             self._metrics.step.observe(record.get("iterLatencyMS", 0.0) / 1e3)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from charonia.core.metrics import DrafterTotals, Histogram, Reading
+from charonia.core.metrics import DrafterTotals, EngineTotals, Histogram, Reading
 from charonia.core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
 from charonia.telemetry.llm_metrics import EngineState, LlmMetrics
 from charonia.telemetry.logging_setup import JsonFormatter
@@ -39,7 +39,7 @@ def test_every_reading_has_a_family() -> None:
         "ngram": DrafterTotals(3, 6, 4, accepted_by_place=[3, 1]),
         "prediction": DrafterTotals(1, 3, 2, accepted_by_place=[1, 1, 0]),
     }
-    readings = [*LlmMetrics().readings(EngineState(drafters=drafters)), adapters]
+    readings = [*LlmMetrics().readings(EngineState(totals=EngineTotals(drafters=drafters))), adapters]
     assert {reading.family for reading in readings} <= known
     theirs = list(vllm_readings(readings))
     assert {reading.family for reading in theirs} == {family.name for family in VLLM_FAMILIES}

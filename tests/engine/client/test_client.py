@@ -354,19 +354,19 @@ async def test_a_prompt_begins_with_a_kept_state_and_is_counted(start: Start) ->
     answers = [await read_all(client, prompt) for _ in range(2)]
     assert [sum((delta.token_ids for delta in answer), ()) for answer in answers] == [tuple(range(200, 208))] * 2
     assert [answer[0].cached_tokens for answer in answers] == [0, 176]
-    await until(lambda: client.state().state_hits == 1)
+    await until(lambda: client.state().totals.state_hits == 1)
     state = client.state()
-    assert state.prefix_hits == 176
+    assert state.totals.prefix_hits == 176
     assert state.state_snapshots >= 1
-    assert (state.host_snapshots, state.states_brought_back) == (0, 0)
-    assert state.state_evictions == 0
+    assert (state.host_snapshots, state.totals.states_brought_back) == (0, 0)
+    assert state.totals.state_evictions == 0
     for other in (300, 600):
         await read_all(client, list(range(other, other + 200)))
     [begun, *_] = await read_all(client, prompt)
     assert begun.cached_tokens == 176
-    await until(lambda: client.state().state_hits == 2)
+    await until(lambda: client.state().totals.state_hits == 2)
     again = client.state()
-    assert (again.states_brought_back, again.restored) == (1, 176)
+    assert (again.totals.states_brought_back, again.totals.restored) == (1, 176)
     assert again.host_snapshots >= 2
-    assert again.state_evictions >= 2
-    assert state.state_misses == 16  # a prompt's last block is left to what follows it, as SnapshotRule says
+    assert again.totals.state_evictions >= 2
+    assert state.totals.state_misses == 16  # a prompt's last block is left to what follows it, as SnapshotRule says

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charonia.core.errors import CharoniaError, InvalidArgument, SentError, Unavailable
-from charonia.core.metrics import DrafterTotals
+from charonia.core.metrics import DrafterTotals, EngineTotals
 from charonia.engine.client import client as client_module
 from charonia.engine.client.client import EngineClient, Replica, split_config
 from charonia.engine.client.routing import TOKENS_PER_REQUEST
@@ -26,7 +26,6 @@ from charonia.engine.core.messages import (
     AddRequest,
     CoreLoading,
     CoreReady,
-    CoreTotals,
     EngineLoad,
     RequestRejected,
     RequestUpdates,
@@ -370,21 +369,21 @@ async def test_a_replica_that_cannot_start_fails_the_load(
 def test_totals_outlive_their_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "CoreSupervisor", FakeCore)
     replica = Fleet(1).all[0]
-    last = CoreTotals(
+    last = EngineTotals(
         2, 20, 6, drafters={"ngram": DrafterTotals(2, 8, 5, 0.5, [4, 1])}, sequence_seconds={"running": 2.0}
     )
-    for totals in (CoreTotals(1, 10, 5), last):
+    for totals in (EngineTotals(1, 10, 5), last):
         replica.on_updates(updates(totals))
     replica.on_loss(Unavailable("it died"))
     assert replica.totals == last
     more = {"ngram": DrafterTotals(1, 3, 6, 0.5, [2, 2, 2]), "grammar": DrafterTotals(1, 1)}
-    replica.on_updates(updates(CoreTotals(1, 1, 0, drafters=more, sequence_seconds={"no_row": 1.0})))
+    replica.on_updates(updates(EngineTotals(1, 1, 0, drafters=more, sequence_seconds={"no_row": 1.0})))
     for _ in range(2):
         replica.on_loss(Unavailable("it died"))
     both = {"ngram": DrafterTotals(3, 11, 11, 1.0, [6, 3, 2]), "grammar": DrafterTotals(1, 1)}
     spent = {"running": 2.0, "no_row": 1.0}
-    assert replica.totals == CoreTotals(3, 21, 6, drafters=both, sequence_seconds=spent)
+    assert replica.totals == EngineTotals(3, 21, 6, drafters=both, sequence_seconds=spent)
 
 
-def updates(totals: CoreTotals) -> RequestUpdates:
+def updates(totals: EngineTotals) -> RequestUpdates:
     return RequestUpdates(0, StepUpdates([], [], [], [], []), EngineLoad(), totals=totals)

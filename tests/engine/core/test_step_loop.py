@@ -10,10 +10,10 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import Logprobs
+from charonia.core.metrics import EngineTotals
 from charonia.engine.core.messages import (
     AbortRequests,
     AddRequest,
-    CoreTotals,
     EngineLoad,
     FromCore,
     RequestRejected,
@@ -257,7 +257,7 @@ def test_every_turn_tells_its_step_and_what_was_counted() -> None:
         spent = told[-1].totals.sequence_seconds
         assert spent.keys() == {"running"}
         assert spent["running"] > 0
-        assert told[-1].totals == CoreTotals(preemptions=0, prefix_queries=18, prefix_hits=8, sequence_seconds=spent)
+        assert told[-1].totals == EngineTotals(preemptions=0, prefix_queries=18, prefix_hits=8, sequence_seconds=spent)
         for key in range(3, 7):
             loop.add(key, [key], max_tokens=30)
         loop.wait(lambda: len(loop.outbox.finished()) == 6)
@@ -334,7 +334,7 @@ def test_metrics_tell_drafters_apart() -> None:
         assert running.outbox.tokens(1) == running.outbox.tokens(2) == right.tolist()
         drafters = running.outbox.updates()[-1].totals.drafters
     series: dict[str, Counter[str]] = {}
-    for reading in EngineState(drafters=drafters).readings():
+    for reading in EngineState(totals=EngineTotals(drafters=drafters)).readings():
         if drafter := reading.labels.get("drafter"):
             series.setdefault(drafter, Counter())[reading.family] += reading.value
     assert series.keys() == {PREDICTION, "ngram"}

@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from charonia.bench.inline_loop import run_to_end
+from charonia.core.metrics import EngineTotals
 from charonia.engine.attention.host_cache import HostCache
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker import model_runner
@@ -17,7 +18,6 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import IntArray
 from charonia.scheduler.scheduler import Scheduler
-from charonia.scheduler.scheduler_totals import SchedulerTotals
 from charonia.scheduler.sequence import SequenceSpec
 
 BLOCK, NEW, ROWS = 16, 24, 3
@@ -61,7 +61,7 @@ def serve(
     host: tuple[int, int] = (0, 0),
     ahead: int = 0,
     at_once: bool = False,
-) -> tuple[list[list[int]], SchedulerTotals]:
+) -> tuple[list[list[int]], EngineTotals]:
     """What the model says to each prompt; one after the other unless all come `at_once`. `host`: blocks and snapshots
     in the host's memory."""
     config = EngineConfig(

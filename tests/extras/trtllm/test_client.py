@@ -262,7 +262,7 @@ async def test_tenants_and_salts_share_no_prefix(load: Load, package: Any) -> No
         cached.append((await generate(model, request, tenant)).usage.cached_tokens)
     assert cached == [0, 3, 0, 0, 0, 0, 0, 3]
     state = model.client.state()
-    assert (state.prefix_queries, state.prefix_hits) == (32, 6)
+    assert (state.totals.prefix_queries, state.totals.prefix_hits) == (32, 6)
 
 
 # Statistics
@@ -275,7 +275,7 @@ def test_iterations_are_our_steps() -> None:
     cache = {"usedNumBlocks": 5, "maxNumBlocks": 10, "tokensPerBlock": 32}
     iterations.record_iteration({"iterLatencyMS": 20.0, "kvCacheStats": cache, "inflightBatchingStats": batching})
     iterations.record_iteration({"iterLatencyMS": 1.0, "kvCacheStats": cache, "inflightBatchingStats": {}})
-    assert (iterations.kv_tokens, iterations.preemptions) == ((160, 320), 1)
+    assert (iterations.kv_tokens, iterations.totals.preemptions) == ((160, 320), 1)
     assert [sum_of(each) for each in (metrics.step, metrics.step_tokens, metrics.step_sequences)] == [
         (1, 0.02), (1, 42.0), (1, 3.0)
     ]  # fmt: skip
