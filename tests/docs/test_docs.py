@@ -107,6 +107,37 @@ def test_files_that_are_named_exist(root: Path, page: Any, name: str) -> None:
     assert [file for file in named if not ((root / file).is_file() if "/" in file else file in there)] == []
 
 
+FILE_OR_FOLDER = re.compile(r"`((?:[\w-]+/)+|[\w/-]+\.(?:py|pyi|c|h|inc|js))`")
+NAME_IN_FILE = re.compile(r"`(\w+)(?:\(\))?` (?:in |of |\()`([\w/]+/\w+\.(?:py|c|h|js))`")
+
+
+def test_names_of_files_stand_beside_the_one_before(root: Path, page: Any) -> None:
+    """In the rows of what a change touches, a file without a folder is in that of the one before it."""
+    rows = page("architecture.md").text.partition("## Where to look")[2]
+    lost, rows_read = [], 0
+    for row in rows.splitlines():
+        folder, names = Path(), FILE_OR_FOLDER.findall(row)
+        for name in names:
+            path = root / name if "/" in name else folder / name
+            folder = path if path.is_dir() else path.parent
+            lost += [] if path.exists() else [f"{name}: {row[:60]}"]
+        rows_read += bool(names)
+    assert lost == []
+    assert rows_read > 50
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "life-of-a-request.md", "../CONTRIBUTING.md"])
+def test_what_is_named_in_a_file_is_defined_there(root: Path, page: Any, name: str) -> None:
+    """`Thing` in `file`, or `Thing` (`file`): a class, function, constant, field, member, or a name in C."""
+    named = set(NAME_IN_FILE.findall(re.sub(r"\s+", " ", page(name).text)))
+    assert named
+    elsewhere = []
+    for thing, file in named:
+        definition = rf"(?m)^\s*(?:(?:async )?def |class |.*\s\*?(?=\w+\()|self\.)?{thing}\b\s*(?:$|[=:(\[])"
+        elsewhere += [] if re.search(definition, (root / file).read_text()) else [f"{thing}: {file}"]
+    assert elsewhere == []
+
+
 OUR_COMMAND = re.compile(r"charonia |python -m ")
 
 
