@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from ..core.errors import NotFound, Unsupported
+from ..core.runtime import RuntimeLoader
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
@@ -35,17 +36,18 @@ def require_file(file: Path) -> None:
         raise NotFound(f"unable to find '{file}' for model '{file.parent.parent.name}'")
 
 
-class SharedModels(Generic[K, M]):
-    """The loaded models of one library, made of a file by settings. A model is in memory as long as an instance uses
-    it; one that completed a config also until the load that follows, or the next config: a file is read once."""
+class SharedModelLoader(RuntimeLoader, Generic[K, M]):
+    """A loader whose instances share models: what its library makes of a file by settings, which is `load_model`. A
+    model is in memory as long as an instance uses it; one that completed a config also until the load that follows, or
+    the next config: a file is read once."""
 
-    def __init__(self, load: Callable[[Path, K], M]) -> None:
-        self._load = load
+    def __init__(self, load_model: Callable[[Path, K], M]) -> None:
+        self._load_model = load_model
         self._models: WeakValueDictionary[Hashable, M] = WeakValueDictionary()
         self._completed: M | None = None
         self._lock = Lock()
 
-    def open(self, file: Path, settings: K) -> M:
+    def open_model(self, file: Path, settings: K) -> M:
         """The model for an instance: one that is in memory, if nothing beside its file has changed, or a new one.
         Raises as its load does, and `NotFound`."""
         model = self._open(file, settings)
@@ -53,13 +55,12 @@ class SharedModels(Generic[K, M]):
         return model
 
     def open_for_config(self, file: Path, settings: K) -> M:
-        """As `open`, for a config that is completed."""
+        """As `open_model`, for a config that is completed."""
         self.forget()
         self._completed = model = self._open(file, settings)
         return model
 
     def forget(self) -> None:
-        """Drop the model that completed a config."""
         self._completed = None
 
     def _open(self, file: Path, settings: K) -> M:
@@ -67,7 +68,7 @@ class SharedModels(Generic[K, M]):
         with self._lock:
             model = self._models.get(key)
             if model is None:
-                model = self._models[key] = self._load(file, settings)
+                model = self._models[key] = self._load_model(file, settings)
             return model
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import Internal, InvalidArgument, Unsupported
 from ..core.model import MemoryNeed, ModelConfig, RawConfig
-from ..core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
+from ..core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeTraits
 from ..processes.host import release_free_memory, usable_cores
 from .backend_config import (
     FoundModel,
@@ -28,7 +28,7 @@ from .backend_config import (
     read_thread_count,
     warn_unknown_parameters,
 )
-from .library_models import SharedModels, import_library
+from .library_models import SharedModelLoader, import_library
 
 _DATATYPES = {
     "boolean": "BOOL",
@@ -104,13 +104,13 @@ def _found_tensor(port: Any) -> FoundTensor:
     return FoundTensor(name, _DATATYPES[kind], tuple(-1 if dim.is_dynamic else dim.get_length() for dim in shape))
 
 
-class OpenVinoLoader(RuntimeLoader):
+class OpenVinoLoader(SharedModelLoader[CompileSettings, OpenVinoModel]):
     """Loads `model.xml`, `model.onnx` or the `default_model_filename`. Triton's parameters: INFERENCE_NUM_THREADS,
     NUM_STREAMS, PERFORMANCE_HINT, TARGET_DEVICE; ours: INFERENCE_PRECISION_HINT, for a processor with bf16 computes in
     it otherwise."""
 
     def __init__(self) -> None:
-        self._models = SharedModels(OpenVinoModel)
+        super().__init__(OpenVinoModel)
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
@@ -119,7 +119,7 @@ class OpenVinoLoader(RuntimeLoader):
             message = f"model '{config.name}': OpenVINO computes on its {_DEVICE}, and on no GPU of CUDA: KIND_CPU"
             raise Unsupported(message, field="instance_group.kind")
         warn_unknown_parameters(config.name, parameters, _KNOWN_PARAMETERS)
-        model = self._models.open(_model_file(directory, config.raw), _read_settings(parameters))
+        model = self.open_model(_model_file(directory, config.raw), _read_settings(parameters))
         check_config_matches(config, model.tensors)
         return OpenVinoRuntime(model)
 
@@ -131,11 +131,8 @@ class OpenVinoLoader(RuntimeLoader):
     def complete(self, directory: Path, raw: RawConfig, parameters: Parameters) -> RawConfig:
         if declares_tensors(raw):
             return raw
-        model = self._models.open_for_config(_model_file(directory, raw), _read_settings(parameters))
+        model = self.open_for_config(_model_file(directory, raw), _read_settings(parameters))
         return complete_config(raw, model.tensors, parameters)
-
-    def forget(self) -> None:
-        self._models.forget()
 
 
 def _model_file(directory: Path, raw: RawConfig) -> Path:

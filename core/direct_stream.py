@@ -14,16 +14,14 @@ Sink: TypeAlias = Callable[[T], bool]
 """Takes an item at once and says True, or leaves it, and those after it, to whoever iterates over the stream."""
 
 
-class DirectStream(Generic[T]):
-    """The items of an async generator: a `core.gateway.ResponseStream`. `produce` is called with the stream, makes the
-    generator, and may give an item to `sink` instead of yielding it."""
+class StreamOver(Generic[T]):
+    """The items of another stream. What does something with them between inherits from it: a generator in its place
+    would take 4 % of the CPU time of a small request over HTTP."""
 
-    __slots__ = ("_items", "sink")
+    __slots__ = ("_items",)
 
-    def __init__(self, produce: "Callable[[DirectStream[T]], AsyncGenerator[T, None]]") -> None:
-        self.sink: Sink[T] | None = None
-        """What the reader has set, if anything; from then on items go there until one is left to the iteration."""
-        self._items = produce(self)
+    def __init__(self, items: ResponseStream[T]) -> None:
+        self._items = items
 
     def __aiter__(self) -> Self:
         return self
@@ -33,6 +31,20 @@ class DirectStream(Generic[T]):
 
     async def aclose(self) -> None:
         await self._items.aclose()
+
+
+class DirectStream(StreamOver[T]):
+    """The items of a generator that may hand some over at once.
+
+    `produce` makes the generator, which gets this stream. While the reader has set a `sink`, the generator offers it
+    each item, and yields those that it does not take.
+    """
+
+    __slots__ = ("sink",)
+
+    def __init__(self, produce: "Callable[[DirectStream[T]], AsyncGenerator[T, None]]") -> None:
+        self.sink: Sink[T] | None = None
+        super().__init__(produce(self))
 
 
 async def relay(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from .adapter import Adapter
 from .metrics import ModelStatistics
 from .model import ModelConfig, ModelStats
-from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizedPrompt, TokenizeRequest
 from .request_context import ExecutionTimes, Headers, RequestContext
 from .traffic import ChangeableRoutes
 
@@ -97,14 +97,11 @@ class ModelHandle(Protocol):
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         """Raises `InvalidArgument` for a model that does not generate text."""
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+    async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         """Raises as `generate` does."""
 
     async def detokenize(self, ids: list[int]) -> str:
         """Raises as `generate` does."""
-
-    async def token_strings(self, ids: list[int]) -> list[str]:
-        """The vocabulary's entry of each token, as its tokenizer spells it. Raises as `generate` does."""
 
 
 class ModelLookup(Protocol):

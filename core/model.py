@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from .adapter import Adapter
 from .metrics import Reading, VersionStatistics
-from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizedPrompt, TokenizeRequest
 from .request_context import ExecutionTimes, RequestContext, RequestEnd
 from .tensor import Tensor, TensorSpec
 
@@ -165,11 +165,9 @@ class TextModel(Model, Protocol):
 
     def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncIterator[GenerateChunk]: ...
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]: ...
+    async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt: ...
 
     async def detokenize(self, ids: list[int]) -> str: ...
-
-    async def token_strings(self, ids: list[int]) -> list[str]: ...
 
     async def tokenizer_info(self) -> dict[str, Any]: ...
 

@@ -262,6 +262,14 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: Prompt
     add_special_tokens: bool = True
+    with_strings: bool = False
+
+
+class TokenizedPrompt(NamedTuple):
+    """A prompt's tokens, and if they were wanted the vocabulary's entry of each, as its tokenizer spells it."""
+
+    ids: list[int]
+    strings: list[str] | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from ..core.request import (
     GenerateRequest,
     InferRequest,
     InferResponse,
+    TokenizedPrompt,
     TokenizeRequest,
 )
 from ..core.request_context import ExecutionTimes, RequestContext
@@ -204,13 +205,10 @@ class RemoteModelHandle:
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         raise self._no_text()
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+    async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         raise self._no_text()
 
     async def detokenize(self, ids: list[int]) -> str:
-        raise self._no_text()
-
-    async def token_strings(self, ids: list[int]) -> list[str]:
         raise self._no_text()
 
     def on_other_arm(self, model: str, version: str) -> None:
@@ -238,7 +236,7 @@ class TextHandle(RemoteModelHandle):
         super().__init__(hub, find, config, context, context.version, stats=stats)
         self._model = model
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+    async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         tokens = await self._model.tokenize(request)
         self.context.finish()
         return tokens
@@ -247,9 +245,6 @@ class TextHandle(RemoteModelHandle):
         text = await self._model.detokenize(ids)
         self.context.finish()
         return text
-
-    async def token_strings(self, ids: list[int]) -> list[str]:
-        return await self._model.token_strings(ids)
 
 
 class RemoteTextHandle(TextHandle):

@@ -281,8 +281,8 @@ class KVCacheManager:
         return self._host.take_copies()
 
     def take_state_copies(self) -> list[TierCopy]:
-        """See `StatePool.take_copies`."""
-        return [] if self.states is None else self.states.take_copies()
+        """In the same way, of snapshots: they come before those that the plan writes."""
+        return [] if self.states is None else self.states.host.take_copies()
 
     def room_for(self, table: BlockTable, tokens: int, spare: int = 0) -> bool:
         """Whether the table may grow to `tokens` tokens, sliding as they are computed, and leave `spare` blocks. Where

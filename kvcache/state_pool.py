@@ -8,7 +8,7 @@ or plans.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from .host_tier import HostTier, TierCopy
+from .host_tier import HostTier
 
 
 class StatePool:
@@ -146,10 +146,6 @@ class StatePool:
             self._recent.move_to_end(digest, last=False)
             self._demoted.add(digest)
         self.host.demote(digest)
-
-    def take_copies(self) -> list[TierCopy]:
-        """See `HostTier.take_copies`; those of a plan come before the snapshots that it writes."""
-        return self.host.take_copies()
 
     def promise(self, digest: bytes) -> None:
         """A running sequence is going to have the state of this hash, and to keep it."""

@@ -2,12 +2,13 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Protocol, Self, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
+from ..core.direct_stream import StreamOver
 from ..core.errors import InvalidArgument, ServerExiting
 from ..core.gateway import ResponseStream
 from ..core.model import ModelConfig, ModelStats, TextModel
-from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizedPrompt, TokenizeRequest
 from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
 from ..routing.arm_selector import ArmName
 from ..telemetry.request_trace import request_trace, trace_tensors
@@ -43,7 +44,7 @@ class LoadedModelHandle:
     time that the model is asked something.
     """
 
-    __slots__ = ("_adapter", "_context", "_gateway", "_loaded", "_started", "config")
+    __slots__ = ("_adapter", "_context", "_gateway", "_loaded", "_started", "config", "name")
 
     def __init__(
         self,
@@ -56,14 +57,11 @@ class LoadedModelHandle:
         self._gateway = gateway
         self._loaded = loaded
         self._adapter = context.adapter
+        self.name = context.adapter or self.config.name
         self._context = context
         self._started = False
         loaded.in_flight.increment()
         context.on_end(self._release)
-
-    @property
-    def name(self) -> str:
-        return self._adapter or self.config.name
 
     @property
     def loaded(self) -> LoadedModel:
@@ -125,7 +123,7 @@ class LoadedModelHandle:
         # Models promise an AsyncIterator and write generators; only those can be closed.
         return cast("ResponseStream[GenerateChunk]", self._text_model().generate(request, self._context))
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+    async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         tokens = await self._text_model().tokenize(request)
         self._context.finish()
         return tokens
@@ -134,9 +132,6 @@ class LoadedModelHandle:
         text = await self._text_model().detokenize(ids)
         self._context.finish()
         return text
-
-    async def token_strings(self, ids: list[int]) -> list[str]:
-        return await self._text_model().token_strings(ids)
 
     def _text_model(self) -> TextModel:
         self.start()
@@ -176,11 +171,8 @@ class RoutedModelHandle(LoadedModelHandle):
         context.route = route.name
         loaded, config = route.find_any(context) if arm is None else route.find(*arm, context)
         super().__init__(gateway, loaded, context, config)
+        self.name = route.name
         self._route, self._arm = route, arm
-
-    @property
-    def name(self) -> str:
-        return self._route.name
 
     @property
     def needs_full_request(self) -> bool:
@@ -279,28 +271,21 @@ class LoadedResidentHandle(LoadedModelHandle):
         """It counts for nobody."""
 
 
-class _AnsweredStream:
-    """The responses of a model as they are: the request is answered with the final one, or at their end. An async
-    generator would take 4 % of the CPU time of a small request over HTTP."""
+class _AnsweredStream(StreamOver[InferResponse]):
+    """The responses of a model as they are: the request is answered with the final one, or at their end."""
 
-    __slots__ = ("_context", "_responses")
+    __slots__ = ("_context",)
 
     def __init__(self, responses: AsyncIterator[InferResponse], context: RequestContext) -> None:
-        self._responses = cast("ResponseStream[InferResponse]", responses)  # models write generators, or the like
+        super().__init__(cast("ResponseStream[InferResponse]", responses))  # models write generators, or the like
         self._context = context
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> InferResponse:
         try:
-            response = await self._responses.__anext__()
+            response = await self._items.__anext__()
         except StopAsyncIteration:
             self._context.finish()
             raise
         if response.final:
             self._context.finish()
         return response
-
-    async def aclose(self) -> None:
-        await self._responses.aclose()

@@ -103,7 +103,8 @@ def _function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def forwarders(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
-    """(line, name) of each method whose whole body is a call, or the value, of the same name on another object."""
+    """(line, name) of each method whose whole body is a call, or the value, of the same name on an object that it has,
+    or gets: `os.close` is a module's."""
     for method in node.body:
         if not isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -116,5 +117,7 @@ def forwarders(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
         if not isinstance(value, ast.Attribute) or value.attr != method.name:
             continue
         owner = value.value
-        if not (isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"):
+        while isinstance(owner, ast.Attribute):
+            owner = owner.value
+        if isinstance(owner, ast.Name) and owner.id in {argument.arg for argument in method.args.args}:
             yield method.lineno, method.name

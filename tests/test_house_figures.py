@@ -36,6 +36,9 @@ class Order:
     def __init__(self) -> None:
         super().__init__()
 
+    def sync(self) -> None:
+        os.sync()
+
     def price(self) -> int:
         return self.total() * 2
 '''
@@ -70,11 +73,11 @@ def root(tmp_path: Path) -> Path:
 def test_lines_are_counted_by_folder_and_bench_is_left_out(root: Path) -> None:
     house = read_house(root)
     assert house.folders == {
-        "core": Size(code=9, total=22, files=2),
+        "core": Size(code=11, total=25, files=2),
         "engine/core": Size(code=7, total=8, files=2),
         "scheduler": Size(code=1, total=3, files=2),
     }
-    assert house.size == Size(code=17, total=33, files=6)
+    assert house.size == Size(code=19, total=36, files=6)
 
 
 def test_the_step_loop_is_read_with_the_scheduler(root: Path) -> None:
@@ -82,7 +85,7 @@ def test_the_step_loop_is_read_with_the_scheduler(root: Path) -> None:
 
 
 def test_a_function_is_as_long_as_it_is_without_its_docstring(root: Path) -> None:
-    assert sorted(read_house(root).functions) == [2, 2, 2, 4, 4]
+    assert sorted(read_house(root).functions) == [2, 2, 2, 2, 4, 4]
 
 
 def test_homonyms_and_forwarders_are_named(root: Path) -> None:

@@ -163,15 +163,17 @@ def tokenize_request(body: TokenizeBody) -> TokenizeRequest:
     """Raises `InvalidArgument` unless there is either a prompt or messages, with the fields that go with it."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("give either prompt or messages", field="prompt")
+    strings = body.return_token_strs is True
     if body.messages is None:
         for name in ("chat_template", "chat_template_kwargs", "continue_final_message", "tools"):
             if getattr(body, name):
                 raise field_error(name, "needs messages")
         special = body.add_special_tokens is not False
-        return TokenizeRequest(prompt=body.prompt or "", add_special_tokens=special)
+        return TokenizeRequest(prompt=body.prompt or "", add_special_tokens=special, with_strings=strings)
     if body.add_special_tokens:
         raise field_error("add_special_tokens", "is not supported with messages: their template writes its own")
-    return TokenizeRequest(prompt=parse_messages(body.messages, body, parse_tools(body.tools)))
+    conversation = parse_messages(body.messages, body, parse_tools(body.tools))
+    return TokenizeRequest(prompt=conversation, with_strings=strings)
 
 
 def _response_spec(

@@ -102,10 +102,9 @@ class OpenAIRoutes:
         body = await TOKENIZE_FORMAT.read(request, self._info.max_input_size)
         model = await self._acquire(request, body.model)
         async with CancelOnDisconnect(request.receive):
-            tokens = await model.tokenize(tokenize_request(body))
-            texts = await model.token_strings(tokens) if body.return_token_strs else None
+            ids, strings = await model.tokenize(tokenize_request(body))
         length = max_model_len(model.config)
-        return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts})
+        return json_response({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         body = await _DETOKENIZE_FORMAT.read(request, self._info.max_input_size)

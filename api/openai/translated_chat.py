@@ -68,7 +68,8 @@ async def acquire_for(parsed: TranslatedChat, lookup: ModelLookup, request: Requ
 async def count_prompt_tokens(parsed: TranslatedChat, model: ModelHandle, request: Request) -> int:
     """The tokens of the prompt of a body."""
     async with CancelOnDisconnect(request.receive):
-        return len(await model.tokenize(TokenizeRequest(prompt=parsed.chat.requests[0].prompt)))
+        tokenized = await model.tokenize(TokenizeRequest(prompt=parsed.chat.requests[0].prompt))
+        return len(tokenized.ids)
 
 
 def answer_chat(

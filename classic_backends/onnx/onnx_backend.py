@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unsupported
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
-from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
+from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeTraits
 from ...core.tensor import NUMPY_TYPES
 from ...processes.host import map_large_blocks_separately, release_free_memory
 from ..backend_config import (
@@ -31,7 +31,7 @@ from ..backend_config import (
     read_placements,
     warn_unknown_parameters,
 )
-from ..library_models import SharedModels, import_library
+from ..library_models import SharedModelLoader, import_library
 from .session_plan import KNOWN_PARAMETERS, SessionPlan, read_session_plan
 
 _DATATYPES = {np.dtype(dtype).name: datatype for datatype, dtype in NUMPY_TYPES.items()}
@@ -186,12 +186,12 @@ def _session_options(plan: SessionPlan) -> Any:
 _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
-class OnnxLoader(RuntimeLoader):
+class OnnxLoader(SharedModelLoader[SessionPlan, Session]):
     """Loads `model.onnx`, or the `default_model_filename`; either may be a directory with a file of that name in
     it."""
 
     def __init__(self) -> None:
-        self._sessions = SharedModels(Session)
+        super().__init__(Session)
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
@@ -199,7 +199,7 @@ class OnnxLoader(RuntimeLoader):
         import_onnxruntime()
         warn_unknown_parameters(config.name, parameters, KNOWN_PARAMETERS)
         plan = read_session_plan(config.raw, placement, parameters)
-        session = self._sessions.open(_model_file(directory, config.raw), plan)
+        session = self.open_model(_model_file(directory, config.raw), plan)
         scalars = _scalar_dims(config, session.tensors)
         check_config_matches(config, _with_dims(session.tensors, scalars))
         return OnnxRuntime(session, scalars)
@@ -213,11 +213,8 @@ class OnnxLoader(RuntimeLoader):
             return raw
         import_onnxruntime()
         plan = read_session_plan(raw, read_placements("", raw)[0], parameters)
-        session = self._sessions.open_for_config(_model_file(directory, raw), plan)
+        session = self.open_for_config(_model_file(directory, raw), plan)
         return complete_config(raw, session.tensors, parameters)
-
-    def forget(self) -> None:
-        self._sessions.forget()
 
     def uses_gpus(self) -> bool:
         return "CUDAExecutionProvider" in import_onnxruntime().get_available_providers()

@@ -212,27 +212,24 @@ class _Answers:
     """The responses of a called model that are there and not read. Filled in the reading thread."""
 
     def __init__(self) -> None:
-        self._answers: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
+        """Each, and whether it is the last."""
         self._arrival: asyncio.Future[None] | None = None
 
     def put(self, response: InferenceResponse | None, final: bool) -> None:
-        self._answers.put((response, final))
+        self.queue.put((response, final))
         arrival = self._arrival
         if arrival is not None:
             with suppress(RuntimeError):  # the loop is closed, and who waited is gone
                 arrival.get_loop().call_soon_threadsafe(_settle, arrival)
 
-    def get(self, seconds: float | None = None) -> tuple[InferenceResponse | None, bool]:
-        """The next one, and whether it is the last. Raises `queue.Empty` where none comes in time."""
-        return self._answers.get(timeout=seconds)
-
     async def wait(self, seconds: float) -> bool:
         """Whether one is there, or comes in time."""
         self._arrival = asyncio.get_running_loop().create_future()
-        if self._answers.empty():
+        if self.queue.empty():
             await asyncio.wait([self._arrival], timeout=seconds)
         self._arrival = None
-        return not self._answers.empty()
+        return not self.queue.empty()
 
 
 def _settle(future: asyncio.Future[None]) -> None:
@@ -276,11 +273,11 @@ class ResponseIterator:
         if self._ended:
             raise StopIteration
         try:
-            answer = self._answers.get(_PATIENCE_SECONDS)
+            answer = self._answers.queue.get(timeout=_PATIENCE_SECONDS)
         except queue.Empty:
             if threading.get_ident() in server().execution_threads:
                 server().send(AwaitAnswer(self._call, self._read))
-            answer = self._answers.get()
+            answer = self._answers.queue.get()
         return self._take(*answer)
 
     def __aiter__(self) -> AsyncIterator[InferenceResponse]:
@@ -290,7 +287,7 @@ class ResponseIterator:
         if self._ended:
             raise StopAsyncIteration
         await self._wait()
-        return self._take(*self._answers.get())
+        return self._take(*self._answers.queue.get())
 
     async def _wait(self) -> None:
         """Return when a response is there."""

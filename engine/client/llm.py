@@ -21,7 +21,15 @@ from ...core.errors import Cancelled, InvalidArgument, Unavailable
 from ...core.gateway import ResponseStream
 from ...core.metrics import Reading, VersionStatistics
 from ...core.model import Capabilities, ModelConfig, ModelStats
-from ...core.request import GenerateChunk, GenerateRequest, GuidedDecoding, InferRequest, InferResponse, TokenizeRequest
+from ...core.request import (
+    GenerateChunk,
+    GenerateRequest,
+    GuidedDecoding,
+    InferRequest,
+    InferResponse,
+    TokenizedPrompt,
+    TokenizeRequest,
+)
 from ...core.request_context import Outcome, RequestContext
 from ...core.token_limit import TokenLimit
 from ...telemetry.llm_metrics import LlmMetrics
@@ -356,9 +364,11 @@ class LlmModel:
             if not stream.ended:
                 stream.interrupt(Cancelled("Request cancelled by client"))
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+    async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         limit = TokenLimit(self._max_counted, "what is only tokenized may have at most")
-        return await self._bundle.async_tokenizer.prompt_ids(request.prompt, request.add_special_tokens, limit)
+        tokenizer = self._bundle.async_tokenizer
+        ids = await tokenizer.prompt_ids(request.prompt, request.add_special_tokens, limit)
+        return TokenizedPrompt(ids, await tokenizer.token_strings(ids) if request.with_strings else None)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         if len(ids) > self._max_counted:
@@ -366,9 +376,6 @@ class LlmModel:
             raise limit.error(f"these are {len(ids)}", "tokens")
         check_vocabulary(ids, self._info.vocab_size, "tokens")
         return await self._bundle.async_tokenizer.decode(ids)
-
-    async def token_strings(self, ids: Sequence[int]) -> list[str]:
-        return await self._bundle.async_tokenizer.token_strings(ids)
 
     async def tokenizer_info(self) -> dict[str, Any]:
         """See `TokenizerBundle.tokenizer_info`."""

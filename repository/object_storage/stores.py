@@ -67,6 +67,8 @@ class ObjectStore(ABC):
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.WARNING)
         self.location = location
+        self.encrypted: set[str] = set()
+        """Keys of objects that were read, and whose ETags turned out to be no checksums of their content."""
         self._loop: asyncio.AbstractEventLoop = import_module("fsspec.asyn").get_loop()
 
     def list_objects(self) -> list[StoredObject]:
@@ -90,10 +92,6 @@ class ObjectStore(ABC):
         if len(content) != end - start:
             raise StoreUnavailable(f"{self._of(stored)}: {len(content)} bytes came of {end - start}")
         return content
-
-    def md5(self, stored: StoredObject) -> str:
-        """Of an object's content, in hex, once it was read; empty if the store does not say."""
-        return stored.md5
 
     def close(self) -> None:
         """Close its connections."""
@@ -161,10 +159,6 @@ class S3Store(ObjectStore):
         )
         self._finds_own = not (credentials.key_id or credentials.profile)
         self._asked = asyncio.Lock()
-        self._encrypted: set[str] = set()  # keys of objects whose ETags are no checksums
-
-    def md5(self, stored: StoredObject) -> str:
-        return "" if stored.key in self._encrypted else stored.md5
 
     async def _client(self) -> Any:
         async with self._asked:
@@ -207,7 +201,7 @@ class S3Store(ObjectStore):
             if answer["ETag"].strip('"') != stored.tag:
                 raise self._refuse(412, "", stored)
             if answer.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in answer:
-                self._encrypted.add(stored.key)
+                self.encrypted.add(stored.key)
             async with answer["Body"] as body:
                 content: bytes = await body.read()
                 return content

@@ -31,6 +31,7 @@ from charonia.core.request import (
     GenerateRequest,
     InferRequest,
     InferResponse,
+    TokenizedPrompt,
     TokenizeRequest,
     Usage,
 )
@@ -293,15 +294,13 @@ class FakeHandle:
                     prompt_ids=(7, 8) if request.return_prompt_ids and count == 1 else (),
                 )
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+    async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         self._gateway.tokenized.append(request)
-        return [1, 2, 3]
+        ids = [1, 2, 3]
+        return TokenizedPrompt(ids, [f"t{token}" for token in ids] if request.with_strings else None)
 
     async def detokenize(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
-
-    async def token_strings(self, ids: list[int]) -> list[str]:
-        return [f"t{token}" for token in ids]
 
 
 def _logprobs(token: int, text: str, top: int | None, chosen: float = -1.0) -> tuple[TokenLogprob, ...]:

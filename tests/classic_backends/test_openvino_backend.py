@@ -51,7 +51,7 @@ def load(directory: Path, described: Describe, raw: Mapping[str, Any], **paramet
 
 def held(version: Path) -> int:
     """Compiled models of the version that something holds."""
-    keys: Any = [*OPENVINO._models._models]
+    keys: Any = [*OPENVINO._models]
     return sum(file == version / "model.xml" for (file, *_), *_ in keys)
 
 

@@ -143,16 +143,16 @@ def test_what_made_room_comes_back_from_the_host() -> None:
     keep(pool, *"abc")
     assert found(pool, "abc") == "bc"
     assert [name for name in (b"a", b"b", b"c") if pool.is_kept(name)] == [b"a", b"b", b"c"]
-    [away] = pool.take_copies()
+    [away] = pool.host.take_copies()
     assert pool.bring_back(b"a", but=[b"b"])
-    [other, back] = pool.take_copies()
+    [other, back] = pool.host.take_copies()
     assert (away.back, other.back, back.back) == (False, False, True)
     assert back.slot == away.slot
     assert back.place == other.place == pool.restore(b"a")
     assert found(pool, "abc") == "ab", "not the oldest made room, for it was to stay"
     pool.plan_is_made()
     keep(pool, *"de")
-    assert [copy.back for copy in pool.take_copies()] == [False], "what came back is on the host still"
+    assert [copy.back for copy in pool.host.take_copies()] == [False], "what came back is on the host still"
     pool.check_integrity([], [])
 
 
@@ -247,7 +247,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def copy(self) -> None:
         """As an executor does: what leaves the device is not there any more."""
-        for snapshot, slot, back in self.pool.take_copies():
+        for snapshot, slot, back in self.pool.host.take_copies():
             if back:
                 self.contents[snapshot] = self.slots[slot]
             else:

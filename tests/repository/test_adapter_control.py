@@ -8,7 +8,14 @@ from charonia.core.adapter import Adapter
 from charonia.core.errors import InvalidArgument, NotFound, ServerExiting
 from charonia.core.metrics import VersionStatistics
 from charonia.core.model import Capabilities, ModelConfig, ModelStats
-from charonia.core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest
+from charonia.core.request import (
+    GenerateChunk,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+    TokenizedPrompt,
+    TokenizeRequest,
+)
 from charonia.core.request_context import RequestContext
 from charonia.repository.gateway import InProcessGateway
 
@@ -45,14 +52,11 @@ class Writer:
         if False:
             yield
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        return []
+    async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
+        return TokenizedPrompt([])
 
     async def detokenize(self, ids: list[int]) -> str:
         return ""
-
-    async def token_strings(self, ids: list[int]) -> list[str]:
-        raise NotImplementedError
 
     async def tokenizer_info(self) -> dict[str, object]:
         raise NotImplementedError

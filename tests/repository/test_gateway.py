@@ -21,7 +21,15 @@ from charonia.core.errors import (
 from charonia.core.gateway import ModelState, RepositoryIndexEntry
 from charonia.core.metrics import ModelStatistics, Reading, VersionStatistics
 from charonia.core.model import Capabilities, ModelConfig, ModelStats
-from charonia.core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizeRequest, Usage
+from charonia.core.request import (
+    GenerateChunk,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+    TokenizedPrompt,
+    TokenizeRequest,
+    Usage,
+)
 from charonia.core.request_context import QUEUE_FULL_ENDS, Outcome, RequestContext, RequestEnd
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.repository.gateway import InProcessGateway
@@ -80,16 +88,13 @@ class Writer(Echo):
     async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:
         yield GenerateChunk(text=str(request.prompt), token_ids=(1,), usage=Usage(1, 1))
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+    async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         self.waiting.set()
         await asyncio.sleep(0)
-        return []
+        return TokenizedPrompt([])
 
     async def detokenize(self, ids: list[int]) -> str:
         return ""
-
-    async def token_strings(self, ids: list[int]) -> list[str]:
-        raise NotImplementedError
 
     async def tokenizer_info(self) -> dict[str, object]:
         raise NotImplementedError
@@ -352,7 +357,7 @@ async def test_who_only_tokenizes_is_waited_for_too() -> None:
     model = Writer("writer")
     gateway = await gateway_of(model)
 
-    async def tokenize() -> list[int]:
+    async def tokenize() -> TokenizedPrompt:
         with gateway.open_request("test") as context:
             return await (await gateway.acquire(context, "writer")).tokenize(TokenizeRequest(prompt="x"))
 
@@ -360,7 +365,7 @@ async def test_who_only_tokenizes_is_waited_for_too() -> None:
     await model.waiting.wait()
     assert gateway.in_flight.count == 1
     await gateway.in_flight.wait_drained()
-    assert await tokenizing == []
+    assert await tokenizing == TokenizedPrompt([])
     with gateway.open_request("test") as context:
         assert await (await gateway.acquire(context, "writer")).detokenize([]) == ""
     assert context.end == RequestEnd(Outcome.DONE)

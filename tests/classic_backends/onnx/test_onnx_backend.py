@@ -274,10 +274,10 @@ def test_instances_share_one_session_until_the_last_is_closed(
     gc.collect()  # what earlier tests did not close
     onnx_models.write_mlp(version / "model.onnx", [5, 3])
     first, second = load(version, described(MLP)), load(version, described(MLP))
-    (session,) = (weakref.ref(each) for each in onnx_backend.ONNX._sessions._models.values())
+    (session,) = (weakref.ref(each) for each in onnx_backend.ONNX._models.values())
     onnx_models.write_mlp(version / "model.onnx", [5, 3], seed=1)
     changed = load(version, described(MLP))
-    assert len(onnx_backend.ONNX._sessions._models) == 2
+    assert len(onnx_backend.ONNX._models) == 2
     batch = np.ones((1, 5), np.float32)
     before, after = (run(each, ["OUTPUT"], INPUT=batch)["OUTPUT"] for each in (first, changed))
     assert (before != after).all()
@@ -289,7 +289,7 @@ def test_instances_share_one_session_until_the_last_is_closed(
     changed.close()
     gc.collect()
     assert session() is None
-    assert not onnx_backend.ONNX._sessions._models
+    assert not onnx_backend.ONNX._models
 
 
 def test_instances_run_at_the_same_time(version: Path, onnx_models: ModuleType, described: Describe) -> None:

@@ -76,7 +76,8 @@ async def test_every_kind_of_prompt(load: Load) -> None:
     chat = Conversation((ChatMessage("user", "w5 w6"),))
     assert text(await generate(model, ask((20, 21), max_tokens=1))) == " w22"
     assert text(await generate(model, ask(chat, max_tokens=1))) == " w1"
-    assert await model.tokenize(TokenizeRequest(prompt=chat)) == [5, 6, 0]
+    assert await model.tokenize(TokenizeRequest(prompt=chat)) == ([5, 6, 0], None)
+    assert await model.tokenize(TokenizeRequest(prompt="w5 w6", with_strings=True)) == ([5, 6], ["w5", "w6"])
     assert await model.detokenize([5, 6]) == "w5 w6"
     for wrong in (100, -1, 2**70):
         with pytest.raises(InvalidArgument, match=f"tokens: token id {wrong} is outside the vocabulary of 100") as said:
@@ -87,7 +88,7 @@ async def test_every_kind_of_prompt(load: Load) -> None:
 async def test_what_is_long_is_counted_up_to_a_bound(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("charonia.engine.client.llm._MIN_COUNTED", 300)
     model = await load()
-    assert await model.tokenize(TokenizeRequest(prompt="w5 " * 300)) == [5] * 300
+    assert await model.tokenize(TokenizeRequest(prompt="w5 " * 300)) == ([5] * 300, None)
     assert await model.detokenize([5] * 300) == " ".join(["w5"] * 300)
     with pytest.raises(
         InvalidArgument, match="at most 300 tokens: the first 4800 characters of prompt are 1600 tokens"
@@ -372,7 +373,7 @@ async def test_unloading_while_prompts_are_tokenized(load: Load, tokenizing: thr
     tokenizing.set()
     ends = await asyncio.gather(*asking, *counting, return_exceptions=True)
     assert all(isinstance(end, Unavailable) for end in ends[:3])
-    assert ends[3:] == [[5, 6, 0]] * 3
+    assert ends[3:] == [([5, 6, 0], None)] * 3
     for late in (model.tokenize(TokenizeRequest(prompt=CHAT)), model.detokenize([5] * 300)):
         with pytest.raises(Unavailable, match="not loaded"):
             await late

@@ -20,6 +20,7 @@ from charonia.core.request import (
     GenerateRequest,
     InferRequest,
     InferResponse,
+    TokenizedPrompt,
     TokenizeRequest,
     Usage,
 )
@@ -74,14 +75,11 @@ class Text(Shadowed):
             yield InferResponse((Tensor.from_values("text_output", "BYTES", [piece]),))
         context.finish()
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        return []
+    async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
+        return TokenizedPrompt([])
 
     async def detokenize(self, ids: list[int]) -> str:
         return ""
-
-    async def token_strings(self, ids: list[int]) -> list[str]:
-        raise NotImplementedError
 
     async def tokenizer_info(self) -> dict[str, Any]:
         raise NotImplementedError
