@@ -82,11 +82,21 @@ def _add_file(house: House, folder: str, name: str, text: str) -> None:
             house.forwarders += (f"{name}:{line} {node.name}.{method}" for line, method in forwarders(node))
 
 
+def statements(block: ast.AST) -> Iterator[ast.stmt]:
+    """The statements in a module, a definition or another block, at any depth; what they consist of, nine of ten nodes
+    of a tree, is not gone through."""
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for node in getattr(block, part, ()):
+            if isinstance(node, ast.stmt):
+                yield node
+            yield from statements(node)
+
+
 def code_lines(text: str, tree: ast.Module) -> int:
     """Lines of a module that are neither blank, nor a comment alone, nor part of a string that stands by itself."""
     strings = {
         line
-        for node in ast.walk(tree)
+        for node in statements(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
