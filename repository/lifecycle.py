@@ -345,7 +345,8 @@ class ModelLifecycle:
         await _unload(old)
         if version.state == ModelState.UNLOADING:
             version.state = ModelState.UNAVAILABLE
-        await wait_for_first(self.run_blocking(return_freed_memory), self._drain_stopped.wait())
+        if not self._drain_stopped.is_set():  # a process that ends returns all at once
+            await wait_for_first(self.run_blocking(return_freed_memory), self._drain_stopped.wait())
 
     async def close(self) -> None:
         """Unload everything at once, drained or not, also if a model fails to unload."""

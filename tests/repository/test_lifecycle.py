@@ -14,6 +14,7 @@ import pytest
 from charonia.core.errors import Internal, InvalidArgument, NotFound, NotReady, ServerExiting, Unavailable
 from charonia.core.request import InferRequest
 from charonia.core.tensor import Tensor
+from charonia.repository import lifecycle
 from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.watcher import RepositoryWatcher
 from charonia.routing.route import Route, RouteArm
@@ -286,6 +287,23 @@ async def test_with_another_config_and_back(world: World, toys: list[Toy]) -> No
     (world.root / "m" / "note").write_text("anything")
     await world.gateway.load_model("m")
     assert await world.ask("m") == 20
+
+
+async def test_memory_is_returned_after_an_unload_but_not_by_a_server_that_ends(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: list[bool] = []
+    monkeypatch.setattr(lifecycle, "return_freed_memory", lambda: returned.append(True))
+    world.explicit()
+    for name in ("m", "n"):
+        world.write(name, {"1": 10})
+        await world.gateway.load_model(name)
+    await world.gateway.unload_model("m")
+    await settled()
+    assert len(returned) == 1
+    await world.gateway.lifecycle.close()
+    assert world.states()["n", "1"] == "UNAVAILABLE"
+    assert len(returned) == 1
 
 
 async def test_another_config_does_not_outlive_the_model_nor_files_of_its_own(world: World) -> None:
