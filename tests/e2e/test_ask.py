@@ -4,6 +4,7 @@ import json
 import queue
 import re
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,10 +83,14 @@ def test_citations_are_of_sources(code: dict[str, ModuleType], size: int) -> Non
     assert shown + citations.end() == "As [2] says, x[3] = y,\n[1] and [17\n\n[1] one\n[2] two"
 
 
-def test_the_right_passage_comes_first(demo: Server, held_out: dict[str, dict[str, str]]) -> None:
+@pytest.mark.parametrize(("asked", "least"), [(2, 2), pytest.param(10, 8, marks=pytest.mark.proof)])
+def test_the_right_passage_comes_first(
+    demo: Server, held_out: dict[str, dict[str, str]], asked: int, least: int
+) -> None:
+    """Of the first of the questions, which have one right answer each."""
     assert len(held_out["committed"]) == 10
     right = 0
-    for question, title in held_out["committed"].items():
+    for question, title in islice(held_out["committed"].items(), asked):
         answer = ask(demo, question, max_tokens=4)
         text, sources = answer["text_output"], answer["sources"]
         cited = [int(number) for number in re.findall(r"\s\[(\d+)\]", text)]
@@ -94,7 +99,7 @@ def test_the_right_passage_comes_first(demo: Server, held_out: dict[str, dict[st
         assert listed == [(str(number), sources[number - 1]) for number in sorted(set(cited))]
         assert answer["scores"] == sorted(answer["scores"], reverse=True)
         right += sources[0].startswith(f"{title} (")
-    assert right >= 8
+    assert right >= least
 
 
 def test_every_protocol_streams_the_same_text(demo: Server) -> None:
