@@ -140,8 +140,10 @@ def copied_children() -> Iterator[None]:
 @pytest.fixture
 def started_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are started as users' servers start them, where others of the file are copies."""
+    from tests.e2e.server_template import SWITCH
+
     monkeypatch.setattr(child_process, "subprocess", subprocess)
-    monkeypatch.setenv("CHARONIA_TEST_COPIES", "servers")
+    monkeypatch.setenv(SWITCH, "servers")
 
 
 @pytest.fixture(scope="session")

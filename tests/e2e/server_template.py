@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -34,8 +35,11 @@ PROGRAM = (
     f"import sys; sys.path.insert(0, {ROOT!r}); from tests.e2e import server_template; "
     f"sys.path.remove({ROOT!r}); server_template.%s()"
 )
+COMMAND_MODULES = ("__main__", "processes.gc_tuning", "engine.core.prepared_core", "cli.app")
+"""What `main` imports until it reads the flags. The parser of those asks what has been imported: with pydantic, which
+`charonia serve` has not by then, it makes a validator of each."""
 MODULES = (
-    *("cli.app", "cli.plan", "cli.serve", "cli.frontend_servers", "repository.gateway", "telemetry.tracing"),
+    *("cli.plan", "cli.serve", "cli.frontend_servers", "repository.gateway", "telemetry.tracing"),
     *("classic_backends.batching.dispatcher", "engine.client.llm", "extras.batches.runner"),
     *("extras.console.graph_routes", "extras.rollouts.endpoints", "extras.rollouts.shadow"),
 )
@@ -120,10 +124,29 @@ def _run(request: Any, descriptors: list[int]) -> None:
 
 def serve_copies() -> None:
     """The template's `main`."""
+    for module in COMMAND_MODULES:
+        import_module(f"charonia.{module}")
+    _keep_flags(import_module("charonia.cli.serve_command").serve_command)
+    HiddenModules(_import_server)
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch's take apart what ends with the process, which takes longer than its start
+    _serve(_run)
+
+
+def _keep_flags(command: Any) -> None:
+    """What the parser makes of the options of `charonia serve`, which are alike in all copies, is made here once."""
+    assemble, flags = type(command).assemble_argument_collection, command.assemble_argument_collection()
+
+    def assembled(asked: Any, **options: Any) -> Any:
+        return flags if asked is command and not options else assemble(asked, **options)
+
+    type(command).assemble_argument_collection = assembled
+
+
+def _import_server() -> None:
     for module in MODULES:
         import_module(f"charonia.{module}")
     HiddenModules(import_engine)
-    _serve(_run)
 
 
 def serve_stubs() -> None:

@@ -137,7 +137,11 @@ def serving(
     process: subprocess.Popen[bytes] | CopiedProcess
     with output.open("wb") as file:
         started |= python != sys.executable or _of_interpreter(environment) != OF_INTERPRETER
-        if started or environment.get("CHARONIA_TEST_COPIES") == "none":
+        if not started:
+            from tests.e2e.server_template import copies, copy_process
+
+            started = not copies("servers", environment)
+        if started:
             # A group of its own: a test may signal all of it.
             process = subprocess.Popen(
                 [python, "-m", "charonia", *command],
@@ -147,8 +151,6 @@ def serving(
                 start_new_session=True,
             )
         else:
-            from tests.e2e.server_template import copy_process
-
             process = copy_process(command, file, environment)
     try:
         yield Server(process, output, scratch, command)
