@@ -59,6 +59,21 @@ class DeviceBatch(NamedTuple):
     size: int
 
 
+class EmbeddedPlaces(NamedTuple):
+    """The packed `places` int64 [M] of a step, ascending, whose input is not their token's embedding but one of `rows`
+    [M, hidden]."""
+
+    places: Tensor
+    rows: Tensor
+
+    def fill(self, x: Tensor) -> Tensor:
+        """x [N, hidden] with the rows in their places, changed where it is."""
+        return x.index_copy_(0, self.places, self.rows.to(x.dtype))
+
+    def to(self, dtype: torch.dtype) -> "EmbeddedPlaces":
+        return self if self.rows.dtype == dtype else self._replace(rows=self.rows.to(dtype))
+
+
 class StepBatch:
     """R rows of `counts` tokens each from position `starts` on, N in all, row after row. What is not given is derived
     when a kernel or layer reads it: on a GPU from `on_device`."""
@@ -84,6 +99,8 @@ class StepBatch:
         self.block_size = block_size
         self._groups = groups
         self._by_group: dict[int, StepBatch] = {}
+        self.embedded: EmbeddedPlaces | None = None
+        """The places that are no tokens, if there are any."""
         self._given = on_device
         self._on_host = on_device is None and token_ids.device.type == "cpu"
 

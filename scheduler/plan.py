@@ -1,9 +1,11 @@
 """The types between scheduler and executor: the plan of one step, and its result. Both are diffs."""
 
 from collections.abc import Callable, Sequence
+from hashlib import shake_128
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -70,6 +72,33 @@ NO_STATE_SAVES: IntArray = np.zeros((0, 3), np.int32)
 NO_STATE_RESTORES: IntArray = np.zeros((0, 2), np.int32)
 
 
+class EmbeddedSpan(msgspec.Struct, array_like=True, frozen=True):
+    """Neighbouring places of a prompt whose input is not their token's embedding but a row of its own, such as the part
+    of an image that an encoder has made of it. The token ids at these places say nothing."""
+
+    start: int
+    """The first place."""
+    length: int
+    """How many there are."""
+    digest: bytes
+    """What the rows depend on, hashed: equal digests have equal rows."""
+    rows: bytes
+    """[length, hidden] in `dtype`, one row after the other."""
+    dtype: str
+    """torch's name of it."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def identities(self) -> IntArray:
+        """What stands for the places where tokens are compared: int32 [length] made of the digest, each below 0 as no
+        token id is."""
+        numbers = np.frombuffer(shake_128(self.digest).digest(4 * self.length), np.int32)
+        negative: IntArray = numbers | np.int32(-(2**31))
+        return negative
+
+
 class NewSequence(NamedTuple):
     """A sequence that enters a row: all tokens known so far, of which the first `computed` are in its blocks and the
     first `prompt` are its prompt. `adapter`: the digest of the one that computes it; "" is the model itself."""
@@ -83,6 +112,8 @@ class NewSequence(NamedTuple):
     state: int = -1
     """The snapshot that its row's state begins as, where the model has states and `computed` is above 0; -1: as
     nothing."""
+    embedded: tuple[EmbeddedSpan, ...] = ()
+    """Those of its prompt, ascending, of which some place is yet to be computed."""
 
 
 class StepPlan(NamedTuple):

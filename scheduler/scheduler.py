@@ -268,7 +268,7 @@ class Scheduler:
             sequence, table = rows.sequences[row], rows.tables[row]
             hashes, first, end = sequence.hashes, table.committed, int(rows.computed[row]) // size
             if len(hashes) < end:
-                tokens = sequence.token_window(len(hashes) * size, end * size)
+                tokens = sequence.identity_window(len(hashes) * size, end * size)
                 hashes.extend(self._cache.digest(tokens, sequence.spec.extras, hashes[-1] if hashes else None))
             self._cache.commit(table, hashes[first:end])
             rows.next_commit_at[row] = (end + 1) * size

@@ -11,7 +11,7 @@ from ..core.logprobs import PromptLogprobs
 from ..core.token_limit import TokenLimit
 from ..kvcache.block_hashes import HashExtras
 from ..kvcache.manager import KVCacheManager
-from .plan import IntArray, ResolvedSampling
+from .plan import EmbeddedSpan, IntArray, ResolvedSampling
 
 GREEDY = ResolvedSampling()
 
@@ -46,8 +46,10 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     """Tokens that a step may draft for it at most; None leaves that to the scheduler."""
     prediction: IntArray | None = None
     """What the new tokens will likely be: where it is right, they come faster."""
+    embedded: tuple[EmbeddedSpan, ...] = ()
+    """Parts of the prompt that are no tokens, ascending."""
     hashes: Collection[bytes] = ()
-    """What `KVCacheManager.digest` makes of the prompt and `extras`."""
+    """What `KVCacheManager.digest` makes of the prompt's `identities` and `extras`."""
     constrained: bool = False
     """The host follows the tokens and may force some, see `ForcedTokens`."""
     snapshot_at: tuple[int, ...] = ()
@@ -56,6 +58,16 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     max_in_flight: int = 0
     """Steps in flight that may have the sequence at once. 0 is no limit of its own; 1 is for one whose next token
     depends on what the host makes of the last."""
+
+    @property
+    def identities(self) -> IntArray:
+        """The prompt by which equal ones are known: its tokens, and what stands for the places that are none."""
+        if not self.embedded:
+            return self.prompt
+        identities = self.prompt.copy()
+        for span in self.embedded:
+            identities[span.start : span.end] = span.identities()
+        return identities
 
     @property
     def extras(self) -> HashExtras:
@@ -175,8 +187,8 @@ class Sequence:
         self.prompt_logprobs_done = max(done, computed.end)
         return computed.from_position(min(done, computed.end))
 
-    def token_window(self, start: int, end: int) -> list[int]:
-        """Known tokens from position `start` up to but not including `end`."""
+    def identity_window(self, start: int, end: int) -> list[int]:
+        """Known tokens from position `start` up to but not including `end`, as `SequenceSpec.identities` has them."""
         prompt = len(self.spec.prompt)
-        of_prompt: list[int] = self.spec.prompt[start:end].tolist() if start < prompt else []
+        of_prompt: list[int] = self.spec.identities[start:end].tolist() if start < prompt else []
         return of_prompt + self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]

@@ -337,7 +337,7 @@ class EngineClient:
             raise up[0].adapters.absence(spec.adapter) if up else NotReady("the engine is not ready")
         # Where none is ready, those that serve are only slow to step.
         serving = [replica for replica in serving if replica.core.ready] or serving
-        return route_prompt(serving, spec.prompt, spec.extras, self._affinity, spec.sampling.choice)
+        return route_prompt(serving, spec.identities, spec.extras, self._affinity, spec.sampling.choice)
 
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:

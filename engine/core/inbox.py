@@ -81,7 +81,7 @@ class Inbox:
         constrained = message.spec.max_tokens > 0 and (message.constraint is not None or _thinking(message) is not None)
         spec = msgspec.structs.replace(
             message.spec,
-            hashes=self._cache.digest(message.spec.prompt, message.spec.extras),
+            hashes=self._cache.digest(message.spec.identities, message.spec.extras),
             constrained=constrained,
             max_in_flight=int(constrained),
         )

@@ -16,7 +16,7 @@ from .library import struct_fields
 from .memory import CACHE_LINE_BYTES
 
 NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN = range(12)
-CONVOLVE, RECUR, GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN = range(12, 21)
+CONVOLVE, RECUR, GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL = range(12, 22)
 """Kinds of operations, as in program.h."""
 
 

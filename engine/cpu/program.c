@@ -69,6 +69,16 @@ static void select_places(const Operation *o, const StepLayout *l)
         memcpy(to + i * bytes, from + l->arguments->logits_indices[i] * bytes, (size_t)bytes);
 }
 
+/* Lines of x that are no token's embedding. */
+static void fill(const Operation *o, const StepLayout *l)
+{
+    const int64_t bytes = o->size * number_bytes(o);
+    const char *from = l->arguments->filled_rows;
+    char *to = tensor(l, o->out, 0);
+    for (int64_t i = 0; i < l->arguments->filled_count; i++)
+        memcpy(to + l->arguments->filled_places[i] * bytes, from + i * bytes, (size_t)bytes);
+}
+
 /* A copy of what later operations change. */
 static void keep(const Operation *o, const StepLayout *l)
 {
@@ -207,7 +217,7 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
         adapt(team, o, l);
     } else if (team->me == 0) {
         o->kind == EMBED ? embed(o, l) : o->kind == SELECT ? select_places(o, l) : o->kind == KEEP ? keep(o, l)
-        : o->kind == JOIN ? join(o, l) : input(o, l);
+        : o->kind == JOIN ? join(o, l) : o->kind == FILL ? fill(o, l) : input(o, l);
     }
 }
 
@@ -225,7 +235,7 @@ static void run_program(ThreadPool *pool, Team *team, void *layout, int64_t from
     double *seconds = team->me ? 0 : l->arguments->seconds, before = seconds ? now() : 0;
     for (int64_t i = from; i < l->arguments->operation_count; i++) {
         const Operation *o = l->program->operations + i;
-        if (adapts(o) && !l->arguments->lora.count)
+        if ((adapts(o) && !l->arguments->lora.count) || (o->kind == FILL && !l->arguments->filled_count))
             continue;
         compute(team, o, l);
         if (o->kind != LORA_SHRINK) /* the product after it does not read what it writes */

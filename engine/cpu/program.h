@@ -12,7 +12,7 @@
 
 enum {
     NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN, CONVOLVE, RECUR,
-    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN
+    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL
 };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
@@ -74,6 +74,9 @@ typedef struct {
     StateMoves moves;
     char *const *windows;                         /* by layer with a state */
     float *const *matrices;
+    int64_t filled_count;                         /* FILL: packed places that are no tokens, and their lines of x, in its dtype */
+    const int64_t *filled_places;
+    const void *filled_rows;
 } StepArguments;
 
 /* A step with its places in memory. */

@@ -50,6 +50,7 @@ class _StepArguments(ctypes.Structure):
         *struct_fields("l lora_count", "p lora_adapters lora_begins lora_places"),
         ("moves", MovesStruct),
         *struct_fields("p windows matrices"),
+        *struct_fields("l filled_count", "p filled_places filled_rows"),
     ]
 
 
@@ -241,6 +242,10 @@ class DecoderProgram:
             arguments.moves = states.moves
             arguments.windows = states.layers.windows.ctypes.data
             arguments.matrices = states.layers.matrices.ctypes.data
+        arguments.filled_count = 0
+        if (embedded := inputs.batch.embedded) is not None:
+            arguments.filled_count = len(embedded.places)
+            arguments.filled_places, arguments.filled_rows = embedded.places.data_ptr(), embedded.rows.data_ptr()
         arguments.hidden_states = None if inputs.hidden_states is None else inputs.hidden_states.data_ptr()
         # Computed are the layers alone, or all but sampling, or all.
         places, samples = inputs.logits_indices, inputs.samples

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..checkpoint.model_spec import AltUpSpec, ModelSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
+from ..step_batch import StepBatch
 from .embed_and_head import DecoderEnds, DecoderInput, DecoderOutput
 from .norm import divided_rms_norm
 from .product_matrix import ROUTER, build_matmul
@@ -58,7 +59,7 @@ class AltUp:
 
 
 class StreamsInput:
-    """Token ids [N] -> streams [N, streams * hidden]: embeddings, and projections of them that are as large."""
+    """A step's embeddings and projections of them that are as large -> streams [N, streams * hidden]."""
 
     untraceable: str | None = AltUp.untraceable
 
@@ -66,8 +67,8 @@ class StreamsInput:
         self._embedding = embedding
         self._projections = _projections(loader, spec, altup, "altup_projections")
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        x = self._embedding(tokens)
+    def __call__(self, batch: StepBatch) -> Tensor:
+        x = self._embedding(batch)
         size = _size(x)
         return torch.cat([x, *(_scaled(project(x), size) for project in self._projections)], -1)
 

@@ -17,6 +17,7 @@ from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
 from ..cpu.elementwise import FusedSoftCap, trace_embedding
 from ..cpu.op_trace import OpTrace, SymbolicTensor, Traceable
+from ..step_batch import StepBatch
 from .linear import LMHead, split_reason
 from .norm import NormFactory
 
@@ -26,7 +27,8 @@ HEAD_WEIGHT = "lm_head.weight"
 
 class Embedding:
     """Token ids [N] -> rows [N, hidden] of the embedding table, in memory of their own, the vocabulary split over the
-    group. The table stays in the memory-mapped file where it can: a step reads few rows of it."""
+    group; called for a step, with the rows that stand in places of no token. The table stays in the memory-mapped file
+    where it can: a step reads few rows of it."""
 
     def __init__(self, loader: WeightLoader, spec: ModelSpec, scale: float = 1.0) -> None:
         self._part = rank_slice(spec.vocab_size, loader.group)
@@ -37,7 +39,11 @@ class Embedding:
         contiguous = None if self._table.is_contiguous() else "its embedding table is not contiguous"
         self.untraceable = split_reason(loader.group) or contiguous
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def __call__(self, batch: StepBatch) -> Tensor:
+        x = self.embed(batch.tokens)
+        return x if batch.embedded is None else batch.embedded.fill(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
         if self._group.size == 1:
             x = F.embedding(tokens, self._table)
         else:
@@ -61,8 +67,8 @@ class StageReceiver:
         self._dtype = loader.dtype
         self._device = loader.device
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        x = torch.empty(len(tokens), self._hidden, dtype=self._dtype, device=self._device)
+    def __call__(self, batch: StepBatch) -> Tensor:
+        x = torch.empty(batch.size, self._hidden, dtype=self._dtype, device=self._device)
         self._link.receive(x)
         return x
 
@@ -117,9 +123,9 @@ def _fastest_soft_cap(cap: float, loader: WeightLoader) -> Callable[[Tensor], Te
 
 
 class DecoderInput(Traceable, Protocol):
-    """Token ids [N] -> hidden states [N, width] in memory of their own."""
+    """The N tokens of a step, or what stands in their places -> hidden states [N, width] in memory of their own."""
 
-    def __call__(self, tokens: Tensor) -> Tensor: ...
+    def __call__(self, batch: StepBatch) -> Tensor: ...
 
 
 class DecoderOutput(Traceable, Protocol):

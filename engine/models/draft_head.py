@@ -86,7 +86,7 @@ class DraftHead(ABC):
     def compute(self, step: HeadStep) -> tuple[Tensor, Tensor]:
         """The head's own states [S, hidden] at the places of `step`, and logits [S, draft vocabulary]."""
         states = self._fuse(step.states.contiguous(), step.context) if step.fuses else step.states
-        residual, delta = self._layer(self._ends.embedding(step.context.batch.tokens), states, step.context)
+        residual, delta = self._layer(self._ends.embedding.embed(step.context.batch.tokens), states, step.context)
         own = residual[step.places] + delta[step.places]
         normed = self._ends.norm(own)
         return normed if self.carries_norm else own, self._ends.lm_head(normed)

@@ -13,6 +13,7 @@ from ...core.errors import InvalidArgument
 from ..attention.native import NativeStepAttention
 from ..cpu.op_trace import (
     ATTENTION,
+    FILL,
     INPUT,
     SAMPLE,
     OpStruct,
@@ -93,7 +94,7 @@ class NativeDecoder:
             run.finish()
             return iter((run.logits,))
         if (program := self._program_for(context)) is None:
-            x = self.ends.input(context.batch.tokens)
+            x = self.ends.input(context.batch)
             delta = torch.zeros_like(x)
             kept: dict[int, Tensor] = {}
             for index, layer in enumerate(self._layers):
@@ -131,7 +132,9 @@ class NativeDecoder:
         samples: SampledTokens | None = None,
     ) -> ProgramInputs:
         attention = cast(NativeStepAttention, context.attention)
-        states = None if program.io.embeds_tokens else self.ends.input(context.batch.tokens)
+        if context.batch.embedded is not None:
+            context.batch.embedded = context.batch.embedded.to(attention.dtype)
+        states = None if program.io.embeds_tokens else self.ends.input(context.batch)
         listener = self.timing_listener
         caches = attention.caches
         adapters = context.adapters
@@ -159,6 +162,7 @@ class NativeDecoder:
         trace = OpTrace(attention.dtype)
         if isinstance(source, Embedding) and source.untraceable is None:
             x = source.trace(trace)
+            trace.add_in_place(OpStruct(kind=FILL, size=width), x)  # skipped where all places are tokens
         else:
             x = trace.add_op(OpStruct(kind=INPUT, size=width), None, width)
         context = SymbolicContext(attention.output_sizes)

@@ -34,7 +34,7 @@ from .transformers_attention import (
 )
 from .transformers_caches import SequenceCaches, keeps_states, sequence_caches
 from .transformers_check import verify_decoder
-from .transformers_sequences import SequenceDecoder, sequence_shape
+from .transformers_sequences import SequenceDecoder, named_inputs, sequence_shape, step_inputs
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class TransformersDecoder:
         layers_output = []
         first, *others = selections or (batch.positions[:0],)
         with self._layers.register_forward_hook(lambda layers, args, out: layers_output.append(out)):
-            logits = self._logits(batch.tokens, batch.positions, attend, first)
+            logits = self._logits(step_inputs(self._model, batch), batch.positions, attend, first)
         return chain((logits,), (self._logits_again(context, layers_output[0], places) for places in others))
 
     def begin_step(self, context: StepContext, logits_indices: Tensor, samples: SampledTokens | None = None) -> None:
@@ -75,11 +75,10 @@ class TransformersDecoder:
     def close(self) -> None:
         """Nothing is to be ended: the decoder has no threads of its own."""
 
-    def _logits(self, tokens: Tensor, positions: Tensor, attend: AttentionHandler, places: Tensor) -> Tensor:
-        ids = tokens.unsqueeze(0)
+    def _logits(self, inputs: Tensor, positions: Tensor, attend: AttentionHandler, places: Tensor) -> Tensor:
         position_ids = positions.unsqueeze(0)
-        named = {"use_cache": False, "logits_to_keep": places, "attend": attend}
-        logits: Tensor = self._model(input_ids=ids, position_ids=position_ids, **named).logits[0]
+        named = {"use_cache": False, "logits_to_keep": places, "attend": attend, **named_inputs(inputs)}
+        logits: Tensor = self._model(position_ids=position_ids, **named).logits[0]
         return logits
 
     def _logits_again(self, context: StepContext, layers_output: Any, places: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ..attention.torch_attention import StoredTokens
 from ..checkpoint.model_spec import DecoderShape, KeyValueShape, LayerAttention
 from ..checkpoint.recurrence import LayerState
 from ..layers.step_context import StepContext
-from ..step_batch import SampledTokens
+from ..step_batch import SampledTokens, StepBatch
 from .interfaces import LogitsIterator
 from .transformers_caches import SequenceCaches
 
@@ -36,7 +36,7 @@ class SequenceDecoder:
     def compute_logits(self, context: StepContext, selections: Sequence[Tensor]) -> LogitsIterator:
         batch = context.batch
         wanted = torch.cat([batch.positions[:0], *selections]).sort().values
-        tokens = batch.tokens.long()
+        inputs = step_inputs(self._model, batch)
         states = context.states if self._caches.states else None
         state = None if states is None else states.read(states.layers[0].matrices).flatten(1)
         logits: list[Tensor] = []
@@ -44,7 +44,7 @@ class SequenceDecoder:
             end = first + int(batch.counts[index])
             places = wanted[(wanted >= first) & (wanted < end)] - first
             known = None if state is None else state[index]
-            logits += self._compute_row(context, index, tokens[first:end], known, places)
+            logits += self._compute_row(context, index, inputs[first:end], known, places)
         if states is not None and state is not None:
             slots = states.layers[0].matrices
             states.write(slots, state.view(-1, *slots.shape[1:]))
@@ -58,10 +58,10 @@ class SequenceDecoder:
         """Nothing is to be ended: the decoder has no threads of its own."""
 
     def _compute_row(
-        self, context: StepContext, index: int, tokens: Tensor, state: Tensor | None, places: Tensor
+        self, context: StepContext, index: int, inputs: Tensor, state: Tensor | None, places: Tensor
     ) -> Iterator[Tensor]:
-        """Compute the `tokens` of a row; yields the logits of its `places`. `state` is what the row begins with, and
-        becomes what it ends with."""
+        """Compute a row's tokens by its `inputs`; yields the logits of its `places`. `state` is what the row begins
+        with, and becomes what it ends with."""
         start = int(context.batch.starts[index])
         store = context.attention
         assert isinstance(store, StoredTokens), "the attention of these models is a store"
@@ -69,11 +69,11 @@ class SequenceDecoder:
         known = store.read(0, index).flatten(1)[:, :width]
         cache = self._caches.filled(known, state) if start else self._caches.empty()
         saves = {} if state is None else context.states.saves_of(index)
-        first = 0 if start else min((len(tokens), *saves))
-        single = range(first, len(tokens)) if self._resumes_singly else ()
-        for begin, end in pairwise(sorted({0, len(tokens), *saves, *single})):
+        first = 0 if start else min((len(inputs), *saves))
+        single = range(first, len(inputs)) if self._resumes_singly else ()
+        for begin, end in pairwise(sorted({0, len(inputs), *saves, *single})):
             some = places[(places >= begin) & (places < end)] - begin
-            logits = self._call(tokens[begin:end], cache, some)
+            logits = self._call(inputs[begin:end], cache, some)
             if len(some):
                 yield logits
             if state is not None:
@@ -83,15 +83,27 @@ class SequenceDecoder:
         if width:
             store.write(0, index, self._caches.new_tokens(cache, start).unsqueeze(1).to(known.dtype))
 
-    def _call(self, tokens: Tensor, cache: Any, places: Tensor) -> Tensor:
+    def _call(self, inputs: Tensor, cache: Any, places: Tensor) -> Tensor:
         """The logits [S, vocabulary] of `places` [S] among the tokens, by which the cache grows."""
-        named = {self._caches.argument: cache, "use_cache": True}
+        named = {self._caches.argument: cache, "use_cache": True, **named_inputs(inputs)}
         if self._selects_logits:
             named["logits_to_keep"] = places if len(places) else 1
-            logits: Tensor = self._model(input_ids=tokens.unsqueeze(0), **named).logits[0]
+            logits: Tensor = self._model(**named).logits[0]
             return logits
-        logits = self._model(input_ids=tokens.unsqueeze(0), **named).logits[0]
+        logits = self._model(**named).logits[0]
         return logits[places]
+
+
+def step_inputs(model: Any, batch: StepBatch) -> Tensor:
+    """What a transformers model computes a step of: token ids [N], or, where some place is none, embeddings
+    [N, hidden]."""
+    tokens = batch.tokens.long()
+    return tokens if batch.embedded is None else batch.embedded.fill(model.get_input_embeddings()(tokens))
+
+
+def named_inputs(inputs: Tensor) -> dict[str, Tensor]:
+    """Them as the argument that they are for one sequence."""
+    return {"input_ids" if inputs.dim() == 1 else "inputs_embeds": inputs.unsqueeze(0)}
 
 
 def sequence_shape(config: Any, caches: SequenceCaches) -> DecoderShape:

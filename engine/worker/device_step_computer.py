@@ -92,7 +92,7 @@ class DeviceStepComputer:
         """The logits of a decode step that is recorded; None: it is to be launched."""
         batch = inputs.batch
         wanted = len(inputs.logits_indices)
-        if self.graphs is None or inputs.scored is not None or not wanted:
+        if self.graphs is None or inputs.scored is not None or batch.embedded is not None or not wanted:
             return None
         if wanted < batch.size and batch.counts.max() > self.graphs.buckets.most:
             return None  # a part of a prompt is computed

@@ -29,6 +29,7 @@ from ..step_batch import (
     to_device,
     upload_columns,
 )
+from .embedded_rows import EmbeddedRows
 from .logits_processors import PreparedLogitsParams, prepare_logits_params, process_logits
 from .logprobs import PromptSpan, ScoredTokens
 from .sampler import GREEDY_BELOW
@@ -109,6 +110,7 @@ class RowStates:
         self._known_adapters = adapters
         self._lines = lines
         self.groups = groups
+        self._embedded = EmbeddedRows(device)
         blocks = -(-max_tokens // block_size)
         if groups > 1:  # an even number: kernels are compiled anew for tables that are not aligned
             blocks += blocks % 2
@@ -128,6 +130,7 @@ class RowStates:
         self._drawing: set[int] = set()
         self._logprobs: dict[int, int] = {}
         self._adapters: dict[int, RankAdapter] = {}
+        self._embedded.clear()
         self._scoring: dict[int, tuple[int, int]] = {}  # tokens of the prompt, likeliest tokens to name at each
 
     def apply_plan(self, plan: StepPlan) -> None:
@@ -170,6 +173,7 @@ class RowStates:
         if (last := max(plan.rows.tolist(), default=-1)) >= len(self._blocks):
             raise IndexError(f"the plan names row {last}, of {len(self._blocks)}")
         batch = self.batch(plan.rows, plan.starts, plan.counts)
+        self._embedded.fill(batch)
         ends = plan.starts + plan.counts
         if len(plan.drafts):
             times = (plan.drafts + 1)[plan.samples]
@@ -349,6 +353,7 @@ class RowStates:
             self._host_tables = self._tables_on_host()
         self._blocks[row] = 0
         self._forget(row)
+        self._embedded.enter(sequence)
         self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
         numbers = sampling._replace(top_k=max(sampling.top_k, 0), seed=as_signed64(sampling.seed))
         self._sampling[row] = (*(getattr(numbers, name) for name in SAMPLING_COLUMNS), 0)  # the position, for now
@@ -374,6 +379,7 @@ class RowStates:
         self._adapters.pop(row, None)
         self._processed.pop(row, None)
         self._scoring.pop(row, None)
+        self._embedded.forget(row)
 
     def _to(self, column: NDArray[np.signedinteger[Any]]) -> Tensor:
         return to_device(column, self.device)

@@ -23,7 +23,7 @@ from charonia.engine.parallel.rank_messages import (
     decode_report,
     encode_message,
 )
-from charonia.scheduler.plan import LogitsParams, NewSequence, ResolvedSampling, StepPlan, StepResult
+from charonia.scheduler.plan import EmbeddedSpan, LogitsParams, NewSequence, ResolvedSampling, StepPlan, StepResult
 
 
 def ints(*values: int) -> NDArray[np.int32]:
@@ -51,6 +51,7 @@ SAMPLINGS = (
         logits=LogitsParams(1.3, logit_bias=((5, -2.5),), bad_words=((1, 2), (3,)), min_tokens=4, stop_token_ids=(0,)),
     ),
 )
+SPANS = EmbeddedSpan(3, 2, b"one", bytes(range(16)), "float32"), EmbeddedSpan(9, 1, b"other", b"\0\xff", "bfloat16")
 
 
 @given(st.integers(0, 2**32))
@@ -63,7 +64,8 @@ def test_plans_survive(seed: int) -> None:
 
     def new_sequence() -> NewSequence:
         tokens = column(random.randint(1, 40))
-        return NewSequence(random.randrange(700), tokens, random.randrange(40), random.choice(SAMPLINGS), 7)
+        numbers = random.randrange(700), tokens, random.randrange(40), random.choice(SAMPLINGS), 7
+        return NewSequence(*numbers, embedded=SPANS[: random.randrange(3)])
 
     size = random.randint(0, 30)
     rows, starts, counts, samples, logits = (column(size) for _ in range(5))
