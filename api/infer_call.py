@@ -101,7 +101,7 @@ _STREAM = "stream"
 _TRUE = (True, "true", "True", "TRUE", "1")
 
 
-class InferCall(NamedTuple):
+class InferCall(msgspec.Struct, frozen=True):
     """The request, how the outputs that it names are to be returned, and how all others are. `deferred`: inputs that
     are empty in the request until `decode_deferred`."""
 
@@ -121,7 +121,7 @@ class InferCall(NamedTuple):
         model.validate(self.request)
         inputs = {name: await decode() for name, decode in self.deferred.items()}
         request = msgspec.structs.replace(self.request, inputs={**self.request.inputs, **inputs})
-        return self._replace(request=request, deferred={})
+        return msgspec.structs.replace(self, request=request, deferred={})
 
 
 def defer(declared: DeclaredInput, decode: DecodeTensor, deferred: DeferredInputs) -> Tensor:
@@ -170,14 +170,14 @@ class ResponseSize:
     text is several times as long, a quarter of it."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._sizes = {True: 0, False: 0}
+        self._limits = limit, limit // _JSON_SHARE
+        self._sizes = [0, 0]
 
     def add(self, tensor: Tensor, as_json: bool) -> None:
         """Raises `InvalidArgument` for the output that is one too many: a client may ask for less, or otherwise."""
         self._sizes[as_json] = size = self._sizes[as_json] + raw_tensors.byte_size(tensor)
-        limit = self._limit // _JSON_SHARE if as_json else self._limit
-        size_limits.check_response_size(tensor.name, size, limit, as_json)
+        if size > self._limits[as_json]:
+            size_limits.check_response_size(tensor.name, size, self._limits[as_json], as_json)
 
 
 def release_memory_after(response: InferResponse) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from array import array
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeAlias
@@ -153,6 +154,7 @@ _FLOATS = ("FP32", "FP64")
 _TEXTS = {"BOOL": "non-boolean as boolean", "BYTES": "non-string as string"} | dict.fromkeys(
     _FLOATS, "non-number as double"
 )
+_ITEM_SIZES = {name: np.dtype(kind).itemsize for name, kind in NUMPY_TYPES.items()}
 JSON_DATATYPES = frozenset(NUMPY_TYPES) - {*_BINARY_ONLY}
 """Datatypes whose elements can be JSON."""
 
@@ -207,8 +209,9 @@ def to_array(datatype: str, values: list[Any], field: str) -> NDArray[Any]:
             data = np.empty(len(values), np.object_)
             data[:] = [value.encode() for value in values]
             return data
-        with np.errstate(over="ignore"):  # a double too large for FP32 becomes infinity
-            return np.array(values, NUMPY_TYPES[datatype])
+        if datatype == "FP32":  # a double too large for it becomes infinity, of which numpy would warn
+            return np.asarray(array("f", values))
+        return np.array(values, NUMPY_TYPES[datatype])
     except OverflowError:
         raise _mismatch(datatype, field) from None
     except UnicodeEncodeError:
@@ -292,9 +295,12 @@ def encode_in_pieces(tensor: Tensor, strict: bool) -> Iterator[bytes]:
         between = b","
 
 
-def is_strict_json(tensor: Tensor) -> bool:
-    """Whether strict JSON has all its elements: it has no NaN and no infinity."""
-    return tensor.datatype not in _FLOATS or bool(np.isfinite(tensor.data).all())
+def is_strict_json(tensor: Tensor, values: list[Any] | None = None) -> bool:
+    """Whether strict JSON has all its elements: it has no NaN and no infinity. `values`: them as a list, if there is
+    one, which is faster for a few: their sum is finite only if all of them are."""
+    if tensor.datatype not in _FLOATS or (values is not None and math.isfinite(sum(values))):
+        return True
+    return bool(np.isfinite(tensor.data).all())
 
 
 def dump_json(value: Any, strict: bool, ordered: bool = False) -> bytes:
@@ -307,4 +313,4 @@ def dump_json(value: Any, strict: bool, ordered: bool = False) -> bytes:
 
 def byte_size(datatype: str, count: int) -> int:
     """The bytes of a tensor of so many elements; of BYTES, only those of the lengths."""
-    return count * (4 if datatype == "BYTES" else np.dtype(NUMPY_TYPES.get(datatype, np.uint8)).itemsize)
+    return count * (4 if datatype == "BYTES" else _ITEM_SIZES.get(datatype, 1))

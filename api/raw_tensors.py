@@ -6,8 +6,9 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 import math
 import struct
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,7 +35,7 @@ _MOST_DIMENSIONS = 64
 """Dimensions that an array of numpy may have."""
 
 
-class DeclaredInput(NamedTuple):
+class DeclaredInput(msgspec.Struct, frozen=True):
     """An input as its request declares it, before there are data."""
 
     request_id: str
@@ -56,7 +57,7 @@ class DeclaredInput(NamedTuple):
 
 def element_count(declared: DeclaredInput) -> int:
     """The number of elements of an input; raises `InvalidArgument` if no tensor can have its shape."""
-    _, _, name, datatype, shape = declared
+    name, datatype, shape = declared.name, declared.datatype, declared.shape
     if len(shape) > _MOST_DIMENSIONS:
         text = f"{len(shape)} dimensions are more than the {_MOST_DIMENSIONS} that a tensor may have"
         raise InvalidArgument(f"invalid shape for input '{name}': {text}", field=name)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from ..core.direct_stream import ReadyResponse
 from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable, request_id_prefix
 from ..core.metrics import Reading
 from ..core.model import Capabilities, ModelConfig, ModelSamples, ModelStats
@@ -175,7 +176,8 @@ class ClassicModel:
         `RequestTimeout` if the request waited too long."""
         if self.config.decoupled:
             return self._stream(request, context)
-        return SingleResponseStream(partial(self._respond, request, context))
+        answer = self.answer_now(request, context)
+        return ReadyResponse(answer[0]) if answer else SingleResponseStream(partial(self._respond, request, context))
 
     def answer_now(
         self, request: InferRequest, context: RequestContext | None = None
@@ -205,9 +207,6 @@ class ClassicModel:
         self._metrics.ended_requests[end] += 1
 
     async def _respond(self, request: InferRequest, context: RequestContext) -> InferResponse:
-        answer = self.answer_now(request, context)
-        if answer is not None:
-            return answer[0]
         queued = self._submit(request, context)
         try:
             response = await queued.channel.next_response()

@@ -90,11 +90,10 @@ class RequestTimes:
             self.infer += int(1e9 * (summary.last - begun_at))
 
     def add_execution(self, times: ExecutionTimes) -> None:
-        queued, begun, spent = times
-        self.queued += begun - queued
-        self.input += spent[0]
-        self.infer += spent[1]
-        self.output += spent[2]
+        self.queued += times.begun - times.queued
+        self.input += times.spent[0]
+        self.infer += times.spent[1]
+        self.output += times.spent[2]
 
 
 class Composition(Protocol):

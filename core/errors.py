@@ -117,10 +117,8 @@ class ServerExiting(Unavailable):
         super().__init__(message)
 
 
-def shutdown_error(cancelled: BaseException | None) -> ServerExiting | None:
+def shutdown_error(cancelled: BaseException) -> ServerExiting | None:
     """The error of a request that the server's exit cancelled; None if the client left."""
-    if cancelled is None:
-        return None
     return next((argument for argument in cancelled.args if isinstance(argument, ServerExiting)), None)
 
 

@@ -8,6 +8,8 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
+import msgspec
+
 from .errors import Cancelled, CharoniaError, ErrorCode, QueueFull, RequestTimeout, shutdown_error
 from .native_calls import CONTROL_FLOW
 from .request import FinishReason, Usage
@@ -110,7 +112,7 @@ class RequestSummary(NamedTuple):
     last: float | None = None
 
 
-class ExecutionTimes(NamedTuple):
+class ExecutionTimes(msgspec.Struct, frozen=True):
     """Times of a classic model's request, by `time.monotonic_ns`: when it was queued, and when its execution began.
     `spent` is the nanoseconds of preparing inputs, computing and splitting outputs."""
 
@@ -266,16 +268,16 @@ class RequestContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_fault = error is not None and not isinstance(error, CONTROL_FLOW)
-        failure = error if is_fault else shutdown_error(error)
-        if failure is not None:
-            self.fail(failure)
+        if error is not None:
+            failure = shutdown_error(error) if isinstance(error, CONTROL_FLOW) else error
+            if failure is not None:
+                self.fail(failure)
         self.close()
 
     def finish(self) -> None:
         """Record that a model without sequences has answered."""
         self.answered_at = time.monotonic()
-        self._set_worse_end(DONE)
+        self.end = self.end or DONE
 
     def fail(self, error: BaseException) -> None:
         """Record that the request could not be answered, or not completely."""

@@ -174,7 +174,8 @@ class InProcessGateway:
 
     def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
         context = RequestContext(endpoint, headers)
-        context.children = [] if self.shared_state.traces.wants_children else None
+        if self.shared_state.traces.wants_children:
+            context.children = []
         context.on_end(self._on_request_end)
         return context
 

@@ -2,9 +2,10 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Protocol, TypeVar, cast
 
-from ..core.direct_stream import StreamOver
+from ..core.direct_stream import ReadyResponse, StreamOver
 from ..core.errors import InvalidArgument, ServerExiting
 from ..core.gateway import ResponseStream
 from ..core.model import ModelConfig, ModelStats, TextModel
@@ -111,9 +112,11 @@ class LoadedModelHandle:
             context.id = request.id
         self.start()
         validate_request(self.config, request)
-        responses = loaded.model.infer(request, context)
         trace = request_trace(context, self._gateway.shared_state.traces)
-        responses = trace_tensors(trace, request.inputs.values(), responses)
+        responses = trace_tensors(trace, request.inputs.values(), partial(loaded.model.infer, request, context))
+        if type(responses) is ReadyResponse:
+            context.finish()
+            return responses
         if loaded.capabilities.text is not None:  # its sequences record how the request ended
             return cast("ResponseStream[InferResponse]", responses)
         return _AnsweredStream(responses, context)

@@ -20,7 +20,9 @@ def validate_request(config: ModelConfig, request: InferRequest) -> None:
     inputs = request.inputs
     if request.outputs:
         _check_names(config, "output", request.outputs, config.outputs)
-    known = len([spec for spec in config.inputs if spec.name in inputs])
+    known = 0
+    for spec in config.inputs:
+        known += spec.name in inputs
     if known != len(inputs):
         _check_names(config, "input", inputs, config.inputs)
     if known != len(config.inputs):

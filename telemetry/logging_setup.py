@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, RLock, Thread
@@ -22,7 +21,7 @@ import msgspec
 
 from ..core.errors import InvalidArgument, Unsupported
 from ..processes.log_forwarding import FileOutage
-from .request_log import LoggedRequests, RequestLogRecord, is_logged, request_log_fields, request_log_line
+from .request_log import LoggedRequests, RequestLogRecord, request_filter, request_log_fields, request_log_line
 from .request_log import log as request_log
 
 _BATCHING_SECONDS = 0.2
@@ -255,22 +254,17 @@ def logging_to(
     writer = LogWriter(stream, file=file)
     logging.basicConfig(level=logging.WARNING, handlers=[writer])
     apply_log_settings(settings)
-    record_filter = partial(_is_logged, requests=requests)
-    request_log.addFilter(record_filter)
+    before, request_filter.requests = request_filter.requests, requests
     try:
         yield LogControl(settings, apply_log_settings)
     finally:
-        request_log.removeFilter(record_filter)
+        request_filter.requests = before
         # Records that come later go to stderr, unless writing there would wait for ever.
         after: logging.Handler = logging.StreamHandler(sys.stderr) if writer.stop() else logging.NullHandler()
         after.setFormatter(writer.formatter)
         after.filters = writer.filters
         root = logging.getLogger()
         root.handlers = [after if handler is writer else handler for handler in root.handlers]
-
-
-def _is_logged(record: logging.LogRecord, requests: LoggedRequests) -> bool:
-    return type(record) is not RequestLogRecord or is_logged(record.context, requests)
 
 
 def _open_log(file: str) -> AbstractContextManager[TextIO]:

@@ -175,7 +175,7 @@ class ModelMetrics:
     def record_execution(self, size: int, timing: ExecutionTiming, reason: CloseReason, requests: int) -> None:
         """Record the execution of a batch of `size` items of so many requests; `reason`: why it took no more."""
         self.executions += 1
-        self.execution_ns += sum(timing)
+        self.execution_ns += timing.input + timing.infer + timing.output
         self.compute_by_batch_size[size].add(timing)
         if requests:
             self.batches[reason] += 1

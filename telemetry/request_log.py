@@ -91,17 +91,25 @@ class RequestLogRecord(logging.LogRecord):
         return getattr(self, name)
 
 
+class RequestLogFilter:
+    """The requests that are logged, of those that end: `requests`. Asked before there is a record, which costs more."""
+
+    requests: LoggedRequests = "all"
+
+    def passes(self, context: RequestContext) -> bool:
+        """Whether an ended request is logged. One that a model made counts as text only if it generated text itself."""
+        if self.requests == "all" or (context.end is not None and context.end.outcome in _FAILED):
+            return True
+        return self.requests == "llm" and bool(context.sequences if context.depth else context.all_sequences)
+
+
+request_filter = RequestLogFilter()
+"""That of this process; `logging_setup` says what passes."""
+
+
 def log_request(context: RequestContext) -> None:
-    if log.isEnabledFor(logging.INFO) and not context.logged:
+    if not context.logged and request_filter.passes(context) and log.isEnabledFor(logging.INFO):
         log.handle(RequestLogRecord(context))
-
-
-def is_logged(context: RequestContext, requests: LoggedRequests) -> bool:
-    """Whether an ended request is one of `requests`. A request that a model made counts as text only if it generated
-    text itself."""
-    if requests == "all" or (context.end is not None and context.end.outcome in _FAILED):
-        return True
-    return requests == "llm" and bool(context.sequences if context.depth else context.all_sequences)
 
 
 def request_log_fields(context: RequestContext) -> RequestLogFields:

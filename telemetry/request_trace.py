@@ -4,7 +4,7 @@ of the monotonic clock. Tensors become text when they pass, since clients may ov
 import errno
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
@@ -271,13 +271,13 @@ def request_trace(context: RequestContext, traces: TraceControl) -> RequestTrace
 
 
 def trace_tensors(
-    trace: RequestTrace | None, inputs: Iterable[Tensor], answers: AsyncIterator[InferResponse]
+    trace: RequestTrace | None, inputs: Iterable[Tensor], ask: Callable[[], AsyncIterator[InferResponse]]
 ) -> AsyncIterator[InferResponse]:
-    """The answers unchanged; if the settings say TENSORS, the trace records inputs and outputs."""
+    """The answers of `ask` unchanged; if the settings say TENSORS, the trace records inputs and outputs."""
     if trace is None or not trace.settings.records_tensors:
-        return answers
+        return ask()
     trace.inputs.add(inputs)
-    return _copy_outputs(trace.outputs, answers)
+    return _copy_outputs(trace.outputs, ask())
 
 
 async def _copy_outputs(

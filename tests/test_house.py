@@ -91,7 +91,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 1_890,
+    "core": 1_910,
     "processes": 1_100,
     "telemetry": 2_630,
     "kvcache": 620,

@@ -14,6 +14,7 @@ import msgspec
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
+from ...core.direct_stream import ReadyResponse
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
 from ...core.gateway import ModelHandle
 from ...core.native_calls import CONTROL_FLOW
@@ -65,8 +66,12 @@ async def model_infer(
         call = await _read_call(lookup, model, message, caller)
         if config.decoupled and wants_stream(call.request):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
-        async with aclosing(model.infer(call.request)) as stream:
-            responses = await read_up_to_two(stream, config.decoupled)
+        stream = model.infer(call.request)
+        if type(stream) is ReadyResponse:
+            responses = [stream.response]
+        else:
+            async with aclosing(stream):
+                responses = await read_up_to_two(stream, config.decoupled)
         if len(responses) != 1:
             raise Unsupported(_DECOUPLED)
         response = _with_notes(responses[0], context)

@@ -55,12 +55,12 @@ def start_eagerly(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None] | None
     context = contextvars.copy_context()
     _enter_task(loop, stand_in)  # asyncio has it for other implementations of tasks
     try:
-        started = context.run(EagerAwaitable, work)
+        waits_for = context.run(work.send, None)
+    except StopIteration:
+        return None
     finally:
         _leave_task(loop, stand_in)
-    if started.done:
-        return None
-    task = loop.create_task(_BegunCoroutine(started), context=context)
+    task = loop.create_task(_BegunCoroutine(work, waits_for), context=context)
     stand_in.replace(task)
     return task
 
@@ -69,14 +69,13 @@ class _BegunCoroutine(Coroutine[Any, Any, None]):
     """The rest of what has begun, for a task. A task that is cancelled before its first step ends any other coroutine
     where that begins; here it reaches what has begun, which has things to free."""
 
-    def __init__(self, started: EagerAwaitable[None]) -> None:
-        self._steps = started.__await__()
-        self._waits_for = next(self._steps)
+    def __init__(self, work: Coroutine[Any, Any, None], waits_for: Any) -> None:
+        self._work, self._waits_for = work, waits_for
         self._resumed = False
 
     def send(self, value: Any) -> Any:
         if self._resumed:
-            return self._steps.send(value)
+            return self._work.send(value)
         self._resumed = True
         return self._waits_for
 
@@ -84,23 +83,20 @@ class _BegunCoroutine(Coroutine[Any, Any, None]):
         resumed, self._resumed = self._resumed, True
         waits_for = None if resumed or not isinstance(error, asyncio.CancelledError) else self._waits_for
         # As a task does that waits already: what it waits for is cancelled, and tells it.
-        return waits_for if waits_for is not None and waits_for.cancel() else self._steps.throw(error)
+        return waits_for if waits_for is not None and waits_for.cancel() else self._work.throw(error)
 
     def close(self) -> None:
-        self._steps.close()
+        self._work.close()
 
     def __await__(self) -> Generator[Any, Any, None]:
-        return self._steps
+        return self._work.__await__()
 
 
 class _StandIn:
     """asyncio's current task before there is one. Code that keeps it reaches the real task through it later."""
 
-    __slots__ = ("__weakref__", "_cancellations", "_task")
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[None] | None = None
-        self._cancellations: list[Any] = []
+    _task: "asyncio.Task[None] | None" = None
+    _cancellations: tuple[Any, ...] = ()
 
     def replace(self, task: "asyncio.Task[None]") -> None:
         self._task = task
@@ -110,14 +106,13 @@ class _StandIn:
     def cancel(self, msg: Any = None) -> bool:
         if self._task is not None:
             return self._task.cancel(msg)
-        self._cancellations.append(msg)
+        self._cancellations = (*self._cancellations, msg)
         return True
 
     def uncancel(self) -> int:
         if self._task is not None:
             return self._task.uncancel()
-        if self._cancellations:
-            self._cancellations.pop()
+        self._cancellations = self._cancellations[:-1]
         return len(self._cancellations)
 
     def cancelling(self) -> int:

@@ -18,6 +18,7 @@ from ...core.request_context import Headers, RequestContext
 from ..api_keys import ANONYMOUS, Tenant
 from .error_responses import error_response, is_anthropic_path, is_openai_path, unexpected_error
 from .request_cycle import add_response_header
+from .request_head import header_map
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class RequestContextMiddleware:
         path = scope["path"]
         if path.endswith("/") and path != "/" and not path.startswith("/v2"):
             scope["path"] = path = path[:-1]
-        endpoint = _ENDPOINTS.get(path, "")
+        endpoint = endpoint_name(path)
         if path.startswith("/v2/models/") and path.rpartition("/")[2] in _MODEL_ENDPOINTS:
             endpoint = path.rpartition("/")[2]
         try:
@@ -131,9 +132,9 @@ def context_of(scope: Scope) -> RequestContext:
 def answer_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """The headers that tell which arm of a route answers, and what is not as the client asked; complete when the answer
     begins."""
-    if _CONTEXT not in scope:
+    context: RequestContext | None = scope.get(_CONTEXT)
+    if context is None:
         return _warning_header(scope.get(_WARNINGS, ()))
-    context = context_of(scope)
     arm = [(ARM_HEADER.encode(), context.arm.encode("ascii", "backslashreplace"))] if context.route else []
     return [*arm, *_warning_header(context.warnings)] if arm or context.warnings else []
 
@@ -183,7 +184,7 @@ def tenant_of(scope: Scope) -> Tenant:
 
 def _with_request_id(scope: Scope, send: Send) -> Send:
     """Note the request's id in the scope, if it has one; the `send` that adds it to the response."""
-    request_id: bytes = dict(scope["headers"]).get(_ID_HEADER, b"")[:_LONGEST_ID]
+    request_id = header_map(scope).get(_ID_HEADER, b"")[:_LONGEST_ID]
     if not request_id:
         if not is_openai_path(scope["path"]):
             return send

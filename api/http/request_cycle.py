@@ -39,26 +39,25 @@ class WriteCoalescer:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[asyncio.Transport, bytes] = {}
+        self.waiting: dict[asyncio.Transport, bytes] = {}
         self._turn: asyncio.Handle | None = None
-
-    def __contains__(self, transport: asyncio.Transport) -> bool:
-        return transport in self._waiting
 
     def write_soon(self, transport: asyncio.Transport, response: bytes, most: int = _MOST_WAITING) -> None:
         """Write `response`, or a part of one, when the turn ends or `most` wait for it. Whatever else writes to the
         transport, or closes it, flushes before."""
-        if transport in self._waiting:
+        waiting = self.waiting
+        if transport in waiting:
             self.flush()
-        self._waiting[transport] = response
-        if len(self._waiting) >= most:
+            waiting = self.waiting
+        waiting[transport] = response
+        if len(waiting) >= most:
             self.flush()
         elif self._turn is None:
             self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
 
     def flush(self) -> None:
         """Write every response that waits."""
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         for transport, response in waiting.items():
             if not transport.is_closing():
                 transport.write(response)
@@ -94,15 +93,30 @@ class HttpServerState(ServerState):
         return self._ok if status == 200 else STATUS_LINE[status] + self._ok[len(STATUS_LINE[200]) :]
 
 
-class MessageEvent(asyncio.Event):
-    """Set when there is a message for the application, or the client has left; calls `on_set` then."""
+class MessageEvent:
+    """Set when there is a message for the application, or the client has left; calls `on_set` then. What most requests
+    never wait for is made when one does."""
 
     on_set: Callable[[], None] | None = None
+    _is_set = False
+    _awaited: asyncio.Event | None = None
 
     def set(self) -> None:
-        super().set()
+        self._is_set = True
+        if self._awaited is not None:
+            self._awaited.set()
         if self.on_set is not None:
             self.on_set()
+
+    def clear(self) -> None:
+        self._is_set = False
+        if self._awaited is not None:
+            self._awaited.clear()
+
+    async def wait(self) -> None:
+        if not self._is_set:
+            self._awaited = self._awaited or asyncio.Event()
+            await self._awaited.wait()
 
 
 class Http11Cycle(RequestResponseCycle):
@@ -114,7 +128,7 @@ class Http11Cycle(RequestResponseCycle):
 
     direct_send: Send | None = None
     direct_headers = b""
-    message_event: MessageEvent
+    message_event: MessageEvent  # type: ignore[assignment]
     _body_halted = False
     # Of the body, since its pace was last judged: bytes, and seconds in which they were waited for.
     _paced_bytes = 0
@@ -146,7 +160,7 @@ class Http11Cycle(RequestResponseCycle):
             connection.access_logger,
             state.access_log,
             state.default_headers,
-            MessageEvent(),
+            MessageEvent(),  # type: ignore[arg-type]
             connection.expect_100_continue,
             version != "1.0" and connection.parser.should_keep_alive(),
             connection.on_response_complete,
@@ -158,7 +172,7 @@ class Http11Cycle(RequestResponseCycle):
         if message.get("more_body") and self.takes_chunks and self.scope["method"] != "HEAD":
             self.write_chunk(message.get("body", b""))
             return
-        if self.transport in self._state.coalescer:
+        if self.transport in self._state.coalescer.waiting:
             self._state.coalescer.flush()
         await super().send(message)
 

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from http import HTTPStatus
 from typing import NamedTuple
 from urllib.parse import unquote
 
 from httptools import parse_url
+from starlette.types import Scope
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit of a request's head, and of the trailers and chunk extensions of its body."""
@@ -24,6 +25,7 @@ _LONGEST_CACHED_TARGET = 256
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _UPGRADE_TOKENS = {b"upgrade", b"http2-settings"}
 _VERSIONS = ("1.1", "1.0")
+_HEADER_MAP = "charonia.headers"
 _FRAMING_HEADERS = frozenset((b"host", b"te", b"transfer-encoding"))
 
 
@@ -86,6 +88,14 @@ def _bad_request(problem: str) -> HttpProtocolError:
 def head_size(url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> int:
     """Bytes of a request's head, but for its method and version."""
     return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
+
+
+def header_map(scope: Scope) -> Mapping[bytes, bytes]:
+    """The headers of a request by their names, of repeated ones the last; made once."""
+    headers: Mapping[bytes, bytes] | None = scope.get(_HEADER_MAP)
+    if headers is None:
+        headers = scope[_HEADER_MAP] = dict(scope["headers"])
+    return headers
 
 
 class RequestTarget(NamedTuple):

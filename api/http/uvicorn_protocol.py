@@ -61,13 +61,16 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         coalescer = self.server_state.coalescer
-        if self.transport in coalescer:  # what comes of this may be written at once
+        if self.transport in coalescer.waiting:  # what comes of this may be written at once
             coalescer.flush()
         self._received = len(data)
         cycle = self.cycle
         body_bytes = len(cycle.body) if cycle is not None and cycle.more_body else -1
         try:
-            self._feed(data)
+            try:
+                self.parser.feed_data(data)
+            except HttpParserUpgrade as offer:
+                self._feed_without_offers(memoryview(data), offer)
         except HttpParserError as error:
             self._answer_parser_error(error)
         if self._in_head:
@@ -85,24 +88,24 @@ class HttpProtocol(HttpToolsProtocol):
         if ready is not None:
             self._start_asgi_task(*ready)
 
-    def _feed(self, data: bytes) -> None:
-        """Give the parser `data`, and a request that offers another protocol a second time, without the offer.
+    def _feed_without_offers(self, rest: memoryview, offer: HttpParserUpgrade) -> None:
+        """Give the parser a request that offers another protocol a second time, without the offer, and then the `rest`.
 
         JDK's HTTP client offers h2c with the first request of a connection. The parser takes the offer for accepted,
         and what follows for the other protocol.
         """
-        rest = memoryview(data)
         while True:
+            method, version = self.parser.get_method(), self.parser.get_http_version()
+            if method == b"CONNECT":
+                raise HttpParserError from None
+            head, rest = head_without_upgrade(method, self.url, version, self.headers), rest[offer.args[0] :]
+            self.parser = HttpRequestParser(self)
+            self._allow_length_beside_chunks()
+            self.parser.feed_data(head)
             try:
                 return self.parser.feed_data(rest)
-            except HttpParserUpgrade as offer:
-                method, version = self.parser.get_method(), self.parser.get_http_version()
-                if method == b"CONNECT":
-                    raise HttpParserError from None
-                head, rest = head_without_upgrade(method, self.url, version, self.headers), rest[offer.args[0] :]
-                self.parser = HttpRequestParser(self)
-                self._allow_length_beside_chunks()
-                self.parser.feed_data(head)
+            except HttpParserUpgrade as another:
+                offer = another
 
     def _allow_length_beside_chunks(self) -> None:
         """Read a body in chunks as such where its head has a length, too, as Python's requests sends it."""

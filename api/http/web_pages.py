@@ -16,6 +16,7 @@ from starlette.types import Scope
 
 from ...core.errors import InvalidArgument
 from .error_responses import ApiError
+from .request_head import header_map
 
 ANY = "*"
 
@@ -101,7 +102,7 @@ class WebPageRules:
         403: a change of this server, or private data, under an unknown host name or of a page from elsewhere; and a
         page's request under a name that leads here by a trick. 415: a form of a page from elsewhere.
         """
-        headers, method, path = dict(scope["headers"]), scope["method"], scope["path"]
+        headers, method, path = header_map(scope), scope["method"], scope["path"]
         origin, protected = headers.get(b"origin"), is_protected(method, path) or path.startswith(self._private)
         if origin is None and not protected and headers.get(b"sec-fetch-site") not in _FOREIGN_SITES:
             return

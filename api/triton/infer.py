@@ -5,19 +5,21 @@ Translates between the protocol and the gateway. The hottest of all routes: ever
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache, partial
+from secrets import token_hex
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...api import json_tensors, raw_tensors
+from ...core.direct_stream import ReadyResponse
 from ...core.errors import Internal, InvalidArgument, Unsupported
 from ...core.gateway import ModelHandle, ResponseStream
 from ...core.model import ModelConfig
-from ...core.request import InferResponse
+from ...core.request import InferResponse, ParameterValue
 from ...core.tensor import Tensor
 from ...telemetry.shared_state import ServerLookup
 from .. import size_limits
@@ -28,6 +30,7 @@ from ..http.connection import CancelOnDisconnect, offload_if_large, receive_body
 from ..http.eager import EagerAwaitable
 from ..http.request_context import context_of
 from ..http.request_cycle import send_complete_response
+from ..http.request_head import header_map
 from ..infer_call import (
     InferCall,
     ResponseSize,
@@ -43,7 +46,7 @@ _COPIED = 1 << 16
 """Bytes of tensors up to which it is cheaper to join them than to send them apart."""
 
 
-class EncodedInferResponse(NamedTuple):
+class EncodedInferResponse(msgspec.Struct, frozen=True):
     """A body in parts. `header_length`: bytes of the JSON in front, None if there is nothing but JSON."""
 
     parts: Sequence[bytes | memoryview]
@@ -73,66 +76,81 @@ def encode_infer_response(
 
     Raises `CharoniaError` if an output cannot be returned like that.
     """
-    outputs: list[_OutputJson] = []
+    outline: list[_OutputOutline] = []
+    values: list[list[Any] | Tensor] = []
     blobs: list[bytes | memoryview] = []
     strict, size = True, ResponseSize(limit)
     for output in response.outputs:
         wanted = call.outputs.get(output.name, call.default_output)
         tensor = wanted.apply(config, output)
-        members: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
-        long = None
+        place: int | None = None
         if wanted.memory is None:
             size.add(tensor, as_json=not wanted.binary)
         if wanted.binary:
             blob = raw_tensors.encode(tensor) if tensor.data.nbytes < _COPIED else raw_tensors.encode_view(tensor)
             blobs.append(blob)
-            members["parameters"] = {"binary_data_size": len(blob)}
+            place = len(blob)
         elif wanted.memory is None:
-            strict = strict and json_tensors.is_strict_json(tensor)
-            if raw_tensors.is_long(tensor):
-                long = tensor
-            else:
-                members["data"] = json_tensors.to_list(tensor)
-        outputs.append(_OutputJson(members, long))
-    document: dict[str, Any] = {"id": call.request.id} if call.request.id else {}
-    document["model_name"], document["model_version"] = config.name, config.version
-    if response.parameters:
-        document["parameters"] = response.parameters
-    if any(described.long is not None for described in outputs):
-        head = _long_json(document, outputs, strict)
-    else:
-        document["outputs"] = [described.members for described in outputs]
-        head = [json_tensors.dump_json(document, strict)]
-    return _assemble(head, blobs)
+            place = _IN_JSON
+            part = None if raw_tensors.is_long(tensor) else json_tensors.to_list(tensor)
+            strict = strict and json_tensors.is_strict_json(tensor, part)
+            values.append(tensor if part is None else part)
+        outline.append((tensor.name, tensor.datatype, tensor.shape, place))
+    request_id = call.request.id
+    describe = _around_values if not response.parameters else partial(_describe_response, response.parameters)
+    around = describe(config.name, config.version, bool(request_id), strict, *outline)
+    parts, document = [around[0]], iter(around[1:])
+    if request_id:
+        parts += json_tensors.dump_json(request_id, strict), next(document)
+    for value in values:
+        if isinstance(value, Tensor):
+            parts += b"[", *json_tensors.encode_in_pieces(value, strict), b"]", next(document)
+        else:
+            parts += json_tensors.dump_json(value, strict), next(document)
+    return _assemble(parts, blobs)
+
+
+_OutputOutline: TypeAlias = tuple[str, str, tuple[int, ...], int | None]
+"""An output's name, datatype and shape, and its place: so many bytes behind the JSON, `_IN_JSON`, or nowhere."""
+
+_IN_JSON = -1
+_HOLE = token_hex(16)
+"""Stands for values that are not known yet; no client can know it and have it for a name."""
+
+
+def _describe_response(
+    parameters: Mapping[str, ParameterValue],
+    name: str,
+    version: str,
+    has_id: bool,
+    strict: bool,
+    *outputs: _OutputOutline,
+) -> list[bytes]:
+    """The JSON of a response in pieces, between which there are the request's id, if it has one, and the data of each
+    output that is in the JSON."""
+    document: dict[str, Any] = {"id": _HOLE} if has_id else {}
+    document |= {"model_name": name, "model_version": version}
+    if parameters:
+        document["parameters"] = parameters
+    document["outputs"] = [
+        {"name": output, "datatype": datatype, "shape": shape}
+        | ({} if place is None else {"data": _HOLE} if place < 0 else {"parameters": {"binary_data_size": place}})
+        for output, datatype, shape, place in outputs
+    ]
+    return json_tensors.dump_json(document, strict).split(b'"%b"' % _HOLE.encode())
+
+
+_around_values = lru_cache(256)(partial(_describe_response, {}))
+"""The pieces of a response without parameters: most responses of a model are alike but for their values."""
 
 
 def _assemble(head: list[bytes], blobs: list[bytes | memoryview]) -> EncodedInferResponse:
     size = sum(map(len, blobs))
     if not size:
-        return EncodedInferResponse(head, None)
+        return EncodedInferResponse(head if sum(map(len, head)) > _COPIED else [b"".join(head)], None)
     length = sum(map(len, head))
-    parts = (b"".join((*head, *blobs)),) if size < _COPIED and len(head) == 1 else (*head, *blobs)
+    parts = (b"".join((*head, *blobs)),) if size + length < _COPIED else (*head, *blobs)
     return EncodedInferResponse(parts, length)
-
-
-class _OutputJson(NamedTuple):
-    """An output's JSON object, but for the data of a `long` one."""
-
-    members: dict[str, Any]
-    long: Tensor | None
-
-
-def _long_json(document: dict[str, Any], outputs: Iterable[_OutputJson], strict: bool) -> list[bytes]:
-    """The JSON of a response with these outputs, in pieces, of which none takes long to make."""
-    parts, between = [json_tensors.dump_json(document, strict)[:-1], b',"outputs":['], b""
-    for output in outputs:
-        parts.append(between + json_tensors.dump_json(output.members, strict))
-        if output.long is not None:
-            parts[-1] = parts[-1][:-1] + b',"data":['
-            parts += json_tensors.encode_in_pieces(output.long, strict)
-            parts.append(b"]}")
-        between = b","
-    return [*parts, b"]}"]
 
 
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
@@ -162,11 +180,15 @@ class InferEndpoint:
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)
         model.check_room()
-        headers: HeaderMap = dict(request.scope["headers"])
+        headers = header_map(request.scope)
         call = await self._read(model, headers, request)
         if config.decoupled and wants_stream(call.request):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
-        response = await _single_response(model.infer(call.request), config.decoupled, request.receive)
+        stream = model.infer(call.request)
+        if type(stream) is ReadyResponse:
+            response = stream.response
+        else:
+            response = await _single_response(stream, config.decoupled, request.receive)
         release_memory_after(response)
         encode = partial(encode_infer_response, model.config, call, response, self._max_response_size)
         encoded = await asyncio.to_thread(encode) if is_long(call, response) else encode()
@@ -199,7 +221,8 @@ class InferEndpoint:
             call = await call.decode_deferred(model)
         if self._forwarding is not None and (forwarded := self._forwarding.parameters(headers)):
             parameters = {**call.request.parameters, **forwarded}
-            call = call._replace(request=msgspec.structs.replace(call.request, parameters=parameters))
+            with_headers = msgspec.structs.replace(call.request, parameters=parameters)
+            call = msgspec.structs.replace(call, request=with_headers)
         return call
 
 

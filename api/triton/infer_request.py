@@ -45,13 +45,12 @@ _DTYPES = {name: np.dtype(dtype) for name, dtype in NUMPY_TYPES.items() if name 
 
 
 class _TensorPlace(NamedTuple):
-    """A tensor of the body: its elements, and the bytes between the header and it."""
+    """A tensor of the body, and the bytes between the header and it."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     dtype: "np.dtype[Any]"
-    elements: int
     offset: int
 
 
@@ -80,8 +79,8 @@ class HeaderCache:
         if header is None or len(body) - length != header.size:
             return None
         request, inputs = header.call.request, {}
-        for name, datatype, shape, dtype, elements, offset in header.tensors:
-            inputs[name] = Tensor(name, datatype, shape, np.frombuffer(body, dtype, elements, length + offset))
+        for name, datatype, shape, dtype, offset in header.tensors:
+            inputs[name] = Tensor(name, datatype, shape, np.ndarray(shape, dtype, body, length + offset))
         filled = InferRequest(request.id, inputs, request.outputs, request.parameters)
         return InferCall(filled, header.call.outputs, header.call.default_output)
 
@@ -103,10 +102,9 @@ class HeaderCache:
             del self._headers[next(iter(self._headers))]
         tensors, offset = [], 0
         for tensor in inputs:
-            dtype, elements = _DTYPES[tensor.datatype], tensor.data.size
-            tensors.append(_TensorPlace(tensor.name, tensor.datatype, tensor.shape, dtype, elements, offset))
+            tensors.append(_TensorPlace(tensor.name, tensor.datatype, tensor.shape, _DTYPES[tensor.datatype], offset))
             offset += tensor.data.nbytes
-        bare = call._replace(request=msgspec.structs.replace(call.request, inputs={}))
+        bare = msgspec.structs.replace(call, request=msgspec.structs.replace(call.request, inputs={}))
         self._headers[model, bytes(body[:length])] = _CachedHeader(tuple(tensors), len(body) - length, bare)
 
 
@@ -291,6 +289,8 @@ class _Reading:
 
 
 def _check_one_source(name: str, members: JsonObject, parameters: JsonObject) -> None:
+    if not parameters and "data" in members:  # the usual one
+        return
     sources = ("data" in members, "binary_data_size" in parameters, "shared_memory_region" in parameters)
     if sources.count(True) == 1:
         return
@@ -336,7 +336,7 @@ def _read_raw_request(config: ModelConfig, body: memoryview) -> InferRequest:
     else:
         row = json_tensors.byte_size(spec.datatype, count)
         shape = tuple((len(body) // row if row else 0) if dim < 0 else dim for dim in spec.dims)
-        tensor = raw_tensors.decode(declared._replace(shape=shape), body)
+        tensor = raw_tensors.decode(msgspec.structs.replace(declared, shape=shape), body)
     if config.max_batch_size > 0:
         tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
     return InferRequest(inputs={spec.name: tensor})

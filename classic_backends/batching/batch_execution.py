@@ -11,6 +11,7 @@ from contextlib import closing
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -104,7 +105,8 @@ class ModelSignature:
     def _to_tensor(self, binding: TensorBinding, array: NDArray[Any]) -> Tensor:
         name = binding.name
         datatype = binding.datatype
-        if array.dtype != self._dtypes[name]:
+        dtype = self._dtypes[name]
+        if array.dtype is not dtype and array.dtype != dtype:  # most are numpy's own, of which there is one each
             mismatch = f"model '{self.model_name}' made output '{name}' of type {array.dtype}, not {datatype}"
             if not self._relays or array.dtype not in _RELAYED:
                 raise Internal(mismatch)
@@ -247,7 +249,7 @@ class BatchLayout(NamedTuple):
         return self.sequences is not None and (self.sequences.iterative or bool(self.sequences.state_outputs))
 
 
-class ExecutionResult(NamedTuple):
+class ExecutionResult(msgspec.Struct, frozen=True):
     """One response or error for each request, None for one that is answered later; or an `error` for all of them."""
 
     responses: Sequence[InferResponse | Exception | None]

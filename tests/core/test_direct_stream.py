@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 
-from charonia.core.direct_stream import DirectStream, relay
+from charonia.core.direct_stream import DirectStream, ReadyResponse, relay
+from charonia.core.request import InferResponse
 
 
 async def numbers(last: int, closed: list[str], output: DirectStream[int]) -> AsyncGenerator[int, None]:
@@ -83,3 +84,11 @@ async def test_an_error_of_the_sink_ends_the_stream() -> None:
     with pytest.raises(ValueError, match="6"):
         await anext(stream)
     assert closed == ["numbers"]
+
+
+async def test_a_response_that_is_ready_is_also_a_stream_of_one() -> None:
+    ready = ReadyResponse(InferResponse((), final=True))
+    assert [response async for response in ready] == [ready.response]
+    closed = ReadyResponse(ready.response)
+    await closed.aclose()
+    assert not [response async for response in closed]

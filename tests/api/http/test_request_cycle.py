@@ -30,11 +30,11 @@ async def test_answers_wait_for_those_of_the_same_turn_and_no_longer() -> None:
     coalescer, (sent, [one, other]) = WriteCoalescer(), transports(2)
     coalescer.write_soon(one, b"1")
     coalescer.write_soon(other, b"2")
-    assert one in coalescer
+    assert one in coalescer.waiting
     assert not sent
     await asyncio.sleep(0)
     assert sent == ["a1", "b2"]
-    assert one not in coalescer
+    assert one not in coalescer.waiting
     coalescer.write_soon(other, b"3")
     await asyncio.sleep(0)
     assert sent[2:] == ["b3"]

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from charonia.api.infer_call import InferCall, RequestedOutput
+from charonia.api.json_tensors import dump_json
 from charonia.api.triton.infer import encode_infer_response
 from charonia.api.triton.infer_request import InferRequestReader
 from charonia.core.model import ModelConfig
-from charonia.core.request import InferResponse
+from charonia.core.request import InferRequest, InferResponse, ParameterValue
 from charonia.core.tensor import NUMPY_TYPES, Tensor
 
 CONFIG = ModelConfig("m", "1", "b")
@@ -71,3 +73,23 @@ def test_there_and_back(datatype: str, binary: bool, drawn: st.DataObject) -> No
     if datatype == "BYTES" and heard.size:
         heard = np.array([each if isinstance(each, bytes) else each.encode() for each in heard.ravel()], np.object_)
     assert same(heard.reshape(data.shape), data.astype(heard.dtype))
+
+
+@pytest.mark.parametrize("value", [0.1, np.nan, np.inf, 1e300])
+@pytest.mark.parametrize("request_id", ["", 'an "id"'])
+@pytest.mark.parametrize("parameters", [{}, {"key": "text", "number": 1.5}])
+def test_a_response_reads_as_if_it_were_written_in_one_piece(
+    value: float, request_id: str, parameters: dict[str, ParameterValue]
+) -> None:
+    raw, listed = np.array([1, 2], np.int32), np.array([[value, 1e-7], [value, -value]])
+    call = InferCall(InferRequest(request_id), {"RAW": RequestedOutput(binary=True)})
+    outputs = Tensor("LISTED", "FP64", (2, 2), listed), Tensor("RAW", "INT32", (2,), raw)
+    written = {"name": "LISTED", "datatype": "FP64", "shape": [2, 2], "data": listed.ravel().tolist()}
+    behind = {"name": "RAW", "datatype": "INT32", "shape": [2], "parameters": {"binary_data_size": 8}}
+    document = {"id": request_id} if request_id else {}
+    document |= {"model_name": "m", "model_version": "1", **({"parameters": parameters} if parameters else {})}
+    whole = dump_json(document | {"outputs": [written, behind]}, strict=bool(np.isfinite(listed).all()))
+    for _ in range(2):
+        answer = encode_infer_response(CONFIG, call, InferResponse(outputs, parameters))
+        assert b"".join(answer.parts) == whole + raw.tobytes()
+        assert answer.header_length == len(whole)
