@@ -176,7 +176,7 @@ def lookup_routes(
         *ResponsesRoutes(lookup, info).routes(),
         *MessagesRoutes(lookup, info).routes(),
         *EncoderRoutes(lookup, info.max_input_size).routes(),
-        *ScoringRoutes(lookup, info.max_input_size).routes(),
+        *ScoringRoutes(lookup, info.max_input_size, info.max_response_size).routes(),
         *_server_routes(lookup, info, listed),
     ]
     return [*routes, *InvocationRoutes(lookup, info.max_input_size, _endpoints(routes)).routes()]

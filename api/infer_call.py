@@ -162,15 +162,12 @@ async def decode_long_json(declared: DeclaredInput, array: UnparsedContainer) ->
     return declared.tensor(data.reshape(declared.shape))
 
 
-_JSON_SHARE = 4
-
-
 class ResponseSize:
     """Counts the bytes of a response's tensors. `limit`: of all that are returned raw; of those that become JSON, whose
     text is several times as long, a quarter of it."""
 
     def __init__(self, limit: int) -> None:
-        self._limits = limit, limit // _JSON_SHARE
+        self._limits = limit, size_limits.response_limit(limit, as_json=True)
         self._sizes = [0, 0]
 
     def add(self, tensor: Tensor, as_json: bool) -> None:

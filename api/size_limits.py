@@ -14,6 +14,9 @@ BODY_TIMEOUT = 60.0
 SLOW_BODY_SECONDS, SLOW_BODY_BYTES = 30.0, 30 * 1024
 """A body of which fewer bytes come in so many seconds of waiting for it is given up: 1 KiB a second."""
 
+_JSON_SHARE = 4
+"""What of `MAX_RESPONSE_BYTES` may become JSON: a part in so many."""
+
 _HINT = "Use --http-max-input-size to increase the limit."
 _RAW_HINT = "Use --max-raw-input-size to increase the limit."
 _RESPONSE_HINT = "Use --max-response-bytes to increase the limit."
@@ -47,6 +50,11 @@ def check_raw_size(size: int, limit: int) -> None:
 def check_decompressed_size(size: int, limit: int) -> None:
     if size > limit:
         raise BodyTooLarge(f"Decompressed data size {_exceeds(limit)}")
+
+
+def response_limit(limit: int, as_json: bool) -> int:
+    """The bytes of tensors that may be returned raw, or as JSON, whose text is several times as long."""
+    return limit // _JSON_SHARE if as_json else limit
 
 
 def check_response_size(output: str, size: int, limit: int, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 Any model with these tensors serves them, an ensemble too. Knows no protocol.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -33,6 +33,7 @@ from ...core.model import ModelConfig
 from ...core.request import InferRequest
 from ...core.tasks import RequestTaskGroup
 from ...core.tensor import Tensor
+from ..http.connection import offload_if_large
 from ..http.request_context import context_of
 from .json_body import field_error, model_field
 
@@ -119,9 +120,16 @@ async def late_interaction(model: ModelHandle, pairs: Sequence[tuple[str, str]])
         arrays, count = await encode_tokens(model, texts, TOKEN_EMBEDDING, "vectors of tokens", role)
         vectors.append(dict(zip(texts, arrays, strict=True)))
         tokens += count
-    queries, documents = vectors
-    scores = [_max_sim(queries[query], documents[document]) for query, document in pairs]
-    return np.array(scores, np.float32), tokens
+    size = sum(array.nbytes for arrays in vectors for array in arrays.values())
+    return await offload_if_large(size, _max_sims, *vectors, pairs), tokens
+
+
+def _max_sims(
+    queries: Mapping[str, NDArray[np.float32]],
+    documents: Mapping[str, NDArray[np.float32]],
+    pairs: Sequence[tuple[str, str]],
+) -> NDArray[np.float32]:
+    return np.array([_max_sim(queries[query], documents[document]) for query, document in pairs], np.float32)
 
 
 def _max_sim(query: NDArray[np.float32], document: NDArray[np.float32]) -> float:

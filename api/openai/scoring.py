@@ -17,6 +17,7 @@ from ...core.gateway import ModelHandle, ModelLookup
 from ..http.connection import CancelOnDisconnect, offload_if_large
 from ..http.error_responses import json_response
 from ..http.request_context import request_id_of
+from ..size_limits import MAX_RESPONSE_BYTES, check_response_size, response_limit
 from .embeddings import ENCODER_NO_OP_VALUES, check_encoding, encoded_rows
 from .encoder_calls import (
     acquire_encoder,
@@ -90,9 +91,11 @@ _POOLING = BodyFormat(PoolingBody, {**ENCODER_NO_OP_VALUES, "instruction": (), "
 
 
 class ScoringRoutes:
-    def __init__(self, lookup: ModelLookup, max_input_size: int) -> None:
+    def __init__(self, lookup: ModelLookup, max_input_size: int, max_response_size: int = MAX_RESPONSE_BYTES) -> None:
+        """`max_response_size`: bytes of what /pooling returns: vectors of tokens are far longer than texts."""
         self._lookup = lookup
         self._max_input_size = max_input_size
+        self._max_response_size = max_response_size
 
     def routes(self) -> list[Route]:
         return [
@@ -143,9 +146,11 @@ class ScoringRoutes:
         async with CancelOnDisconnect(request.receive):
             arrays, tokens = await _pool(model, inputs, task, body.prompt_name)
         size = sum(array.nbytes for array in arrays)
-        rows = await offload_if_large(size, _pooled_rows, arrays, body.encoding_format)
-        data = [{"index": index, "object": "pooling", "data": row} for index, row in enumerate(rows)]
-        return _listed(request, "pool", model, data, tokens)
+        as_json = body.encoding_format != "base64"
+        limit = response_limit(self._max_response_size, as_json)
+        check_response_size(_TASKS[task], size, limit, as_json)
+        head = _head(request, "pool", model)
+        return await offload_if_large(size, _pooled, head, arrays, body.encoding_format, usage_of(tokens))
 
 
 async def _pool(model: ModelHandle, inputs: list[Any], task: str, prompt: str | None) -> tuple[list[NDArray[Any]], int]:
@@ -156,6 +161,13 @@ async def _pool(model: ModelHandle, inputs: list[Any], task: str, prompt: str | 
         return list(values if output == EMBEDDING else _probabilities(values)), tokens
     arrays, tokens = await encode_tokens(model, inputs, output, "vectors of tokens", prompt)
     return [array if array.ndim == 2 else array[:, None] for array in arrays], tokens
+
+
+def _pooled(head: dict[str, Any], arrays: list[NDArray[Any]], encoding: str | None, usage: dict[str, int]) -> Response:
+    """The answer of /pooling, down to its bytes."""
+    rows = _pooled_rows(arrays, encoding)
+    data = [{"index": index, "object": "pooling", "data": row} for index, row in enumerate(rows)]
+    return json_response({**head, "data": data, "usage": usage})
 
 
 def _pooled_rows(arrays: list[NDArray[Any]], encoding: str | None) -> list[Any]:
@@ -184,5 +196,9 @@ def _probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _listed(request: Request, kind: str, model: ModelHandle, data: list[dict[str, Any]], tokens: int) -> Response:
-    head = {"id": f"{kind}-{request_id_of(request.scope)}", "object": "list", "created": int(time.time())}
-    return json_response({**head, "model": model.config.name, "data": data, "usage": usage_of(tokens)})
+    return json_response({**_head(request, kind, model), "data": data, "usage": usage_of(tokens)})
+
+
+def _head(request: Request, kind: str, model: ModelHandle) -> dict[str, Any]:
+    name = {"id": f"{kind}-{request_id_of(request.scope)}", "object": "list", "created": int(time.time())}
+    return {**name, "model": model.config.name}

@@ -66,8 +66,8 @@ class TaggedCalls:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        words = (self.start, self.end, self.call_begin, self.call_end, self.key_begin, self.key_end)
-        words += (self.value_begin, self.value_end)
+        words = [self.start, self.end, self.call_begin, self.call_end, self.key_begin, self.key_end]
+        words += [self.value_begin, self.value_end]
         return tuple(dict.fromkeys(part for word in words for part in _TAG.findall(word)))
 
     @property

@@ -1,13 +1,18 @@
 """/v1/embeddings and /v1/rerank over a model that answers with lengths: their forms, parts, errors and usage."""
 
 import base64
-from collections.abc import AsyncGenerator
+import threading
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from charonia.api.app import build_app
+from charonia.api.http import connection
+from charonia.api.metadata import ServerInfo
+from charonia.api.openai import encoder_calls, scoring
 from charonia.api.openai.encoder_calls import several_inputs
 from charonia.core.errors import InvalidArgument, NotFound, Unavailable
 from charonia.core.model import ModelConfig
@@ -189,6 +194,35 @@ async def test_pooling_by_tokens(client: httpx.AsyncClient) -> None:
     assert "does token_embed, token_classify, not embed" in refused.json()["error"]["message"]
     refused = await client.post("/v1/embeddings", json=body)
     assert "makes no embeddings: it lacks text_input or the output embedding" in refused.json()["error"]["message"]
+
+
+async def test_vectors_of_tokens_are_limited_as_other_tensors_are(gateway: Any) -> None:
+    app = build_app(gateway, ServerInfo("triton", "9.9", max_response_size=100))
+    body = {"model": "tokens", "input": ["abcdefgh"]}  # 64 bytes
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://charonia") as connected:
+        refused = await connected.post("/pooling", json=body)
+        assert (await connected.post("/pooling", json=body | {"encoding_format": "base64"})).status_code == 200
+        assert (await connected.post("/pooling", json=body | {"input": ["abc"]})).status_code == 200
+    assert refused.status_code == 400
+    assert "(64 bytes) that exceeds the maximum allowed value of 25 bytes as JSON" in refused.json()["error"]["message"]
+
+
+async def test_large_answers_are_made_beside_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_OFFLOADED_BYTES", 10)
+    threads = set[threading.Thread]()
+
+    def noting(work: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (threads.add(threading.current_thread()), work(*args))[1]
+
+    monkeypatch.setattr(scoring, "_pooled", noting(scoring._pooled))
+    monkeypatch.setattr(encoder_calls, "_max_sims", noting(encoder_calls._max_sims))
+    pooled = await client.post("/pooling", json={"model": "tokens", "input": ["ab", "c"]})
+    scored = await client.post("/score", json={"model": "tokens", "text_1": "ab", "text_2": ["b", "xyz"]})
+    assert (pooled.status_code, scored.status_code) == (200, 200)
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_texts_without_tokens_have_no_rows(client: httpx.AsyncClient) -> None:
