@@ -34,22 +34,21 @@ from .messages import (
     write_stream_error,
 )
 from .settings import Caller, GrpcCallPolicy, RpcContext, call_metadata, peer_address
-from .wire_format import ProtoMessage
+from .wire_format import ProtoMessage, delimited
 
 log = logging.getLogger(__name__)
 
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _STREAM = "ModelStreamInfer"
+_INFER_RESPONSE = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
 _ARM = "charonia_arm"
 _WARNING = "charonia_warning"
 _MAX_CONCURRENT = 1024
 """Requests of one stream that are answered at a time; the next one is read when one of them is done."""
 
 
-async def model_infer(
-    lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMessage, rpc: RpcContext
-) -> ProtoMessage:
-    """The response to a ModelInfer call. Raises `CharoniaError`, as `model_stream_infer`."""
+async def model_infer(lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMessage, rpc: RpcContext) -> bytes:
+    """The encoded response to a ModelInfer call. Raises `CharoniaError`, as `model_stream_infer`."""
     metadata = call_metadata(rpc)
     with lookup.open_request("ModelInfer", metadata) as context:
         context.client = address = peer_address(rpc)
@@ -164,7 +163,7 @@ class StreamInferCall:
                     raise ServerExiting(SHUTTING_DOWN)
                 async with aclosing(self._responses(model, message, context)) as responses:
                     async for response in responses:
-                        await self._send(pb.ModelStreamInferResponse(infer_response=response), before)
+                        await self._send(delimited(_INFER_RESPONSE, response), before)
         except CharoniaError as error:
             if self._strict:
                 raise
@@ -177,8 +176,8 @@ class StreamInferCall:
 
     async def _responses(
         self, model: ModelHandle, message: ProtoMessage, context: RequestContext
-    ) -> AsyncGenerator[ProtoMessage, None]:
-        """The responses to one request, each marked whether it is the last."""
+    ) -> AsyncGenerator[bytes, None]:
+        """The encoded responses to one request, each marked whether it is the last."""
         config = model.config
         final = False
         begun = False
@@ -193,7 +192,7 @@ class StreamInferCall:
         if not final and wants_empty_final(message):
             yield await write_response_off_loop(model.config, call, InferResponse(()), True)
 
-    async def _send(self, message: ProtoMessage, before: asyncio.Task[None] | None) -> None:
+    async def _send(self, message: ProtoMessage | bytes, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait((before,))
         async with self._writing:

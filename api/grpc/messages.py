@@ -7,7 +7,7 @@ import asyncio
 import math
 import re
 from collections.abc import Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import grpc
@@ -26,7 +26,7 @@ from ..infer_call import DeferredInputs, InferCall, RequestedOutput, ResponseSiz
 from ..raw_tensors import DeclaredInput, RawBytes
 from ..size_limits import MAX_RESPONSE_BYTES
 from .settings import Caller, RpcContext
-from .wire_format import LazyInferRequest, ProtoMessage, iter_contents
+from .wire_format import LazyInferRequest, ProtoMessage, delimiter, iter_contents
 
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _REGION = "shared_memory_region"
@@ -232,6 +232,7 @@ def _values(declared: DeclaredInput, contents: ProtoMessage) -> Any:
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 _FINAL = "triton_final_response"
+_RAW_OUTPUTS = pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
 _LARGEST = 2**31 - 1
 """Bytes that one message of gRPC, and of protobuf, can have."""
 
@@ -248,8 +249,8 @@ async def write_response_off_loop(
     response: InferResponse,
     final: bool | None = None,
     limit: int = MAX_RESPONSE_BYTES,
-) -> ProtoMessage:
-    """The message that `write_response` makes, in another thread where that takes long."""
+) -> bytes:
+    """What `write_response` makes, in another thread where that takes long."""
     release_memory_after(response)
     if call.writes_to_gpu or any(map(raw_tensors.is_long, response.outputs)):
         return await asyncio.to_thread(write_response, config, call, response, final, limit)
@@ -262,31 +263,47 @@ def write_response(
     response: InferResponse,
     final: bool | None = None,
     limit: int = MAX_RESPONSE_BYTES,
-) -> ProtoMessage:
-    """The message of one response, its tensors as raw contents; `final`: whether it is the last of a stream.
+) -> bytes:
+    """The encoded ModelInferResponse, its tensors as raw contents, which are copied once; `final`: whether it is the
+    last of a stream.
 
     Raises `CharoniaError` for an output that cannot be returned as `call` asks, or too large a message
     (`ResponseSize`).
     """
-    message = pb.ModelInferResponse(model_name=config.name, model_version=config.version, id=call.request.id)
-    outputs, contents = message.outputs, message.raw_output_contents
+    outline: list[tuple[str, str, tuple[int, ...]]] = []
+    contents: list[bytes | memoryview] = []
     response_size = ResponseSize(limit)
     for output in response.outputs:
         wanted = call.outputs.get(output.name, call.default_output)
         tensor = wanted.apply(config, output)
         if wanted.memory is None:
             response_size.add(tensor, as_json=False)
-        outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        contents.append(raw_tensors.encode(tensor) if wanted.memory is None else b"")
+        outline.append((tensor.name, tensor.datatype, tensor.shape))
+        contents.append(raw_tensors.encode_view(tensor) if wanted.memory is None else b"")
     size = sum(map(len, contents))
     if size > _LARGEST:
         raise InvalidArgument(f"Response has byte size {size} which exceeds gRPC's byte size limit {_LARGEST}.")
-    if response.parameters:
+    parts: list[bytes | memoryview] = [_encode_outline(config.name, config.version, *outline)]
+    if call.request.id or response.parameters or final is not None:
+        message = pb.ModelInferResponse(id=call.request.id)
         for key, value in response.parameters.items():
             setattr(message.parameters[key], _parameter_field(value), value)
-    if final is not None:
-        message.parameters[_FINAL].bool_param = final
-    return message
+        if final is not None:
+            message.parameters[_FINAL].bool_param = final
+        parts.append(message.SerializeToString())
+    for content in contents:
+        parts += delimiter(_RAW_OUTPUTS, len(content)), content
+    return b"".join(parts)
+
+
+@lru_cache(256)
+def _encode_outline(name: str, version: str, *outputs: tuple[str, str, tuple[int, ...]]) -> bytes:
+    """A response without what differs from one request to the next: encoded messages may follow each other."""
+    message = pb.ModelInferResponse(model_name=name, model_version=version)
+    for output, datatype, shape in outputs:
+        message.outputs.add(name=output, datatype=datatype, shape=shape)
+    encoded: bytes = message.SerializeToString()
+    return encoded
 
 
 def _parameter_field(value: ParameterValue) -> str:

@@ -123,8 +123,8 @@ class GrpcServer:
             many = method.client_streaming
             new_handler = grpc.stream_stream_rpc_method_handler if many else grpc.unary_unary_rpc_method_handler
             answer = self._answering(handlers[method.name], method.name)
-            write = GetMessageClass(method.output_type).SerializeToString
-            methods[method.name] = new_handler(answer, partial(_deserialize, method), write)
+            read = partial(_deserialize, method, method.name in _INFERENCE)
+            methods[method.name] = new_handler(answer, read, _serialize)
         return grpc.method_handlers_generic_handler(service.full_name, methods)
 
     def _control(self, name: str, rpc: BoundRpc) -> RpcHandler:
@@ -169,7 +169,13 @@ class GrpcServer:
         return answer
 
 
-def _deserialize(method: Any, data: bytes) -> ProtoMessage | DecodeError:
+def _serialize(message: ProtoMessage | bytes) -> bytes:
+    """A response; those of models are encoded already."""
+    encoded: bytes = message if isinstance(message, bytes) else message.SerializeToString()
+    return encoded
+
+
+def _deserialize(method: Any, is_inference: bool, data: bytes) -> ProtoMessage | DecodeError:
     """The request of a call of `method`, or the `DecodeError` of bytes that are none, which a unary handler answers.
 
     grpc would log a traceback of that error, and say that the server is at fault. To a stream's handler, which reads by
@@ -178,7 +184,7 @@ def _deserialize(method: Any, data: bytes) -> ProtoMessage | DecodeError:
     if len(data) > gc_tuning.LARGE_REQUEST_BYTES:
         gc_tuning.release_memory_soon()
     try:
-        if method.name in _INFERENCE:
+        if is_inference:
             return deserialize_infer(data)
         check_message_size(data, _LARGEST_MESSAGE if method.name == _LOAD else _MAX_CONTROL_BYTES)
         return GetMessageClass(method.input_type).FromString(data)

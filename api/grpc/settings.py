@@ -5,6 +5,7 @@ Free of grpc, which takes its time to import.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote
@@ -54,7 +55,12 @@ def call_metadata(context: RpcContext) -> Sequence[tuple[str, Any]]:
 
 def peer_address(context: RpcContext) -> str:
     """The client's address without its port; grpc has it as `ipv4:10.0.0.1:5123`, with a quoted one of IPv6."""
-    kind, _, place = unquote(context.peer()).partition(":")
+    return _address_of(context.peer())
+
+
+@lru_cache(1024)
+def _address_of(peer: str) -> str:
+    kind, _, place = unquote(peer).partition(":")
     return place.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else kind
 
 

@@ -66,7 +66,7 @@ def deserialize_infer(data: bytes) -> ProtoMessage:
         elif (number, wire) == (_INPUTS, _DELIMITED):
             if len(value) > LARGE_BYTES:
                 bare, only = _without_contents(value)
-                encoded = memoryview(_delimited(_INPUTS, bare))
+                encoded = memoryview(delimited(_INPUTS, bare))
                 if only is not None:
                     contents[inputs] = only
             rest += encoded
@@ -101,7 +101,7 @@ def iter_contents(view: memoryview) -> Iterator[ProtoMessage]:
             held += encoded
             continue
         for piece in _packed_pieces(value, _FIXED.get(number)):
-            yield pb.InferTensorContents.FromString(_delimited(number, piece))
+            yield pb.InferTensorContents.FromString(delimited(number, piece))
     yield pb.InferTensorContents.FromString(bytes(held))
 
 
@@ -196,11 +196,17 @@ def _broken() -> DecodeError:
     return DecodeError("Error parsing message with type 'inference.ModelInferRequest'")
 
 
-def _delimited(number: int, value: bytes | memoryview) -> bytes:
+def delimited(number: int, value: bytes | memoryview) -> bytes:
+    """A field of bytes, text or a message."""
+    return b"".join((delimiter(number, len(value)), value))
+
+
+def delimiter(number: int, size: int) -> bytes:
+    """The beginning of a field whose value of so many bytes follows."""
     out = bytearray()
-    for varint in (number << 3 | _DELIMITED, len(value)):
+    for varint in (number << 3 | _DELIMITED, size):
         while varint > 0x7F:
             out.append(varint & 0x7F | 0x80)
             varint >>= 7
         out.append(varint)
-    return bytes(out) + value
+    return bytes(out)

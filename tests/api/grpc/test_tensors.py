@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
 from charonia.api.grpc import messages
-from charonia.api.grpc.messages import parse_infer_message, write_response
+from charonia.api.grpc.messages import parse_infer_message
 from charonia.api.grpc.settings import Caller
 from charonia.api.infer_call import InferCall
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, NotFound
@@ -61,6 +61,11 @@ def tensors(draw: st.DrawFn, *datatypes: str) -> Tensor:
         size = count * np.dtype(NUMPY_TYPES[datatype]).itemsize
         data = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), NUMPY_TYPES[datatype])
     return Tensor("T", datatype, shape, data.reshape(shape))
+
+
+def write_response(*arguments: Any, **settings: Any) -> Any:
+    """The message of a response, decoded."""
+    return pb.ModelInferResponse.FromString(messages.write_response(*arguments, **settings))
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
