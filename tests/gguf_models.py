@@ -18,6 +18,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen35",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
 }
 """model_type in config.json -> llama.cpp's architecture, where that has another name."""
 
@@ -40,6 +42,9 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "operator_norm": "attn_norm",
     "ffn_norm": "ffn_norm",
@@ -67,6 +72,16 @@ QWEN35 = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+}
+NORMS_BEHIND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OWN = {
+    "gemma2": GEMMA,
+    "gemma3": GEMMA,
+    "qwen35": QWEN35,
+    **dict.fromkeys(("olmo2", "exaone4", "seed_oss", "glm4moe"), NORMS_BEHIND),
 }
 EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
@@ -165,7 +180,8 @@ def describe(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
+    drafts = int(architecture == "glm4moe")
+    writer.add_block_count(config.num_hidden_layers + drafts)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
@@ -192,10 +208,22 @@ def describe(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_rope_scaling_orig_ctx_len(original)
         writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(factor) / np.log(original))))
     if getattr(config, "num_experts_per_tok", None):
-        writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+        counts = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+        writer.add_expert_count(next(filter(None, counts)))
         writer.add_expert_used_count(config.num_experts_per_tok)
     if getattr(config, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture in ("glm4moe", "minimax-m2"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(True)
+    if architecture == "glm4moe":
+        writer.add_nextn_predict_layers(drafts)
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.enorm.weight", np.ones(8, np.float32))
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if architecture == "minimax-m2":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -227,8 +255,7 @@ def tiled_heads(value: torch.Tensor, name: str, config: Any) -> torch.Tensor:
 
 
 def stored_tensors(weights: dict[str, torch.Tensor], config: Any, architecture: str) -> Iterator[tuple[str, Any]]:
-    own = GEMMA if architecture.startswith("gemma") else QWEN35 if architecture == "qwen35" else {}
-    names, experts = NAMES | own, dict[str, dict[int, Any]]()
+    names, experts = NAMES | OWN.get(architecture, {}), dict[str, dict[int, Any]]()
     for name, value in weights.items():
         module, _, kind = name.rpartition(".")
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -239,6 +266,9 @@ def stored_tensors(weights: dict[str, torch.Tensor], config: Any, architecture: 
             continue
         if "linear_attn." in name:
             value = tiled_heads(value, name, config)
+        if kind == "e_score_correction_bias":
+            yield f"blk.{module.split('.')[2]}.exp_probs_b.bias", value.contiguous().numpy()
+            continue
         if kind in ("A_log", "dt_bias"):
             stored = f"blk.{module.split('.')[2]}.{'ssm_a' if kind == 'A_log' else 'ssm_dt.bias'}"
             yield stored, (-value.exp() if kind == "A_log" else value).contiguous().numpy()
@@ -251,7 +281,7 @@ def stored_tensors(weights: dict[str, torch.Tensor], config: Any, architecture: 
         plus_one = architecture.startswith("gemma") or architecture == "qwen35"
         if plus_one and "norm" in stored and "ssm_norm" not in stored:
             value = value + 1
-        if architecture == "llama" and ("attn_q." in stored or "attn_k." in stored):
+        if architecture in ("llama", "smollm3") and ("attn_q." in stored or "attn_k." in stored):
             heads = config.num_attention_heads if "attn_q." in stored else config.num_key_value_heads
             value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         yield stored, value.contiguous().numpy()

@@ -97,7 +97,7 @@ BUDGETS = {
     "kvcache": 620,
     "tokenization": 3_500,
     "scheduler": 2_090,
-    "engine": 22_250,
+    "engine": 22_320,
     "classic_backends": 7_930,
     "ensembles": 1_200,
     "routing": 250,

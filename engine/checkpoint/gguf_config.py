@@ -34,6 +34,12 @@ _ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
 }
 """Fields that would change what is computed, with the values that do not."""
 
+_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "glm4moe": ("nextn_predict_layers", "expert_shared_count", "expert_weights_norm", "expert_weights_scale"),
+    "minimax-m2": ("expert_weights_norm",),
+}
+"""The fields of these that an architecture reads."""
+
 _LARGEST_ROPE = 1 << 12
 """Numbers that such a tensor may have."""
 
@@ -54,6 +60,8 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         raise CheckpointError(f"{file.path}: it has no matrix {_EMBEDDINGS}")
     fields = replace(file, prefix=f"{name}.")
     for key, usual in _ONLY_VALUES.items():
+        if key in _READ_BY.get(name, ()):
+            continue
         value = fields.value(key, usual[0])
         if value not in usual:
             raise CheckpointError(f"{file.path}: {name}.{key} {value} is not supported; only {usual[0]} is")
@@ -271,6 +279,60 @@ def _qwen3_5(fields: GgufFile) -> dict[str, Any]:
     }
 
 
+def _kin(architecture: str) -> Callable[[GgufFile], dict[str, Any]]:
+    """A family of Llama's kind without layers that have a window: those of OLMo 3 and the larger EXAONE 4 also rotate
+    differently by layer, which their files say in ways that were never at hand."""
+
+    def kin(fields: GgufFile) -> dict[str, Any]:
+        if fields.number("attention.sliding_window", 0):
+            raise CheckpointError(f"{fields.path}: {fields.prefix}attention.sliding_window is not supported")
+        return {"architectures": [architecture]}
+
+    return kin
+
+
+def _smollm3(fields: GgufFile) -> dict[str, Any]:
+    """That every fourth layer does not rotate is a constant there."""
+    return {**_kin("SmolLM3ForCausalLM")(fields), "no_rope_layer_interval": 4}
+
+
+def _seed_oss(fields: GgufFile) -> dict[str, Any]:
+    biased = "blk.0.attn_output.bias" in fields.tensors
+    return {**_kin("SeedOssForCausalLM")(fields), "attention_out_bias": biased}
+
+
+def _sigmoid_experts(fields: GgufFile) -> dict[str, Any]:
+    """Experts that are chosen by sigmoids with a correction, and weighed without it."""
+    if (gating := fields.number("expert_gating_func", 2)) != 2:
+        raise CheckpointError(f"{fields.path}: {fields.prefix}expert_gating_func {gating} is not supported; only 2 is")
+    return {
+        **_experts(fields),
+        "moe_intermediate_size": fields.number("expert_feed_forward_length"),
+        "norm_topk_prob": bool(fields.value("expert_weights_norm", True)),
+    }
+
+
+def _glm4_moe(fields: GgufFile) -> dict[str, Any]:
+    """Blocks behind the last layer, which draft, are left out."""
+    return {
+        "num_hidden_layers": fields.number("block_count") - fields.number("nextn_predict_layers", 0),
+        "architectures": ["Glm4MoeForCausalLM"],
+        **_sigmoid_experts(fields),
+        "n_routed_experts": fields.number("expert_count"),
+        "n_shared_experts": fields.number("expert_shared_count", 0),
+        "first_k_dense_replace": fields.number("leading_dense_block_count", 0),
+        "routed_scaling_factor": fields.real("expert_weights_scale", 1.0),
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in fields.tensors,
+    }
+
+
+def _minimax_m2(fields: GgufFile) -> dict[str, Any]:
+    inner = fields.number("expert_feed_forward_length")
+    return {"architectures": ["MiniMaxM2ForCausalLM"], **_sigmoid_experts(fields), "intermediate_size": inner}
+
+
 _VARIANTS: Mapping[str, Callable[[GgufFile], dict[str, Any]]] = {
     "llama": _llama,
     "lfm2": _lfm2,
@@ -279,6 +341,13 @@ _VARIANTS: Mapping[str, Callable[[GgufFile], dict[str, Any]]] = {
     "qwen35": _qwen3_5,
     "qwen3moe": _qwen3_moe,
     "phi3": _phi3,
+    "smollm3": _smollm3,
+    "olmo2": _kin("Olmo2ForCausalLM"),
+    "exaone4": _kin("Exaone4ForCausalLM"),
+    "ernie4_5": _kin("Ernie4_5ForCausalLM"),
+    "seed_oss": _seed_oss,
+    "glm4moe": _glm4_moe,
+    "minimax-m2": _minimax_m2,
     "gemma2": _gemma("Gemma2ForCausalLM", 46),
     "gemma3": _gemma("Gemma3ForCausalLM", 62),
 }

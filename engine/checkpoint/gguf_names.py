@@ -24,6 +24,9 @@ _LAYER = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
 _LFM2 = {
@@ -49,10 +52,21 @@ _QWEN35 = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
-_BARE = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+_BARE = {
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+}
 """Tensors of a layer that are not a module's weight or bias, there or here."""
 
 _LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
+_NORMS_BEHIND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""Of layers that normalise what attention, or both parts, give. The norm before an MLP of Seed-OSS and GLM-4.5 has the
+first name, too."""
 _GEMMA_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -67,7 +81,11 @@ _EXPERT = {
     "w2": "ffn_down_exps",
 }
 
-_OF_ARCHITECTURE = {"lfm2": _LFM2, "qwen35": _QWEN35}
+_OF_ARCHITECTURE = {
+    "lfm2": _LFM2,
+    "qwen35": _QWEN35,
+    **dict.fromkeys(("olmo2", "exaone4", "seed_oss", "glm4moe"), _NORMS_BEHIND),
+}
 """What an architecture's layers have beside `_LAYER`, by general.architecture."""
 
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -97,7 +115,7 @@ class GgufNames:
         self._layer: Mapping[str, str] = _LAYER | _OF_ARCHITECTURE.get(
             architecture, _GEMMA_NORMS if gemma else _LLAMA_NORMS
         )
-        self._permuted = architecture == "llama"
+        self._permuted = architecture in ("llama", "smollm3")
         self._plus_one = gemma or architecture == "qwen35"
 
     def stored(self, name: str) -> StoredName | None:
