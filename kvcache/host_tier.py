@@ -49,8 +49,8 @@ class HostTier:
         return lost
 
     def restore(self, digest: bytes, place: int) -> None:
-        """The content of this hash comes back to a place that nothing else uses."""
-        self.use(digest)
+        """The content of this hash comes back to a place that nothing else uses. It keeps its turn to be overwritten:
+        of a prefix that was used as a whole the beginning stays longest."""
         self._copies.append(TierCopy(place, self._slots[digest], back=True))
 
     def use(self, digest: bytes) -> None:

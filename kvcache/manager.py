@@ -266,10 +266,13 @@ class KVCacheManager:
         for block_hash in reversed(hashes[first:end]):  # what makes room for them is to take the place of others
             for group in range(self._span_blocks):
                 self._host.use(group_key(block_hash, group))
+        on_device = states is None or hashes[end - 1] in states
         if states is not None and not states.bring_back(hashes[end - 1], table.states[-1:]):
             return
         if self._hold_spans(table, hashes[:end], self._share_or_restore):
             table.states = [*table.states, *(hashes[number - 1] for number in resumable or ())][-2:]
+            if states is not None:
+                states.brought_back += not on_device
         for block_hash in hashes[first : table.committed]:
             self._settle(block_hash)
         table.restored = (table.committed - first) * self.block_size

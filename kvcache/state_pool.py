@@ -83,8 +83,8 @@ class StatePool:
             self.give_back(snapshot)
             return False
         self.host.restore(digest, snapshot)
+        self.host.use(digest)  # later than what made room for it
         self.publish(snapshot, digest)
-        self.brought_back += 1
         return True
 
     def _use(self, digest: bytes) -> None:

@@ -166,7 +166,7 @@ def _read_modules(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
 def _read_cross_encoder(directory: Path, transformer: Path, score: Path | None) -> CrossEncoderFiles:
     """The cross-encoder of a `transformer`, with the directory of a LogitScore if it has one."""
     config = read_json(transformer / "config.json")
-    answer = _read_answer(config, transformer) if score is None else _read_logit_score(score)
+    answer = _read_answer(config, transformer) if score is None else _read_logit_score(score, config.get("vocab_size"))
     if answer is None and not _names_class(config, "ForSequenceClassification"):
         raise Unsupported(f"{directory / 'modules.json'}: a Transformer alone must be one ForSequenceClassification")
     labels = 1 if answer else len(config.get("id2label") or {}) or int(config.get("num_labels", 1))
@@ -195,11 +195,15 @@ def _read_answer(config: Mapping[str, Any], transformer: Path) -> AnswerTokens |
     return AnswerTokens(tokens[-1], tokens[0] if tokens[1:] else None)
 
 
-def _read_logit_score(directory: Path) -> AnswerTokens:
+def _read_logit_score(directory: Path, vocabulary: object) -> AnswerTokens:
     config = read_json(directory / "config.json")
     relevant, irrelevant = config.get("true_token_id"), config.get("false_token_id")
     if not isinstance(relevant, int) or not isinstance(irrelevant, int | None):
         raise InvalidArgument(f"{directory / 'config.json'} is no LogitScore: it must have true_token_id, an integer")
+    for name, token in (("true_token_id", relevant), ("false_token_id", irrelevant)):
+        if token is not None and not (token >= 0 and (not isinstance(vocabulary, int) or token < vocabulary)):
+            message = f"{name} {token} is outside the vocabulary of {vocabulary} tokens"
+            raise InvalidArgument(f"{directory / 'config.json'}: {message}")
     return AnswerTokens(relevant, irrelevant)
 
 

@@ -81,11 +81,14 @@ class PairEncoder:
     ) -> Iterator[EncodedText]:
         """The tokens of each pair with its instruction. Raises as `EncoderTokenizer.encode`."""
         prompts = [*map(self._template.render, queries, documents, instructions)]
+        ends: dict[str, list[int]] = {}
         for encoded, instruction in zip(self._encode(prompts), instructions, strict=True):
             if len(encoded.ids) < self._max_tokens:
                 yield encoded
                 continue
-            end = self._template_end(instruction)[-self._max_tokens :]
+            if instruction not in ends:
+                ends[instruction] = self._template_end(instruction)[-self._max_tokens :]
+            end = ends[instruction]
             yield EncodedText([*encoded.ids[: len(encoded.ids) - len(end)], *end], encoded.segments)
 
     def _template_end(self, instruction: str) -> list[int]:

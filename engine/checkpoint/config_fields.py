@@ -262,13 +262,12 @@ class ConfigFields(NamedTuple):
     def corrected_experts(self) -> dict[str, Any]:
         """The fields of DeepSeek V3's router (arXiv 2412.19437), and of those that are like it: sigmoids with a
         correction, behind some dense layers, beside experts that every token goes through."""
-        kinds = self.texts("mlp_layer_types") or ["dense"] * self.number("first_k_dense_replace", 0, MOST_PARTS, 0)
         return {
             "sigmoid_router": True,
             "use_expert_bias": True,
             "float32_router": True,
             "least_weight_sum": 1e-20,
-            "mlp_only_layers": [layer for layer, kind in enumerate(kinds) if kind == "dense"],
+            "mlp_only_layers": [*range(self.number("first_k_dense_replace", 0, MOST_PARTS, 0))],
             "shared_expert_intermediate_size": self.number("n_shared_experts", 0, MOST_PARTS, 0)
             * self.number("moe_intermediate_size"),
         }

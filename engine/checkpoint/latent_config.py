@@ -63,8 +63,10 @@ def _deepseek_v2_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _glm4_lite_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """Without `mlp_layer_types` the first layer is dense."""
-    return _deepseek_v3_fields(fields._replace(config={**fields.config, "first_k_dense_replace": 1}))
+    """It alone of its kin names its dense layers by `mlp_layer_types`; without them the first one is dense."""
+    kinds = fields.texts("mlp_layer_types") or ("dense",)
+    dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+    return {**_deepseek_v3_fields(fields), "mlp_only_layers": dense}
 
 
 _LATENT = {

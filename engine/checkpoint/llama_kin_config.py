@@ -74,7 +74,7 @@ def _solar_open_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 def _minimax_m2_fields(fields: ConfigFields) -> Mapping[str, Any]:
     own: dict[str, Any] = {"sigmoid_router": True, "use_expert_bias": True, "least_weight_sum": 1e-20}
-    if fields.config.get("rotary_dim") is not None:
+    if fields.config.get("rotary_dim") is not None and fields.config.get("partial_rotary_factor") is None:
         own["partial_rotary_factor"] = fields.number("rotary_dim") / fields.number("head_dim")
     return {**fields.config, **own}
 

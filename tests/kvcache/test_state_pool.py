@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from charonia.kvcache.host_tier import HostTier
 from charonia.kvcache.manager import KVCacheManager
 from charonia.kvcache.state_pool import StatePool
 
@@ -298,3 +299,15 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
+
+
+def test_a_prefix_that_comes_back_loses_its_end_first() -> None:
+    tier = HostTier(3)
+    prefix = [b"first", b"second", b"third"]
+    for place, digest in enumerate(prefix):
+        tier.save(digest, place)
+    for digest in reversed(prefix):
+        tier.use(digest)
+    for place, digest in enumerate(prefix):
+        tier.restore(digest, place)
+    assert [tier.save(bytes([other]), other) for other in range(3)] == [b"third", b"second", b"first"]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from charonia.classic_backends.encoder import pair_template
 from charonia.classic_backends.encoder.encoder_backend import ENCODER
-from charonia.classic_backends.encoder.pair_template import QWEN3_RERANKER, PairTemplate
+from charonia.classic_backends.encoder.pair_template import QWEN3_RERANKER, PairEncoder, PairTemplate
 from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.model import ModelConfig
 from charonia.core.runtime import InstancePlacement, Runtime
@@ -73,7 +73,12 @@ def test_a_prompt_that_is_too_long_keeps_its_end(
     making_encoders.write_json(version / "config_sentence_transformers.json", own)
     long = "coins by night " * 40
     expected = logits_behind(module, version, f"[CLS] {QUERY} [CLS] {long} is it")[YES].item()
-    assert score(load(version, described), ["day", long])[1] == pytest.approx(expected, abs=1e-5)
+    runtime = load(version, described)
+    assert score(runtime, ["day", long])[1] == pytest.approx(expected, abs=1e-5)
+    ends: list[object] = []
+    monkeypatch.setattr(PairEncoder, "_template_end", lambda *_: [ends.append(_), YES][1:])
+    score(runtime, [long] * 3)
+    assert len(ends) == 1, "pairs with one instruction end alike"
 
 
 def test_tokens_may_be_named_as_for_vllm(version: Path, making_encoders: ModuleType, described: Describe) -> None:
@@ -128,6 +133,16 @@ def test_texts_that_a_template_refuses_are_named(
     [
         ("{{ messages[0].content }}", {}, "must write messages of the roles query and document"),
         (None, {"1_LogitScore/config.json": {"true_token_id": "yes"}}, "must have true_token_id, an integer"),
+        (
+            None,
+            {"1_LogitScore/config.json": {"true_token_id": 10**6}},
+            "true_token_id 1000000 is outside the vocabulary",
+        ),
+        (
+            None,
+            {"1_LogitScore/config.json": {"true_token_id": 1, "false_token_id": -1}},
+            "false_token_id -1 is outside",
+        ),
         (None, {"modules.json": [{"idx": 0, "path": "", "type": "Transformer"}]}, "must be one ForSequenceClass"),
     ],
 )

@@ -113,6 +113,9 @@ def test_kin_say_it_in_their_own_way() -> None:
     other = spec(GLM, mlp_layer_types=types).experts
     assert other is not None
     assert other.sparse_layers == (False, False) + (True,) * 45
+    beside = spec(V3, mlp_layer_types=types, first_k_dense_replace=3).experts
+    assert beside is not None
+    assert beside.sparse_layers[:4] == (False, False, False, True), "transformers' class of V3 has no mlp_layer_types"
 
 
 @pytest.mark.parametrize(

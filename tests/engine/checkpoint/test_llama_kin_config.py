@@ -113,6 +113,8 @@ def test_minimax_m2_as_it_is_published() -> None:
     config = {"rotary_dim": 64, "num_local_experts": 16, "scoring_func": "sigmoid", "qk_norm_type": "per_layer"}
     m2 = spec("MiniMaxM2", use_qk_norm=True, use_mtp=True, num_mtp_modules=3, **config)
     assert m2.rope.rotary_dim(m2.head_dim) == 64
+    both = spec("MiniMaxM2", partial_rotary_factor=0.25, **config)
+    assert both.rope.rotary_dim(both.head_dim) == 32, "as transformers: rotary_dim is of checkpoints without the factor"
     assert m2.experts is not None
     assert m2.experts.sigmoid
     with pytest.raises(CheckpointError, match="scoring_func 'softmax' is not supported here, sigmoid is"):
