@@ -87,6 +87,7 @@ def exact(shape: CacheSpec, sequence: Sequence) -> Tensor:
     return torch.einsum("hnt,thd->nhd", weights, v).reshape(len(q), -1)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("view", [LayerAttention(), WINDOWED, CAPPED], ids=["plain", "window and sinks", "cap"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(1, 1, 32), (14, 2, 64), (6, 2, 80), (3, 1, 128), (5, 1, 256), (8, 2, 512)]

@@ -65,22 +65,28 @@ def test_threads_are_torch_s() -> None:
         torch.set_num_threads(before)
 
 
-SHOW = "from charonia.engine.cpu import library; print(library.level(), library.describe(), sep='; ')"
-
-
-def test_the_environment_leaves_no_kernels() -> None:
-    assert run(SHOW, CHARONIA_KERNELS="none").startswith("None; no C kernels (CHARONIA_KERNELS=none): torch computes")
+SHOW = """
+import os
+from charonia.engine.cpu import library
+for kernels in ("sse9", "portable", "none"):
+    if not os.fork():
+        os.environ["CHARONIA_KERNELS"] = kernels
+        try:
+            print(library.level(), library.describe(), sep="; ", flush=True)
+        except ValueError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+"""What processes of three settings say: one imports torch for all of them."""
 
 
 @pytest.mark.skipif(library.level() is None, reason="no C extension here")
-def test_the_environment_caps_the_level_where_it_is_one() -> None:
-    asked = (
-        "import os; from charonia.engine.cpu import library\ntry: library.level()\nexcept ValueError as e: print(e)\n"
-        "os.environ['CHARONIA_KERNELS'] = 'portable'\n"
-    )
-    unknown, capped = run(asked + SHOW, CHARONIA_KERNELS="sse9").splitlines()
+def test_the_environment_caps_the_level_where_it_is_one_and_leaves_no_kernels() -> None:
+    unknown, capped, absent = run(SHOW).splitlines()
     assert unknown.startswith("CHARONIA_KERNELS must be none, triton or one of portable, ")
     assert capped == "portable; C kernels at level portable"
+    assert absent.startswith("None; no C kernels (CHARONIA_KERNELS=none): torch computes")
 
 
 @pytest.mark.skipif(library.level() is None, reason="no C extension here")

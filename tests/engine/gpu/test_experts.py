@@ -69,7 +69,7 @@ def through_codes(module: Any, x: Tensor, kind: torch.dtype, group: int) -> Tens
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of experts elsewhere hold anything
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.permutations(range(COUNT)), max_size=12),
     st.sampled_from(((0, COUNT), (2, 3), (5, 1))),

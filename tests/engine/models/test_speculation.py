@@ -521,7 +521,7 @@ def deviation(found: Counter[tuple[int, ...]], expected: Mapping[tuple[int, ...]
 @pytest.mark.parametrize(
     ("temperature", "top_p", "count"),
     [
-        (1.0, 1.0, 600),
+        (1.0, 1.0, 400),
         *(pytest.param(t, p, 4_000, marks=pytest.mark.proof) for t, p in ((0.5, 1.0), (1.0, 0.8), (1.7, 0.95))),
     ],
 )
