@@ -54,7 +54,7 @@ LONG_ONES = (
     "tests/e2e",
     "tests/extras/trtllm/e2e",
     "tests/scheduler/test_machine.py",
-    "tests/test_packaging.py",
+    "tests/test_",
     "tests/repository/object_storage",
     "tests/engine/gpu",
 )
