@@ -14,37 +14,39 @@ and logits of a whole chunk would take more memory than all else in a step."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`memory_fraction` of the memory left after the weights, unless `bytes` or `blocks` says exactly. `dtype`: "auto"
-    is the model's, "int8" and "fp8" halve what bfloat16 takes. `host_bytes`: of the host's memory, over all ranks, for
-    what the cache has no room for. `state_fraction`: the part of the cache, and of these bytes, that is for snapshots
-    of recurrent states, if the model has any. `layer_groups`: whether layers with a window have blocks of their own,
-    which they give up, for whoever makes plans by `Capacity.groups`."""
+    """The cache of keys and values, and of the states of layers that have some."""
 
     block_size: int = 16
     dtype: str = "auto"
+    """The model's if "auto"; "int8" and "fp8" halve what bfloat16 takes."""
     memory_fraction: float = 0.5
+    """Of the memory left after the weights, unless `bytes` or `blocks` says exactly."""
     bytes: int | None = None
     blocks: int | None = None
     prefix_caching: bool = True
     host_bytes: int = 0
+    """Of the host's memory, over all ranks, for what the cache has no room for."""
     state_fraction: float = 0.25
+    """The part of the cache, and of `host_bytes`, for snapshots of recurrent states, if the model has any."""
     layer_groups: bool = False
+    """Whether layers with a window have blocks of their own, and give them up, for who plans by `Capacity.groups`."""
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of one engine: `tensor` of them share every layer, `pipeline` stages follow each other. `layers`: of
-    each stage; empty for as even as can be. `whole_experts`: a rank has some experts of a mixture whole instead of a
-    slice of each.
-
-    `backend`: what places them, "mp" as processes of this machine, "ray" on the machines of the cluster at
-    `ray_address`, of which "" is the one that Ray finds by itself."""
+    """The ranks of one engine."""
 
     tensor: int = 1
+    """Ranks that share every layer."""
     pipeline: int = 1
+    """Stages that follow each other."""
     layers: tuple[int, ...] = ()
+    """Of each stage; empty for as even as can be."""
     whole_experts: bool = False
+    """A rank has some experts of a mixture whole, instead of a slice of each."""
     backend: str = "mp"
+    """What places the ranks: "mp" as processes of this machine, "ray" on the machines of a cluster."""
     ray_address: str = ""
+    """Of the cluster; "" is the one that Ray finds by itself."""
 
     @property
     def world(self) -> int:
@@ -80,16 +82,8 @@ SPECULATION_METHODS: tuple[str, ...] = get_args(SpeculationMethod)
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What drafts, and how: vLLM's names. `num_speculative_tokens`: the most of a sequence that a step verifies.
-    `prompt_lookup_min`, `prompt_lookup_max`: tokens at its end that "ngram" looks up; one alone is both.
-    `path`: file of "custom", whose class is made with `keys`. `suffix_decoding_...`: see `SuffixDrafter`, whose
-    defaults are vLLM's. `record`: file of "oracle" and "synthetic"; `synthetic_acceptance_rates`: how often "synthetic"
-    is right, by place.
-
-    `model`: checkpoint directory or hub id of a "draft_model", or of an "eagle3" head, computed by one rank whatever
-    `draft_tensor_parallel_size` is. `quantization`: its own; None: the target's, unless its matrices are quantised
-    already. `draft_sample_method`: it proposes the likeliest tokens, or those that a request's sampling chooses.
-    `use_heterogeneous_vocab`: whether a draft model may have another vocabulary than its target, as it may by default.
+    """What drafts, and how, by vLLM's names. `suffix_decoding_...` are explained at `SuffixDrafter`,
+    whose defaults are vLLM's.
 
     Raises:
         ValueError: fewer at most than at least; a method lacks what it needs, or has what is another's.
@@ -97,21 +91,31 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     method: SpeculationMethod
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)] = 4
+    """The most of a sequence that a step verifies."""
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    """Tokens at its end that "ngram" looks up, at least `prompt_lookup_min`; one of the two alone is both."""
     suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=2, le=1024)] | None = None
     suffix_decoding_max_cached_requests: Annotated[int, msgspec.Meta(ge=0)] | None = None
     suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0, le=1024)] | None = None
     suffix_decoding_min_token_prob: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     path: str = ""
+    """The file of "custom", whose class is made with `keys`."""
     keys: dict[str, Any] = {}
     record: str = ""
+    """The file of "oracle" and "synthetic"."""
     synthetic_acceptance_rates: tuple[float, ...] = ()
+    """How often "synthetic" is right, by place."""
     model: str = ""
+    """The checkpoint directory or hub id of a "draft_model", or of an "eagle3" head."""
     draft_tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    """Taken from vLLM's users: one rank computes, whatever it says."""
     quantization: Literal["none", "int8", "int4"] | None = None
+    """Of the drafting model; None: the target's, unless its matrices are quantised already."""
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
+    """Whether it proposes the likeliest tokens, or those that a request's sampling chooses."""
     use_heterogeneous_vocab: bool | None = None
+    """Whether a draft model may have another vocabulary than its target, as it may by default."""
 
     def __post_init__(self) -> None:
         if self.method in ("draft_model", "eagle3") and not self.model:

@@ -7,15 +7,10 @@ NO_BLOCK = -1
 
 
 class BlockTable:
-    """The blocks of one sequence in order of position, span by span: of the first tokens one of each group, and so on.
-    Filled and freed by the manager alone, append-only, but that NO_BLOCK takes the place of one of a sliding group: the
-    first `slid` spans have none. `cached`: tokens that `open` and `restore` found, `restored` of them the latter.
-    `committed`: leading spans that are findable, or equal to one that is. `promised`: the hashes known at `open`; those
-    from `committed` on are what this sequence is computing.
+    """The blocks of one sequence. The manager alone fills and frees it.
 
-    Where sequences have states: `snapshot` is the one that this one's state begins as, -1 for as nothing, and `forked`
-    are the tokens, `cached` or more, of which others had the blocks at `open`, or were computing them. `states`: the
-    hashes of the last two snapshots of the prefix, the last of which ends it.
+    Blocks stand in order of position, span by span: of the first tokens one of each group, and so on. A table only
+    grows, but that NO_BLOCK takes the place of a sliding group's block behind the window.
     """
 
     __slots__ = ("blocks", "cached", "committed", "forked", "promised", "restored", "slid", "snapshot", "states")
@@ -23,10 +18,19 @@ class BlockTable:
     def __init__(self, promised: Sequence[bytes]) -> None:
         self.blocks: list[int] = []
         self.cached = 0
+        """Tokens whose blocks `open` and `restore` found."""
         self.committed = 0
+        """Leading spans that are findable, or equal to one that is."""
         self.promised = promised
+        """The hashes known at `open`; those from `committed` on are what this sequence is computing."""
         self.slid = 0
+        """Leading spans without the blocks of sliding groups."""
         self.restored = 0
+        """Those of `cached` that came back from the host's memory."""
         self.snapshot = -1
+        """The snapshot that the sequence's state begins as; -1: as nothing."""
         self.states: list[bytes] = []
+        """The hashes of the last two snapshots of the prefix, the last of which ends it."""
         self.forked = 0
+        """Tokens, `cached` or more, of which others had the blocks at `open`, or were computing them, whatever states
+        there were."""

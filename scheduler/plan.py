@@ -17,22 +17,23 @@ LongArray = NDArray[np.int64]
 
 
 class LogitsParams(NamedTuple):
-    """How a row's logits are changed before a token is chosen; the defaults change nothing. Few rows have any.
-
-    `repetition_penalty` counts prompt and output, `presence_penalty` and `frequency_penalty` the output alone.
-    `logit_bias`: (token, added) pairs. `bad_words`: token sequences never to be completed; they may begin in the
-    prompt. `stop_token_ids` cannot be chosen until there are `min_tokens` new tokens. `allowed_token_ids`: no other
-    token can be chosen, unless it is empty; where the other parameters leave none of them, one is chosen all the same.
-    """
+    """How a row's logits are changed before a token is chosen; the defaults change nothing. Few rows have any."""
 
     repetition_penalty: float = 1.0
+    """Counts prompt and output."""
     presence_penalty: float = 0.0
+    """Counts the output alone, as `frequency_penalty` does."""
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, added) pairs."""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences never to be completed; they may begin in the prompt."""
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    """Cannot be chosen until there are `min_tokens` new tokens."""
     allowed_token_ids: tuple[int, ...] = ()
+    """No other token can be chosen, unless it is empty. Where the other parameters leave none of them, one is chosen
+    all the same."""
 
 
 class ResolvedSampling(NamedTuple):

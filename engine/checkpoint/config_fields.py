@@ -63,22 +63,27 @@ class UnequalLayers(NamedTuple):
 
 
 class ArchitectureDefaults(NamedTuple):
-    """The meaning of whatever an architecture's config.json leaves out. `slides`: the rule for its sliding window,
-    unless it `reads_layer_types` and has them. `absent`: values of fields that are not there. `partial_rotary`: only a
-    part of each head may be rotated. `rope_types`: its own names of rope types -> ours. `hybrid`: reads what layers are
-    like where not all attend, `unequal` where they attend in ways of their own, `latent` where they do over latents.
-    `translate`: config.json in the fields that are read here. `only`: fields of which one value is computed."""
+    """What the config.json of an architecture means where it says nothing, or says it in its own way."""
 
     slides: SlidingRule = lambda config, layer: False
+    """The rule for its sliding window, unless it `reads_layer_types` and has them."""
     absent: Mapping[str, Any] = {}
+    """Values of fields that are not there."""
     reads_layer_types: bool = False
     partial_rotary: bool = False
+    """Whether only a part of each head may be rotated."""
     rope_types: Mapping[str, str] = {}
+    """Its own names of rope types -> ours."""
     hybrid: "Callable[[ConfigFields], HybridLayers] | None" = None
+    """Reads what its layers are like, where not all attend."""
     unequal: "Callable[[ConfigFields], UnequalLayers] | None" = None
+    """Reads how its layers attend, where they do so in ways of their own."""
     latent: "Callable[[ConfigFields], LatentSpec] | None" = None
+    """Reads its latents, where layers attend over some."""
     translate: "Callable[[ConfigFields], Mapping[str, Any]]" = lambda fields: fields.config
+    """Its config.json in the fields that are read here."""
     only: Mapping[str, Any] = {}
+    """Fields of which one value alone is computed."""
 
 
 class ConfigFields(NamedTuple):
