@@ -23,7 +23,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core.errors import InvalidArgument
 from .command import Count, Positive, exit_on_error, report_console, run_command
-from .load.driver import EndpointName, LoopMode, RequestOptions
+from .load.driver import CHATS, EndpointName, LoopMode, RequestOptions
 from .load.figures import Cpu, LoadResult, Slo, compute_figures, require_matplotlib, show, write_json, write_plot
 from .load.plan import Form, Prompts
 from .load.planned_requests import PlannedRequest, draw_arrivals, due_within, read_trace, uniform_jobs
@@ -58,7 +58,8 @@ class ServerFlags:
     model: str = ""
     """The model to ask; by default the server's first."""
     door: EndpointName = "completions"
-    """The protocol: OpenAI's completions or chat, v2's generate_stream, or gRPC's ModelStreamInfer."""
+    """The protocol: OpenAI's completions, chat or responses, Anthropic's messages, v2's generate_stream, or gRPC's
+    ModelStreamInfer."""
     grpc_port: int = GRPC_PORT
     """The gRPC door's port, of a server given by its URL."""
     allow_remote: Annotated[bool, _Switch] = False
@@ -144,9 +145,10 @@ def plan_requests(work: LoadFlags) -> list[PlannedRequest]:
 
 
 def _form(server: ServerFlags, work: LoadFlags) -> Form:
-    if server.door == "chat" and work.form == "ids":
-        raise InvalidArgument("a chat takes no token ids")
-    return work.form or ("text" if server.door == "chat" else "ids")
+    chats = server.door in CHATS
+    if chats and work.form == "ids":
+        raise InvalidArgument(f"{server.door}: a chat takes no token ids")
+    return work.form or ("text" if chats else "ids")
 
 
 def describe_load(server: ServerFlags, work: LoadFlags) -> dict[str, Any]:

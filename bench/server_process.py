@@ -345,6 +345,12 @@ def process_name(pid: int) -> str:
 
 def process_cpu(pid: int) -> float:
     """The CPU seconds of one process so far. Raises `OSError` if it has ended, or the system does not tell."""
+    return sum(process_times(pid))
+
+
+def process_times(pid: int) -> tuple[float, float]:
+    """The CPU seconds of one process so far in its own code, and in the kernel's for it. Raises as `process_cpu`."""
     # The second field is a name in parentheses, which may hold anything.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    tick = os.sysconf("SC_CLK_TCK")
+    return int(fields[11]) / tick, int(fields[12]) / tick

@@ -108,7 +108,7 @@ BUDGETS = {
     "extras/batches": 1_400,
     "extras/console": 600,
     "extras/rollouts": 1_150,
-    "bench": 5_770,
+    "bench": 6_160,
     "cli": 2_630,
     "extras/optimizer": 3_960,
 }

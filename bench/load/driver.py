@@ -17,8 +17,10 @@ from .http_client import HttpClient, HttpResponseReader, SseEvent
 from .plan import Prompt, Prompts
 from .planned_requests import PlannedRequest
 
-EndpointName: TypeAlias = Literal["completions", "chat", "generate", "grpc"]
+EndpointName: TypeAlias = Literal["completions", "chat", "generate", "messages", "responses", "grpc"]
 """Endpoints that stream text."""
+CHATS = ("chat", "messages", "responses")
+"""Those whose prompts are texts, rendered by a template."""
 OK = "ok"
 
 
@@ -37,13 +39,14 @@ class RequestResult(msgspec.Struct, kw_only=True):
 
 class RequestOptions(NamedTuple):
     """The options of all requests. `counted`: ask the server for the number of tokens. `api_key`: sent unless it is
-    empty."""
+    empty. `more`: members of every body, over HTTP."""
 
     model: str
     temperature: float = 0.0
     ignore_eos: bool = True
     counted: bool = True
     api_key: str = ""
+    more: dict[str, Any] = {}
 
 
 class RequestSender(Protocol):
@@ -104,7 +107,7 @@ class GenerateEndpoint:
         name = "text_input" if isinstance(prompt, str) else "input_ids"
         # Not the number of output tokens: events that would hold half a character alone are not sent, ids are.
         counted = {"return_num_input_tokens": True, "return_output_ids": True} if manner.counted else {}
-        return {name: prompt, "stream": True, **sampling(new, manner), **counted}
+        return {name: prompt, "stream": True, **sampling(new, manner), **counted, **manner.more}
 
     def read(self, event: Any, heard: RequestResult) -> bool:
         heard.prompt_tokens = event.get("num_input_tokens", -1)
@@ -116,10 +119,46 @@ class GenerateEndpoint:
         return count > 0
 
 
+class MessagesEndpoint:
+    """Anthropic's messages, each prompt one of a user."""
+
+    def path(self, model: str) -> str:
+        return "/v1/messages"
+
+    def body(self, prompt: Prompt, new: int, manner: RequestOptions) -> dict[str, Any]:
+        messages = [{"role": "user", "content": prompt}]
+        fields = {"model": manner.model, "max_tokens": new, "temperature": manner.temperature}
+        return {"messages": messages, "stream": True, **fields, **manner.more}
+
+    def read(self, event: Any, heard: RequestResult) -> bool:
+        if usage := event.get("usage"):
+            heard.tokens = usage["output_tokens"]
+            heard.prompt_tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        return bool(event["type"] == "content_block_delta")
+
+
+class ResponsesEndpoint:
+    """OpenAI's responses."""
+
+    def path(self, model: str) -> str:
+        return "/v1/responses"
+
+    def body(self, prompt: Prompt, new: int, manner: RequestOptions) -> dict[str, Any]:
+        fields = {"model": manner.model, "max_output_tokens": new, "temperature": manner.temperature}
+        return {"input": prompt, "stream": True, **fields, **manner.more}
+
+    def read(self, event: Any, heard: RequestResult) -> bool:
+        if usage := event.get("response", {}).get("usage"):
+            heard.tokens, heard.prompt_tokens = usage["output_tokens"], usage["input_tokens"]
+        return bool(event["type"].endswith(".delta"))
+
+
 ENDPOINTS: dict[str, StreamingEndpoint] = {
     "completions": CompletionsEndpoint(),
     "chat": ChatEndpoint(),
     "generate": GenerateEndpoint(),
+    "messages": MessagesEndpoint(),
+    "responses": ResponsesEndpoint(),
 }
 
 
@@ -165,11 +204,11 @@ def read_error(body: bytes) -> str:
 
 def _token_times(events: Iterable[SseEvent], door: StreamingEndpoint, heard: RequestResult) -> Iterable[float]:
     for at, data in events:
-        content = data.removeprefix(b"data:").strip()
+        content = data[data.find(b"data:") + 5 :].strip()  # behind its type, if it has one
         if content == b"[DONE]":
             continue
         event = orjson.loads(content)
-        if "error" in event:
+        if event.get("error"):
             heard.status = f"event: {_message(event['error'])}"[:80]
         elif door.read(event, heard):
             yield at
@@ -186,7 +225,7 @@ def sampling(new: int, manner: RequestOptions) -> dict[str, Any]:
 
 def _openai(new: int, manner: RequestOptions) -> dict[str, Any]:
     usage = {"stream_options": {"include_usage": True}} if manner.counted else {}
-    return {"model": manner.model, "stream": True, **sampling(new, manner), **usage}
+    return {"model": manner.model, "stream": True, **sampling(new, manner), **usage, **manner.more}
 
 
 def _read_usage(event: Any, heard: RequestResult) -> None:

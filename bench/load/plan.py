@@ -14,7 +14,7 @@ Form: TypeAlias = Literal["ids", "text"]
 _SHARED = 2
 """The stream of random numbers of what prompts share; single prompts have those above."""
 
-_WORDS = re.findall(
+WORDS = re.findall(
     r"\w+",
     """the of and to in is that for it as was with be by on not he his but at are this have from or had an they which
     one you were her all she there would their we him been has when who will more no if out so said what up its
@@ -39,9 +39,9 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
             return self.fixed
         shared = min(self.shared, job.prompt)
         drawn = [*self._draw(shared, _SHARED), *self._draw(job.prompt - shared, _SHARED + 1 + job.index)]
-        return drawn if self.form == "ids" else " ".join(_WORDS[number] for number in drawn)
+        return drawn if self.form == "ids" else " ".join(WORDS[number] for number in drawn)
 
     def _draw(self, count: int, stream: int) -> list[int]:
-        top = self.vocab if self.form == "ids" else len(_WORDS)
+        top = self.vocab if self.form == "ids" else len(WORDS)
         numbers: list[int] = np.random.default_rng((self.seed, stream)).integers(0, top, count).tolist()
         return numbers

@@ -16,7 +16,7 @@ import pytest
 from charonia.bench import serve
 from charonia.bench.command import report_console
 from charonia.bench.gpu_served import StepRates, StreamLoads, served_figures
-from charonia.bench.load.driver import EndpointName, LoopMode, RequestOptions
+from charonia.bench.load.driver import CHATS, EndpointName, LoopMode, RequestOptions
 from charonia.bench.load.fake_model import write_repository
 from charonia.bench.load.figures import compute_figures
 from charonia.bench.load.plan import Form, Prompts
@@ -48,7 +48,7 @@ def place(repository: Path) -> Iterator[ServerAddress]:
 
 
 def load(place: ServerAddress, door: EndpointName, **fields: Any) -> LoadRun:
-    form: Form = "text" if door == "chat" else "ids"
+    form: Form = "text" if door in CHATS else "ids"
     port = place.grpc_port if door == "grpc" else place.http_port
     target = LoadTarget(host=place.host, port=port, door=door, manner=RequestOptions(first_model(place)))
     asked = {"jobs": uniform_jobs([0.0] * 12, 8, 10), "prompts": Prompts(form=form), "pace": LoopMode(concurrency=3)}
@@ -61,7 +61,7 @@ def test_a_table_in_a_file_is_wide_enough(monkeypatch: pytest.MonkeyPatch) -> No
         assert report_console().width == 160
 
 
-@pytest.mark.parametrize("door", ["completions", "chat", "generate", "grpc"])
+@pytest.mark.parametrize("door", ["completions", "chat", "generate", "messages", "responses", "grpc"])
 def test_a_closed_loop_hears_every_token(place: ServerAddress, door: EndpointName) -> None:
     (outcome,) = run(load(place, door))
     seen = compute_figures(outcome.records)
@@ -69,7 +69,7 @@ def test_a_closed_loop_hears_every_token(place: ServerAddress, door: EndpointNam
     assert seen.output_tokens == 12 * 10
     assert sorted(record.index for record in outcome.records) == list(range(12))
     assert all(record.due <= record.sent <= record.times[0] <= record.ended for record in outcome.records)
-    if door != "chat":
+    if door not in CHATS:
         assert seen.prompt_tokens == 12 * 8
 
 
