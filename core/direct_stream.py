@@ -41,10 +41,13 @@ class DirectStream(StreamOver[T]):
     each item, and yields those that it does not take.
     """
 
-    __slots__ = ("sink",)
+    __slots__ = ("sink", "text_sink")
 
     def __init__(self, produce: "Callable[[DirectStream[T]], AsyncGenerator[T, None]]") -> None:
         self.sink: Sink[T] | None = None
+        self.text_sink: Sink[str] | None = None
+        """What the reader may set too: the text of an item that is nothing but text is offered to it first, and no item
+        is made of what it takes."""
         super().__init__(produce(self))
 
 
@@ -72,9 +75,10 @@ class ReadyResponse:
 
 
 async def relay(
-    items: ResponseStream[S], convert: Callable[[S], T | None], output: DirectStream[T]
+    items: ResponseStream[S], convert: Callable[[S], T | None], output: DirectStream[T], text_is_kept: bool = False
 ) -> AsyncGenerator[T, None]:
-    """What `convert` makes of each item, for `output`, by whose sink it goes too; None is left out. Closes `items`."""
+    """What `convert` makes of each item, for `output`, by whose sink it goes too; None is left out. Closes `items`.
+    `text_is_kept`: of an item that is nothing but text it makes one with nothing but that text."""
     left: list[T] = []
 
     def pass_on(item: S) -> bool:
@@ -91,3 +95,4 @@ async def relay(
                 yield converted
             if output.sink is not None and isinstance(items, DirectStream):
                 items.sink = pass_on
+                items.text_sink = output.text_sink if text_is_kept else None

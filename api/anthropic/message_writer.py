@@ -3,7 +3,7 @@
 Both come from the same content blocks. Knows nothing of where the chunks come from.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -51,9 +51,13 @@ class BlockSplitter:
         if chunk.reasoning:
             yield self._piece("thinking", chunk.reasoning)
         if chunk.text:
-            yield self._piece("text", chunk.text)
+            yield self.text_piece(chunk.text)
         for call in chunk.tool_calls:
             yield self._piece("tool_use", call.arguments, call)
+
+    def text_piece(self, text: str) -> BlockPiece:
+        """The one piece of a chunk that is nothing but text."""
+        return self._piece("text", text)
 
     def _piece(self, kind: BlockKind, text: str, call: ToolCallDelta | None = None) -> BlockPiece:
         block = kind, -1 if call is None else call.index
@@ -94,12 +98,24 @@ class AnthropicMessageWriter:
             message = self._head([]) | {"stop_reason": None, "stop_sequence": None, "usage": _usage(begun)}
             events.append(_event("message_start", message=message))
         self._last, self._called = chunk, self._called or bool(chunk.tool_calls)
-        for piece in self._splitter.split(chunk):
+        return b"".join([*events, *self._grow(self._splitter.split(chunk))])
+
+    def _grow(self, pieces: Iterable[BlockPiece]) -> Iterator[bytes]:
+        for piece in pieces:
             if piece.opens:
-                events += [self._close(), self._begin(piece)]
+                yield self._close()
+                yield self._begin(piece)
             if piece.text:
-                events.append(self._delta(piece))
-        return b"".join(events)
+                yield self._delta(piece)
+
+    @property
+    def encode_text(self) -> Callable[[str], bytes] | None:
+        return self._encode_text
+
+    def _encode_text(self, text: str) -> bytes:
+        if self._open == "text":
+            return self._before + orjson.dumps(text) + self._after
+        return b"".join(self._grow([self._splitter.text_piece(text)]))
 
     def encode_end(self) -> bytes:
         usage = _usage(Usage(0, 0) if self._last is None else self._last.usage)

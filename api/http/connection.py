@@ -162,6 +162,10 @@ class EventEncoder(Protocol[T_contra]):
     def encode_item(self, item: T_contra) -> bytes | Coroutine[Any, Any, bytes]:
         """Server-sent events for one item, maybe none; awaited where encoding takes long."""
 
+    @property
+    def encode_text(self) -> Callable[[str], bytes] | None:
+        """Encodes an item, not the first, that is nothing but the text; None if it has to see every item."""
+
     def encode_end(self) -> bytes:
         """The events after the last item."""
 
@@ -201,6 +205,10 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
         headers = [*self.raw_headers, *answer_headers(scope)]
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
+    def _chunk_writer(self, scope: Scope, send: Send) -> Http11Cycle | None:
+        """See `chunk_writer`."""
+        return chunk_writer(scope, send)
+
     def _write_now(self, cycle: Http11Cycle, item: T) -> bool:
         """Write the events of an item, if that can be done at once."""
         if not cycle.takes_chunks:
@@ -221,9 +229,11 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
         """Send the other items; the events after them, which are not sent yet."""
         direct = self._items if isinstance(self._items, DirectStream) else None
         try:
-            cycle = None if direct is None else chunk_writer(scope, send)
+            cycle = None if direct is None else self._chunk_writer(scope, send)
             if direct is not None and cycle is not None:
                 direct.sink = partial(self._write_now, cycle)
+                encode_text = self._encoder.encode_text
+                direct.text_sink = None if encode_text is None else cycle.text_sink(encode_text)
             async for item in self._items:
                 body = await self._encode(item)
                 if body:
@@ -236,7 +246,7 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
             return events
         finally:
             if direct is not None:
-                direct.sink = None  # which names this response, as that does the stream
+                direct.sink = direct.text_sink = None  # which name this response, as that does the stream
             if self._encoding is not None:  # the client left before the item came
                 self._encoding.close()
 

@@ -11,6 +11,7 @@ from ...core.errors import CharoniaError
 from ...core.gateway import ResponseStream
 from .connection import EventEncoder, EventStreamResponse
 from .request_context import record_error
+from .request_cycle import Http11Cycle, chunk_writer
 
 T = TypeVar("T")
 
@@ -29,9 +30,12 @@ class KeepAliveSender:
     """
 
     def __init__(self, send: Send, start: Callable[[], Message], keep_alive: KeepAlive) -> None:
-        self._send = send
+        self.send = send
         self._start = start
         self._keep_alive = keep_alive
+        self.cycle: Http11Cycle | None = None
+        """What writes past this sender, if anything does."""
+        self._written = 0
         self._quiet = True
         self._ended = False
         self._sending: asyncio.Task[None] | None = None
@@ -55,12 +59,14 @@ class KeepAliveSender:
                 return
             self.begun = True
         self._ended = self._ended or (message["type"] == "http.response.body" and not message.get("more_body"))
-        await self._send(message)
+        await self.send(message)
 
     def _tick(self) -> None:
-        if self._quiet and (self._sending is None or self._sending.done()):
+        written = 0 if self.cycle is None else self.cycle.chunks_written
+        quiet = self._quiet and written == self._written
+        if quiet and (self._sending is None or self._sending.done()):
             self._sending = asyncio.create_task(self._send_event())
-        self._quiet = True
+        self._quiet, self._written = True, written
         self._timer = asyncio.get_running_loop().call_later(self._keep_alive.seconds, self._tick)
 
     async def _send_event(self) -> None:
@@ -68,8 +74,8 @@ class KeepAliveSender:
             return
         if not self.begun:
             self.begun = True
-            await self._send(self._start())
-        await self._send({"type": "http.response.body", "body": self._keep_alive.event, "more_body": True})
+            await self.send(self._start())
+        await self.send({"type": "http.response.body", "body": self._keep_alive.event, "more_body": True})
 
 
 class KeepAliveStreamResponse(EventStreamResponse[T]):
@@ -85,6 +91,11 @@ class KeepAliveStreamResponse(EventStreamResponse[T]):
     ) -> None:
         super().__init__(items, encoder, headers)
         self._keep_alive = keep_alive
+
+    def _chunk_writer(self, scope: Scope, send: Send) -> Http11Cycle | None:
+        assert isinstance(send, KeepAliveSender)
+        send.cycle = chunk_writer(scope, send.send)
+        return send.cycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with KeepAliveSender(send, lambda: self._start(scope), self._keep_alive) as sender:

@@ -129,6 +129,8 @@ class Http11Cycle(RequestResponseCycle):
     direct_send: Send | None = None
     direct_headers = b""
     message_event: MessageEvent  # type: ignore[assignment]
+    chunks_written = 0
+    """Parts of the response that were written as soon as they were there."""
     _body_halted = False
     # Of the body, since its pace was last judged: bytes, and seconds in which they were waited for.
     _paced_bytes = 0
@@ -181,9 +183,26 @@ class Http11Cycle(RequestResponseCycle):
         """Whether a part of the response may be written now: it has begun, is in chunks, and the client reads."""
         return bool(self.chunked_encoding) and not (self.flow.write_paused or self.response_complete)
 
+    def text_sink(self, encode: Callable[[str], bytes]) -> Callable[[str], bool]:
+        """What writes the part of the response that `encode` makes of a text, if that may be written now. Made once for
+        a response: what each of its parts costs is counted in function calls."""
+        flow, transport, write_soon = self.flow, self.transport, self._state.coalescer.write_soon
+
+        def write(text: str) -> bool:
+            if flow.write_paused or self.response_complete or not self.chunked_encoding:
+                return False
+            if not self.disconnected:
+                self.chunks_written += 1
+                body = encode(text)
+                write_soon(transport, b"%x\r\n%b\r\n" % (len(body), body), _MOST_CHUNKS)
+            return True
+
+        return write
+
     def write_chunk(self, body: bytes) -> None:
         """Write a part of the response when the turn of the event loop ends."""
         if body and not self.disconnected:  # an empty chunk would be the last
+            self.chunks_written += 1
             self._state.coalescer.write_soon(self.transport, b"%x\r\n%b\r\n" % (len(body), body), _MOST_CHUNKS)
 
     async def receive(self) -> Any:

@@ -4,7 +4,7 @@ Knows the formats of OpenAI's API, with vLLM's extra fields; nothing of where th
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -245,6 +245,17 @@ class OpenAIResponseWriter:
             return begin + self._detailed_event(index, chunk, prompt_ids) + end
         return begin + (self._plain(index, chunk) if chunk.text or chunk.reasoning else b"") + end
 
+    @property
+    def text_event(self) -> Callable[[str], bytes] | None:
+        """Makes the event of a chunk of the only choice that is nothing but text, behind its first; None where that has
+        other fields that change."""
+        if self._details:
+            return None
+        # Most events are of text alone: the JSON around it is encoded once for all of them.
+        before, after = self._around_text(0, _PLAIN)
+        encode = orjson.dumps
+        return lambda text: before + encode(text) + after
+
     def _detailed_event(self, index: int, chunk: GenerateChunk, prompt_ids: Sequence[int] = ()) -> bytes:
         calls = [self._calls.piece(index, call) for call in chunk.tool_calls]
         choice = self._format.delta(index, chunk, self._logprobs(index, chunk), calls)
@@ -263,13 +274,15 @@ class OpenAIResponseWriter:
         return chunk if self._spec.reasoning or not chunk.reasoning else msgspec.structs.replace(chunk, reasoning="")
 
     def _plain(self, index: int, chunk: GenerateChunk) -> bytes:
-        # Most events are of text or reasoning alone: the JSON around it is encoded once for all of them.
+        return orjson.dumps(chunk.reasoning or chunk.text).join(self._around_text(index, chunk))
+
+    def _around_text(self, index: int, chunk: GenerateChunk) -> list[bytes]:
         key = index, bool(chunk.reasoning)
         around = self._around.get(key)
         if around is None:
             event = self._event([self._format.delta(index, _PLAIN_REASONING if chunk.reasoning else _PLAIN, None)])
             around = self._around[key] = event.split(_TEXT)
-        return orjson.dumps(chunk.reasoning or chunk.text).join(around)
+        return around
 
     def _event(self, choices: list[JsonObject], prompt_ids: Sequence[int] = ()) -> bytes:
         chunk: JsonObject = {**self._head, "object": self._format.chunk_object, "choices": choices}

@@ -4,7 +4,7 @@ Knows nothing of HTTP: the events are numbered objects, whoever sends them.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -46,7 +46,7 @@ class TextItem:
         self._name = "response.output_text" if self._is_message else "response.reasoning_text"
         self._id = item_id
         self._at = {"item_id": item_id, "output_index": place, "content_index": 0}
-        self._texts: list[str] = []
+        self.texts: list[str] = []
         self._logprobs: list[JsonObject] = []
 
     def added(self) -> Iterator[JsonObject]:
@@ -54,9 +54,12 @@ class TextItem:
         yield {"type": "response.content_part.added", **self._at, "part": self._part()}
 
     def delta(self, text: str, logprobs: list[JsonObject]) -> Iterator[JsonObject]:
-        self._texts.append(text)
+        self.texts.append(text)
         self._logprobs += logprobs
-        yield {"type": f"{self._name}.delta", **self._at, "delta": text, **self._shown(logprobs)}
+        yield self.delta_event(text, logprobs)
+
+    def delta_event(self, text: str, logprobs: Sequence[JsonObject] = ()) -> JsonObject:
+        return {"type": f"{self._name}.delta", **self._at, "delta": text, **self._shown(logprobs)}
 
     def done(self, status: str) -> Iterator[JsonObject]:
         part = self._part()
@@ -72,13 +75,13 @@ class TextItem:
         return {**head, "status": status, "content": [self._part()]}
 
     def _part(self) -> JsonObject:
-        text = "".join(self._texts)
+        text = "".join(self.texts)
         if self._is_message:
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
         return {"type": "reasoning_text", "text": text}
 
-    def _shown(self, logprobs: list[JsonObject]) -> JsonObject:
-        return {"logprobs": logprobs} if self._is_message else {}
+    def _shown(self, logprobs: Sequence[JsonObject]) -> JsonObject:
+        return {"logprobs": [*logprobs]} if self._is_message else {}
 
 
 CallKind: TypeAlias = Literal["function_call", "custom_tool_call", "local_shell_call"]
@@ -199,6 +202,21 @@ class ResponseOutput:
     def add(self, chunk: GenerateChunk) -> list[JsonObject]:
         self._usage, self._reason = chunk.usage, chunk.finish_reason
         return self._numbered(self._grow(chunk))
+
+    def add_text(self, text: str) -> list[JsonObject]:
+        """As `add`, for a chunk that is nothing but text, and not the first."""
+        return self._numbered(self._add_text(_MESSAGE, text))
+
+    @property
+    def growing_message(self) -> TextItem | None:
+        """The message that is open, if a text alone makes it grow."""
+        item = self._open
+        return item if isinstance(item, TextItem) and item.key == _MESSAGE and not self._shows_logprobs else None
+
+    def take_number(self) -> int:
+        """The number of an event that the caller makes."""
+        self._number += 1
+        return self._number - 1
 
     def end(self) -> list[JsonObject]:
         self._ended_at = int(time.time())

@@ -3,7 +3,7 @@
 Translates between the protocol and the gateway; decides nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 
 import orjson
@@ -21,9 +21,12 @@ from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
 from .json_body import read_members
 from .responses_input import JsonObject
-from .responses_output import ResponseOutput
+from .responses_output import ResponseOutput, TextItem
 from .responses_request import RESPONSES_SHAPE, ParsedResponses, parse_responses
 from .translated_chat import acquire_for, answer_chat, count_prompt_tokens
+
+_PLACEHOLDER = "\0text\0"
+"""Stands for a text that is not known yet."""
 
 
 class ResponsesRoutes:
@@ -76,11 +79,30 @@ class ResponseEvents:
     def __init__(self, output: ResponseOutput) -> None:
         self._output = output
         self._begun = False
+        self._message: TextItem | None = None
+        self._before = self._after = b""
+        """Of the JSON of the message's deltas: what stands before the text, and behind it up to the event's number."""
 
     def encode_item(self, chunk: GenerateChunk) -> bytes:
         begin = [] if self._begun else self._output.begin()
         self._begun = True
         return _encode([*begin, *self._output.add(chunk)])
+
+    @property
+    def encode_text(self) -> Callable[[str], bytes] | None:
+        return self._encode_text
+
+    def _encode_text(self, text: str) -> bytes:
+        message = self._output.growing_message
+        if message is None:
+            return _encode(self._output.add_text(text))
+        if message is not self._message:
+            # Most events are of text alone: the JSON around it is encoded once for all of a message.
+            event = message.delta_event(_PLACEHOLDER) | {"sequence_number": 0}
+            around = sse_event(orjson.dumps(event), event["type"]).split(orjson.dumps(_PLACEHOLDER))
+            self._message, self._before, self._after = message, around[0], around[1].removesuffix(b"0}\n\n")
+        message.texts.append(text)
+        return b"%b%b%b%d}\n\n" % (self._before, orjson.dumps(text), self._after, self._output.take_number())
 
     def encode_end(self) -> bytes:
         return _encode(self._output.end())

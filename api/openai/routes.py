@@ -136,6 +136,10 @@ class CompletionEvents:
         index, chunk = item if isinstance(item, tuple) else (0, item)
         return self._writer.chunk_event(index, chunk)
 
+    @property
+    def encode_text(self) -> Callable[[str], bytes] | None:
+        return self._writer.text_event
+
     def encode_end(self) -> bytes:
         return self._writer.usage_event() + _DONE
 

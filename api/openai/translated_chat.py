@@ -98,7 +98,7 @@ def answer_chat(
 async def _rename_errors(
     chunks: ResponseStream[GenerateChunk], names: FieldNames, output: DirectStream[GenerateChunk]
 ) -> AsyncGenerator[GenerateChunk, None]:
-    async with aclosing(relay(chunks, lambda chunk: chunk, output)) as relayed:
+    async with aclosing(relay(chunks, lambda chunk: chunk, output, text_is_kept=True)) as relayed:
         try:
             async for chunk in relayed:
                 yield chunk

@@ -6,7 +6,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 
 from asyncio import to_thread
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
 from secrets import token_hex
@@ -146,21 +146,34 @@ class GenerateEventEncoder:
     def encode_item(self, response: InferResponse) -> bytes | Coroutine[Any, Any, bytes]:
         text = short_text(response)
         if text is not None and self._limit >= 8 * SHORT_TEXT_BYTES:
-            return orjson.dumps(text).join(self._around_text(response))
+            return orjson.dumps(text).join(self._around_text(response.outputs[0].name))
         if is_long(response):
             release_memory_after(response)
             return to_thread(self._encode, response)
         ended = self._model.config.decoupled and is_empty_final(response)
         return b"" if ended else self._encode(response)
 
-    def _around_text(self, response: InferResponse) -> list[bytes]:
+    @property
+    def encode_text(self) -> Callable[[str], bytes] | None:
+        if self._limit < 8 * SHORT_TEXT_BYTES:
+            return None
+        before, after = self._around_text("text_output")
+
+        def encode(text: str) -> bytes:
+            if len(text) > SHORT_TEXT_BYTES:
+                return self._encode(InferResponse((Tensor.from_values("text_output", "BYTES", [text.encode()]),)))
+            return before + orjson.dumps(text) + after
+
+        return encode
+
+    def _around_text(self, name: str) -> list[bytes]:
         # Most events are of a text alone: the JSON around it is encoded once for all of them.
-        [output], config = response.outputs, self._model.config
-        known, around = self._texts.get(output.name, (None, []))
+        config = self._model.config
+        known, around = self._texts.get(name, (None, []))
         if known is not config:
-            placeholder = Tensor.from_values(output.name, "BYTES", [_PLACEHOLDER.encode()])
+            placeholder = Tensor.from_values(name, "BYTES", [_PLACEHOLDER.encode()])
             around = self._encode(InferResponse((placeholder,))).split(orjson.dumps(_PLACEHOLDER))
-            self._texts[output.name] = config, around
+            self._texts[name] = config, around
         return around
 
     def _encode(self, response: InferResponse) -> bytes:

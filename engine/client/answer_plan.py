@@ -13,7 +13,7 @@ from ...core.errors import InvalidArgument
 from ...core.request import Conversation, FinishReason, GenerateChunk, GenerateRequest, GuidedDecoding, join_chunks
 from ...core.sampling import SamplingParams
 from ...tokenization.answers.answer_formats import HERMES, AnswerParsers, choose_format
-from ...tokenization.answers.answer_reader import AnswerReader
+from ...tokenization.answers.answer_reader import AnswerDelta, AnswerReader
 from ...tokenization.answers.marked_answer import ReasoningFormat
 from ...tokenization.answers.tool_grammars import tool_constraint
 from ...tokenization.tokenizer import Tokenizer
@@ -150,10 +150,34 @@ class AnswerBuilder:
                 break
         return chunks[0] if single else join_chunks(chunks)
 
+    def build_text(self, delta: TokenDelta) -> GenerateChunk | str:
+        """See `DeltaReader.build_text`: of a text outside of reasoning, where no call begins."""
+        reader = self._reader
+        if not self._begun or reader.thinking or self._echo:
+            return self.build_chunk(delta)
+        built = self._builder.build_text(delta)
+        if not isinstance(built, str):
+            return self._part(built, thinking=False)
+        read = reader.push(built)
+        if reader.thinking or reader.over or read.reasoning or read.tool_calls:
+            return self._parted(self._builder.text_chunk(built, delta), read, thinking=False)
+        return read.text
+
+    def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
+        """See `DeltaReader.text_chunk`."""
+        chunk = self._builder.text_chunk(text, delta)
+        return replace(chunk, usage=replace(chunk.usage, reasoning_tokens=self._reasoning_tokens))
+
     def _read(self, delta: TokenDelta) -> GenerateChunk:
-        chunk, reader = self._builder.build_chunk(delta), self._reader
-        thinking, self._begun = reader.thinking, True
-        read = reader.push(chunk.text, chunk.finish_reason is not None)
+        thinking, self._begun = self._reader.thinking, True
+        return self._part(self._builder.build_chunk(delta), thinking)
+
+    def _part(self, chunk: GenerateChunk, thinking: bool) -> GenerateChunk:
+        """The chunk with its text parted. `thinking`: the text before it ended within reasoning."""
+        return self._parted(chunk, self._reader.push(chunk.text, chunk.finish_reason is not None), thinking)
+
+    def _parted(self, chunk: GenerateChunk, read: AnswerDelta, thinking: bool) -> GenerateChunk:
+        reader = self._reader
         if thinking or reader.thinking:
             self._reasoning_tokens += len(chunk.token_ids)
         echo, self._echo = self._echo, ""
@@ -182,6 +206,12 @@ class PredictedAnswerBuilder:
             return chunk
         counts = {"accepted_prediction_tokens": follower.accepted, "rejected_prediction_tokens": follower.rejected}
         return replace(chunk, usage=replace(chunk.usage, **counts))
+
+    build_text = build_chunk
+
+    def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
+        """See `DeltaReader.text_chunk`: never asked for, as no delta is made a text alone."""
+        return self._builder.text_chunk(text, delta)
 
 
 def _each_token(delta: TokenDelta) -> Iterator[TokenDelta]:

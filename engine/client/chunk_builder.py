@@ -118,11 +118,15 @@ class ChunkBuilder:
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """The chunk of a delta's tokens, without those behind a stop string."""
+        built = self.build_text(delta)
+        return self.text_chunk(built, delta) if isinstance(built, str) else built
+
+    def build_text(self, delta: TokenDelta) -> GenerateChunk | str:
+        """See `DeltaReader.build_text`."""
         token_ids = delta.token_ids
         if self._plain and self._completion_tokens and delta.finish_reason is None:
             self._completion_tokens += len(token_ids)
-            usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens)
-            return GenerateChunk(text=self._text.push(token_ids), token_ids=token_ids, usage=usage)
+            return self._text.push(token_ids)
         text, taken = self._write(delta)
         self._completion_tokens += taken
         token_ids = token_ids[:taken]
@@ -139,6 +143,11 @@ class ChunkBuilder:
             prompt_ids=prompt_ids,
             end_token=self._ended_by_token(delta) and not self._stopped,
         )
+
+    def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
+        """See `DeltaReader.text_chunk`."""
+        usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens)
+        return GenerateChunk(text=text, token_ids=delta.token_ids, usage=usage)
 
     def _ended_by_token(self, delta: TokenDelta) -> bool:
         """Whether an end or stop token ended the text; a grammar may end it without one."""

@@ -118,7 +118,7 @@ class TensorLayout:
             return
         responses = StreamedResponses(parsed.outputs, len(streams))
         if len(streams) == 1:
-            async with aclosing(relay(streams[0], responses.build_response, output)) as relayed:
+            async with aclosing(relay(streams[0], responses.build_response, output, responses.are_text)) as relayed:
                 async for relayed_response in relayed:
                     yield relayed_response
             return
@@ -128,6 +128,7 @@ class TensorLayout:
                     yield response
 
 
+_TEXT = "text_output"
 _PROMPTS = {"text_input", "input_ids"}
 _SAMPLING_PARAMETERS = "sampling_parameters"
 _LOG_PROBS = {"cum_log_probs", "output_log_probs"}
@@ -213,6 +214,8 @@ class StreamedResponses:
     def __init__(self, outputs: Sequence[OutputTensor], answers: int = 1) -> None:
         self._outputs = outputs
         self._by_token = any(output.spec.name in _COUNT_TOKENS for output in outputs)
+        self.are_text = answers == 1 and [output.spec.name for output in outputs] == [_TEXT]
+        """Whether a response has nothing but the text of its chunk."""
         self._sums = [0.0] * answers
         self._empty = [_EMPTY] * answers
         """A chunk without tokens for each answer, with the finish reason of one that has ended."""

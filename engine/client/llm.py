@@ -278,7 +278,7 @@ class LlmModel:
                 ends = TextEnds(bundle.defaults.eos, request.stop_word_ids)
                 builder = plan.builder(sampling, ends, echo, prompt_ids, predicted)
                 with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):
-                    while (chunk := await stream.read_chunk(builder.build_chunk, output.sink)).finish_reason is None:
+                    while (chunk := await stream.read_chunk(builder, output)).finish_reason is None:
                         yield chunk
             # The engine is aborted by now: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)

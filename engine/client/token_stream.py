@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from ...core.direct_stream import Sink
+from ...core.direct_stream import DirectStream
 from ...core.errors import CharoniaError, RequestTimeout
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...core.metrics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
@@ -210,8 +210,17 @@ def _unread_sinks_of(loop: asyncio.AbstractEventLoop) -> _UnreadSinks:
     return sinks
 
 
-ChunkOf: TypeAlias = Callable[[TokenDelta], GenerateChunk]
-"""Makes the chunk of a delta."""
+class DeltaReader(Protocol):
+    """Makes chunks of the deltas of one stream: a builder."""
+
+    def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
+        """The chunk of the next delta."""
+
+    def build_text(self, delta: TokenDelta) -> GenerateChunk | str:
+        """The text of the next delta where its chunk has nothing else, or that chunk."""
+
+    def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
+        """The chunk of the delta whose text `build_text` was."""
 
 
 class TokenStream:
@@ -317,36 +326,45 @@ class TokenStream:
             await self._reader
         return self.take()
 
-    async def read_chunk(self, build: ChunkOf, sink: Sink[GenerateChunk] | None) -> GenerateChunk:
-        """The chunk that `build` makes of what `read` would give. Chunks that `sink` takes are made without waking this
-        task, after all that has come for other streams is written; the first that it does not take is returned, and so
-        is the last. Raises as `read`, and what `build` and `sink` raise."""
-        if sink is None:
-            return build(await self.read())
+    async def read_chunk(self, builder: DeltaReader, output: DirectStream[GenerateChunk]) -> GenerateChunk:
+        """The chunk that `builder` makes of what `read` would give. Chunks that the sinks of `output` take are made
+        without waking this task, after all that has come for other streams is written; the first that they do not take
+        is returned, and so is the last. Raises as `read`, and what the builder and the sinks raise."""
+        if output.sink is None:
+            return builder.build_chunk(await self.read())
         while self._unread:
-            chunk = build(self.take())
-            if chunk.finish_reason is not None or not sink(chunk):
-                return chunk
+            if (left := self._pass_to_sinks(builder, output)) is not None:
+                return left
         loop = asyncio.get_running_loop()
         self._chunk = loop.create_future()
-        self._on_unread = partial(_unread_sinks_of(loop).add, partial(self._pass_on, build, sink))
+        self._on_unread = partial(_unread_sinks_of(loop).add, partial(self._pass_on, builder, output))
         try:
             return await self._chunk
         finally:
             self._on_unread = self._chunk = None
 
-    def _pass_on(self, build: ChunkOf, sink: Sink[GenerateChunk]) -> None:
-        """Give `sink` what is unread, or the waiting reader what it does not take."""
+    def _pass_on(self, builder: DeltaReader, output: DirectStream[GenerateChunk]) -> None:
+        """Give the sinks what is unread, or the waiting reader what they do not take."""
         reader = self._chunk
         if reader is None or reader.done() or not self._unread:  # it was cancelled, or has taken all meanwhile
             return
         try:
-            chunk = build(self.take())
-            if chunk.finish_reason is not None or not sink(chunk):
-                reader.set_result(chunk)
+            if (left := self._pass_to_sinks(builder, output)) is not None:
+                reader.set_result(left)
         except Exception as error:
             reader.set_exception(error)
             reader = None  # the traceback has this call, which would keep the error
+
+    def _pass_to_sinks(self, builder: DeltaReader, output: DirectStream[GenerateChunk]) -> GenerateChunk | None:
+        """Give the sinks what is unread; the chunk that they do not take."""
+        delta, text_sink, sink = self.take(), output.text_sink, output.sink
+        built = builder.build_chunk(delta) if text_sink is None else builder.build_text(delta)
+        if isinstance(built, str):
+            if not built or (text_sink is not None and text_sink(built)):
+                return None
+            built = builder.text_chunk(built, delta)
+        taken = built.finish_reason is None and sink is not None and sink(built)
+        return None if taken else built
 
     def listen(self, on_unread: Callable[[], None]) -> None:
         """Have `on_unread` called, in place of a waiting reader, by the write after which there is something to

@@ -64,6 +64,23 @@ async def test_a_relay_converts_each_item_once(left: tuple[int, ...]) -> None:
     assert closed == ["numbers"]
 
 
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_relay_that_keeps_text_passes_it_on_as_it_is(kept: bool) -> None:
+    async def two(output: DirectStream[int]) -> AsyncGenerator[int, None]:
+        for _ in range(2):
+            yield 1
+            assert output.text_sink == (take if kept else None)
+
+    def take(text: str) -> bool:
+        return True
+
+    source = DirectStream(two)
+    stream = DirectStream(lambda output: relay(source, odd_doubled, output, kept))
+    async for item in stream:
+        assert item == 2
+        stream.sink, stream.text_sink = (lambda item: True), take
+
+
 async def test_closing_closes_what_is_relayed() -> None:
     closed: list[str] = []
     stream = DirectStream(partial(relay, DirectStream(partial(numbers, 9, closed)), odd_doubled))

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import inspect
 import weakref
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -31,6 +31,10 @@ class Encoder:
 
     async def _encode(self, item: int) -> bytes:
         return b"<%d>" % item
+
+    @property
+    def encode_text(self) -> Callable[[str], bytes] | None:
+        return None if self.slow else lambda text: b"<%b>" % text.encode()
 
     def encode_end(self) -> bytes:
         return b"<end>"

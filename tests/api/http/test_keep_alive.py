@@ -16,6 +16,8 @@ class Encoder:
     def encode_item(self, item: bytes) -> bytes:
         return item
 
+    encode_text = None
+
     def encode_end(self) -> bytes:
         return b"end"
 

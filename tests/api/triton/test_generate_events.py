@@ -36,6 +36,17 @@ def test_a_texts_event_is_what_any_responses_is(request_id: str) -> None:
             assert encoder.encode_item(response) == expected
 
 
+def test_a_text_alone_has_the_same_event() -> None:
+    model: Any = SimpleNamespace(config=config("one"))
+    encoder = GenerateEventEncoder(model, "id", LIMIT)
+    assert encoder.encode_text is not None
+    for text in TEXTS:
+        assert encoder.encode_text(text) == encoder.encode_item(response_of(text.encode()))
+    with pytest.raises(InvalidArgument, match="text_output"):
+        encoder.encode_text("x" * LIMIT)
+    assert GenerateEventEncoder(model, "id", 16).encode_text is None, "even a short text may be too long"
+
+
 def test_the_event_names_the_model_that_answers() -> None:
     model: Any = SimpleNamespace(config=config("one"))
     encoder = GenerateEventEncoder(model, "", LIMIT)

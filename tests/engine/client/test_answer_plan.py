@@ -26,12 +26,15 @@ from charonia.core.request import (
 from charonia.core.request_context import RequestContext
 from charonia.core.sampling import SamplingParams
 from charonia.engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
+from charonia.engine.client.answer_plan import plan_answer
+from charonia.engine.client.chunk_builder import TextEnds
 from charonia.engine.client.engine import EngineCapabilities, EngineSpec
 from charonia.engine.client.llm import LlmModel
-from charonia.engine.client.token_stream import SequenceStats, TokenStream
+from charonia.engine.client.token_stream import SequenceStats, TokenDelta, TokenStream
 from charonia.engine.core.messages import AddRequest, CoreReady
 from charonia.tokenization.answers.answer_formats import AnswerParsers
 from charonia.tokenization.answers.harmony import FINAL
+from charonia.tokenization.tokenizer import Tokenizer as OwnTokenizer
 
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}<tools>{{ tool | tojson }}</tools>{% endfor %}{% endif %}"
@@ -154,6 +157,33 @@ async def test_reasoning_content_and_calls_are_told_apart(
     assert whole.finish_reason is FinishReason.STOP
     assert whole.usage.reasoning_tokens == len(tokenizer.encode("<think>\nA café?</think>").ids)
     assert whole.usage.completion_tokens == len(engine.answer)
+
+
+@pytest.mark.parametrize("pace", [1, 2, 5])
+@pytest.mark.parametrize("opening", ["", "<think>"])
+async def test_what_is_text_alone_comes_as_text_and_all_else_as_ever(
+    model: LlmModel, tokenizer: Tokenizer, checkpoint: Path, pace: int, opening: str
+) -> None:
+    written = f"{opening}hm</think>I look é{CALL} well <tool_ca 1 < 2 {CALL}bye"
+    own = OwnTokenizer.load(checkpoint)
+    tokens = tokenizer.encode(written).ids
+    deltas = [TokenDelta(tuple(tokens[at : at + pace]), 3, None) for at in range(0, len(tokens), pace)]
+    deltas[-1] = deltas[-1]._replace(finish_reason=FinishReason.LENGTH)
+    plans = [plan_answer(ask(), [1, 2], own, AnswerParsers()) for _ in range(2)]
+    one, other = (plan.builder(SamplingParams(max_tokens=1000), TextEnds()) for plan in plans)
+    pieces = [(one.build_text(delta), delta) for delta in deltas]
+    assert any(isinstance(piece, str) for piece, _ in pieces)
+    chunks = [one.text_chunk(piece, delta) if isinstance(piece, str) else piece for piece, delta in pieces]
+    expected = [other.build_chunk(delta) for delta in deltas]
+    for chunk, wanted in zip(chunks, expected, strict=True):
+        usage = wanted.usage if chunk.finish_reason else chunk.usage  # of earlier ones it is that of the moment
+        assert msgspec.structs.replace(chunk, usage=usage, tool_calls=()) == msgspec.structs.replace(
+            wanted, usage=usage, tool_calls=()
+        )
+        assert [(call.index, call.name, call.arguments) for call in chunk.tool_calls] == [
+            (call.index, call.name, call.arguments) for call in wanted.tool_calls
+        ]
+    assert chunks[-1].usage == expected[-1].usage
 
 
 async def test_markers_that_are_special_tokens_are_read_and_others_not_shown(

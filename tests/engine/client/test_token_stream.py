@@ -3,10 +3,12 @@
 import asyncio
 import gc
 import weakref
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
+from charonia.core.direct_stream import DirectStream
 from charonia.core.errors import Unavailable
 from charonia.core.request import FinishReason, GenerateChunk, Usage
 from charonia.engine.client.admission import AdmissionControl, QueueLimits
@@ -18,8 +20,33 @@ def open_stream() -> TokenStream:
     return TokenStream(SequenceStats(LlmMetrics()), AdmissionControl(QueueLimits(1, 100)).admit())
 
 
-def build(delta: TokenDelta) -> GenerateChunk:
-    return GenerateChunk(text="", token_ids=delta.token_ids, usage=Usage(1, 1), finish_reason=delta.finish_reason)
+class Builder:
+    """Makes chunks whose text is their tokens; `plain`: of those in the middle there is nothing else."""
+
+    def __init__(self, plain: bool = False) -> None:
+        self.plain = plain
+
+    def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
+        text = ",".join(map(str, delta.token_ids))
+        return GenerateChunk(text=text, token_ids=delta.token_ids, usage=Usage(1, 1), finish_reason=delta.finish_reason)
+
+    def build_text(self, delta: TokenDelta) -> GenerateChunk | str:
+        chunk = self.build_chunk(delta)
+        return chunk.text.replace("0", "") if self.plain and chunk.finish_reason is None else chunk
+
+    def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
+        return GenerateChunk(text=text, token_ids=delta.token_ids, usage=Usage(1, 2))
+
+
+async def nothing(output: DirectStream[GenerateChunk]) -> AsyncGenerator[GenerateChunk, None]:
+    for _ in ():
+        yield _
+
+
+def output_to(sink: Any, text_sink: Any = None) -> DirectStream[GenerateChunk]:
+    output = DirectStream(nothing)
+    output.sink, output.text_sink = sink, text_sink
+    return output
 
 
 class Sink:
@@ -36,8 +63,9 @@ class Sink:
         return True
 
 
-async def begin(stream: TokenStream, sink: Any) -> "asyncio.Task[GenerateChunk]":
-    reading = asyncio.create_task(stream.read_chunk(build, sink))
+async def begin(stream: TokenStream, sink: Any, text_sink: Any = None) -> "asyncio.Task[GenerateChunk]":
+    builder = Builder(plain=text_sink is not None)
+    reading = asyncio.create_task(stream.read_chunk(builder, output_to(sink, text_sink)))
     await asyncio.sleep(0)
     return reading
 
@@ -89,6 +117,29 @@ async def test_what_comes_in_one_turn_is_passed_on_together_when_all_streams_hav
         reading.cancel()
 
 
+async def test_text_goes_to_its_own_sink_what_that_leaves_to_the_other_and_the_last_to_the_reader() -> None:
+    stream, sink = open_stream(), Sink(3)
+    texts: list[str] = []
+
+    def take_text(text: str) -> bool:
+        if text in ("2", "3"):
+            return False
+        texts.append(text)
+        return True
+
+    reading = await begin(stream, sink, take_text)
+    for token in (1, 0, 2, 10, 3):
+        stream.push([token], at=1.0)
+        await asyncio.sleep(0)
+    left = await reading
+    assert (texts, sink.taken) == (["1", "1"], [2])
+    assert (left.token_ids, left.text, left.usage) == ((3,), "3", Usage(1, 2)), "a chunk of the text that was made"
+    reading = await begin(stream, sink, take_text)
+    stream.push([5], at=2.0)
+    stream.finish(FinishReason.STOP)
+    assert ((await reading).text, texts) == ("5", ["1", "1"])
+
+
 async def test_without_a_sink_chunks_are_returned() -> None:
     stream = open_stream()
     reading = await begin(stream, None)
@@ -116,7 +167,7 @@ async def test_an_error_of_the_sink_is_the_readers_and_no_cycle_keeps_what_it_sa
 
     async def read(stream: TokenStream) -> None:
         with pytest.raises(ValueError, match="broken"):
-            await stream.read_chunk(build, fail)
+            await stream.read_chunk(Builder(), output_to(fail))
 
     reading = asyncio.create_task(read(stream))
     await asyncio.sleep(0)
