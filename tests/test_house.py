@@ -102,7 +102,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_760,
-    "api": 9_080,
+    "api": 9_130,
     "http_workers": 2_400,
     "extras/trtllm": 1_950,
     "extras/batches": 1_400,

@@ -7,14 +7,13 @@ the engine, and at last the reading of its requests.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 
 import grpc
 import msgspec
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from tritonclient.grpc import service_pb2 as pb
 
-from ...core.direct_stream import ReadyResponse
+from ...core.direct_stream import DirectStream, ReadyResponse
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
 from ...core.gateway import ModelHandle
 from ...core.native_calls import CONTROL_FLOW
@@ -24,6 +23,7 @@ from ...core.tasks import RequestTaskGroup
 from ...telemetry.shared_state import ServerLookup
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from ..infer_call import InferCall, read_up_to_two, supports_single_response, wants_stream
+from .direct_writes import INFER_RESPONSE, StreamWrites
 from .messages import (
     SHUTTING_DOWN,
     check_message,
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _STREAM = "ModelStreamInfer"
-_INFER_RESPONSE = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
 _ARM = "charonia_arm"
 _WARNING = "charonia_warning"
 _MAX_CONCURRENT = 1024
@@ -110,7 +109,7 @@ class StreamInferCall:
         self._caller = caller
         self._strict = ("triton_grpc_error", "true") in call_metadata(context)
         self._free_slots = asyncio.Semaphore(_MAX_CONCURRENT)
-        self._looking_up, self._writing = asyncio.Lock(), asyncio.Lock()
+        self._looking_up, self._writes = asyncio.Lock(), StreamWrites(context)
         self._last_in_order: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -163,7 +162,7 @@ class StreamInferCall:
                     raise ServerExiting(SHUTTING_DOWN)
                 async with aclosing(self._responses(model, message, context)) as responses:
                     async for response in responses:
-                        await self._send(delimited(_INFER_RESPONSE, response), before)
+                        await self._send(delimited(INFER_RESPONSE, response), before)
         except CharoniaError as error:
             if self._strict:
                 raise
@@ -183,24 +182,21 @@ class StreamInferCall:
         begun = False
         limit = self._caller.max_response_size
         call = await _read_call(self._lookup, model, message, self._caller)
-        async with aclosing(model.infer(call.request)) as responses:
+        async with aclosing(model.infer(call.request)) as responses, AsyncExitStack() as direct:
             async for response in responses:
                 final = response.final or not config.decoupled
                 noted = response if begun else _with_notes(response, context)
-                begun = True
                 yield await write_response_off_loop(model.config, call, noted, final, limit)
+                if not begun and config.decoupled and isinstance(responses, DirectStream):
+                    direct.enter_context(self._writes.direct(responses, model.config, call, limit))
+                begun = True
         if not final and wants_empty_final(message):
             yield await write_response_off_loop(model.config, call, InferResponse(()), True)
 
     async def _send(self, message: ProtoMessage | bytes, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait((before,))
-        async with self._writing:
-            try:
-                await self._context.write(message)
-            except grpc.aio.BaseError:
-                # The client left, and the cancellation of this call is on its way.
-                raise asyncio.CancelledError from None
+        await self._writes.write(message)
 
 
 def _with_notes(response: InferResponse, context: RequestContext) -> InferResponse:

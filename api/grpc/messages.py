@@ -231,7 +231,7 @@ def _values(declared: DeclaredInput, contents: ProtoMessage) -> Any:
 
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
-_FINAL = "triton_final_response"
+FINAL = "triton_final_response"
 _RAW_OUTPUTS = pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
 _LARGEST = 2**31 - 1
 """Bytes that one message of gRPC, and of protobuf, can have."""
@@ -289,7 +289,7 @@ def write_response(
         for key, value in response.parameters.items():
             setattr(message.parameters[key], _parameter_field(value), value)
         if final is not None:
-            message.parameters[_FINAL].bool_param = final
+            message.parameters[FINAL].bool_param = final
         parts.append(message.SerializeToString())
     for content in contents:
         parts += delimiter(_RAW_OUTPUTS, len(content)), content
@@ -318,7 +318,7 @@ def write_stream_error(request: ProtoMessage, error: CharoniaError) -> ProtoMess
     """The message that ends one request of a stream with an error."""
     name, version = request.model_name, request.model_version
     response = pb.ModelInferResponse(model_name=name, model_version=version, id=request.id)
-    response.parameters[_FINAL].bool_param = True
+    response.parameters[FINAL].bool_param = True
     return pb.ModelStreamInferResponse(error_message=_status_details(error), infer_response=response)
 
 

@@ -208,8 +208,8 @@ def _token_times(events: Iterable[SseEvent], door: StreamingEndpoint, heard: Req
         if content == b"[DONE]":
             continue
         event = orjson.loads(content)
-        if event.get("error"):
-            heard.status = f"event: {_message(event['error'])}"[:80]
+        if event.get("error") or event.get("type") == "error":
+            heard.status = f"event: {_message(event.get('error') or event)}"[:80]
         elif door.read(event, heard):
             yield at
 

@@ -35,6 +35,7 @@ def start_sampling() -> None:
     counts = Counter[str]()
 
     def sample(_: int, frame: FrameType | None) -> None:
+        stage = "event loop"
         while frame is not None:
             path = frame.f_code.co_filename
             module = modules.get(path)
@@ -42,9 +43,10 @@ def start_sampling() -> None:
                 inside = path.startswith(package) and not path.startswith(__file__)
                 module = modules[path] = path.removeprefix(package).removesuffix(".py") if inside else ""
             if module and module not in ("__main__", "cli/serve", "cli/serve_command", "cli/frontend_process"):
+                stage = module
                 break
             frame = frame.f_back
-        counts[module if frame is not None else "event loop"] += 1
+        counts[stage] += 1
 
     def write() -> None:
         name = Path("/proc/self/comm").read_text().strip()

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from charonia.bench.load.driver import OK, EndpointName, LoadRecord, LoopMode, RequestOptions
+from charonia.bench.load.driver import CHATS, OK, EndpointName, LoadRecord, LoopMode, RequestOptions
 from charonia.bench.load.fake_model import NAME
 from charonia.bench.load.plan import Prompts
 from charonia.bench.load.worker import LoadRun, LoadTarget, run
@@ -151,7 +151,7 @@ def _load(
     return LoadRun(
         target=LoadTarget(host=place.host, port=port, door=door, manner=RequestOptions(quarry.model)),
         jobs=poisson_jobs(RequestShape(PROMPT, NEW), rate, seconds, abs(seed)),
-        prompts=Prompts(form="text" if door == "chat" else "ids", seed=abs(seed)),
+        prompts=Prompts(form="text" if door in CHATS else "ids", seed=abs(seed)),
         pace=LoopMode(timeout=_LONGEST),
         warm_up=0,
     )
