@@ -17,7 +17,7 @@ from ...core.native_calls import CONTROL_FLOW
 from ...core.request_context import Headers, RequestContext
 from ..api_keys import ANONYMOUS, Tenant
 from .error_responses import error_response, is_anthropic_path, is_openai_path, unexpected_error
-from .request_cycle import add_response_header
+from .request_cycle import add_response_header, flush_parts
 from .request_head import header_map
 
 log = logging.getLogger(__name__)
@@ -84,9 +84,12 @@ class RequestContextMiddleware:
                 scope[_CONTEXT] = context
                 await self._app(scope, receive, send)
         except CONTROL_FLOW:
+            flush_parts(scope)
             raise
         except BaseException as error:
-            # Streams answer for themselves once they have begun (`EventStreamResponse`), so nothing was sent yet.
+            # Streams answer for themselves once they have begun (`EventStreamResponse`). What others have sent leaves
+            # before the server closes the connection, as it does for a response that has no end.
+            flush_parts(scope)
             log.exception("%s %s failed", scope["method"], path)
             await error_response(unexpected_error(error), path)(scope, receive, send)
 

@@ -174,9 +174,13 @@ class Http11Cycle(RequestResponseCycle):
         if message.get("more_body") and self.takes_chunks and self.scope["method"] != "HEAD":
             self.write_chunk(message.get("body", b""))
             return
+        self.flush()
+        await super().send(message)
+
+    def flush(self) -> None:
+        """Write the part of the response that waits for the end of the turn, if there is one."""
         if self.transport in self._state.coalescer.waiting:
             self._state.coalescer.flush()
-        await super().send(message)
 
     @property
     def takes_chunks(self) -> bool:
@@ -330,6 +334,13 @@ def chunk_writer(scope: Scope, send: Send) -> Http11Cycle | None:
     """The cycle that writes parts of a response past `send`; None where `send` would change them."""
     cycle = _cycle_of(scope)
     return cycle if cycle is not None and cycle.sends_by(send) else None
+
+
+def flush_parts(scope: Scope) -> None:
+    """Write the parts of the response that wait for the end of the turn."""
+    cycle = _cycle_of(scope)
+    if cycle is not None:
+        cycle.flush()
 
 
 async def send_response(response: Response, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,10 +11,12 @@ from tritonclient.grpc import service_pb2 as pb
 
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app
+from charonia.api.http.request_context import RequestContextMiddleware
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import InvalidArgument, QueueFull, Unavailable
 
 from ..grpc_serving import Served, serving
+from .test_uvicorn_protocol import Connection, request
 
 KEYS = Keyring([("k", Tenant("alice"))])
 KEY = {"authorization": "Bearer k"}
@@ -147,3 +149,18 @@ async def test_a_stream_that_is_not_let_in_leaves_one(stub: Any, gateway: Any) -
     with pytest.raises(grpc.aio.AioRpcError):
         await asyncio.wait_for(stub.ModelStreamInfer().read(), 60)
     assert ends(gateway) == [(STREAM, "", "rejected", "unauthenticated")]
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), asyncio.CancelledError()])
+async def test_what_was_sent_of_a_response_leaves_before_the_error_that_ends_it(
+    gateway: Any, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"part", "more_body": True})
+        raise error
+
+    connection = Connection(RequestContextMiddleware(app, gateway))
+    await connection.send(request(b""))
+    assert connection.transport.written.endswith(b"4\r\npart\r\n")
+    assert connection.transport.closed
