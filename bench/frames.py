@@ -262,11 +262,11 @@ def show_stages(console: Console, trial: FramesTrial, log: Log) -> None:
             with open_bench(trial, None, Path(folder)) as bench:
                 turn = bench.measure(bench.ours, door, kind, stages=True)
             log(_line(door, kind, turn) + ", with the samples'")
-            table = table_of(("process", "module"), ("µs a frame", "share"), f"{door}, {kind}")
+            table = table_of(("process", "module"), ("samples", "share"), f"{door}, {kind}")
             for process, counts in stage_sampler.read_stages(Path(folder)).items():
                 total = counts.total()
                 for module, count in counts.most_common(16):
-                    table.add_row(process, module, f"{count * 1e3 / turn.frames:.2f}", f"{count / total:.0%}")
+                    table.add_row(process, module, f"{count:,}", f"{count / total:.0%}")
             console.print(table)
 
 

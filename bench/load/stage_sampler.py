@@ -1,5 +1,5 @@
-"""Where a server's CPU time goes: a thousand times in a second of it, each of its processes notes which module of ours
-it is in, from one signal to the next, and writes the counts down when it ends.
+"""Where a server's CPU time goes: with every tick of the kernel's clock in it, each of its processes notes which module
+of ours it is in, from one signal to the next, and writes the counts down when it ends.
 
 Samples cost time: turns with them are measured apart.
 """
