@@ -121,7 +121,8 @@ async def late_interaction(model: ModelHandle, pairs: Sequence[tuple[str, str]])
         vectors.append(dict(zip(texts, arrays, strict=True)))
         tokens += count
     size = sum(array.nbytes for arrays in vectors for array in arrays.values())
-    return await offload_if_large(size, _max_sims, *vectors, pairs), tokens
+    queries, documents = vectors
+    return await offload_if_large(size, _max_sims, queries, documents, pairs), tokens
 
 
 def _max_sims(
