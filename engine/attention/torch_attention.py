@@ -42,9 +42,14 @@ class TorchStepAttention:
     def apply_rope_and_attend(
         self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
     ) -> Tensor:
+        shape = self._shapes[layer]
+        if shape.values_in_keys:
+            rotated = angles.rotate(packed[..., shape.value_size :].contiguous())
+            packed = torch.cat((packed[..., : shape.value_size], rotated), -1)
+            return self._attend(layer, packed[:, : self._heads], packed[:, self._heads :], None, sinks)
         if packed.shape[1] == self._heads:
             return self._attend(layer, angles.rotate(packed), None, None, sinks)
-        rotated_heads = self._heads + self._shapes[layer].heads
+        rotated_heads = self._heads + shape.heads
         rotated = angles.rotate(packed[:, :rotated_heads])
         values = packed[:, rotated_heads:]
         return self._attend(layer, rotated[:, : self._heads], rotated[:, self._heads :], values, sinks)

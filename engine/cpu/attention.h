@@ -51,9 +51,9 @@ struct step {
     const int64_t *firsts, *tables;
 };
 
-/* One layer's part of a step. Without `keys` nothing is written. Strides in elements between tokens; `cos_sin` [positions, 2, rotary_dim / 2] for the
-   first `rotary_dim` numbers of a head, or none; `sinks` [heads] or none: for each query head the score of a token that
-   it always sees, whose value is 0; `group`: the layer's. */
+/* One layer's part of a step. Without `keys` nothing is written. Strides in elements between tokens; `cos_sin` [positions,
+   2, rotary_dim / 2] for the first `rotary_dim` numbers of a head, of latents those behind values, or none; `sinks` [heads]
+   or none: for each query head the score of a token that it always sees, whose value is 0; `group`: the layer's. */
 struct attention_call {
     const void *queries, *keys, *values;
     int64_t query_stride, key_stride, value_stride;

@@ -42,6 +42,7 @@ SIGNATURES = {
     "charonia_gate_heads": "ppplpl",
     "charonia_gate_rows": "pplli",
     "charonia_mix": "ppplp",
+    "charonia_multiply_heads": "ppplp",
     "charonia_convolve": "pppplpp",
     "charonia_recur": "pppplplpp",
     "charonia_attention_plan": "pppl>l",

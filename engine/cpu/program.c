@@ -176,6 +176,11 @@ static MixtureCall mixture_call(const StepLayout *l, const Operation *o)
     return (MixtureCall){o->what, tensor(l, o->x, 0), scores, l->tokens, tensor(l, o->out, 0)};
 }
 
+static HeadsCall heads_call(const StepLayout *l, const Operation *o)
+{
+    return (HeadsCall){o->what, tensor(l, o->x, 0), tensor(l, o->delta, 0), l->tokens, tensor(l, o->out, 0)};
+}
+
 static int adapts(const Operation *o) { return o->kind == LORA_SHRINK || o->kind == LORA_EXPAND; }
 
 static void compute(Team *team, const Operation *o, const StepLayout *l)
@@ -207,6 +212,9 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
     } else if (o->kind == EXPERTS) {
         const MixtureCall mixture = mixture_call(l, o);
         mix_in_team(team, &mixture, l->product_memory);
+    } else if (o->kind == HEADS) {
+        const HeadsCall heads = heads_call(l, o);
+        multiply_heads_in_team(team, &heads, l->product_memory);
     } else if (o->kind == GATE_ROWS) {
         const RowGate gate = {tensor(l, o->x, 0), (const float *)tensor(l, o->delta, 0), l->tokens, o->size, o->dtype};
         gate_rows_in_team(team, &gate);
@@ -248,15 +256,17 @@ static void run_program(ThreadPool *pool, Team *team, void *layout, int64_t from
     }
 }
 
-/* Bytes that the largest product or mixture needs beside its operands. */
+/* Bytes that the largest product or mixture, or products of heads, need beside their operands. */
 static int64_t product_memory_bytes(const StepLayout *l, int threads)
 {
     int64_t most = 0;
     for (const Operation *o = l->program->operations; o < l->program->operations + l->arguments->operation_count; o++) {
         const MatmulCall product = matmul_call(l, o);
         const MixtureCall mixture = mixture_call(l, o);
+        const HeadsCall heads = heads_call(l, o);
         const int64_t bytes = o->kind == PRODUCT   ? product_bytes(&product, threads)
                               : o->kind == EXPERTS ? mixture_bytes(&mixture, threads)
+                              : o->kind == HEADS   ? heads_bytes(&heads, threads)
                                                    : 0;
         most = bytes > most ? bytes : most;
     }

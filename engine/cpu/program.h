@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "head_products.h"
 #include "lora.h"
 #include "matmul.h"
 #include "recurrent.h"
@@ -12,7 +13,7 @@
 
 enum {
     NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN, CONVOLVE, RECUR,
-    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL
+    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL, HEADS
 };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
@@ -22,7 +23,8 @@ typedef struct {
     const void *what;            /* a norm's weights, a product's Matrix, an embedding table; SAMPLE: int32 ids to store in
                                     place of tokens, or null; ATTENTION: its sinks, or null; CONVOLVE, RECUR,
                                     GATE_HEADS: their Convolution, Recurrence, HeadGate, with lines of x `stride` long,
-                                    and of delta, the gates, `size`; EXPERTS: their Mixture, whose scores are delta */
+                                    and of delta, the gates, `size`; EXPERTS: their Mixture, whose scores are delta;
+                                    HEADS: their HeadProducts, with the last line in delta */
     int64_t heads, stride, weights, size;
     int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head, in lines
                                     `stride` long, of queries alone or of keys and values, too; of

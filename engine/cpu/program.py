@@ -25,7 +25,7 @@ from . import library
 from .attention import LayerCaches, StepStruct
 from .library import struct_fields
 from .memory import aligned_empty
-from .op_trace import EXPERTS, PRODUCT, OpStruct, OpTrace, SymbolicTensor, TraceIO, buffer_bytes, plan_buffers
+from .op_trace import EXPERTS, HEADS, PRODUCT, OpStruct, OpTrace, SymbolicTensor, TraceIO, buffer_bytes, plan_buffers
 from .recurrent import MovesStruct, StepSlots
 
 _NO_TENSOR = -1
@@ -207,7 +207,7 @@ class DecoderProgram:
             to.x, to.delta, to.out = (_NO_TENSOR if each is None else self.offsets[each] for each in (x, delta, out))
             to.dtype, to.selected = library.DTYPE_CODES[(x or out).dtype], out.selected
         operations = [op.operation for op in trace.ops]
-        products = [each for each in operations if each.kind in (PRODUCT, EXPERTS)]
+        products = [each for each in operations if each.kind in (PRODUCT, EXPERTS, HEADS)]
         for product, following in pairwise(products):
             if product.kind == following.kind == PRODUCT:
                 product.next = following.what  # its weights are fetched while the product ends

@@ -5,6 +5,8 @@ head gets ("absorbed"): all heads attend to the latents as to one key. It is so 
 arithmetic of attention by itself: so a token has the same bits wherever a prompt was cut, and from a cached prefix.
 """
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from ..checkpoint.build_context import rank_slice
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
-from ..cpu.matmul import MatmulFormat, PackedMatmul
+from ..cpu.head_products import FusedHeadProducts
 from .linear import OutputShard, RowLinear, column_linear
 from .norm import rms_norm
 from .rotary import Rotary
@@ -24,8 +26,6 @@ _LATENT_EPS = 1e-6
 
 class LatentAttention:
     """x [N, hidden] -> [N, hidden], by this rank's heads of layer `index`; every rank has all latents."""
-
-    untraceable: str | None = "it attends over latents"
 
     def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, rotary: Rotary) -> None:
         assert spec.latent is not None, "the architecture has latents"
@@ -53,28 +53,22 @@ class LatentAttention:
         expanding = TensorSlice(f"{name}.kv_b_proj.weight", (spec.heads * made, latent.rank), rows)
         by_head = loader.concatenate([expanding]).view(self._heads, made, latent.rank)
         loader.count_floats([expanding])
-        self._absorb = HeadProducts(loader, by_head[:, : latent.plain_size].transpose(1, 2))
-        self._expand = HeadProducts(loader, by_head[:, latent.plain_size :])
+        self._absorb = _head_products(loader, by_head[:, : latent.plain_size].transpose(1, 2), latent.rotated_size)
+        self._expand = _head_products(loader, by_head[:, latent.plain_size :])
         values = slice(heads.start * latent.value_size, heads.stop * latent.value_size)
         self._out = RowLinear(loader, f"{name}.o_proj", spec.heads * latent.value_size, values, hidden, bias=bias)
+        self._key_size = latent.rank + latent.rotated_size
+        self.untraceable = rotary.untraceable or self._out.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        latent, angles = self._latent, context.angles(self._rotary)
-        made = self._keys(x, context)
-        key = torch.empty(len(x), 1, latent.rank + latent.rotated_size, dtype=x.dtype, device=x.device)
-        key[:, 0, : latent.rank] = self._norm(made[:, : latent.rank].contiguous())
-        key[..., latent.rank :] = angles.rotate(made[:, latent.rank :].unsqueeze(1))
+        key = self._keys(x, context)
+        self._norm.norm_part(key, 0)
         if self._query_latent is not None:
             x = self._query_norm(self._query_latent(x, context))
-        queries = self._queries(x, context)
-        plain, rotated = torch.split(queries, [self._heads * latent.plain_size, self._heads * latent.rotated_size], -1)
-        query = key.new_empty(len(x), self._heads, key.shape[-1])
-        self._absorb(plain.view(len(x), self._heads, latent.plain_size), query[..., : latent.rank])
-        query[..., latent.rank :] = angles.rotate(rotated.view(len(x), self._heads, latent.rotated_size))
-        mixed = context.attention(self._cache_layer, query, key, None).view(len(x), self._heads, latent.rank)
-        values = query.new_empty(len(x), self._heads, latent.value_size)
-        self._expand(mixed, values)
-        return self._out(values.flatten(1), context)
+        packed = self._absorb(self._queries(x, context), key).view(-1, self._heads + 1, self._key_size)
+        angles = context.angles(self._rotary)
+        mixed = context.attention.apply_rope_and_attend(self._cache_layer, packed, angles)
+        return self._out(self._expand(mixed), context)
 
     def _query_shards(self, matrix: OutputShard, heads: range) -> list[OutputShard]:
         """The rows of what is not rotated of all these heads, and behind them those of what is."""
@@ -92,26 +86,30 @@ class LatentAttention:
         return [matrix._replace(features=slice(start, end, 2)) for start in (first, first + 1)]
 
 
-class HeadProducts:
-    """A product for each head, with weights of its own, which stay in the model's dtype. By the C kernels a row's
-    result does not depend on the rows beside it."""
+class TorchHeadProducts:
+    """The same as `FusedHeadProducts` by torch, and its reference."""
 
-    def __init__(self, loader: WeightLoader, weights: Tensor) -> None:
-        """`weights` [heads, outputs, inputs]."""
-        self._products: list[PackedMatmul] = []
-        if not library.supports(loader.dtype, loader.device):
-            self._weights = weights.transpose(1, 2).contiguous()
-            return
-        _, outputs, inputs = weights.shape
-        form = MatmulFormat(outputs, inputs, loader.dtype, loader.dtype, loader.dtype)
-        for weight in weights:
-            product = PackedMatmul(form, None, loader.memory)
-            product.pack(0, weight.contiguous())
-            self._products.append(product)
+    def __init__(self, weights: Tensor, passed: int) -> None:
+        self._weights = weights.transpose(1, 2).contiguous()
+        self._passed = passed
 
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """x [N, heads, inputs] -> `out` [N, heads, outputs]; the numbers of a head are contiguous in both."""
-        if not self._products:
-            out.copy_(torch.bmm(x.transpose(0, 1), self._weights).transpose(0, 1))
-        for head, product in enumerate(self._products):
-            product.multiply_into(x[:, head], out[:, head])
+    def __call__(self, x: Tensor, last: Tensor | None = None) -> Tensor:
+        heads, inputs, outputs = self._weights.shape
+        own, passing = x[:, : heads * inputs], x[:, heads * inputs :]
+        out = x.new_empty(len(x), heads + (last is not None), outputs + self._passed)
+        by_head = own.view(len(x), heads, inputs).transpose(0, 1)
+        out[:, :heads, :outputs] = torch.bmm(by_head, self._weights).transpose(0, 1)
+        out[:, :heads, outputs:] = passing.view(len(x), heads, self._passed)
+        if last is not None:
+            out[:, heads] = last
+        return out.flatten(1)
+
+
+_HeadProducts: TypeAlias = FusedHeadProducts | TorchHeadProducts
+
+
+def _head_products(loader: WeightLoader, weights: Tensor, passed: int = 0) -> _HeadProducts:
+    """Of `weights` [heads, outputs, inputs]."""
+    if library.supports(loader.dtype, loader.device):
+        return FusedHeadProducts(weights, passed, loader.memory)
+    return TorchHeadProducts(weights, passed)

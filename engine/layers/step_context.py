@@ -34,7 +34,8 @@ class StepAttention(Protocol):
         self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
     ) -> Tensor:
         """The same for queries, keys and values of one size side by side, [N, heads + 2 kv_heads, head_dim], or queries
-        alone, [N, heads, head_dim], contiguous, after `angles` rotated queries and keys. The result is good until the
+        alone, [N, heads, head_dim], contiguous, after `angles` rotated queries and keys; of keys that have values in
+        them queries and the key, [N, heads + 1, key_size], are rotated behind the value. The result is good until the
         next layer's call."""
 
 

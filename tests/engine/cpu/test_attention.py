@@ -118,6 +118,21 @@ def test_heads_attend_to_latents(level: str, heads: int, view: LayerAttention, t
     assert (found.double() - exact(shape, sequence)).abs().max() < TOLERANCE[dtype, "auto"]
 
 
+def test_latents_are_rotated_behind_their_values(level: str) -> None:
+    """As by the layers' own rotation before them, to the bit: in float32 nothing is rounded between."""
+    shape = spec(5, attention=(LATENT,))
+    turns = torch.stack([torch.linspace(0, 40, 300 * 8).view(300, 8).cos(), torch.linspace(0, 9, 2400).view(300, 8)], 1)
+    sequence, rotated = (Sequence(shape, 290, 3) for _ in range(2))
+    angles = FusedAngles(turns, torch.arange(290))
+    for name in "qk":
+        heads = getattr(rotated, name)
+        heads[..., 64:] = angles.rotate(heads[..., 64:].contiguous())
+    sequence.v = sequence.k[..., :0].reshape(290, 0, 80)
+    packed, apart = World(shape), World(shape)
+    for part in ((0, 280), (280, 290)):
+        assert torch.equal(packed.step([(sequence, *part)], turns)[0], apart.step([(rotated, *part)])[0])
+
+
 @pytest.mark.parametrize(
     ("block_size", "view"),
     [(16, LATENT), (16, LayerAttention()), (48, LayerAttention()), (16, LayerAttention(sinks=True))],

@@ -38,6 +38,7 @@ DENSE = [
     "glm4",
 ]
 SPARSE = ["qwen3-moe", "gpt-oss", "gemma4-moe", "minimax-m2"]
+LATENTS = ["deepseek-v3", "deepseek-v2-lite", "glm4-lite"]
 MIXED = "gemma3n"
 """Whose layers are not recorded."""
 LOGGER = "charonia.engine.models.native_decoder"
@@ -72,7 +73,7 @@ def whole(decoder: Decoder) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*DENSE, *SPARSE, MIXED])
+@pytest.mark.parametrize("name", [*DENSE, *SPARSE, *LATENTS, MIXED])
 def test_a_program_changes_no_bit(
     checkpoint: Callable[..., Path],
     name: str,
@@ -93,7 +94,8 @@ def test_a_program_changes_no_bit(
     found = checkpoint_builder(open_checkpoint(checkpoint(name)))
     decoder, shape, *_ = found.build(BuildContext(dtype, CPU, 128))
     sizes = shape.heads, shape.kv_heads, shape.head_dim, 16
-    attention = NativeAttention(CacheSpec(shape.cached_attention, *sizes, dtype, CPU))
+    stored = "int8" if name == LATENTS[0] else "auto"
+    attention = NativeAttention(CacheSpec(shape.cached_attention, *sizes, dtype, CPU, stored))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
