@@ -9,8 +9,9 @@ import asyncio
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, wraps
+from inspect import iscoroutinefunction
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..core.errors import CharoniaError, NotFound, NotReady, ServerExiting, shutdown_error
 from ..core.extension_contracts import EndpointFunction
@@ -68,6 +69,7 @@ _CACHED_PATHS = 256
 _LONGEST_CACHED = 256
 """The number and the length of the paths whose routes are cached."""
 
+_READING = frozenset({"GET", "HEAD"})
 _EXPOSED_HEADERS = (
     "endpoint-load-metrics",
     "inference-header-content-length",
@@ -106,7 +108,8 @@ def build_app(
     """The application of port 8000, in the process that has the models. `keys`: required by every route but health;
     `metrics`: shown by /metrics."""
     rules = rules or HttpRules()
-    return protected_app(all_routes(administration, info, rules, metrics, extensions), administration, keys, rules)
+    app = routed_app(all_routes(administration, info, rules, metrics, extensions))
+    return protected_app(app, administration, keys, rules)
 
 
 def build_worker_app(
@@ -121,12 +124,11 @@ def build_worker_app(
     """The application of port 8000, in a process that has no models. `forwarded`: `control_routes`, as this process
     answers them; `extensions` likewise, and what they add to the list of endpoints."""
     own = lookup_routes(lookup, info, rules, listed)
-    return protected_app(_match_to_the_end([*extensions, *own, *forwarded]), lookup, keys, rules)
+    return protected_app(routed_app(_match_to_the_end([*extensions, *own, *forwarded])), lookup, keys, rules)
 
 
-def protected_app(routes: Sequence[BaseRoute], lookup: ModelLookup, keys: Keyring | None, rules: HttpRules) -> ASGIApp:
-    """The endpoints, behind keys and rules, each request to a model with its context."""
-    app = routed_app(routes)
+def protected_app(app: ASGIApp, lookup: ModelLookup, keys: Keyring | None, rules: HttpRules) -> ASGIApp:
+    """The endpoints of a `routed_app`, behind keys and rules, each request to a model with its context."""
     app = AccessMiddleware(app, keys or Keyring(), rules)
     app = RequestContextMiddleware(app, lookup)
     if not rules.allowed_origins:
@@ -157,12 +159,48 @@ def all_routes(
     rules: HttpRules,
     metrics: MetricRegistries = NO_METRICS,
     extensions: RouteExtensions | None = None,
+    settle: Callable[[], Awaitable[None]] | None = None,
 ) -> list[BaseRoute]:
-    """The routes of `extensions`, and after them those of every protocol."""
+    """The routes of `extensions`, and after them those of every protocol. `settle`: awaited before the answer to what
+    may change the server's state, where other processes go by it too."""
     extensions = extensions or RouteExtensions()
     own = lookup_routes(administration, info, rules, extensions.listed)
-    own += control_routes(administration, info, rules, metrics)
-    return _match_to_the_end([*extensions.serve(administration, _endpoints(own)), *own])
+    control = control_routes(administration, info, rules, metrics)
+    added = extensions.serve(administration, _endpoints([*own, *control]))
+    if settle is not None:
+        added = [_settled(route, settle) for route in added]
+        control = [_settled(route, settle) for route in control]
+    return _match_to_the_end([*added, *own, *control])
+
+
+def _settled(route: Any, settle: Callable[[], Awaitable[None]]) -> Any:
+    """The route, answered after `settle` unless its requests only read."""
+    if not isinstance(route, Route) or not {*(route.methods or ())} - _READING or route.path.endswith("/index"):
+        return route
+    app = route.app
+
+    async def answer_settled(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_settled(message: Message) -> None:
+            if message["type"] == "http.response.start" and scope["method"] not in _READING:
+                await settle()
+            await send(message)
+
+        await app(scope, receive, send_settled)
+
+    if type(route) is not Route or not iscoroutinefunction(route.endpoint):  # FastAPI's, or a thread's
+        route.app = answer_settled
+        return route
+
+    @wraps(route.endpoint)
+    async def answer(request: Request) -> Response:
+        try:
+            response: Response = await route.endpoint(request)
+            return response
+        finally:
+            if request.method not in _READING:
+                await settle()
+
+    return Route(route.path, answer, methods=[*(route.methods or ())])
 
 
 def lookup_routes(

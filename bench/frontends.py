@@ -1,4 +1,4 @@
-"""What several frontends cost: CPU time by process, of one server as it is by default and of one with `--frontends 2`.
+"""What several frontends cost: CPU time by process, of a server with one frontend and of one with `--frontends 2`.
 
     python -m charonia.bench.frontends
     python -m charonia.bench.frontends --loads binary frames --repeats 5 --json FILE
@@ -157,7 +157,7 @@ def _servers(trial: SeveralTrial, before: Path | None) -> Iterator[dict[str, Ser
         (identity / "1").mkdir(parents=True)
         (identity / "config.pbtxt").write_text(_IDENTITY_CONFIG)
         flags = "--model-repository", str(repository)
-        places = {_ONE: stack.enter_context(own_server(*flags))}
+        places = {_ONE: stack.enter_context(own_server(*flags, "--frontends", "1"))}
         if before is not None:
             environment = {"PYTHONPATH": str(before.resolve())}
             places[_BEFORE] = stack.enter_context(own_server(*flags, environment=environment))

@@ -19,9 +19,10 @@ from ..core.errors import InvalidArgument, did_you_mean
 from ..engine.kernel_choice import LEVEL_VARIABLE
 from ..engine.options import plain_count, plain_value, takes_count
 from .foreign_flags import unknown_flag
+from .frontend_count import VARIABLE as GROWTH_VARIABLE
 
 PREFIX = "CHARONIA_"
-_NO_FLAGS = {KEYS_VARIABLE, LEVEL_VARIABLE}
+_NO_FLAGS = {KEYS_VARIABLE, LEVEL_VARIABLE, GROWTH_VARIABLE}
 _OF_KUBERNETES = re.compile(r"(?:\w+_)?SERVICE_(?:HOST|PORT\w*)|\w*PORT_\d+_(?:TCP|UDP|SCTP)\w*")
 """The ends of variables that Kubernetes sets in containers beside a Service whose name begins with charonia. Another
 one ends with PORT, as flags do, and has a URL."""
@@ -148,7 +149,7 @@ def _plain_token(argument: Argument, token: Token) -> Token:
     if not value or token.implicit_value is not UNSET:
         return token
     if takes_count(argument.hint):
-        return token.evolve(value=plain_count(value))
+        value = plain_count(value)
     if argument.parameter.converter is None and (choices := list(_choices(argument.hint))):
         value = plain_value(argument.name.lstrip("-").replace("-", "_"), value)
         alike = [choice for choice in choices if choice.lower() == value.lower()]

@@ -116,14 +116,14 @@ async def _serve(
     with lag:
         await wait_for_first(gateway.informed.wait(), hub.lost.wait())
         servers = _make_servers(setup, gateway)
+        gc_tuning.collect_and_freeze(frozen_too=False)
         try:
-            for server in servers:
+            for server in reversed(servers):  # gRPC's takes longest: HTTP's clients are not to wait for that
                 await server.start()
         except CharoniaError as error:
             log.error("%s", error.message)
             hub.link.close()
             return
-        gc_tuning.collect_and_freeze(frozen_too=False)
         hub.send(WorkerListening())
         await wait_for_first(gateway.stop_requested.wait(), hub.lost.wait(), *(server.ended() for server in servers))
         if await end_within(SOCKETS_CLOSE_SECONDS, *(server.stop(gateway.stop_by_force) for server in servers)):

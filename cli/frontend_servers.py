@@ -1,5 +1,6 @@
 """The servers of one process, over one gateway: HTTP, gRPC and the clouds' for requests, another one for metrics."""
 
+import asyncio
 import logging
 import os
 import shlex
@@ -9,17 +10,20 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
+from starlette.types import ASGIApp
+
 from .. import __version__
-from ..api.app import build_app
+from ..api.app import all_routes, protected_app, routed_app
 from ..api.extensions import RouteExtensions
-from ..api.grpc.control_rpcs import bound_rpcs
+from ..api.grpc.control_rpcs import BoundRpc, bound_rpcs
 from ..api.grpc.server import GrpcServer
 from ..api.http.server import HttpServer
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricRegistries, MetricsSource, build_registry, metrics_app
 from ..api.triton.clouds import CloudMiddleware
-from ..core.metrics import Measurement
+from ..core.metrics import Measurement, Reading
 from ..core.tasks import end_within, wait_for_first
+from ..processes.shared_port import spare_first_listener
 from ..repository.gateway import InProcessGateway
 from ..telemetry.host_metrics import Gpus, HostMetrics
 from .options import ServerOptions, is_true
@@ -27,6 +31,7 @@ from .plan import ServePlan
 from .ports import SOCKETS_CLOSE_SECONDS, ReservedPorts
 
 if TYPE_CHECKING:
+    from ..http_workers.growing_pool import GrowingPool
     from ..http_workers.supervisor import WorkerPool
 
 log = logging.getLogger(__name__)
@@ -48,12 +53,10 @@ class FrontendServers:
         self, plan: ServePlan, gateway: InProcessGateway, ports: ReservedPorts, sources: Iterable[MetricsSource]
     ) -> None:
         self._plan, self._gateway, self._ports = plan, gateway, ports
-        self._pool: WorkerPool | None = None
+        self._pool: WorkerPool | GrowingPool | None = None
         server = plan.options.server
         self._extensions = RouteExtensions(plan.extensions, plan.selection.state)
-        sources = (*sources, self._extensions.measure)
-        if server.frontends > 1:
-            sources = (*sources, self._measure_frontends)
+        sources = (*sources, self._extensions.measure, self._measure_frontends)
         shown = self._metrics = None
         if ports.metrics is not None:
             measured = *sources, *machine_metric_sources(server)
@@ -63,22 +66,53 @@ class FrontendServers:
         metrics = MetricRegistries(shown, build_registry(sources))
         sizes = server.http_max_input_size, server.max_raw_input_size, server.max_response_bytes
         info = ServerInfo(server.id, __version__, *sizes)
-        self._servers: list[HttpServer | GrpcServer | WorkerPool] = []
-        if server.frontends > 1:
-            from .several_frontends import frontend_pool
-
-            self._pool = frontend_pool(plan, gateway, ports, info, metrics, self._extensions)
-            self._servers.append(self._pool)
-        else:
-            self._servers += self._own_servers(info, metrics)
+        several, rules = plan.frontends.most > 1, plan.endpoints.http
+        routes = all_routes(gateway, info, rules, metrics, self._extensions, self.settle if several else None)
+        app, rpcs = routed_app(routes), bound_rpcs(gateway, self.settle if several else None)
+        self._servers: list[HttpServer | GrpcServer] = []
+        if plan.frontends.grows or not several:
+            self._servers += self._own_servers(info, app, rpcs)
+        if several:
+            self._pool = self._several(info, app, rpcs, metrics)
         for listener in self._extensions.end_listeners():
             gateway.add_end_listener(listener)
 
-    def _own_servers(self, info: ServerInfo, metrics: MetricRegistries) -> "list[HttpServer | GrpcServer]":
+    def _several(
+        self, info: ServerInfo, app: ASGIApp, rpcs: Mapping[str, BoundRpc], metrics: MetricRegistries
+    ) -> "WorkerPool | GrowingPool | None":
+        """The frontends that there are from the start, or are started when this process is busy. Raises `TypeError` as
+        `RouteExtensions.in_workers`, where they are to be there."""
+        from ..http_workers.growing_pool import GrowingPool
+        from .several_frontends import frontend_pool
+
+        frontends = self._plan.frontends
+        try:
+            pool = frontend_pool(self._plan, self._gateway, self._ports, info, app, rpcs, metrics, self._extensions)
+        except TypeError as error:
+            if not frontends.grows:
+                raise
+            log.warning("this server stays one process: %s", error)
+            return None
+        if not frontends.grows:
+            return pool
+        return GrowingPool(pool, frontends.limit, self._give_connections_away)
+
+    def _give_connections_away(self, frontends: int) -> None:
+        """Have so many frontends, which listen by now, take new connections in place of this process."""
+        if not is_true(self._plan.options.server.reuse_http_port):  # else others of the group may be another server's
+            for sock in filter(None, (self._ports.http, *self._ports.clouds)):
+                spare_first_listener(sock, frontends)
+        for server in self._servers:
+            if isinstance(server, HttpServer):
+                server.give_connections_away()
+
+    def _own_servers(
+        self, info: ServerInfo, app: ASGIApp, rpcs: Mapping[str, BoundRpc]
+    ) -> "list[HttpServer | GrpcServer]":
         """Those of a process that does all by itself."""
         gateway, settings, ports = self._gateway, self._plan.endpoints, self._ports
         servers: list[HttpServer | GrpcServer] = []
-        app = build_app(gateway, info, settings.keys, settings.http, metrics, self._extensions)
+        app = protected_app(app, gateway, settings.keys, settings.http)
         timeout = settings.http.body_timeout
         if ports.http is not None:
             servers.append(HttpServer(app, ports.http, access_log=True, tls=settings.tls, body_timeout=timeout))
@@ -86,13 +120,20 @@ class FrontendServers:
             translated = CloudMiddleware(app, cloud, self._model_names)
             servers.append(HttpServer(translated, sock, access_log=True, body_timeout=timeout))
         if ports.grpc is not None:
-            rpcs = bound_rpcs(gateway)
-            servers.append(GrpcServer(gateway, info, settings.grpc, ports.grpc, settings.grpc_policy, rpcs))
+            grpc = settings.grpc
+            if self._plan.frontends.grows:
+                from .several_frontends import on_shared_port
+
+                grpc = on_shared_port(grpc)
+            servers.append(GrpcServer(gateway, info, grpc, ports.grpc, settings.grpc_policy, rpcs))
         return servers
 
     def _measure_frontends(self) -> Iterator[Measurement]:
+        frontends, serving = self._plan.frontends, 0 if self._pool is None else self._pool.listening
         if self._pool is not None:
             yield from self._pool.measure()
+        own = Reading("charonia_frontends", serving or 1, {"setting": str(frontends.setting)})
+        yield Measurement({}, [own, Reading("charonia_frontends_auto", frontends.auto)])
 
     @asynccontextmanager
     async def metrics(self) -> AsyncIterator[None]:
@@ -109,7 +150,7 @@ class FrontendServers:
 
     async def start(self) -> None:
         """Open the servers for requests, whatever is loaded by now."""
-        for server in self._servers:
+        for server in (*self._servers, *self._pools()):
             await server.start()
         if self._ports.http is not None:
             say(f"Listening on {bound_url(self._ports.http, self._plan.endpoints.tls is not None)}")
@@ -117,12 +158,16 @@ class FrontendServers:
 
     async def ended(self) -> None:
         """Return, or raise, when one of the servers for requests ends."""
-        await wait_for_first(*(server.ended() for server in self._servers))
+        await wait_for_first(*(server.ended() for server in (*self._servers, *self._pools())))
+
+    def _pools(self) -> "Iterator[WorkerPool | GrowingPool]":
+        if self._pool is not None:
+            yield self._pool
 
     async def settle(self) -> None:
         """Return when requests for all that is loaded can be answered."""
         if self._pool is not None:
-            await self._pool.hub.settle()
+            await self._pool.settle()
 
     def extensions(self) -> AbstractAsyncContextManager[None]:
         """Run what extensions do beside their endpoints during the block, now that models are loaded."""
@@ -148,8 +193,9 @@ class FrontendServers:
         if self._plan.options.server.url_file is not None:
             with suppress(OSError):
                 self._plan.options.server.url_file.unlink(missing_ok=True)
-        seconds = SOCKETS_CLOSE_SECONDS if self._pool is None else None  # a pool ends what does not
-        if await end_within(seconds, *(server.stop(force) for server in self._servers)):
+        own = end_within(SOCKETS_CLOSE_SECONDS, *(server.stop(force) for server in self._servers))
+        late, *_ = await asyncio.gather(own, *(pool.stop(force) for pool in self._pools()))
+        if late:
             log.warning("the server ends before its sockets are closed")
 
     def print_addresses(self) -> None:

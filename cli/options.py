@@ -15,6 +15,7 @@ from ..telemetry.logging_setup import LogSettings
 from ..telemetry.request_log import LoggedRequests
 from .extensions import extension_options, spread
 
+_MOST_FRONTENDS = 64
 _BOOLEANS = ("true", "false", "1", "0")
 
 
@@ -37,6 +38,11 @@ _Port: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
 _Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lte=2**31 - 1))]
 _MemoryLimit: TypeAlias = Annotated[int | None, Parameter(validator=Number(gt=0))]
 _Texts: TypeAlias = Annotated[tuple[str, ...], Parameter(negative=())]
+
+
+def _check_frontends(hint: Any, count: int | str) -> None:
+    if isinstance(count, int) and not 1 <= count <= _MOST_FRONTENDS:
+        raise ValueError(f"Must be 1 to {_MOST_FRONTENDS}, or auto.")
 
 
 def is_true(flag: BooleanFlag) -> bool:
@@ -170,8 +176,9 @@ class ServerOptions:
     machine: _Texts = ()
     """What `charonia calibrate` wrote of a language model, as NAME=FILE, for its explanations; may be given several
     times."""
-    frontends: Annotated[int, Parameter(validator=Number(gte=1, lte=64))] = 1
-    """Processes that read requests and write answers, over one that has the models; 1: that one does both."""
+    frontends: Annotated[int | Literal["auto"], Parameter(validator=_check_frontends)] = "auto"
+    """Processes that read requests and write answers, over one that has the models; each takes 110 MB and tokenizers.
+    1: that one does both; auto: it does, and on more than four cores it starts two to four when it is busy."""
     max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10
     """Delay of the frontend's event loop from which on nothing is ready."""
     http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024

@@ -27,6 +27,7 @@ from ..telemetry.roofline import StepRoofline, read_roofline
 from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config
 from .extensions import observer_extensions, plan_extensions
+from .frontend_count import FrontendCount, count_frontends
 from .model_selection import ModelSelection, parse_lora_modules, select_models
 from .options import AdapterOptions, CloudOptions, GrpcOptions, HttpOptions, ServeOptions, ServerOptions, is_true
 
@@ -57,6 +58,7 @@ class ServePlan:
     selection: ModelSelection
     shared: SharedState
     metrics: MetricsConfig
+    frontends: FrontendCount
     extensions: tuple[RoutesPlan, ...] = ()
     observers: Sequence[ObserverExtension] = ()
 
@@ -103,7 +105,8 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
     observers = observer_extensions()
     reserved = [family.name for family in _families(extensions, observers)]
     shared = _shared_state(options.server, logs, reserved)
-    return ServePlan(options, endpoints, selection, shared, metrics, extensions, observers)
+    frontends = count_frontends(options.server.frontends)
+    return ServePlan(options, endpoints, selection, shared, metrics, frontends, extensions, observers)
 
 
 def _families(plans: Sequence[RoutesPlan], observers: Sequence[ObserverExtension]) -> list[MetricFamily]:

@@ -30,9 +30,10 @@ class ReservedPorts(NamedTuple):
 
 @contextmanager
 def reserve_ports(
-    server: ServerOptions, grpc: GrpcOptions, clouds: Sequence[CloudEndpoint] = ()
+    server: ServerOptions, grpc: GrpcOptions, clouds: Sequence[CloudEndpoint] = (), several: bool = False
 ) -> Iterator[ReservedPorts]:
-    """The ports that the options ask for, given back at the end of the block.
+    """The ports that the options ask for, given back at the end of the block. `several`: processes of ours may listen
+    on each.
 
     Raises `Unavailable` as `bind_port`, and `InvalidArgument` if two are the same, or none is for requests.
     """
@@ -45,9 +46,9 @@ def reserve_ports(
             ports[flag] = stack.enter_context(bind_port(address, port, flag, shared))
 
         def reserve_shared(flag: str, address: str, port: int, reused: bool) -> None:
-            if server.frontends > 1 and not reused:
+            if several and not reused:
                 bind_port(address, port, flag).close()  # our own frontends alone may share it
-            reserve(flag, address, port, reused or server.frontends > 1)
+            reserve(flag, address, port, reused or several)
 
         if is_true(server.allow_http):
             reserve_shared("--http-port", server.http_address, server.http_port, is_true(server.reuse_http_port))

@@ -86,7 +86,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
     for extension in plan.observers:
         gateway.routes.add_observer(extension.observe(gateway), extension.route_fields)
     watcher = plan.selection.create_watcher(gateway)
-    reserved = reserve_ports(options, plan.options.grpc, plan.endpoints.clouds)
+    reserved = reserve_ports(options, plan.options.grpc, plan.endpoints.clouds, plan.frontends.most > 1)
     with reserved as ports, StopSignals() as stop, lag, closing(traces):
         gateway.lifecycle.load_sequentially()
         loading = asyncio.create_task(_load(plan, watcher, stop))

@@ -1,10 +1,15 @@
-"""The frontends of a server that has several, as they are set up."""
+"""The frontends of a server that has several, or may get several, as they are set up."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from ..api.app import all_routes, control_routes, routed_app
+from starlette.types import ASGIApp
+
+from ..api.app import control_routes
 from ..api.extensions import ForwardedRoute, RouteExtensions
+from ..api.grpc.control_rpcs import BoundRpc
+from ..api.grpc.settings import GrpcSettings
 from ..api.metadata import ServerInfo
 from ..api.prometheus import MetricRegistries
 from ..http_workers.forwarding import answer_rpc
@@ -24,18 +29,18 @@ def frontend_pool(
     gateway: InProcessGateway,
     ports: ReservedPorts,
     info: ServerInfo,
+    app: ASGIApp,
+    rpcs: Mapping[str, BoundRpc],
     metrics: MetricRegistries,
     extensions: RouteExtensions,
 ) -> WorkerPool:
-    """The frontends that `plan` asks for, on the reserved ports. `metrics`: what endpoints show and explain."""
+    """The frontends that `plan` asks for, on the reserved ports. `app`, `rpcs`: answer what is no inference; `metrics`:
+    what endpoints show and explain."""
     server, settings = plan.options.server, plan.endpoints
-    app = routed_app(all_routes(gateway, info, settings.http, metrics, extensions))
-    hub = ControlHub(gateway, app, partial(answer_rpc, gateway))
-    options = [option for option in settings.grpc.channel_options if option[0] != _REUSE_PORT]
-    grpc = settings.grpc._replace(channel_options=(*options, (_REUSE_PORT, 1)))
+    hub = ControlHub(gateway, app, partial(answer_rpc, rpcs))
     http_port, grpc_port = (None if sock is None else sock.getsockname()[1] for sock in (ports.http, ports.grpc))
     setup = FrontendSetup(
-        replace(settings, grpc=grpc, clouds=()),
+        replace(settings, grpc=on_shared_port(settings.grpc), clouds=()),
         info,
         server.http_address,
         http_port,
@@ -50,4 +55,10 @@ def frontend_pool(
         server.log_requests,
         extensions.in_workers(),
     )
-    return WorkerPool(hub, server.frontends, main, setup)
+    return WorkerPool(hub, plan.frontends.most, main, setup)
+
+
+def on_shared_port(grpc: GrpcSettings) -> GrpcSettings:
+    """The settings of a process that listens on a port with others of ours."""
+    options = [option for option in grpc.channel_options if option[0] != _REUSE_PORT]
+    return grpc._replace(channel_options=(*options, (_REUSE_PORT, 1)))

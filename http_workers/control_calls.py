@@ -2,7 +2,6 @@
 without workers has answer them."""
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
@@ -17,25 +16,15 @@ from .pieces import AnsweredInPieces
 RpcAnswerer: TypeAlias = Callable[[str, bytes], Awaitable[dict[str, Any]]]
 """Answers a control RPC, by its name and its encoded message, with the fields of the response."""
 
-_READING = re.compile(
-    r"(GET|HEAD) .*|POST /v2/repository/([^/]+/)?index|\w+(Config|Index|Metadata|Ready|Statistics|Status)", re.DOTALL
-)
-"""Calls that change nothing of what workers know: methods with their paths, and RPCs."""
-
 
 class ControlCalls:
-    """The calls of one worker that are being answered, by `app` and `control_rpc`.
+    """The calls of one worker that are being answered, by `app` and `control_rpc`: when they have changed what workers
+    know, after all know it."""
 
-    `settle` is awaited before the answer to a call that changes what workers know.
-    """
-
-    def __init__(
-        self, link: HubLink, app: ASGIApp, control_rpc: RpcAnswerer, settle: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, link: HubLink, app: ASGIApp, control_rpc: RpcAnswerer) -> None:
         self._link = link
         self._app = app
         self._control_rpc = control_rpc
-        self._settle = settle
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._in_pieces: dict[int, AnsweredInPieces] = {}
 
@@ -69,13 +58,10 @@ class ControlCalls:
 
     async def _answer_http(self, call: HttpCall) -> None:
         answer = await ask_app(self._app, _request(call), Tenant(call.tenant, call.tenant_weight))
-        if _changes_something(call):
-            await self._settle()
         self._link.send(HttpAnswer(call.key, answer.status, answer.headers, answer.body))
 
     async def _answer_in_pieces(self, call: HttpCall) -> None:
-        before = self._settle if _changes_something(call) else None
-        answered = self._in_pieces[call.key] = AnsweredInPieces(call.key, self._link, before)
+        answered = self._in_pieces[call.key] = AnsweredInPieces(call.key, self._link)
         try:
             await answered.answer(self._app, _request(call), Tenant(call.tenant, call.tenant_weight))
         finally:
@@ -84,13 +70,7 @@ class ControlCalls:
     async def _answer_rpc(self, call: GrpcCall) -> None:
         with AnsweredCall(self._link, call.key, f"{call.rpc} failed"):
             fields = await self._control_rpc(call.rpc, call.message)
-            if not _READING.fullmatch(call.rpc):
-                await self._settle()
             self._link.send(GrpcAnswer(call.key, fields))
-
-
-def _changes_something(call: HttpCall) -> bool:
-    return not _READING.fullmatch(f"{call.method} {call.path}")
 
 
 def _request(call: HttpCall) -> ControlRequest:

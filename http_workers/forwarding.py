@@ -12,7 +12,6 @@ from ..api.grpc.control_rpcs import CONTROL_RPCS, BoundRpc, server_live, server_
 from ..api.http.connection import CLIENT_LEFT, CancelOnDisconnect, ClientDisconnected, receive_body
 from ..api.http.request_context import tenant_of
 from ..api.size_limits import check_json_size
-from ..repository.gateway import InProcessGateway
 from .hub_connection import HubConnection
 from .messages import HttpCall
 from .pieces import ForwardedInPieces
@@ -61,9 +60,9 @@ def forwarded_rpcs(gateway: RemoteGateway) -> Mapping[str, BoundRpc]:
     return {**forwarded, "ServerLive": partial(server_live, gateway), "ServerReady": partial(server_ready, gateway)}
 
 
-async def answer_rpc(gateway: InProcessGateway, name: str, message: bytes) -> dict[str, Any]:
-    """The fields of the response to a control RPC, made in the hub. Raises `CharoniaError`."""
+async def answer_rpc(rpcs: Mapping[str, BoundRpc], name: str, message: bytes) -> dict[str, Any]:
+    """The fields of the response to a control RPC, made in the hub by its own. Raises `CharoniaError`."""
     from tritonclient.grpc import service_pb2
 
     request = getattr(service_pb2, f"{name}Request").FromString(message)
-    return await CONTROL_RPCS[name](gateway, request) or {}
+    return await rpcs[name](request) or {}

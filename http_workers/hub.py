@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -10,6 +11,7 @@ from starlette.types import ASGIApp
 
 from ..engine.client.llm import LlmModel
 from ..repository.gateway import InProcessGateway
+from ..repository.model_registry import LoadedModel
 from .control_calls import RpcAnswerer
 from .hub_link import HubLink
 from .sequence_messages import CancelRequests
@@ -34,6 +36,10 @@ class ConnectedWorker(Protocol):
     def link(self) -> HubLink: ...
 
     @property
+    def listening(self) -> asyncio.Event:
+        """Its sockets take connections."""
+
+    @property
     def acknowledged(self) -> int:
         """The number of the last snapshot that it goes by."""
 
@@ -48,7 +54,7 @@ class ControlHub:
         self.gateway = gateway
         self.app = app
         self.control_rpc = control_rpc
-        self.census = ModelCensus(gateway)
+        self.census = ModelCensus(gateway, self._share)
         self.sessions: set[ConnectedWorker] = set()
         self._snapshot: HubSnapshot | None = None
         self._announced: frozenset[int] = frozenset()
@@ -96,10 +102,11 @@ class ControlHub:
         return before
 
     async def settle(self) -> None:
-        """Return when every worker answers by what holds now, or does not answer."""
+        """Return when every worker answers by what holds now, or does not answer: one that begins reads what it is sent
+        before it takes connections."""
         number = self.push().number
         deadline = time.monotonic() + _SETTLE_SECONDS
-        while any(session.acknowledged < number for session in self.sessions):
+        while any(session.listening.is_set() and session.acknowledged < number for session in self.sessions):
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._progress.wait()
@@ -112,13 +119,18 @@ class ControlHub:
         waited, self._progress = self._progress, asyncio.Event()
         waited.set()
 
-    def cancel_elsewhere(self, model: int, request_id: str, asker: ConnectedWorker) -> None:
-        """End a model's generations of requests with this id, but for those of `asker`."""
-        for session in self.sessions - {asker}:
-            session.link.send(CancelRequests(model, request_id))
-        loaded = self.census.model(model)
+    def cancel_elsewhere(self, model: int, request_id: str, asker: ConnectedWorker | None) -> None:
+        """End a model's generations of requests with this id, but for those of `asker`; None: of the hub itself."""
+        for session in self.sessions:
+            if session is not asker:
+                session.link.send(CancelRequests(model, request_id))
+        loaded = None if asker is None else self.census.model(model)
         if loaded is not None and isinstance(loaded.model, LlmModel):
             loaded.model.cancel_here(request_id)
+
+    def _share(self, number: int, loaded: LoadedModel) -> None:
+        if isinstance(loaded.model, LlmModel):
+            loaded.model.cancel_elsewhere = partial(self.cancel_elsewhere, number, asker=None)
 
     async def _look(self) -> None:
         looks = 0

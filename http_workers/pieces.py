@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -54,13 +54,11 @@ def _body(data: bytes, more: bool) -> Message:
 
 
 class AnsweredInPieces:
-    """The same call in the hub: `receive` and `send` are those of the application that answers. `before_answer`: waited
-    for when that begins."""
+    """The same call in the hub: `receive` and `send` are those of the application that answers."""
 
-    def __init__(self, key: int, link: HubLink, before_answer: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(self, key: int, link: HubLink) -> None:
         self._key = key
         self._link = link
-        self._before_answer = before_answer
         self._arrived: asyncio.Queue[HttpPiece] = asyncio.Queue()
         self._whole = False
         self._wanted = asyncio.Event()
@@ -97,8 +95,6 @@ class AnsweredInPieces:
         start = self._start
         if start is not None and not self._begun:
             self._begun = True
-            if self._before_answer is not None:
-                await self._before_answer()
             headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
             self._link.send(HttpAnswer(self._key, start["status"], headers, data, more))
             return

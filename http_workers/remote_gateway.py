@@ -64,7 +64,7 @@ class RemoteGateway:
         self.stop_by_force = False
         """Whether it is to end at once."""
         self.informed = asyncio.Event()
-        """There was a first snapshot."""
+        """There was a first snapshot, and its models can be asked here."""
         self._hub_logs = shared_state.traces.sends_spans
         self.connection = HubConnection(
             files,
@@ -215,14 +215,15 @@ class RemoteGateway:
         self._map_regions(snapshot)
         waited = [text.building for text in self._texts.values() if not text.building.done()]
         if snapshot.cuda_regions:
-            opening = asyncio.create_task(self._open_cuda_regions())
-            opening.add_done_callback(lambda _: self.informed.set())
-            waited.append(opening)
+            waited.append(asyncio.create_task(self._open_cuda_regions()))
+        if waited:
+            asyncio.gather(*waited, return_exceptions=True).add_done_callback(lambda _: self._goes_by(snapshot))
         else:
-            self.informed.set()
-        asyncio.gather(*waited, return_exceptions=True).add_done_callback(
-            lambda _: self.connection.send(SnapshotAcknowledged(snapshot.number))
-        )
+            self._goes_by(snapshot)
+
+    def _goes_by(self, snapshot: HubSnapshot) -> None:
+        self.informed.set()
+        self.connection.send(SnapshotAcknowledged(snapshot.number))
 
     def _serve(self, served: ServedModels) -> None:
         by_name: dict[str, dict[str, ServedModel]] = {}

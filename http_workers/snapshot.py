@@ -1,7 +1,7 @@
 """The models of the hub as its workers know them: what is served, and how a language model is put together again."""
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ..core.errors import CharoniaError
@@ -41,10 +41,11 @@ class ServedModels(NamedTuple):
 
 
 class ModelCensus:
-    """Numbers the loaded models of a gateway, and tells which are served."""
+    """Numbers the loaded models of a gateway, and tells which are served. `on_numbered`: called with each, once."""
 
-    def __init__(self, gateway: InProcessGateway) -> None:
+    def __init__(self, gateway: InProcessGateway, on_numbered: Callable[[int, LoadedModel], None]) -> None:
         self._gateway = gateway
+        self._on_numbered = on_numbered
         self._last = 0
         self._numbered: dict[int, tuple[LoadedModel, int]] = {}
         self._parts: dict[int, TextModelSpec] = {}
@@ -55,6 +56,7 @@ class ModelCensus:
             return known[1]
         self._last += 1
         self._numbered[id(loaded)] = loaded, self._last
+        self._on_numbered(self._last, loaded)
         return self._last
 
     def model(self, number: int) -> LoadedModel | None:

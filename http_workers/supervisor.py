@@ -15,6 +15,7 @@ from ..core.errors import Unavailable
 from ..core.metrics import Measurement, Reading
 from ..core.tasks import wait_for_first
 from ..processes.child_process import ChildProcess, RestartBackoff, describe_exit, python_child
+from ..processes.host import resident_memory_of
 from ..processes.shared_arena import new_arena_file
 from .hub import ControlHub
 from .tensors import ARENA_BYTES
@@ -55,6 +56,7 @@ class WorkerPool:
         self._setup = setup
         self._keepers: list[asyncio.Task[None]] = []
         self._sessions: dict[int, WorkerSession] = {}
+        self._children: dict[int, ChildProcess] = {}
         self._started = [asyncio.Event() for _ in range(count)]
         self._stopping = asyncio.Event()
         self._late = False  # a worker did not leave in time
@@ -66,9 +68,41 @@ class WorkerPool:
         Raises:
             Unavailable: one ends again and again before it does.
         """
+        self._begin()
+        await wait_for_first(self._all_started(), self.ended())
+
+    async def start_possible(self) -> list[Unavailable]:
+        """As `start`, but go on without those that end again and again; their errors. Returns early after `stop`."""
+        self._begin()
+        starts = zip(self._started, self._keepers, strict=True)
+        waits = (wait_for_first(started.wait(), asyncio.shield(keeper)) for started, keeper in starts)
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, Unavailable):
+                raise result
+        return [result for result in results if isinstance(result, Unavailable)]
+
+    def _begin(self) -> None:
         self.hub.start()
         self._keepers = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
-        await wait_for_first(self._all_started(), self.ended())
+
+    @property
+    def count(self) -> int:
+        """The workers that are wanted."""
+        return self._count
+
+    @property
+    def listening(self) -> int:
+        """The workers that take connections now."""
+        return sum(worker.listening.is_set() and not worker.lost.is_set() for worker in self._sessions.values())
+
+    def resident_memory(self) -> int:
+        """Bytes that the workers' processes hold, and their children."""
+        return resident_memory_of(child.pid for child in self._children.values())
+
+    async def settle(self) -> None:
+        """Return when every worker answers by what holds now."""
+        await self.hub.settle()
 
     def measure(self) -> Iterator[Measurement]:
         """The number of lost workers that were started again, and the event loops of all there are, for a scrape."""
@@ -127,7 +161,7 @@ class WorkerPool:
             memory = [new_arena_file(ARENA_BYTES) for _ in range(2)]
             for file in memory:
                 files.callback(os.close, file)
-            child = python_child(
+            child = self._children[number] = python_child(
                 WORKER_NAME, self._main, self._setup, name, theirs, *reversed(memory), inherited=memory
             )
             session = self._sessions[number] = WorkerSession(self.hub, name, *memory)

@@ -109,7 +109,7 @@ class WorkerSession:
         self._open: dict[int, OpenRequest] = {}
         self._inline: dict[int, LoadedModel] = {}
         self._asked: dict[int, OpenCall] = {}
-        self._control = ControlCalls(self.link, hub.app, hub.control_rpc, hub.settle)
+        self._control = ControlCalls(self.link, hub.app, hub.control_rpc)
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             ModelCall: self._on_infer,
             TextCall: self._on_text,

@@ -70,6 +70,12 @@ class ServerLoops(NamedTuple):
 
     own: LoopFigures
     frontends: tuple[LoopFigures, ...]
+    setting: str = ""
+    """The flag --frontends; empty in a scrape that does not tell."""
+    taking: int = 1
+    """The processes that take requests."""
+    auto: int = 1
+    """As many as --frontends auto has at most."""
 
     @classmethod
     def of(cls, interval: Interval) -> "ServerLoops":
@@ -82,7 +88,26 @@ class ServerLoops(NamedTuple):
             delay = sums.get(name, 0.0) / probes[name] if probes.get(name) else 0.0
             return LoopFigures(name, delay, lags.get(name, 0.0), min(computed.get(name, 0.0) / interval.seconds, 1.0))
 
-        return cls(figures(""), tuple(figures(name) for name in sorted(lags) if name))
+        loops = figures(""), tuple(figures(name) for name in sorted(lags) if name)
+        settings = interval.last_by("charonia_frontends", "setting")
+        for setting, count in settings.items():
+            return cls(*loops, setting, int(count), int(interval.gauge("charonia_frontends_auto")))
+        return cls(*loops)
+
+    @property
+    def more_frontends(self) -> str:
+        """The way to more processes that take requests, by the flag as it is; empty if there is none."""
+        if self.setting == "":
+            return "more --frontends"
+        if self.setting == "auto" and self.auto > 1:
+            has = f"--frontends auto has {self.taking} of at most {self.auto}"
+            if self.taking == self.auto:
+                return f"{has}, a number may be larger"
+            when = "the log says why it has no more" if self.own.saturated else "it has more when this loop is busy"
+            return f"{has}, {when}, --frontends {self.auto} has them from the start"
+        if self.taking < self.auto:
+            return f"--frontends auto, which has up to {self.auto} here, in place of {self.setting}"
+        return "more --frontends, if cores are free" if self.taking > 1 else ""
 
     @property
     def delay(self) -> float:
@@ -161,14 +186,17 @@ def _loop_claim(interval: ModelInterval, loops: ServerLoops) -> TimeClaim:
     ended = interval.grown("charonia_requests_total")
     loop = loops.worst
     name, what = "the event loop", "requests wait for the frontend's event loop"
-    turn = f"{_LOG}; fewer and larger requests, binary tensors, more --frontends, or another server"
+    more = f"{loops.more_frontends}; " if loops.more_frontends else ""
+    turn = f"{_LOG}; {more}fewer and larger requests, binary tensors, or another server"
     evidence = {"loop_busy": loop.busy, "loop_delay_seconds": loop.delay, "loop_lag_seconds": loop.lag}
     if loop.frontend:
         name, what = f"that of frontend {loop.frontend}", "requests wait for a frontend's event loop"
-        turn = f"{_LOG}; more connections, of which each stays with one frontend; binary tensors, or more --frontends"
+        turn = f"{_LOG}; more connections, of which each stays with one frontend; {more}binary tensors"
     elif loops.frontends:
         name, what = "it", "requests wait for the hub's event loop"
         turn = f"{_LOG}; fewer and larger requests, or another server: there is one hub, whatever --frontends says"
+        if loops.setting == "auto":
+            turn += "; clients whose connections are older than its frontends may connect again"
     why = (
         f"{name} computes {percent(loop.busy)} of the time, and is late by {1e3 * loop.delay:.1f} ms "
         f"in the mean, by {1e3 * loop.lag:.0f} ms at most"

@@ -5,9 +5,10 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -52,6 +53,35 @@ class LoopState(msgspec.Struct, array_like=True, frozen=True):
         yield Reading("charonia_event_loop_lag_seconds", self.lag, labels)
         yield Reading("charonia_event_loop_delay_seconds", delays, labels)
         yield Reading("charonia_event_loop_cpu_seconds_total", self.cpu, labels)
+
+
+class BusyLimit(NamedTuple):
+    """An event loop's thread that computed for more than `busy` of the last `seconds` has too much to do."""
+
+    busy: float = 0.7
+    seconds: float = 5.0
+
+
+class BusyWindow:
+    """The busy part of the calling thread's time: over the `count` pauses between the last looks at it, once there were
+    as many. `cpu`: seconds that the thread computed."""
+
+    def __init__(
+        self,
+        count: int,
+        clock: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock, self._cpu = clock, cpu
+        self._looks = deque[tuple[float, float]](maxlen=count + 1)
+
+    def look(self) -> float:
+        """The busy part, 0 to 1; 0 while there were too few looks."""
+        self._looks.append((self._clock(), self._cpu()))
+        if len(self._looks) < (self._looks.maxlen or 0):
+            return 0.0
+        (began, computed), (now, computed_now) = self._looks[0], self._looks[-1]
+        return min((computed_now - computed) / max(now - began, 1e-9), 1.0)
 
 
 class LoopLag:

@@ -69,6 +69,8 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_step_tokens", "histogram", "Tokens computed in one engine step"),
     MetricFamily("charonia_step_sequences", "histogram", "Sequences in one engine step"),
     MetricFamily("charonia_core_restarts_total", "counter", "Engine cores that were lost and started again"),
+    MetricFamily("charonia_frontends", "gauge", "Processes that take requests, one if the server's own does"),
+    MetricFamily("charonia_frontends_auto", "gauge", "Frontends that --frontends auto has on this machine at most"),
     MetricFamily("charonia_frontend_restarts_total", "counter", "Frontends that were lost and started again"),
     MetricFamily("charonia_replicas_ready", "gauge", "Engine cores that serve now"),
     MetricFamily("charonia_adapters", "gauge", "Adapters that requests may name"),

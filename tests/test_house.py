@@ -93,8 +93,8 @@ NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b"
 # Raising one is a line in a commit that says why.
 BUDGETS = {
     "core": 1_910,
-    "processes": 1_100,
-    "telemetry": 2_630,
+    "processes": 1_110,
+    "telemetry": 2_670,
     "kvcache": 620,
     "tokenization": 3_500,
     "scheduler": 2_090,
@@ -103,14 +103,14 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_760,
-    "api": 9_190,
-    "http_workers": 2_400,
+    "api": 9_235,
+    "http_workers": 2_500,
     "extras/trtllm": 1_950,
     "extras/batches": 1_400,
     "extras/console": 600,
     "extras/rollouts": 1_150,
     "bench": 6_320,
-    "cli": 2_630,
+    "cli": 2_720,
     "extras/optimizer": 3_960,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""

@@ -4,6 +4,7 @@ A handler takes the administration and the request. It returns the fields of the
 `CharoniaError`.
 """
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -186,6 +187,25 @@ CONTROL_RPCS: dict[str, ControlRpc] = {
 """The handlers, by the names of their RPCs."""
 
 
-def bound_rpcs(administration: ServerAdministration) -> dict[str, BoundRpc]:
-    """The control RPCs of a process that has models, by their names."""
-    return {name: partial(rpc, administration) for name, rpc in CONTROL_RPCS.items()}
+_READING = re.compile(r"\w+(Config|Index|Live|Metadata|Ready|Statistics|Status)")
+"""The names of RPCs that change nothing."""
+
+
+def bound_rpcs(
+    administration: ServerAdministration, settle: Callable[[], Awaitable[None]] | None = None
+) -> dict[str, BoundRpc]:
+    """The control RPCs of a process that has models, by their names. `settle`: awaited before the response to those
+    that may change the server's state, where other processes go by it too."""
+
+    async def answer(rpc: ControlRpc, settle: Callable[[], Awaitable[None]], request: ProtoMessage) -> Any:
+        try:
+            return await rpc(administration, request)
+        finally:
+            await settle()
+
+    bound: dict[str, BoundRpc] = {name: partial(rpc, administration) for name, rpc in CONTROL_RPCS.items()}
+    if settle is not None:
+        bound |= {
+            name: partial(answer, rpc, settle) for name, rpc in CONTROL_RPCS.items() if not _READING.fullmatch(name)
+        }
+    return bound

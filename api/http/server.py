@@ -30,7 +30,7 @@ _OVERRIDDEN: dict[type, str] = {
     "on_header on_headers_complete on_body on_message_complete on_response_complete timeout_keep_alive_handler "
     "_start_asgi_task _unset_keepalive_if_required _should_upgrade config app loop logger access_logger parser server "
     "timeout_keep_alive timeout_keep_alive_task server_state tasks transport flow client scheme pipeline headers cycle",
-    ServerState: "total_requests tasks default_headers",
+    ServerState: "total_requests tasks default_headers connections",
     uvicorn.Server: "serve startup capture_signals server_state should_exit",
 }
 """Methods of uvicorn's classes, and attributes that their constructors set, that are overridden or used here."""
@@ -113,6 +113,12 @@ class HttpServer:
         """Return, or raise, when serving ends."""
         if self._serving is not None:
             await asyncio.shield(self._serving)
+
+    def give_connections_away(self) -> None:
+        """Have clients that are connected now connect again after their next response, which tells them to."""
+        for connection in self._server.server_state.connections:
+            if isinstance(connection, HttpProtocol):
+                connection.ends_with_response = True
 
     async def stop(self, force: bool = False) -> None:
         """Close the socket and every connection; with `force`, what still runs is answered with that, or cancelled."""

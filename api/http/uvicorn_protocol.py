@@ -41,6 +41,8 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection."""
 
     server_state: HttpServerState
+    ends_with_response = False
+    """Whether the response to a request that begins from now on is its last."""
     _ready: tuple[Http11Cycle, Any] | None = None
     _idle = False
     _idle_since = 0.0
@@ -162,6 +164,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._answer_error(too_many_chunks())
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if self.ends_with_response and not self.pipeline:
+            cycle.keep_alive = False
         task = start_eagerly(cycle.run_asgi(app))
         if task is None:
             cycle.release()

@@ -108,6 +108,9 @@ class LlmModel:
         self._on_progress = on_progress
         self._metrics = LlmMetrics()
         self._client = spec.connect(self._report, self._metrics)
+        shared = self._client.capabilities.shared
+        self.cancel_elsewhere = None if shared is None else shared.cancel_elsewhere
+        """Has other processes that generate with this model end their requests with an id."""
         self._loaded: TokenizerBundle | None = None
         self._info = CoreReady(0, 0, 0, 0)
         self._open: dict[str, set[TokenStream]] = {}
@@ -354,8 +357,8 @@ class LlmModel:
 
     def cancel(self, request_id: str) -> None:
         """End all generations with this request id; their readers get `Cancelled`."""
-        if (shared := self._client.capabilities.shared) is not None:
-            shared.cancel_elsewhere(request_id)
+        if self.cancel_elsewhere is not None:
+            self.cancel_elsewhere(request_id)
         self.cancel_here(request_id)
 
     def cancel_here(self, request_id: str) -> None:

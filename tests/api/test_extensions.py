@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
 from charonia.api.api_keys import Keyring, Tenant
-from charonia.api.app import build_app, build_worker_app
+from charonia.api.app import all_routes, build_app, build_worker_app, protected_app, routed_app
 from charonia.api.extensions import RouteExtensions
 from charonia.api.header_rules import RequiredHeader
 from charonia.api.http.access import HttpRules
@@ -66,6 +66,35 @@ async def test_fastapi_makes_endpoints_of_functions(gateway: Any) -> None:
     app = build_app(gateway, ServerInfo(), extensions=RouteExtensions([served(*router.routes)]))
     assert await answers(app, "POST /sum?one=1&other=2") == [(200, '{"sum":3}')]
     assert (await answers(app, "POST /sum?one=1"))[0][0] == 422
+
+
+async def test_what_may_change_something_is_answered_when_all_know(gateway: Any) -> None:
+    """However its route was made, and whether or not it succeeds."""
+    router, settled = APIRouter(), list[str]()
+
+    @router.put("/fast")
+    def fast() -> str:
+        return "fast"
+
+    @router.get("/fast")
+    def read() -> str:
+        return "read"
+
+    async def settle() -> None:
+        settled.append("settled")
+
+    own = Route("/hello", hello, methods=["POST", "GET"]), Route("/missing", missing, methods=["POST"])
+    extensions = RouteExtensions([served(*own, *router.routes)])
+    routes = all_routes(gateway, ServerInfo(), HttpRules(), extensions=extensions, settle=settle)
+    app = protected_app(routed_app(routes), gateway, None, HttpRules())
+    changing = ["POST /hello", "POST /missing", "PUT /fast", "POST /v2/logging", "POST /v2/repository/models/x/load"]
+    for count, call in enumerate(changing, 1):
+        await answers(app, call)
+        assert len(settled) == count, call
+    await answers(
+        app, "GET /fast", "GET /v2/logging", "POST /v2/repository/index", "POST /v2/models/x/infer", "GET /v2"
+    )
+    assert len(settled) == len(changing)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

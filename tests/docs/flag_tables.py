@@ -64,6 +64,8 @@ def _meaning(flag: str) -> str:
 def choices_of(argument: Argument) -> list[str]:
     """The texts that a flag takes, where it takes no others; none for a boolean."""
     choices = dict.fromkeys(_texts(argument.hint))
+    if int in get_args(argument.hint):
+        return []
     return [] if choices.keys() <= {*_texts(BooleanFlag)} else list(choices)
 
 

@@ -73,7 +73,7 @@ def test_hostile_bodies_are_answered_or_refused(place: ServerAddress) -> None:
 
 
 async def test_nothing_stays_of_clients_who_leave() -> None:
-    with disconnects.visited_server(frontends=2) as place:
+    with disconnects.visited_server(frontends="2") as place:
         remains = await disconnects.run_disconnects(place, range(80), seed=11)
         assert remains.faults == []
         assert {"cancelled", "length"} <= remains.outcomes.keys()

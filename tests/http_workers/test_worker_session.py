@@ -4,16 +4,21 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from starlette.responses import Response
 
+from charonia.api.app import all_routes, routed_app
+from charonia.api.grpc.control_rpcs import bound_rpcs
+from charonia.api.http.access import HttpRules
+from charonia.api.metadata import ServerInfo
 from charonia.core.request_context import DONE, RequestContext
 from charonia.core.tensor import Tensor
+from charonia.http_workers.forwarding import answer_rpc
 from charonia.http_workers.hub import ControlHub
 from charonia.http_workers.messages import (
     CallFailed,
@@ -62,6 +67,7 @@ async def test_a_snapshot_that_is_acknowledged_late_takes_nothing_back() -> None
     hub = make_hub(InProcessGateway(end_listeners=(), builder=ModelBuilder({}, True)))
     session = WorkerSession(hub, "one", *files)
     number = hub.push().number
+    session._receive(WorkerListening())
     for acknowledged in (number, number - 1):
         session._receive(SnapshotAcknowledged(acknowledged))
     async with asyncio.timeout(10):
@@ -120,14 +126,15 @@ async def test_a_frontend_that_hangs_is_given_up(caplog: pytest.LogCaptureFixtur
 
 async def test_what_changes_something_is_answered_when_all_know_of_it_and_what_reads_at_once() -> None:
     gateway = InProcessGateway(end_listeners=(), builder=ModelBuilder({}, True))
-
-    async def control(rpc: str, message: bytes) -> dict[str, Any]:
-        return {}
-
-    hub = ControlHub(gateway, Response(), control)
-    asked, slow = (WorkerSession(hub, name, new_arena_file(4096), new_arena_file(4096)) for name in ("one", "two"))
+    hub = make_hub(gateway)
+    hub.app = routed_app(all_routes(gateway, ServerInfo(), HttpRules(), settle=hub.settle))
+    hub.control_rpc = partial(answer_rpc, bound_rpcs(gateway, hub.settle))
+    sessions = [WorkerSession(hub, name, new_arena_file(4096), new_arena_file(4096)) for name in ("one", "two", "new")]
+    asked, slow, _ = sessions  # the last has not begun to listen: nobody asks it
     sent: list[Any] = []
     asked.link.send = sent.append  # type: ignore[method-assign]
+    for session in (asked, slow):
+        session._receive(WorkerListening())
     asked._receive(SnapshotAcknowledged(1))
     for key, rpc in enumerate(("RepositoryModelLoad", "LogSettings", "ModelReady", "SystemSharedMemoryStatus")):
         asked._receive(GrpcCall(key, rpc, b""))
@@ -135,6 +142,7 @@ async def test_what_changes_something_is_answered_when_all_know_of_it_and_what_r
         method, path = call.split()
         asked._receive(HttpCall(key, method, path, b"", [], b"", "", 1.0))
     await until(lambda: len(sent) == 4)
+    await asyncio.sleep(0.05)
     assert {each.key for each in sent} == {2, 3, 6, 7}
     slow._receive(SnapshotAcknowledged(1))
     await until(lambda: len(sent) == 8)

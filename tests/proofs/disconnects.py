@@ -2,9 +2,10 @@
 
 Clients ask a language model, a Python model, ensembles and a pipeline, over HTTP, SSE and gRPC, many at a time, and
 leave at random moments: before they send anything, midway in head or body, before the first event, in the stream,
-behind it; with a clean close or a reset. Afterwards the server, of one and of three frontends, must hold what it held
-before: no request, block, descriptor, socket, thread, process or memory more. It must have counted an end for each
-request that it read, every model must still answer, and it must shut down at once, as nothing is left to finish.
+behind it; with a clean close or a reset. Afterwards the server, of one frontend, of three, and of three that it got
+when it was busy, must hold what it held before: no request, block, descriptor, socket, thread, process or memory more.
+It must have counted an end for each request that it read, every model must still answer, and it must shut down at once,
+as nothing is left to finish.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from rich.table import Table
 
 from charonia.bench.load.fake_model import NAME, write_repository
 from charonia.bench.server_process import ServerAddress, own_server
+from charonia.cli.frontend_count import VARIABLE
 
 from ..fuzz.disconnecting_clients import (
     DOORS,
@@ -86,13 +88,16 @@ def plan_visit(seed: int, number: int) -> Visit:
 
 
 @contextmanager
-def visited_server(frontends: int) -> Iterator[ServerAddress]:
-    """A server of all the models that are visited."""
+def visited_server(frontends: str) -> Iterator[ServerAddress]:
+    """A server of all the models that are visited. `frontends`: a number; auto: it has three when this begins."""
     with TemporaryDirectory(prefix="charonia-proof-") as directory:
         repository = write_repository(Path(directory) / "models", ENGINE)
         write_ensembles(repository, NAME)
         write_model(repository, STREAM)
-        with own_server("--model-repository", str(repository), "--frontends", str(frontends)) as place:
+        flags, growth = ("--model-repository", str(repository), "--frontends", frontends), "cores=12 busy=0 seconds=0.5"
+        with own_server(*flags, environment={VARIABLE: growth}) as place:
+            while frontends == "auto" and "take new connections" not in (place.log or Path()).read_text():
+                time.sleep(0.1)
             yield place
 
 
@@ -225,14 +230,14 @@ def grown_processes(remains: DisconnectsResult) -> list[str]:
 
 
 @app.default
-def main(count: int = 2_000, seed: int = 0, frontends: tuple[int, ...] = (1, 3)) -> None:
-    """Run `count` clients after the warm-up at a server of each number of frontends; the exit code is 0 if nothing was
+def main(count: int = 2_000, seed: int = 0, frontends: tuple[str, ...] = ("1", "3", "auto")) -> None:
+    """Run `count` clients after the warm-up at a server of each setting of frontends; the exit code is 0 if nothing was
     left behind."""
-    failures = [_fails(Console(), number, count, seed) for number in frontends]
+    failures = [_fails(Console(), setting, count, seed) for setting in frontends]
     sys.exit(any(failures))
 
 
-def _fails(console: Console, frontends: int, count: int, seed: int) -> bool:
+def _fails(console: Console, frontends: str, count: int, seed: int) -> bool:
     """Run the clients at a server of so many frontends, and print what came of it; whether anything was left behind."""
     with visited_server(frontends) as place:
         with Progress(console=console) as progress:

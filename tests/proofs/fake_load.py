@@ -19,11 +19,14 @@ from charonia.bench.server_process import ServerAddress, own_server
 
 
 @contextmanager
-def fake_server(parameters: Mapping[str, object], *flags: str) -> Iterator[ServerAddress]:
-    """A server over the fake model with these `parameters`; a context manager that stops it."""
+def fake_server(
+    parameters: Mapping[str, object], *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[ServerAddress]:
+    """A server over the fake model with these `parameters`, and an `environment` beside ours; a context manager that
+    stops it."""
     with TemporaryDirectory(prefix="charonia-proof-") as directory:
         repository = write_repository(Path(directory) / "models", parameters)
-        with own_server("--model-repository", str(repository), *flags) as place:
+        with own_server("--model-repository", str(repository), *flags, environment=environment) as place:
             yield place
 
 

@@ -58,7 +58,7 @@ def reports_of(values: Mapping[str, float], seconds: float = 10.0, labels: str =
     lines = [f"charonia_uptime_seconds {seconds}", 'charonia_model_ready{model="m",version="1"} 1']
     for name, value in values.items():
         family, _, more = name.partition("{")
-        own = "" if family.startswith("charonia_event_loop") else 'model="m",version="1",'
+        own = "" if family.startswith(("charonia_event_loop", "charonia_frontends")) else 'model="m",version="1",'
         lines.append(f"{family}{{{(own + more.rstrip('}')).rstrip(',')}}} {value}")
     return explain(Interval(None, parse_scrape("\n".join(lines) + "\n", "made")))
 
@@ -138,6 +138,43 @@ def test_of_several_frontends_the_loop_that_is_late_is_named() -> None:
     assert (hub.cause, "the hub's event loop" in hub.text, hub.share) == (Cause.FRONTEND, True, pytest.approx(0.95))
     # One of three without time left: a third of the connections lie there.
     assert first({f'{cpu}{{frontend="2"}}': 10.0}).cause is Cause.COMPUTATION
+
+
+@pytest.mark.parametrize(
+    ("setting", "count", "auto", "advice"),
+    [
+        ("1", 1, 1, ""),
+        ("auto", 1, 1, ""),
+        ("1", 1, 4, "--frontends auto, which has up to 4 here, in place of 1"),
+        ("auto", 1, 4, "--frontends auto has 1 of at most 4, the log says why it has no more, --frontends 4 has them"),
+        ("auto", 2, 2, "--frontends auto has 2 of at most 2, a number may be larger"),
+        ("2", 2, 4, "--frontends auto, which has up to 4 here, in place of 2"),
+        ("4", 4, 4, "more --frontends, if cores are free"),
+        ("2", 2, 1, "more --frontends, if cores are free"),
+    ],
+)
+def test_what_more_frontends_take_is_said_by_the_flag_where_they_would_help(
+    setting: str, count: int, auto: int, advice: str
+) -> None:
+    cpu, lag = "charonia_event_loop_cpu_seconds_total", "charonia_event_loop_lag_seconds"
+    frontends = [f'{{frontend="{number + 1}"}}' for number in range(count)] if count > 1 else [""]
+    loops = {f"{cpu}{frontend}": 9.8 for frontend in frontends} | {f"{lag}{frontend}": 0.1 for frontend in frontends}
+    told = {f'charonia_frontends{{setting="{setting}"}}': float(count), "charonia_frontends_auto": float(auto)}
+    running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **LANGUAGE}
+    first = reports_of(running | {lag: 0.0} | loops | told)[0].bottlenecks[0]
+    assert (first.cause, "event loop" in first.text) == (Cause.FRONTEND, True)
+    assert advice in first.turn
+    assert bool(advice) == ("--frontends" in first.turn)
+
+
+def test_a_hub_that_grew_has_the_connections_from_before() -> None:
+    cpu, lag = "charonia_event_loop_cpu_seconds_total", "charonia_event_loop_lag_seconds"
+    told = {'charonia_frontends{setting="auto"}': 2.0, "charonia_frontends_auto": 2.0}
+    loops = {cpu: 9.8, lag: 0.1, f'{lag}{{frontend="1"}}': 0.0, f'{lag}{{frontend="2"}}': 0.0}
+    running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **LANGUAGE}
+    first = reports_of(running | loops | told)[0].bottlenecks[0]
+    assert "the hub's event loop" in first.text
+    assert "clients whose connections are older than its frontends may connect again" in first.turn
 
 
 def test_unread_tokens_are_the_loops_when_it_is_late() -> None:

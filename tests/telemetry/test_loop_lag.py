@@ -64,3 +64,9 @@ async def test_the_log_names_the_code_that_holds_the_loop(
     assert re.fullmatch(
         rf"the event loop has been held for \S+ s, by {said}pipeline\.py:\d in hold", caplog.messages[0]
     )
+
+
+def test_a_thread_is_busy_by_all_of_the_window() -> None:
+    now, computed = iter(range(5)), iter([0.0, 1.0, 1.9, 2.7, 3.0])
+    window = loop_lag.BusyWindow(2, lambda: float(next(now)), lambda: next(computed))
+    assert [window.look() for _ in range(5)] == pytest.approx([0.0, 0.0, 0.95, 0.85, 0.55])
