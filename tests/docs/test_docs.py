@@ -69,7 +69,7 @@ PAGES = (
     "capacity.md",
     "extending.md",
 )
-OTHERS = ("README.md", "CONTRIBUTING.md", "examples/README.md")
+OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
 MANNERS = ("streaming", "exclude_input_from_output")
 """Other names of what does not choose tokens."""
 LOGPROBS = ("logprobs", "prompt_logprobs")
@@ -79,6 +79,11 @@ LOGPROBS = ("logprobs", "prompt_logprobs")
 def test_every_page_is_in_the_index(root: Path, page: Any) -> None:
     assert {path.name for path in (root / "docs").glob("*.md")} == set(PAGES)
     assert [name for name in PAGES[1:] if f"]({name})" not in page("README.md").text] == []
+
+
+def test_no_page_has_marks_of_a_conflict(page: Any) -> None:
+    pages = *map(page, PAGES), *(page(f"../{name}") for name in OTHERS)
+    assert [each.path.name for each in pages if re.search(r"(?m)^(<<<<<<<|>>>>>>>) ", each.text)] == []
 
 
 def test_links_lead_somewhere(root: Path, page: Any) -> None:
