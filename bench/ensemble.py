@@ -41,7 +41,6 @@ _TRIALS: tuple[TrialName, ...] = ("tokens", "chain", "throughput")
 _MOST_MICROSECONDS = 60.0
 _LEAST_CHAIN = 0.4
 _LEAST_THROUGHPUT = 0.9
-_BLOCK = 16
 _Switch = Annotated[bool, Parameter(negative=())]
 
 app = App(name="python -m charonia.bench.ensemble", help=__doc__)
@@ -92,15 +91,8 @@ def describe(turn: GraphTurn) -> str:
 
 
 def tokens_trial(load: GraphLoad, log: Log) -> tuple[Turns, list[TrialVerdict]]:
-    length = load.prompt * 8 + load.new + _BLOCK
-    parameters = {
-        "max_num_seqs": load.streams,
-        "max_num_batched_tokens": 4 * load.streams,
-        "fake_step_seconds": load.step_ms / 1e3,
-        "fake_max_model_len": length,
-        # Room for all: preemption is no business of the frontend's.
-        "kv_cache_blocks": load.streams * (length // _BLOCK + 1),
-    }
+    longest = load.prompt * 8 + load.new + fake_model.BLOCK
+    parameters = fake_model.stream_parameters(load.streams, load.step_ms, longest)
     with TemporaryDirectory(prefix="charonia-bench-") as scratch:
         repository = fake_model.write_repository(Path(scratch) / "models", parameters)
         write_graphs(repository)

@@ -48,7 +48,7 @@ output { name: "OUTPUT0" data_type: TYPE_FP32 dims: 16 }
 _ONE, _SEVERAL, _BEFORE = "one", "several", "before"
 _HUB_BAR, _WHOLE_BAR = 0.2, 1.3
 _FRONTEND, _CORE = "charonia-front", "charonia-core"
-_PROMPT, _BLOCK = 16, 16
+_PROMPT = 16
 _COUNTS = (2, 4, 8)
 
 app = App(name="python -m charonia.bench.frontends", help=__doc__)
@@ -141,15 +141,8 @@ def compare(trial: SeveralTrial, before: Path | None, log: Log) -> dict[LoadName
 
 @contextmanager
 def _servers(trial: SeveralTrial, before: Path | None) -> Iterator[dict[str, ServerAddress]]:
-    length = _PROMPT + trial.new + _BLOCK
-    parameters = {
-        "max_num_seqs": trial.streams,
-        "max_num_batched_tokens": 4 * trial.streams,
-        "max_queued_requests": 2 * trial.streams,
-        "fake_step_seconds": trial.step_ms / 1e3,
-        "fake_max_model_len": length,
-        "kv_cache_blocks": trial.streams * (length // _BLOCK + 1),
-    }
+    longest = _PROMPT + trial.new + fake_model.BLOCK
+    parameters = fake_model.stream_parameters(trial.streams, trial.step_ms, longest)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
         repository = fake_model.write_repository(scratch / "models", parameters)

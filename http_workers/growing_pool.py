@@ -37,7 +37,9 @@ class GrowingPool:
         on_grown: Callable[[int], None],
         free_memory: Callable[[], int] = available_memory,
     ) -> None:
-        self._pool, self._limit, self._on_grown = pool, limit, on_grown
+        self._pool = pool
+        self._limit = limit
+        self._on_grown = on_grown
         self._free_memory = free_memory
         self._told_of_memory = False
         self._watching: asyncio.Task[None] | None = None

@@ -59,7 +59,8 @@ class SharedRelease:
     """The release of a source that several versions are made from: called once, when its last holder drops it."""
 
     def __init__(self, release: Callable[[], None]) -> None:
-        self._release, self._holders = release, 1  # the load itself
+        self._release = release
+        self._holders = 1  # the load itself
 
     def add_holder(self) -> None:
         self._holders += 1

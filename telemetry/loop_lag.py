@@ -72,7 +72,8 @@ class BusyWindow:
         clock: Callable[[], float] = time.monotonic,
         cpu: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._clock, self._cpu = clock, cpu
+        self._clock = clock
+        self._cpu = cpu
         self._looks = deque[tuple[float, float]](maxlen=count + 1)
 
     def look(self) -> float:

@@ -109,7 +109,8 @@ class StreamInferCall:
         self._caller = caller
         self._strict = ("triton_grpc_error", "true") in call_metadata(context)
         self._free_slots = asyncio.Semaphore(_MAX_CONCURRENT)
-        self._looking_up, self._writes = asyncio.Lock(), StreamWrites(context)
+        self._looking_up = asyncio.Lock()
+        self._writes = StreamWrites(context)
         self._last_in_order: asyncio.Task[None] | None = None
 
     async def run(self) -> None:

@@ -8,8 +8,23 @@ from ..checkpoint import write_tokenizer
 
 NAME = "fake"
 VOCAB = 1024
+BLOCK = 16
+"""Tokens of a block of its cache."""
 
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def stream_parameters(streams: int, step_ms: float, longest: int) -> dict[str, object]:
+    """Those of a model that decodes so many streams of up to `longest` tokens at a time, a step in `step_ms`."""
+    return {
+        "max_num_seqs": streams,
+        "max_num_batched_tokens": 4 * streams,
+        "max_queued_requests": 2 * streams,
+        "fake_step_seconds": step_ms / 1e3,
+        "fake_max_model_len": longest,
+        # Room for all: preemption is no business of the frontend's.
+        "kv_cache_blocks": streams * (longest // BLOCK + 1),
+    }
 
 
 def write_repository(directory: Path, parameters: Mapping[str, object]) -> Path:

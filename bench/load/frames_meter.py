@@ -84,7 +84,8 @@ class FramesMeter:
         names = {pid: process_name(pid) for pid in (place.pid, *children(place.pid))}
         self._processes = [pid for pid, name in names.items() if pid == place.pid or name == _FRONTEND]
         self._sampled = [pid for pid, name in names.items() if pid in self._processes or name == _CORE]
-        self._pid, self._stages = place.pid, stages
+        self._pid = place.pid
+        self._stages = stages
         self._marks: list[Mark] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)

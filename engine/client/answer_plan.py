@@ -14,7 +14,6 @@ from ...core.request import Conversation, FinishReason, GenerateChunk, GenerateR
 from ...core.sampling import SamplingParams
 from ...tokenization.answers.answer_formats import HERMES, AnswerParsers, choose_format
 from ...tokenization.answers.answer_reader import AnswerDelta, AnswerReader
-from ...tokenization.answers.marked_answer import ReasoningFormat
 from ...tokenization.answers.tool_grammars import tool_constraint
 from ...tokenization.tokenizer import Tokenizer
 from ..core.messages import AddRequest
@@ -93,12 +92,14 @@ def plan_answer(
             raise InvalidArgument(f"{field}: this model's chat template has no reasoning to limit", field=field)
         return AnswerPlan(prompt, shown, form.reader(use), constraint, warning=warning)
     tail = tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
-    inside = tail.endswith(reasoning.start) or _continues(request, reasoning)
+    continued = _continued_text(request)
+    within = continued is not None and continued.rfind(reasoning.start) > continued.rfind(reasoning.end)
+    inside = tail.endswith(reasoning.start) or within
     # An answer with a constraint behind its reasoning, or a limit on it, has to begin with the reasoning.
     limited = constraint is not None or budget is not None
     wanted = _asks_for_reasoning(request)
     reasons = form.reasons or bool(budget) if wanted is None or reasoning.content else wanted
-    if limited and reasons and not (inside or tail.endswith(reasoning.end) or _continues_message(request)):
+    if limited and reasons and not (inside or tail.endswith(reasoning.end) or continued is not None):
         prompt, inside = prompt + tokenizer.encode(reasoning.opening, special=False), True
     if inside and constraint is not None and not constraint.after:
         # A constraint on content alone leads the model to its content; one with tools has its own way there.
@@ -116,16 +117,10 @@ def _asks_for_reasoning(request: GenerateRequest) -> bool | None:
     return None if wanted is None else bool(wanted)
 
 
-def _continues_message(request: GenerateRequest) -> bool:
-    return isinstance(request.prompt, Conversation) and request.prompt.continue_final_message
-
-
-def _continues(request: GenerateRequest, reasoning: ReasoningFormat) -> bool:
-    """Whether the prompt ends within the reasoning of a message that is to be continued."""
-    if not (isinstance(request.prompt, Conversation) and _continues_message(request)):
-        return False
-    text = request.prompt.messages[-1].content
-    return text.rfind(reasoning.start) > text.rfind(reasoning.end)
+def _continued_text(request: GenerateRequest) -> str | None:
+    """The text of the message that is to be continued, if one is."""
+    chat = request.prompt
+    return chat.messages[-1].content if isinstance(chat, Conversation) and chat.continue_final_message else None
 
 
 class AnswerBuilder:

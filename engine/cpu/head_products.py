@@ -33,7 +33,8 @@ class FusedHeadProducts:
         for product, weight in zip(self._products, weights, strict=True):
             product.pack(0, weight.contiguous())
         self._addresses = (ctypes.c_void_p * heads)(*(product.address for product in self._products))
-        self._heads, self._size = heads, outputs + passed
+        self._heads = heads
+        self._size = outputs + passed
         sizes = heads, inputs, outputs, passed
         kind = library.DTYPE_CODES[weights.dtype]
         self._struct = _HeadProductsStruct(ctypes.addressof(self._addresses), *sizes, kind)

@@ -21,10 +21,7 @@ class EmbeddedRows:
     def forget(self, row: int) -> None:
         self._spans.pop(row, None)
 
-    def clear(self) -> None:
-        self._spans.clear()
-
-    def fill(self, batch: StepBatch) -> None:
+    def attach(self, batch: StepBatch) -> None:
         """Give a step the embeddings of its places, and forget those that lie behind it."""
         if not self._spans:
             return

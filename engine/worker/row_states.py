@@ -110,7 +110,6 @@ class RowStates:
         self._known_adapters = adapters
         self._lines = lines
         self.groups = groups
-        self._embedded = EmbeddedRows(device)
         blocks = -(-max_tokens // block_size)
         if groups > 1:  # an even number: kernels are compiled anew for tables that are not aligned
             blocks += blocks % 2
@@ -130,7 +129,7 @@ class RowStates:
         self._drawing: set[int] = set()
         self._logprobs: dict[int, int] = {}
         self._adapters: dict[int, RankAdapter] = {}
-        self._embedded.clear()
+        self._embedded = EmbeddedRows(self.device)
         self._scoring: dict[int, tuple[int, int]] = {}  # tokens of the prompt, likeliest tokens to name at each
 
     def apply_plan(self, plan: StepPlan) -> None:
@@ -173,7 +172,7 @@ class RowStates:
         if (last := max(plan.rows.tolist(), default=-1)) >= len(self._blocks):
             raise IndexError(f"the plan names row {last}, of {len(self._blocks)}")
         batch = self.batch(plan.rows, plan.starts, plan.counts)
-        self._embedded.fill(batch)
+        self._embedded.attach(batch)
         ends = plan.starts + plan.counts
         if len(plan.drafts):
             times = (plan.drafts + 1)[plan.samples]
