@@ -10,6 +10,7 @@ from .adapter import LoraTask
 from .drafts import DraftLimit, DraftSummary
 from .errors import InvalidArgument
 from .logprobs import PromptToken, TokenLogprob
+from .media import MediaSource
 from .sampling import SamplingParams, check_range
 from .tensor import Tensor
 
@@ -111,6 +112,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """The assistant's calls."""
     tool_call_id: str = ""
     """The call whose result this is, if the role is "tool"."""
+    media: tuple[MediaSource, ...] = ()
+    """What stands between the parts of the content, in order; empty of a message that is text alone."""
 
 
 class Conversation(msgspec.Struct, frozen=True):

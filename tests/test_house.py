@@ -92,7 +92,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 1_910,
+    "core": 1_960,
     "processes": 1_110,
     "telemetry": 2_670,
     "kvcache": 620,

@@ -1,0 +1,40 @@
+"""What a prompt has besides text: images, as a client sends them and as an encoder takes them."""
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+MediaKind: TypeAlias = Literal["image"]
+
+
+class MediaSource(msgspec.Struct, frozen=True):
+    """A medium within a message, as its request names it: the bytes of its file, or where that is to be had."""
+
+    kind: MediaKind
+    data: bytes = b""
+    """The file, if the request has it."""
+    url: str = ""
+    """Where the file is fetched otherwise."""
+    uuid: str = ""
+    """The client's own name for the content, which it need not send again."""
+    field: str = ""
+    """Its place in the request, for errors, such as `messages[0].content[1].image_url`."""
+    offset: int = 0
+    """Characters of the message's text that come before it."""
+
+
+class PreparedMedium(msgspec.Struct, frozen=True, array_like=True):
+    """A medium after its file was decoded, scaled and cut as the checkpoint's processor does it."""
+
+    kind: MediaKind
+    digest: bytes
+    """SHA-256 of all that the encoder's output depends on: the file's content and the processor's settings."""
+    placeholder: str
+    """The text that stands for it in the prompt, in place of the template's one token."""
+    inputs: Mapping[str, NDArray[np.generic]]
+    """The encoder's inputs by the names that the checkpoint's processor gives them."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Its places in the prompt by time, height and width, where positions have three dimensions; zeros otherwise."""
