@@ -82,11 +82,17 @@ class EmbeddedSpan(msgspec.Struct, array_like=True, frozen=True):
     length: int
     """How many there are."""
     digest: bytes
-    """What the rows depend on, hashed: equal digests have equal rows."""
+    """What the rows depend on, hashed: equal digests have equal rows, grids and `deepstack`."""
     rows: bytes
     """[length, hidden] in `dtype`, one row after the other."""
     dtype: str
     """torch's name of it."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """The places by time, height and width, in whose order they stand; zeros where positions have one dimension."""
+    bidirectional: bool = False
+    """Whether its places see one another, and not only those before them. Then one step computes all of them."""
+    deepstack: bytes = b""
+    """[layers, length, hidden] in `dtype`: rows that are added to the places' states after each of the first layers."""
 
     @property
     def end(self) -> int:

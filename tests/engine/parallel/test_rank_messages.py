@@ -51,7 +51,10 @@ SAMPLINGS = (
         logits=LogitsParams(1.3, logit_bias=((5, -2.5),), bad_words=((1, 2), (3,)), min_tokens=4, stop_token_ids=(0,)),
     ),
 )
-SPANS = EmbeddedSpan(3, 2, b"one", bytes(range(16)), "float32"), EmbeddedSpan(9, 1, b"other", b"\0\xff", "bfloat16")
+SPANS = (
+    EmbeddedSpan(3, 2, b"one", bytes(range(16)), "float32", (1, 1, 2), True),
+    EmbeddedSpan(9, 1, b"other", b"\0\xff", "bfloat16", deepstack=b"\1\2\3\4"),
+)
 
 
 @given(st.integers(0, 2**32))
