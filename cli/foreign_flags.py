@@ -246,7 +246,6 @@ VLLM_FLAGS: Mapping[str, str] = {
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
     "-ep": "--enable-expert-parallel",
-    "--gpu-memory-utilization": "--kv-cache-memory-fraction, of what weights leave free; --gpu-memory-limit, in bytes",
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--num-gpu-blocks-override": "--kv-cache-blocks",
     "--async-scheduling": "--ahead 1",

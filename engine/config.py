@@ -19,8 +19,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     dtype: str = "auto"
     """The model's if "auto"; "int8" and "fp8" halve what bfloat16 takes."""
-    memory_fraction: float = 0.5
-    """Of the memory left after the weights, unless `bytes` or `blocks` says exactly."""
+    memory_fraction: float | None = None
+    """Of the memory left after the weights, unless `bytes` or `blocks` says exactly; None is the default of
+    `share_of_free`."""
+    gpu_utilization: float | None = None
+    """Of a GPU's whole memory, weights and steps included; the cache takes all of it that they leave."""
     bytes: int | None = None
     blocks: int | None = None
     prefix_caching: bool = True
@@ -30,6 +33,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the cache, and of `host_bytes`, for snapshots of recurrent states, if the model has any."""
     layer_groups: bool = False
     """Whether layers with a window have blocks of their own, and give them up, for who plans by `Capacity.groups`."""
+
+    def share_of_free(self, on_gpu: bool) -> float:
+        """The share of the free memory that the cache takes. Other programs use the host's memory, and seldom a
+        GPU's."""
+        if on_gpu and self.gpu_utilization is not None:
+            return 1.0
+        return (0.9 if on_gpu else 0.5) if self.memory_fraction is None else self.memory_fraction
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

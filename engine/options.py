@@ -109,7 +109,9 @@ class EngineOptions:
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] | None = None
     """Type of the KV cache; auto is the model's, fp8 is e4m3, on a GPU."""
     kv_cache_memory_fraction: Fraction | None = None
-    """Share of the memory left after the weights."""
+    """Share of the memory left after the weights. Unset: 0.5 of the host's, 0.9 of a GPU's."""
+    gpu_memory_utilization: Fraction | None = None
+    """Share of each GPU's whole memory for weights, steps and KV cache together, instead of a share of what is left."""
     kv_cache_bytes: Bytes | None = None
     """Size of the KV cache in bytes, instead of a share."""
     kv_cache_blocks: AtLeastOne | None = None
@@ -161,6 +163,7 @@ _CACHE_FIELDS = {
     "kv_cache_dtype": "dtype",
     "prefix_caching": "prefix_caching",
     "kv_cache_memory_fraction": "memory_fraction",
+    "gpu_memory_utilization": "gpu_utilization",
     "kv_cache_bytes": "bytes",
     "kv_cache_blocks": "blocks",
     "kv_cache_host_bytes": "host_bytes",
@@ -246,12 +249,15 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
 
     Raises:
         InvalidArgument: the fake executor is set up, and another one computes; or adapters are, and none is taken; or
-            see `read_speculation_config`.
+            both shares of memory are given; or see `read_speculation_config`.
     """
     given = options.given()
     if options.executor != "fake" and (stray := next(filter(given.__contains__, _FAKE_FIELDS), None)):
         raise InvalidArgument(f"{stray} is for the executor fake alone", field=stray)
     given["ahead_given"] = options.ahead is not None
+    if options.gpu_memory_utilization is not None and options.kv_cache_memory_fraction is not None:
+        message = "gpu_memory_utilization and kv_cache_memory_fraction are two ways to say one thing: give one"
+        raise InvalidArgument(message, field="gpu_memory_utilization")
     if options.kv_cache_dtype == "fp8_e4m3":
         given["kv_cache_dtype"] = "fp8"
     cache = CacheConfig(**_take(given, _CACHE_FIELDS))

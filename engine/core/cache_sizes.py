@@ -69,6 +69,8 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
         InvalidArgument: not even one block fits, or one state for each row, or nothing into the host's memory.
     """
     rows, caching = config.scheduler.max_num_seqs, config.cache.prefix_caching
+    if config.cache.gpu_utilization is not None and not capacity.on_gpu:
+        log.warning("gpu_memory_utilization has no effect: no GPU computes; kv_cache_memory_fraction is the host's")
     if not capacity.state_bytes:
         blocks = resolve_cache_blocks(config.cache, capacity, rows * length)
         host_blocks, _ = _host_sizes(config, capacity, caching, 0.0)
@@ -110,7 +112,7 @@ def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -
 def _cache_bytes(config: EngineConfig, capacity: Capacity) -> int:
     """The bytes that the cache may have, where its blocks are not given."""
     cache = config.cache
-    return int(capacity.free_bytes * cache.memory_fraction) if cache.bytes is None else cache.bytes
+    return int(capacity.free_bytes * cache.share_of_free(capacity.on_gpu)) if cache.bytes is None else cache.bytes
 
 
 def _draft_states(config: EngineConfig, capacity: Capacity) -> int:
@@ -162,15 +164,19 @@ def resolve_cache_blocks(cache: CacheConfig, capacity: Capacity, useful_tokens: 
     elif cache.bytes is not None:
         blocks = cache.bytes // capacity.block_bytes
     else:
-        share = int(capacity.free_bytes * cache.memory_fraction) // capacity.block_bytes
+        share = int(capacity.free_bytes * cache.share_of_free(capacity.on_gpu)) // capacity.block_bytes
         blocks = min(share, _useful_blocks(cache, useful_tokens) * capacity.groups.total)
     if blocks >= 1:
         return blocks
     block = f"no room for the cache: a block of {cache.block_size} tokens takes {capacity.block_bytes} bytes"
     if cache.bytes is not None:
         raise InvalidArgument(f"{block}, and kv_cache_bytes is {cache.bytes}", field="kv_cache_bytes")
+    if capacity.on_gpu and cache.gpu_utilization is not None:
+        field = "gpu_memory_utilization"
+        left = f"{field} {cache.gpu_utilization:g} leaves {capacity.free_bytes}"
+        raise InvalidArgument(f"{block}, and {left}", field=field)
     field = "kv_cache_memory_fraction"
-    allowed = f"of {capacity.free_bytes} that are free it may have {field} {cache.memory_fraction:g}"
+    allowed = f"of {capacity.free_bytes} that are free it may have {field} {cache.share_of_free(capacity.on_gpu):g}"
     raise InvalidArgument(f"{block}, and {allowed}", field=field)
 
 

@@ -62,7 +62,7 @@ OWN_NAMES: Mapping[str, str] = {
     "max_num_batched_tokens": "max_num_batched_tokens",
     "block_size": "block_size",
     "kv_cache_dtype": "kv_cache_dtype",
-    "gpu_memory_utilization": "kv_cache_memory_fraction",
+    "gpu_memory_utilization": "gpu_memory_utilization",
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "num_gpu_blocks_override": "kv_cache_blocks",
     "enable_prefix_caching": "prefix_caching",

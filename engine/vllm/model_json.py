@@ -106,10 +106,10 @@ def _translated(arguments: Mapping[str, Any], device: str | None) -> tuple[dict[
     for name in () if settings.get("enable_lora") else settings.keys() & {"max_loras", "max_lora_rank"}:
         del settings[name]
         idle[name] = "enable_lora is not set"
-    fraction = "kv_cache_memory_fraction"
-    if fraction in settings and computes_on_host(device or settings.get("device"), usable_gpus()):
-        del settings[fraction]
-        idle["gpu_memory_utilization"] = f"no GPU computes; the host's is the parameter '{fraction}' in config.pbtxt"
+    utilization = "gpu_memory_utilization"
+    if utilization in settings and computes_on_host(device or settings.get("device"), usable_gpus()):
+        del settings[utilization]
+        idle[utilization] = "no GPU computes; the host's is the parameter 'kv_cache_memory_fraction' in config.pbtxt"
     return settings, idle
 
 

@@ -28,6 +28,8 @@ class Capacity(NamedTuple):
     """Steps that should be under way beside the one that is computed, unless somebody says otherwise."""
     state_bytes: int = 0
     """Bytes of one sequence's recurrent state, over all layers; 0 where every layer has a cache of tokens."""
+    on_gpu: bool = False
+    """Whether `free_bytes` are a GPU's."""
     groups: LayerGroups = ONE_GROUP
     """Of the layers that have a cache: each has blocks of its own for the same tokens."""
 

@@ -93,6 +93,7 @@ class LoadedRank:
             max(free_bytes, 0),
             machine=self._machine() if on_cpu else "",
             ahead=0 if on_cpu else 1,
+            on_gpu=not on_cpu,
             state_bytes=0 if computer.states is None else computer.states.slot_bytes,
             groups=self.groups,
         )

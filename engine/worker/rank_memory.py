@@ -57,10 +57,13 @@ def peak_bytes(device: torch.device, compute: Callable[[], object]) -> int:
 
 def free_memory(device: torch.device, neighbours: int, config: EngineConfig) -> int:
     """Bytes left to each of `neighbours`. Other replicas may be loading still, and other models have been promised
-    memory: this engine has no more than was granted to it, what its ranks have taken already included."""
+    memory: this engine has no more than was granted to it, nor than its share of a GPU, what its ranks have taken
+    already included."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        granted = config.gpu_memory
+        free, total = torch.cuda.mem_get_info(device)
+        granted, share = config.gpu_memory, config.cache.gpu_utilization
+        if share is not None:
+            granted = min(int(total * share), total if granted is None else granted)
         taken = torch.cuda.memory_reserved(device) if granted is not None else 0
     else:
         free = available_memory()

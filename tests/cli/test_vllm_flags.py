@@ -36,7 +36,7 @@ def test_the_table_is_of_flags_that_are_not_ours_and_names_ours() -> None:
     ("words", "says"),
     [
         (["-tp", "2"], "-tp is vLLM's; here: --tensor-parallel-size"),
-        (["--gpu-memory-utilization=0.9"], "is vLLM's; here: --kv-cache-memory-fraction"),
+        (["--num-gpu-blocks-override=9"], "is vLLM's; here: --kv-cache-blocks"),
         (["--max-num-seq", "3"], "Unknown option: --max-num-seq; did you mean '--max-num-seqs'?"),
         (["--max_model_len=3", "--max_modle_len=3"], "did you mean '--max-model-len'?"),
         (["--enforce-eagr"], "did you mean '--enforce-eager'?"),
@@ -106,4 +106,4 @@ def test_help_begins_with_examples_and_hides_what_does_nothing(capsys: pytest.Ca
     assert "--http-thread-count" in shown
     assert "--trace-rate" in shown
     assert "--enable-chunked-prefill" in shown
-    assert "--gpu-memory-utilization" in shown
+    assert "--num-gpu-blocks-override" in shown

@@ -112,7 +112,14 @@ def test_every_name_arrives() -> None:
         speculation=SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4),
         per_request_spec_decode_metrics="summary",
     )
-    assert set(ALL) == set(EngineOptions.__dataclass_fields__)
+    assert set(ALL) == set(EngineOptions.__dataclass_fields__) - {"gpu_memory_utilization"}
+
+
+def test_a_gpus_share_is_of_all_its_memory_or_of_what_is_left() -> None:
+    config = engine_config("x", parse_settings({"gpu_memory_utilization": "0.8"}, EngineOptions))
+    assert config.cache == CacheConfig(gpu_utilization=0.8)
+    with pytest.raises(InvalidArgument, match="gpu_memory_utilization and kv_cache_memory_fraction are two ways"):
+        engine_config("x", EngineOptions(gpu_memory_utilization=0.8, kv_cache_memory_fraction=0.8))
 
 
 def test_the_fake_executors_settings_are_for_it_alone() -> None:
@@ -200,6 +207,7 @@ def test_nothing_given_is_the_engines_choice() -> None:
         ("ahead", "-1", "parameter 'ahead' must be an integer >= 0, got '-1'"),
         ("max_num_seqs", "0", "parameter 'max_num_seqs' must be an integer >= 1, got '0'"),
         ("max_num_seqs", "1.5", "parameter 'max_num_seqs' must be an integer, got '1.5'"),
+        ("gpu_memory_utilization", "1.5", "parameter 'gpu_memory_utilization' must be a number <= 1"),
         ("kv_cache_memory_fraction", "1.5", "parameter 'kv_cache_memory_fraction' must be a number <= 1"),
         ("prefix_caching", "ja", "parameter 'prefix_caching' must be a boolean, got 'ja'"),
         ("kv_cache_dtype", "fp8_e5m2", "parameter 'kv_cache_dtype' must be one of auto, int8, fp8, fp8_e4m3, got"),

@@ -49,6 +49,23 @@ def test_the_cache_is_as_large_as_configured(cache: CacheConfig, blocks: int) ->
     assert resolve_cache_blocks(cache, CAPACITY, useful_tokens=10_000) == blocks
 
 
+def test_a_gpu_is_taken_whole_unless_somebody_says_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    """And half of the host's memory, which other programs use, too."""
+    on_gpu = CAPACITY._replace(on_gpu=True)
+
+    def blocks(capacity: Capacity, **settings: float) -> int:
+        return resolve_cache_sizes(engine(CacheConfig(**settings), rows=40), capacity, 1024).blocks
+
+    assert (blocks(CAPACITY), blocks(on_gpu)) == (50, 90)
+    assert (blocks(CAPACITY, memory_fraction=0.2), blocks(on_gpu, memory_fraction=0.2)) == (20, 20)
+    assert blocks(on_gpu, gpu_utilization=0.9) == 100  # the share is taken before: `free_memory`
+    assert not caplog.records
+    assert blocks(CAPACITY, gpu_utilization=0.9) == 50
+    assert "gpu_memory_utilization has no effect: no GPU computes" in caplog.text
+    with pytest.raises(InvalidArgument, match=r"gpu_memory_utilization 0.1 leaves 0$"):
+        blocks(on_gpu._replace(free_bytes=0), gpu_utilization=0.1)
+
+
 def test_a_share_of_memory_stops_at_what_is_useful() -> None:
     assert resolve_cache_blocks(CacheConfig(), CAPACITY, useful_tokens=64) == 4 * 64 // 16 + 1
     assert resolve_cache_blocks(CacheConfig(blocks=90), CAPACITY, useful_tokens=64) == 90

@@ -98,10 +98,10 @@ def test_a_share_of_gpus_is_none_of_the_host(
     monkeypatch.setattr(model_json, "usable_gpus", lambda: gpus)
     asked = HUB | {"gpu_memory_utilization": 0.8, "device": device}
     found = read(tmp_path, asked)
-    assert "kv_cache_memory_fraction" not in found.parameters
+    assert "gpu_memory_utilization" not in found.parameters
     assert list(found.idle) == ["gpu_memory_utilization"]
     monkeypatch.setattr(model_json, "usable_gpus", lambda: (0,))
-    assert read(tmp_path, asked | {"device": "auto"}).parameters["kv_cache_memory_fraction"] == 0.8
+    assert read(tmp_path, asked | {"device": "auto"}).parameters["gpu_memory_utilization"] == 0.8
 
 
 @pytest.mark.parametrize(

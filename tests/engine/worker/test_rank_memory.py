@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from charonia.engine.config import EngineConfig
+from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.gpu.graphs import GRAPH_BYTES, DecodeGraphs, GraphBuckets
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.interfaces import LogitsIterator
@@ -36,11 +36,13 @@ def test_on_a_gpu_it_takes_what_it_was_granted_there(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5000, 8000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
 
-    def left(granted: int | None) -> int:
-        config = EngineConfig(model="", host_memory=1, gpu_memory=granted)
+    def left(granted: int | None, utilization: float | None = None) -> int:
+        cache = CacheConfig(gpu_utilization=utilization)
+        config = EngineConfig(model="", host_memory=1, gpu_memory=granted, cache=cache)
         return rank_memory.free_memory(torch.device("cuda:1"), 1, config)
 
     assert (left(None), left(1000), left(9000)) == (5000, 700, 5000)
+    assert (left(None, 0.5), left(1000, 0.5), left(9000, 0.5), left(None, 1.0)) == (3700, 700, 3700, 5000)
 
 
 def test_the_worst_step_is_measured_with_what_graphs_keep(
