@@ -489,6 +489,12 @@ LATENTS = {
     "deepseek-v2-lite": DEEPSEEK
     | {"model_type": "deepseek_v2", "topk_method": "greedy", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     "deepseek-v3-halves": DEEPSEEK | {"rope_interleave": False, "q_lora_rank": None, "attention_bias": True},
+    "deepseek-v3.2": DEEPSEEK
+    | {"model_type": "deepseek_v32", "index_n_heads": 2, "index_head_dim": 32, "index_topk": 192},
+    "glm5": DEEPSEEK
+    | {"model_type": "glm_moe_dsa", "index_n_heads": 2, "index_head_dim": 32, "index_topk": 192}
+    | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "glm4-lite": DEEPSEEK
     | {
         "model_type": "glm4_moe_lite",

@@ -98,7 +98,7 @@ BUDGETS = {
     "kvcache": 620,
     "tokenization": 3_500,
     "scheduler": 2_090,
-    "engine": 22_430,
+    "engine": 22_760,
     "classic_backends": 7_930,
     "ensembles": 1_200,
     "routing": 250,

@@ -79,6 +79,7 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         rotates=fields.flags("rotates"),
         query_growth=fields.real("query_growth") or 0.0,
         latent=latent,
+        most_dense_tokens=fields.number("most_dense_tokens", 0, least=0),
         norm_eps=fields.real("rms_norm_eps") or 1e-6,
         rope=rope,
         local_rope=fields.rope("sliding_attention", head_dim),
@@ -105,6 +106,7 @@ _OWN_FIELDS = frozenset(
         "group_judges",
         "least_weight_sum",
         "mlp_matrices",
+        "most_dense_tokens",
         "query_growth",
         "rotates",
         "sigmoid_router",
@@ -125,6 +127,7 @@ _MULTIPLIED_BRANCHES = frozenset(
 _FAMILY_FIELDS = {
     "BambaForCausalLM": frozenset({"mlp_bias"}),
     "DeepseekV2ForCausalLM": _ROUTED | {"mlp_bias"},
+    "DeepseekV32ForCausalLM": _ROUTED,
     "DeepseekV3ForCausalLM": _ROUTED,
     "Dots1ForCausalLM": _ROUTED,
     "Ernie4_5_MoeForCausalLM": frozenset({"moe_intermediate_size"}),
@@ -138,6 +141,7 @@ _FAMILY_FIELDS = {
     "Gemma4UnifiedForCausalLM": _SOFTCAPS,
     "Glm4MoeForCausalLM": _ROUTED | {"use_qk_norm"},
     "Glm4MoeLiteForCausalLM": _ROUTED,
+    "GlmMoeDsaForCausalLM": _ROUTED,
     "GptOssForCausalLM": _EXPERTS,
     "GraniteMoeHybridForCausalLM": _EXPERTS
     | {"attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"},

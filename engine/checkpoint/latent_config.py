@@ -1,5 +1,5 @@
-"""What config.json says of architectures that attend over latents, DeepSeek V2 and V3 and their kin, and what they mean
-by the fields that it leaves out."""
+"""What config.json says of architectures that attend over latents, DeepSeek V2 to V3.2 and their kin, and what they
+mean by the fields that it leaves out."""
 
 import math
 from collections.abc import Mapping
@@ -63,10 +63,23 @@ def _deepseek_v2_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _glm4_lite_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """It alone of its kin names its dense layers by `mlp_layer_types`; without them the first one is dense."""
-    kinds = fields.texts("mlp_layer_types") or ("dense",)
-    dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
-    return {**_deepseek_v3_fields(fields), "mlp_only_layers": dense}
+    """Its dense layers are named by `mlp_layer_types`; without them the first one is dense."""
+    dense = _dense_layers(fields)
+    return {**_deepseek_v3_fields(fields), "mlp_only_layers": [0] if dense is None else dense}
+
+
+def _indexed_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    """DeepSeek V3.2's and GLM-5's: `mlp_layer_types` go before `first_k_dense_replace`, and pairs are adjacent,
+    whatever config.json says."""
+    config = {**_deepseek_v3_fields(fields), "rope_interleave": True, "most_dense_tokens": fields.number("index_topk")}
+    dense = _dense_layers(fields)
+    return config if dense is None else config | {"mlp_only_layers": dense}
+
+
+def _dense_layers(fields: ConfigFields) -> list[int] | None:
+    """Those of `mlp_layer_types`; None where it is left out."""
+    kinds = fields.texts("mlp_layer_types")
+    return [layer for layer, kind in enumerate(kinds) if kind == "dense"] if kinds else None
 
 
 _LATENT = {
@@ -77,6 +90,16 @@ _LATENT = {
     "v_head_dim": 128,
 }
 _EXPERTS = {"n_shared_experts": 1, "norm_topk_prob": True}
+_INDEXED = {
+    **_LATENT,
+    **_EXPERTS,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "index_topk": 2048,
+}
 LATENTS = {
     "DeepseekV2ForCausalLM": ArchitectureDefaults(
         absent={
@@ -104,6 +127,23 @@ LATENTS = {
         },
         latent=_latent,
         translate=_deepseek_v3_fields,
+    ),
+    "DeepseekV32ForCausalLM": ArchitectureDefaults(
+        absent={**_INDEXED, "n_group": 8, "topk_group": 4, "max_position_embeddings": 163840},
+        latent=_latent,
+        translate=_indexed_fields,
+    ),
+    "GlmMoeDsaForCausalLM": ArchitectureDefaults(
+        absent={
+            **_INDEXED,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 202752,
+        },
+        latent=_latent,
+        translate=_indexed_fields,
     ),
     "Glm4MoeLiteForCausalLM": ArchitectureDefaults(
         absent={

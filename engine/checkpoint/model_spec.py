@@ -303,6 +303,9 @@ class ModelSpec(DecoderShape):
     """Queries are multiplied by 1 + this * ln(1 + floor(position / the rope's original_max_position))."""
     latent: LatentSpec | None = None
     """What attention over latents is like, where layers have it."""
+    most_dense_tokens: int = 0
+    """Up to so many tokens an indexer chooses all of them to attend to; longer sequences are not computed here. 0:
+    there is no indexer."""
 
     def layer_rope(self, layer: int) -> RopeSpec:
         """The rotary embedding of a layer."""

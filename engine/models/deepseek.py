@@ -1,5 +1,6 @@
 """DeepSeek V2 and V3 (arXiv 2405.04434, 2412.19437) and what has their layers, Kimi-K2 and GLM-4.7-Flash: layers attend
-over latents; the first ones are dense, the others mixtures."""
+over latents; the first ones are dense, the others mixtures. DeepSeek V3.2 and GLM-5 have an indexer besides, which
+chooses the tokens that are attended to: while there are no more than it may choose, it chooses all."""
 
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import WeightLoader
@@ -27,3 +28,8 @@ def _build_layer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rota
         layer_norm(spec, loader, index, "post_attention_layernorm"),
         build_shared_experts(spec, loader, index),
     )
+
+
+def is_of_indexer(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor belongs to an indexer, which nothing reads."""
+    return spec.most_dense_tokens > 0 and ".self_attn.indexer." in name

@@ -84,6 +84,11 @@ class CheckpointBuilder(ABC):
         return False
 
     @property
+    def length_reason(self) -> str:
+        """Why `max_position` is less than config.json says; empty where it is not."""
+        return ""
+
+    @property
     def attends_itself(self) -> bool:
         """Whether it is known already that the decoder will attend by itself (see `DecoderShape.attends_itself`)."""
         return False

@@ -21,7 +21,7 @@ from ..cpu.memory import HugePageArena
 from ..layers.embed_and_head import HEAD_WEIGHT
 from .bamba import build_bamba, build_falcon_h1
 from .calibration import calibrate
-from .deepseek import build_deepseek
+from .deepseek import build_deepseek, is_of_indexer
 from .ernie import build_ernie, build_ernie_moe
 from .gemma import build_gemma2, build_gemma3
 from .gemma3n import build_gemma3n
@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "BambaForCausalLM": build_bamba,
     "DeepseekV2ForCausalLM": build_deepseek,
+    "DeepseekV32ForCausalLM": build_deepseek,
     "DeepseekV3ForCausalLM": build_deepseek,
     "Dots1ForCausalLM": build_dots1,
     "Ernie4_5ForCausalLM": build_ernie,
@@ -68,6 +69,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Glm4MoeForCausalLM": build_glm4_moe,
     "Glm4MoeLiteForCausalLM": build_deepseek,
     "GlmForCausalLM": build_glm,
+    "GlmMoeDsaForCausalLM": build_deepseek,
     "GptOssForCausalLM": build_gpt_oss,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
     "Lfm2ForCausalLM": build_lfm2,
@@ -113,10 +115,19 @@ class NativeBuilder(CheckpointBuilder):
     def keeps_states(self) -> bool:
         return any(self.spec.states)
 
+    @property
+    def length_reason(self) -> str:
+        if not 0 < self.spec.most_dense_tokens < self.spec.max_position:
+            return ""
+        return f"of {self.spec.max_position}: up to there its index_topk chooses every token, and beyond is not served"
+
     def build(self, context: BuildContext) -> BuiltDecoder:
         built, unread = self._build(context)
         if context.observer is None and context.device.type != "meta":  # else it will be built again, and says it then
             self._report(built, unread, context.shard.is_whole)
+            if context.shard.reports_results and self.length_reason:
+                message = "%s: texts of at most %d tokens are served, %s"
+                log.warning(message, self.checkpoint.directory, self.max_position, self.length_reason)
         return built
 
     def _build(self, context: BuildContext) -> tuple[BuiltDecoder, list[str]]:
@@ -140,7 +151,7 @@ class NativeBuilder(CheckpointBuilder):
         if shard.is_whole:
             stray = (name for name in weights.unread if not name.endswith(harmless))
             own = (name for name in stray if not is_drafting_layer(name, self.checkpoint.config))
-            unread = [name for name in own if not name.startswith(_DRAFTING_TENSORS)]
+            unread = [name for name in own if not name.startswith(_DRAFTING_TENSORS) and not is_of_indexer(name, spec)]
         return BuiltDecoder(decoder, spec, self._adapter_targets(loader), loader.served), unread
 
     def _report(self, built: BuiltDecoder, unread: list[str], whole: bool) -> None:
@@ -239,7 +250,7 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
         from .transformers_fallback import transformers_builder
 
         return transformers_builder(checkpoint, variant.message)
-    longest = spec.max_position
+    longest = min(spec.max_position, spec.most_dense_tokens or spec.max_position)
     rope = spec.rope
     # Longrope's factors for longer texts make short ones worse.
     usual = min(rope.original_max_position, longest) if rope.kind == "longrope" else longest

@@ -44,6 +44,7 @@ def build_context(
     longest = builder.max_position
     if length is not None and not 1 <= length <= longest:
         message = f"max_model_len must be between 1 and the checkpoint's {longest}, got {length}"
+        message += f" ({builder.length_reason})" if builder.length_reason else ""
         raise InvalidArgument(message, field="max_model_len")
     quantization = config.quantization
     if quantization in STORED_AS and not (quantization == "fp8" and not open_checkpoint(config.model).stored_as):

@@ -97,7 +97,9 @@ def describe_checkpoint(model: str) -> list[str]:
     cache = shape.token_numbers * getattr(torch, builder.dtype).itemsize
     if served is None or not isinstance(shape, ModelSpec):
         return [f"computed by transformers in {builder.dtype}; {_short(cache / 1e3)} KB of KV cache for a token"]
-    lines = [f"{shape.architecture}, {shape.layers} layers, texts to {builder.max_position} tokens", *served.lines()]
+    reason = f", {builder.length_reason}" if builder.length_reason else ""
+    title = f"{shape.architecture}, {shape.layers} layers, texts to {builder.max_position} tokens{reason}"
+    lines = [title, *served.lines()]
     if not served.quantised:
         lines.append(f"all matrices are stored as {builder.dtype}; --quantization can make them smaller")
     groups = ONE_GROUP if any(shape.states) else choose_groups(shape.cached_attention, builder.default_length)

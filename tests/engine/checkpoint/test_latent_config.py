@@ -71,6 +71,24 @@ GLM = {
 }
 
 
+V32 = V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+GLM5 = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "vocab_size": 154_880,
+    "hidden_size": 6144,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "layer_types": ["indexed_attention"] * 78,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+
+
 def spec(config: dict[str, Any], **changes: Any) -> ModelSpec:
     return read_spec(config | changes, "here")
 
@@ -88,6 +106,23 @@ def test_a_token_keeps_one_latent_and_one_rotated_key() -> None:
     assert large.experts == ExpertsSpec(
         256, 8, 2048, True, sparse, True, 2.5, True, 2048, 0, True, 1e-20, groups=8, chosen_groups=4
     )
+
+
+def test_an_indexer_bounds_what_is_served() -> None:
+    sparse, dense = spec(V32), spec(V3)
+    assert sparse.most_dense_tokens == 2048
+    assert dense.most_dense_tokens == spec(V3, index_topk=7).most_dense_tokens == 0
+    assert (sparse.latent, sparse.experts, sparse.attention) == (dense.latent, dense.experts, dense.attention)
+    assert sparse.max_position == 163_840
+    glm = spec(GLM5, rope_interleave=False)
+    assert glm.latent == LatentSpec(512, 2048, 192, 64, 256, adjacent_pairs=True)
+    assert glm.experts is not None
+    assert glm.experts.sparse_layers == (False,) * 3 + (True,) * 75
+    types = ["sparse", *77 * ["dense"]]
+    other = spec(GLM5, mlp_layer_types=types, index_topk=512)
+    assert other.experts is not None
+    assert other.experts.sparse_layers == (True,) + (False,) * 77
+    assert other.most_dense_tokens == 512
 
 
 def test_a_scaling_of_another_kind_does_not_stretch_scores() -> None:
@@ -129,6 +164,7 @@ def test_kin_say_it_in_their_own_way() -> None:
             CheckpointError,
             "num_experts_per_tok is 6, but there are 4 experts in 2 of 32 groups",
         ),
+        ({"architectures": V32["architectures"], "index_topk": 0}, CheckpointError, "index_topk must be a positive"),
         ({"n_shared_experts": -1}, CheckpointError, "n_shared_experts must be a whole number"),
         ({"rope_scaling": YARN | {"mscale_all_dim": "all"}}, CheckpointError, "mscale_all_dim must be a positive"),
     ],

@@ -222,6 +222,8 @@ MORE = (
     *LLAMA_KIN,
     "deepseek-v2",
     "glm4-lite",
+    "deepseek-v3.2",
+    "glm5",
 )
 """Whose layers are of those kinds; what they compute themselves is compared in test_models.py."""
 RECURRENT = ("qwen3.5", "lfm2", "granite-hybrid")

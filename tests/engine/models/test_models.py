@@ -48,7 +48,7 @@ KIN = [
 ]
 PARTS = ["gemma3-image", "gemma4-image", "mistral3", "ministral3-image", "llava", "qwen2.5-vl", "qwen3-vl"]
 """The language part of what takes images too."""
-LATENTS = ["deepseek-v3", "deepseek-v2", "glm4-lite"]
+LATENTS = ["deepseek-v3", "deepseek-v2", "glm4-lite", "deepseek-v3.2", "glm5"]
 MORE_LATENTS = ["deepseek-v2-lite", "deepseek-v3-halves"]
 """Without a latent for queries, or with halves that are rotated against each other."""
 SPARSE = (
