@@ -1,15 +1,19 @@
-"""Figures of the code itself: lines, files, functions, class names that stand for two classes, methods that only
-forward, and what there is to read of the step loop. A checkout is read as text: nothing of it is imported."""
+"""Figures of the code itself: lines, files, functions, words of docstrings, class names that stand for two classes,
+methods that only forward, protocols that a single class fulfils, and what there is to read of the step loop. A checkout
+is read as text: nothing of it is imported."""
 
 import ast
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 STEP_LOOP = ("engine/core/step_loop.py", "engine/core/inbox.py", "engine/core.py", "engine/arrivals.py")
 """The step loop and the inbox it reads from, as they are called now and as they were called before; beside them
 everything in scheduler/ and kvcache/ belongs to what a reader of the step loop reads."""
+
+MOST_WORDS = 60
+"""Of a docstring: a longer one is better told in parts, each where it belongs."""
 
 TRITONS = "classic_backends/python_stub"
 """Its classes have the names that users of Triton's Python models write (Tensor, ModelConfig, MetricFamily): they count
@@ -23,29 +27,39 @@ class Size:
     code: int = 0
     total: int = 0
     files: int = 0
+    words: int = 0
+    """Of strings that stand by themselves: docstrings of modules, classes, functions, fields and constants."""
 
     def add(self, other: "Size") -> None:
         """Add the lines and files of `other` to these."""
-        self.code, self.total, self.files = self.code + other.code, self.total + other.total, self.files + other.files
+        self.code += other.code
+        self.total += other.total
+        self.files += other.files
+        self.words += other.words
 
 
 @dataclass
 class House:
-    """What the shipped code of a checkout consists of. `functions`: the lines of each, from `def` to its end without
-    the docstring. `classes`: by name, the places where a class of that name is defined."""
+    """What the shipped code of a checkout consists of."""
 
     folders: dict[str, Size] = field(default_factory=dict)
     step_loop: Size = field(default_factory=Size)
     functions: list[int] = field(default_factory=list)
+    """The lines of each, from `def` to its end without the docstring."""
     classes: dict[str, list[str]] = field(default_factory=dict)
+    """By name, the places where a class of that name is defined."""
     forwarders: list[str] = field(default_factory=list)
+    long_docstrings: list[str] = field(default_factory=list)
+    """The place of each docstring of more than `MOST_WORDS`, and its words."""
+    lone_protocols: list[str] = field(default_factory=list)
+    """Protocols that one shipped class fulfils, or none, and no fake: no other class anywhere in the checkout."""
 
     @property
     def size(self) -> Size:
         """All folders together."""
         whole = Size()
-        for each in self.folders.values():
-            whole.add(each)
+        for size in self.folders.values():
+            whole.add(size)
         return whole
 
     @property
@@ -63,12 +77,15 @@ def read_house(root: Path) -> House:
         if folder.partition("/")[0] != "bench":
             for file in sorted((root / folder).glob("*.py")):
                 _add_file(house, folder, file.relative_to(root).as_posix(), file.read_text())
+    house.lone_protocols = lone_protocols(root, folders)
     return house
 
 
 def _add_file(house: House, folder: str, name: str, text: str) -> None:
     tree = ast.parse(text)
-    size = Size(code_lines(text, tree), text.count("\n"), 1)
+    docstrings = list(_docstrings(tree))
+    size = Size(code_lines(text, tree), text.count("\n"), 1, sum(words for _, words in docstrings))
+    house.long_docstrings += (f"{name}:{line} {words}" for line, words in docstrings if words > MOST_WORDS)
     house.folders.setdefault(folder, Size()).add(size)
     in_step_loop = folder in ("scheduler", "kvcache") and not name.endswith("__init__.py")
     if in_step_loop or name in STEP_LOOP:
@@ -92,13 +109,23 @@ def statements(block: ast.AST) -> Iterator[ast.stmt]:
             yield from statements(node)
 
 
+def _lone_strings(tree: ast.Module) -> Iterator[tuple[ast.Expr, str]]:
+    """The strings that stand by themselves, each with its text."""
+    for node in statements(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node, node.value.value
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
+    """(line, words) of each docstring."""
+    for node, text in _lone_strings(tree):
+        yield node.lineno, len(text.split())
+
+
 def code_lines(text: str, tree: ast.Module) -> int:
     """Lines of a module that are neither blank, nor a comment alone, nor part of a string that stands by itself."""
     strings = {
-        line
-        for node in statements(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        line for node, _ in _lone_strings(tree) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     numbered = enumerate(map(str.strip, text.splitlines()), 1)
     return sum(bool(line) and not line.startswith("#") and number not in strings for number, line in numbered)
@@ -131,3 +158,68 @@ def forwarders(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
             owner = owner.value
         if isinstance(owner, ast.Name) and owner.id in {argument.arg for argument in method.args.args}:
             yield method.lineno, method.name
+
+
+@dataclass
+class _ClassShape:
+    """A class as protocols see it: the names of its own members, and of its bases."""
+
+    name: str
+    place: str
+    shipped: bool
+    members: set[str]
+    bases: list[str]
+
+
+def lone_protocols(root: Path, folders: Sequence[str]) -> list[str]:
+    """The protocols in `folders` that one of the classes there fulfils by its names, or none, and no class elsewhere
+    under `root`; those of calls alone are left out, for functions fulfil them."""
+    shapes: dict[str, list[_ClassShape]] = {}
+    for file in sorted(root.rglob("*.py")):
+        inner = file.relative_to(root)
+        if inner.parts[0].startswith(".") or inner.parts[0] == "build":
+            continue
+        shipped = inner.parent.as_posix() in folders and inner.parts[0] != "bench"
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                shape = _class_shape(node, f"{inner.as_posix()}:{node.lineno}", shipped)
+                shapes.setdefault(node.name, []).append(shape)
+    protocols = {name for name, named in shapes.items() if any("Protocol" in shape.bases for shape in named)}
+    lone = []
+    for shape in (shape for name in sorted(protocols) for shape in shapes[name]):
+        wanted = {name for name in _members(shape, shapes) if not name.startswith("_") or name.endswith("__")}
+        if not shape.shipped or wanted <= {"__call__"}:
+            continue
+        kin = [
+            other
+            for name, named in shapes.items()
+            if name not in protocols
+            for other in named
+            if wanted <= _members(other, shapes)
+        ]
+        if len(kin) < 2 and all(other.shipped for other in kin):
+            lone.append(f"{shape.place} {shape.name}: {', '.join(other.name for other in kin) or 'no class'}")
+    return lone
+
+
+def _class_shape(node: ast.ClassDef, place: str, shipped: bool) -> _ClassShape:
+    members = {part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            members.add(part.id)
+        elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+            members.add(part.attr)
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    # asyncio.Protocol is none of `typing`.
+    return _ClassShape(node.name, place, shipped, members, [base.id for base in bases if isinstance(base, ast.Name)])
+
+
+def _members(shape: _ClassShape, shapes: Mapping[str, Sequence[_ClassShape]]) -> set[str]:
+    """The names of a class's members, those of its bases included where they are in the checkout."""
+    inherited = (
+        _members(base, shapes)
+        for name in shape.bases
+        for base in shapes.get(name, ())
+        if name != shape.name and (base.shipped or not shape.shipped)
+    )
+    return shape.members.union(*inherited)

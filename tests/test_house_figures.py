@@ -73,11 +73,11 @@ def root(tmp_path: Path) -> Path:
 def test_lines_are_counted_by_folder_and_bench_is_left_out(root: Path) -> None:
     house = read_house(root)
     assert house.folders == {
-        "core": Size(code=11, total=25, files=2),
+        "core": Size(code=11, total=25, files=2, words=7),
         "engine/core": Size(code=7, total=8, files=2),
         "scheduler": Size(code=1, total=3, files=2),
     }
-    assert house.size == Size(code=19, total=36, files=6)
+    assert house.size == Size(code=19, total=36, files=6, words=7)
 
 
 def test_the_step_loop_is_read_with_the_scheduler(root: Path) -> None:
@@ -92,6 +92,46 @@ def test_homonyms_and_forwarders_are_named(root: Path) -> None:
     house = read_house(root)
     assert house.homonyms == {"Order": ["core/orders.py:6", "engine/core/step_loop.py:1"]}
     assert house.forwarders == ["core/orders.py:9 Order.total", "core/orders.py:15 Order.close"]
+
+
+def test_long_docstrings_are_named_with_their_words(root: Path) -> None:
+    (root / "scheduler" / "plan.py").write_text(f'x = 1\n"""{"word " * 61}"""\ny = 2\n"""{"word " * 60}"""\n')
+    assert read_house(root).long_docstrings == ["scheduler/plan.py:2 61"]
+
+
+def test_protocols_of_a_single_class_are_named_unless_there_is_a_fake(root: Path) -> None:
+    (root / "core" / "shops.py").write_text(
+        """
+class Priced(Protocol):
+    price: int
+
+class Shop(Priced, Protocol):
+    def sell(self) -> None: ...
+
+class Open(Protocol):
+    def hours(self) -> int: ...
+
+class Callback(Protocol):
+    def __call__(self, at: int) -> None: ...
+
+class Kiosk:
+    def __init__(self) -> None:
+        self.price = 1
+
+    def sell(self) -> None: ...
+
+class Cafe(Kiosk):
+    def hours(self) -> int: ...
+"""
+    )
+    (root / "tests").mkdir()
+    fake = root / "tests" / "test_shops.py"
+    fake.write_text("class FakeCafe:\n    def hours(self) -> int: ...\n")
+    assert read_house(root).lone_protocols == []
+    (root / "core" / "shops.py").write_text((root / "core" / "shops.py").read_text().replace("(Kiosk)", ""))
+    assert read_house(root).lone_protocols == ["core/shops.py:5 Shop: Kiosk"]
+    fake.unlink()
+    assert read_house(root).lone_protocols == ["core/shops.py:8 Open: Cafe", "core/shops.py:5 Shop: Kiosk"]
 
 
 def test_only_what_is_called_while_recording_is_written(tmp_path: Path) -> None:

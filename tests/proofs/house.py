@@ -1,9 +1,10 @@
 """Figures of the code itself: `python -m tests.proofs.house [--root CHECKOUT] [--requests] [--verbose]`.
 
-Counts the Python that a wheel ships without bench/: lines, files, functions, class names that stand for two classes,
-methods that only forward, and what there is to read of the step loop. With `--requests`, also the files whose functions
-one streamed chat and one binary ONNX infer call, in all processes of a server. Another checkout, with an environment of
-its own, is measured by the same rules: a change of structure is judged by both.
+Counts the Python that a wheel ships without bench: lines, files, functions, words of docstrings, class names that stand
+for two classes, methods that only forward, protocols that a single class fulfils, and what there is to read of the step
+loop. With `--requests`, also the files whose functions one streamed chat and one binary ONNX infer call, in all
+processes of a server. Another checkout, with an environment of its own, is measured by the same rules: a change of
+structure is judged by both.
 """
 
 import statistics
@@ -15,7 +16,7 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
-from ..house_figures import House, read_house
+from ..house_figures import MOST_WORDS, House, read_house
 from .request_files import REQUESTS, files_of_request
 
 app = App(name="python -m tests.proofs.house", help=__doc__)
@@ -23,21 +24,27 @@ app = App(name="python -m tests.proofs.house", help=__doc__)
 
 def show(console: Console, house: House, verbose: bool) -> None:
     """Print the figures; with `verbose` also every folder, and the places of what is only counted otherwise."""
-    table = Table("", "code", "total", "files", box=None)
-    for name, size in [*(house.folders.items() if verbose else ()), ("shipped, without bench", house.size)]:
-        table.add_row(name, str(size.code), str(size.total), str(size.files))
-    step_loop = house.step_loop
-    table.add_row("to read of the step loop", str(step_loop.code), str(step_loop.total), str(step_loop.files))
+    table = Table("", "code", "total", "files", "words", "words a line", box=None)
+    sums = [("shipped, without bench", house.size), ("to read of the step loop", house.step_loop)]
+    for name, size in [*(house.folders.items() if verbose else ()), *sums]:
+        numbers = (size.code, size.total, size.files, size.words)
+        table.add_row(name, *map(str, numbers), f"{size.words / max(size.code, 1):.2f}")
     console.print(table)
     lengths = sorted(house.functions)
     ninth = lengths[int(len(lengths) * 0.9)]
     console.print(
         f"{len(lengths)} functions: median {statistics.median(lengths):g}, p90 {ninth}, longest {lengths[-1]}"
     )
-    console.print(f"{len(house.homonyms)} class names used twice, {len(house.forwarders)} methods that only forward")
-    if verbose:
-        _list(console, [f"{name}: {', '.join(places)}" for name, places in house.homonyms.items()])
-        _list(console, house.forwarders)
+    homonyms = [f"{name}: {', '.join(places)}" for name, places in house.homonyms.items()]
+    for title, lines in {
+        "class names used twice": homonyms,
+        "methods that only forward": house.forwarders,
+        "protocols with one class and no fake": house.lone_protocols,
+        f"docstrings of more than {MOST_WORDS} words": house.long_docstrings,
+    }.items():
+        console.print(f"{len(lines)} {title}")
+        if verbose:
+            _list(console, lines)
 
 
 def _list(console: Console, lines: Sequence[str]) -> None:
