@@ -1,8 +1,7 @@
 """The HTTP application: FastAPI with the routes of all protocols and extensions, and a fast path for POST beside it.
 
-Extensions add routes as to any FastAPI application, and its page shows them (`openapi`). `PostRouter` stands in front,
-and calls the endpoint of a POST to a plain route by itself: FastAPI's middleware would cost a third of a short request,
-and something for every event of a stream.
+`PostRouter` stands in front, and calls the endpoint of a POST to a plain route by itself: FastAPI's middleware would
+cost a third of a short request, and something for every event of a stream.
 """
 
 import asyncio

@@ -91,7 +91,7 @@ def doctor(*, config: Path | None = None, json: Annotated[bool, Parameter(negati
     config
         YAML file of flags that `serve` is to have; those that the environment sets are told, too.
     json
-        Print a list of objects with the keys `subject`, `verdict` (good, slow, wrong), `text` and `mend`.
+        Print a list of objects with `subject`, `verdict` (good, slow, wrong), `text` and `mend`.
     """
     from .doctor import print_findings
 

@@ -170,13 +170,13 @@ class Administration(ModelLookup, Protocol):
         """Every version that the repositories hold, or that was loaded."""
 
     async def load_model(self, name: str, config: str | None = None, files: Mapping[str, bytes] = NO_FILES) -> None:
-        """Load or reload a model of the repositories; return when it is served. `config` (JSON) replaces the file's
-        until the model is unloaded or its directory changes; `files` (by relative path) replace the directory.
+        """Load or reload a model; return when it is served. `config` (JSON) replaces the file's until the model is
+        unloaded or its directory changes; `files` (by relative path) replace the directory.
 
         Raises:
-            Unavailable: the server was not started with explicit model control.
-            Internal: the model's config or files cannot be read; Triton's text, and why.
-            InvalidArgument: `name` or a path is invalid, or the model failed to load; what was served stays.
+            Unavailable: no explicit model control.
+            Internal: config or files cannot be read; Triton's text.
+            InvalidArgument: a bad `name` or path, or the load failed; what was served stays.
         """
 
     async def unload_model(self, name: str, dependents: bool = False) -> None:

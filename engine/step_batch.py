@@ -91,8 +91,8 @@ class StepBatch:
     ) -> None:
         """`rows`, `starts` and `counts`, [R], are host numbers; `rows` are lines of `token_ids` int32 [lines,
         max_tokens], and of `block_ids` int64 [lines, groups * max_blocks], group by group, with anything after the last
-        block of each. `on_device`: of a recorded step, buffers whose numbers change when it is replayed. Then `starts`
-        and `counts` are upper bounds, by which kernels choose their grids."""
+        block of each. `on_device`: buffers of a recorded step, whose numbers change in a replay; `starts` and `counts`
+        are then upper bounds, by which kernels choose grids."""
         self.rows, self.starts, self.counts = (np.ascontiguousarray(x, np.int32) for x in (rows, starts, counts))
         self.token_ids = token_ids
         self.block_ids = block_ids

@@ -1,7 +1,7 @@
-"""An ensemble: finds the models of its steps for each request, and runs each step as soon as it has its inputs.
+"""An ensemble: finds the models of its steps for each request, and runs a step as soon as it has its inputs.
 
-Passes of a stream overlap, and their responses leave in the order in which the stream began them. A client that does
-not read holds up its own passes. When a step fails or the client leaves, everything else of the request is cancelled.
+Passes of a stream overlap; their responses leave in the order in which they began. A client that does not read holds up
+its own. A failed step, or a client that leaves, cancels everything of the request.
 """
 
 import asyncio

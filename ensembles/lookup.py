@@ -179,8 +179,8 @@ class AskedModel:
     """A model of the server, as a pipeline's code sees it.
 
     `inputs` are tensors by name: arrays, or plain values (str, bytes, numbers, bools, lists) whose missing dimensions
-    are 1. A plain value by another name is a parameter of the request; None stands for nothing. `outputs`: those to ask
-    for, if not all. Errors are those that a client would get: `charonia.core.errors`.
+    are 1. A plain value by another name is a parameter of the request; None is nothing. `outputs` are those to ask for,
+    if not all. Errors are those of clients: `charonia.core.errors`.
     """
 
     def __init__(

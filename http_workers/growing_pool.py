@@ -23,12 +23,8 @@ _MIB = 1 << 20
 
 class GrowingPool:
     """A pool of workers beside the server's own sockets, which answer until it has started, and what they have accepted
-    to its end. It starts once, when the event loop is beyond `limit`, and stays. To the server it is an endpoint as
-    `WorkerPool`.
-
-    `on_grown`: called with the number of workers that take connections by then. Where none can be started the server
-    goes on by itself; the log says so once.
-    """
+    to its end. It starts once, when the event loop is beyond a limit, and stays; where none can be started the log says
+    so once. To the server it is an endpoint as `WorkerPool`."""
 
     def __init__(
         self,
@@ -37,6 +33,7 @@ class GrowingPool:
         on_grown: Callable[[int], None],
         free_memory: Callable[[], int] = available_memory,
     ) -> None:
+        """`on_grown`: called with the number of workers that take connections by then."""
         self._pool = pool
         self._limit = limit
         self._on_grown = on_grown

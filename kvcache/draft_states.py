@@ -1,8 +1,7 @@
 """Slots for the states that a step passes through while it verifies drafts, where sequences have recurrent states.
 
 A row's own slot has the state after all tokens of a step, wrong drafts included. So the step also keeps the state
-before each draft, and the next one goes on from that after the accepted tokens: nothing is computed twice. Copies no
-state itself. Knows no tensors and no plans.
+before each draft; the next one goes on from that after the accepted tokens. Knows no tensors, no plans.
 """
 
 from collections.abc import Iterable

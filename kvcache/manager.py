@@ -22,14 +22,9 @@ _ANY_LENGTH = 1 << 30
 
 
 class KVCacheManager:
-    """A pool of `blocks` blocks of `block_size` tokens, shared by whole blocks of equal prefixes. `snapshots`: of the
-    states of sequences, if they have any: then a prefix is shared up to a block's end whose state is among them. Of
-    what was evicted, the latest `host_blocks` and `host_snapshots` are kept in the host's memory. `draft_states`: slots
-    for the states before drafts; None: sequences have no states. `groups`: each has a block of its own for the same
-    tokens; where some slide, a prefix is shared up to an end before which they have what the next token sees.
-
-    Lives in the step loop's thread; only `digest` may be called from elsewhere.
-    """
+    """The cache's blocks, shared by whole blocks of equal prefixes, and what sequences keep beside them: snapshots of
+    states, and copies of both in the host's memory. Lives in the step loop's thread; only `digest` may be called from
+    elsewhere."""
 
     def __init__(
         self,
@@ -42,6 +37,11 @@ class KVCacheManager:
         groups: LayerGroups = ONE_GROUP,
         host_snapshots: int = 0,
     ) -> None:
+        """`blocks` of `block_size` tokens; of what was evicted, the host keeps the latest `host_blocks` and
+        `host_snapshots`. With `snapshots` of sequences' states, a prefix is shared up to a block's end whose state is
+        among them. `draft_states`: slots for the states before drafts; None: sequences have no states. `groups`: each
+        has its own block for the same tokens; where some slide, a prefix ends where they have what the next token
+        sees."""
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
         self.blocks = blocks

@@ -1,8 +1,7 @@
 """Snapshots of recurrent states: which numbered slot has the state after which tokens.
 
-A snapshot belongs to an exact number of tokens, a multiple of the block size, and to all of them: its identity is the
-chain hash of the block that ends there. Says where a state is to be copied; copies none itself. Knows no tensors, rows
-or plans.
+A snapshot belongs to an exact number of tokens, a multiple of the block size: its identity is the chain hash of the
+block that ends there. Says where a state is to be copied; copies none itself. Knows no tensors, rows or plans.
 """
 
 from collections import Counter, OrderedDict

@@ -48,8 +48,8 @@ class ChildProcess:
     """A process started from an argument vector, for any thread. Raises `OSError` if it cannot be started.
 
     It inherits `descriptors` alone, starts with SIGINT and SIGTERM blocked, and is killed when this interpreter exits,
-    with its process group if `grouped`. `multiprocessing` and `subprocess`, which reap their own children, do not know
-    it. `sentinel` is a descriptor that is readable once it has ended.
+    with its process group if `grouped`. `multiprocessing` and `subprocess` do not know it. `sentinel` is a descriptor
+    that is readable once it has ended.
     """
 
     def __init__(

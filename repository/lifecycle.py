@@ -1,7 +1,7 @@
 """Loading and unloading of models: a new version serves before the old one goes, which finishes its requests first.
 
 Models load side by side as far as cores and memory allow; one that does not fit waits until those that load have stated
-what they need. On GPUs one loads at a time: what its load made unavailable there is what it holds.
+their needs. On GPUs one loads at a time, and holds what its load made unavailable there.
 """
 
 import asyncio
@@ -176,11 +176,11 @@ class ModelLifecycle:
         release: Callable[[], None] = lambda: None,
         on_stall: Callable[[], None] = lambda: None,
     ) -> float:
-        """Serve the versions of `source`, and no others of its model. Those that are served unchanged stay.
+        """Serve the versions of `source`, and no others of its model; those served unchanged stay. Returns the seconds
+        of the load without its wait.
 
-        `release` is called once, when all that was loaded has been unloaded, or when nothing was. `on_stall` is called
-        when there was no progress for long: the load goes on, and others begin beside it. Returns the seconds of the
-        load without its wait. Raises `LoadFailure`: then everything is as before.
+        `release` is called once, when all that was loaded has been unloaded, or nothing was; `on_stall` when there was
+        no progress for long: others begin beside the load. Raises `LoadFailure`: everything is as before.
         """
         entry, shared = self._registry.get_or_add(source.name), SharedRelease(release)
         self._registry.aliases.update(dict.fromkeys(source.aliases, source.name))

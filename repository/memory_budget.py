@@ -1,7 +1,7 @@
-"""The memory that models share, the host's and each GPU's: what each model has reserved, and whether one more fits.
+"""The memory that models share, the host's and each GPU's: what each has reserved, and whether one more fits.
 
 A model states its bytes before it loads. Host memory that it was promised counts as taken, touched or not: the kernel
-would call it free. On a GPU the memory that a load made unavailable is what the model holds.
+would call it free. On a GPU what a load made unavailable is what the model holds.
 """
 
 from collections import Counter

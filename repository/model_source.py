@@ -235,11 +235,11 @@ def _is_model_folder(folder: Path) -> bool:
 def checkpoint_source(
     model: str, names: Sequence[str] = (), parameters: Mapping[str, str] | None = None, backend: str = ""
 ) -> ModelSource:
-    """The source of a checkpoint directory, a file in GGUF, or a hub id.
+    """The source of a checkpoint directory, a file in GGUF, or a hub id: `owner/name` or `owner/name@revision`, with
+    `:Q4_K_M` or the like behind it for a GGUF file.
 
-    A hub id is `owner/name` or `owner/name@revision`, with `:Q4_K_M` or the like behind it for a file in GGUF. The
-    first of `names` is the model's, by default its last part; the others are aliases. Without `backend` its files say
-    what serves it. Raises `InvalidArgument` if `model` is none of these.
+    The first of `names` is the model's, by default its last part; the others are aliases. Without `backend` its files
+    say what serves it. Raises `InvalidArgument` if `model` is none of these.
     """
     path = Path(model)
     if not is_checkpoint(path) and path.is_dir() and _is_model_folder(path):

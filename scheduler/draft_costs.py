@@ -174,9 +174,9 @@ class DraftCosts:
         self, rates: list[float], mosts: Sequence[int], decoding: int, turn: int, proposing: bool = False
     ) -> list[int]:
         """How many tokens of each guess to verify, `mosts` at most, that are right at these `rates`: those that bring
-        the most tokens a second together, by the time that steps take, and drafting. While `proposing`, the draft
-        model's passes are still to come, and count too. Sequences beside them, which get none, are not to wait
-        noticeably longer. Of equals others come first in each `turn`."""
+        the most tokens a second, by the time of steps and drafting; while `proposing` also of the draft model's passes
+        to come. Sequences that get none are not to wait noticeably longer. Of equals others come first in each
+        `turn`."""
         gains: list[tuple[float, int, int]] = []
         for index, (rate, most) in enumerate(zip(rates, mosts, strict=True)):
             order = (index + turn) % len(mosts)

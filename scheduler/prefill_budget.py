@@ -74,8 +74,8 @@ class StepWork(NamedTuple):
 class StepTimeModel:
     """Seconds of a step as a sum over its work: a constant and four terms, each with a positive coefficient.
 
-    The logarithms of the coefficients are projected onto the time of the newest step (Kaczmarz' method, damped): no
-    unit and no scale needs to be known, and each coefficient moves by as much as it had a part in the step.
+    Logarithms of coefficients are projected onto the time of the newest step (Kaczmarz' method, damped): no unit and no
+    scale needs to be known, and a coefficient moves by as much as it had a part in the step.
     """
 
     def __init__(self) -> None:
@@ -187,11 +187,11 @@ class StepPace(NamedTuple):
 
 
 class PrefillBudget:
-    """Lanes for each step. Nothing is bounded, and no prompt long, until a step was timed; nor with a `target_itl_ms`
-    of 0.
+    """Lanes for each step. Until a step was timed, or with a `target_itl_ms` of 0, nothing is bounded and no prompt
+    long.
 
-    A target of the decoding rows is a bound, and all of it is for prompts. Without one the step goes by the line: a few
-    times what it takes without prompts, more as prompts would be late, up to LONGEST_STEP_SECONDS.
+    A target of the decoding rows is a bound, all of it for prompts. Without one the step goes by the line: some times
+    what it takes without prompts, more as prompts would be late, to LONGEST_STEP_SECONDS.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

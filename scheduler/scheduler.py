@@ -1,8 +1,8 @@
 """Which tokens run in the next step. One rule: a token budget closes gaps.
 
-A sequence has known tokens and computed tokens. A step computes some of the difference for some sequences; prompt
-chunks, prefix hits, resuming after preemption and speculation are all this one case. Knows nothing of torch, ranks,
-clocks or text: time is counted in steps, and in the seconds that steps took, which the caller tells.
+A sequence has known tokens and computed tokens, and a step computes some of the difference: prompt chunks, prefix hits,
+resuming after preemption and speculation are all this one case. Knows nothing of torch, ranks, clocks or text: time is
+steps, and the seconds they took.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -103,14 +103,12 @@ class Scheduler:
         return bool(self.running or self.waiting or self.in_flight)
 
     def add(self, request: SequenceSpec, waited: float = 0.0) -> None:
-        """Put a sequence into the waiting queue; it has `waited` so many seconds before.
+        """Put a sequence into the waiting queue; it has `waited` so many seconds before. Raises `InvalidArgument` if it
+        can never run.
 
-        Its rank is the step it arrived in, later by `ageing_steps` for each class and by one for each step its prompt
-        may need: a short prompt overtakes a long one, and no sequence is overtaken forever, since ranks stand still
-        while time passes. Between tenants of a class, service comes before rank: see `Fairness`.
-
-        Raises:
-            InvalidArgument: it can never run; nothing was done.
+        Its rank is its arrival's step, later by `ageing_steps` for each class and by one for each step of its prompt:
+        ranks stand still, so none is overtaken forever. Between tenants of a class, service comes first: see
+        `Fairness`.
         """
         if request.key in self._live:
             raise InvalidArgument(f"sequence {request.key} is already being served")

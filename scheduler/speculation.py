@@ -1,8 +1,7 @@
 """Speculation: tokens are drafted for a sequence, and the step that computes its next token verifies them.
 
-A step samples at each draft and at the token before the first, each time the token that it would have sampled there
-without drafts: the same logits, the same number of the counter. Drafts are accepted while they are what was sampled.
-So the text is the same with drafts and without, whoever drafts, and however. Knows no rows, no blocks and no text.
+A step samples at each draft and at the token before the first as it would without drafts (same logits, same number of
+the counter), and accepts those that were sampled: the text stays the same. Knows no rows, blocks or text.
 """
 
 from collections.abc import Callable, Mapping

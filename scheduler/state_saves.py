@@ -31,9 +31,8 @@ class StateSave(NamedTuple):
 class StateSaves:
     """The positions of `size` rows, multiples of `block_size`, whose states are to be kept in `states`.
 
-    Of a prompt: its last block's end but for a few tokens; the end of what it shares with others, where that goes
-    further than a snapshot; where it says itself that others may part; and in between as `rule` has it. Of generated
-    text the newest few: a conversation goes on near its end.
+    Of a prompt: its last block's end but for a few tokens; the end of what it shares, where that is beyond a snapshot;
+    where it says that others may part; others by `rule`. Of generated text the newest few: conversations go on there.
     """
 
     def __init__(self, size: int, states: StatePool, block_size: int, rule: SnapshotRule) -> None:

@@ -149,8 +149,8 @@ class StepPacker:
 
     def _choose_decoding_rows(self) -> None:
         """Leave out rows that may not be in another plan, or that the budget does not suffice for; give the others
-        blocks. In a pipeline, where a row waits for its own last result while plans of others are under way, a plan
-        takes its share of all decoding rows: together, they would wait together, for one stage after the other."""
+        blocks. In a pipeline, where a row waits for its last result while other plans are under way, a plan takes its
+        share of all decoding rows: together, they would wait for one stage after the other."""
         rows, counts = self._rows, self._counts
         full = rows.full_rows()
         if full is not None:

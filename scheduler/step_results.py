@@ -98,9 +98,9 @@ def _reconcile(
 ) -> None:
     """Move the counters of all rows that ran, where not all brought the one token a sample that later plans count on.
 
-    A row that got another number waits until those plans are back, and continues from what is computed: less than
-    planned where drafts were rejected, whatever the host has put in their place, or tokens did not come; and in any
-    case without the newest known token, which has to run, again if it brought no successor.
+    Such a row waits for those plans, and continues from what is computed: less than planned where drafts were rejected,
+    or tokens did not come; and always without the newest known token, which has to run, again if it brought no
+    successor.
     """
     ran, surplus, ends = flight.rows, np.zeros(rows.size, np.int32), flight.scheduled_ends
     surplus[result.rows] = kept

@@ -29,20 +29,21 @@ _FIRST_SLOTS = 8
 class Fairness:
     """A virtual token counter per tenant, after Sheng et al., "Fairness in Serving Large Language Models" (2024).
 
-    `service[slot]`: weighted tokens computed for a tenant, divided by the tenant's weight. Tenants are numbered by
-    slots, in arrays: choosing one is a handful of array operations however many there are. Among tenants whose first
-    waiting sequence has the same class, the one served least is next. A class is counted in `ageing_steps` from now: a
-    sequence that waited long enough to be as urgent as the most urgent class counts as of that class. `credit`: the
-    most, in the unit of `service`, that a tenant may save that asks for less than its share; an idle tenant saves none.
+    Tenants are numbered by slots, in arrays: choosing one is a handful of array operations however many there are.
+    Among those whose first waiting sequence has the same class, the one served least is next.
     """
 
     def __init__(self, ageing_steps: int, credit: float) -> None:
+        """A class is counted in `ageing_steps` from now: a sequence that waited long enough to be as urgent as the most
+        urgent class counts as of that class. `credit`: the most, in the unit of `service`, that a tenant may save that
+        asks for less than its share; an idle tenant saves none."""
         self._ageing_steps = ageing_steps
         self._credit = credit
         self._slots: dict[str, int] = {}
         self._live: list[int] = []
         self._last_service = 0.0  # of the last tenant in the queue, when it became empty
         self.service = np.zeros(_FIRST_SLOTS)
+        """By slot: weighted tokens computed for a tenant, divided by the tenant's weight."""
         self._weights = np.ones(_FIRST_SLOTS)
         self._seniority = np.full(_FIRST_SLOTS, _NOT_WAITING)  # of the first of each tenant's waiting sequences
         self._ranks = np.full(_FIRST_SLOTS, _NOT_WAITING)
@@ -128,10 +129,9 @@ _Lane: TypeAlias = dict[int, list[Sequence]]
 
 
 class WaitingQueue:
-    """A tenant's sequences by rank, then arrival; `Fairness` knows which tenant is next. Sequences whose prompt is
-    long when they are enqueued, which `measure` notes in them, stand in a lane of their own. Sequences that wait for a
-    block that another one computes, or for an adapter's room, are set aside until that is settled. `num_preempted`:
-    those that have run before."""
+    """A tenant's sequences by rank, then arrival; `Fairness` knows which tenant is next. Sequences whose prompt was
+    long when they were enqueued, as `measure` notes in them, stand in a lane of their own. Those that wait for a block
+    that another one computes, or for an adapter's room, are set aside until that is settled."""
 
     def __init__(self, fairness: Fairness, measure: Callable[[Sequence], None] = lambda _: None) -> None:
         self._fairness = fairness
@@ -142,6 +142,7 @@ class WaitingQueue:
         self._set_aside: dict[bytes, list[Sequence]] = {}
         self._num_set_aside = 0
         self.num_preempted = 0
+        """Sequences that have run before."""
         self._waiting_for_adapter: dict[Sequence, None] = {}  # once set aside for one, and not admitted since
 
     def __len__(self) -> int:

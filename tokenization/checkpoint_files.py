@@ -30,8 +30,8 @@ def locate_checkpoint(model: str, files: Sequence[str] = SMALL_FILES) -> Path:
     NAME:Q4_K_M (a GGUF file's quantisation), whose missing `files` are fetched first.
 
     Raises:
-        NotFound: it is neither a directory, a file, nor a model of the hub.
-        InvalidArgument: it is an adapter, has a special file in it, or has several GGUF models.
+        NotFound: neither a directory, a file, nor a model of the hub.
+        InvalidArgument: an adapter, a special file in it, or several GGUF models.
     """
     path = Path(model).expanduser()
     if path.is_file():

@@ -1,8 +1,7 @@
 """Requests that web pages make: under which names this server is known, and what pages may do where no keys protect it.
 
-A browser asks any server that it can reach, beforehand only where no form could make the request
-(https://fetch.spec.whatwg.org/#http-cors-protocol). A page may also let its own name lead here (DNS rebinding). Other
-clients send no `Origin`, and are not meant.
+A browser asks beforehand only where no form could make the request (https://fetch.spec.whatwg.org/#http-cors-protocol).
+A page may also let its own name lead here (DNS rebinding). Other clients send no `Origin`, and pass.
 """
 
 import re

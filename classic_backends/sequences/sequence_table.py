@@ -1,6 +1,6 @@
 """The open sequences of a stateful model: their slots on instances, the backlog, and how long each may be idle.
 
-Pure bookkeeping over times (nanoseconds) that its caller gives. Knows nothing of how requests are executed.
+Pure bookkeeping over times (nanoseconds) that its caller gives.
 
     add_request(start)   assign_slots()               finished after its end, cancelled or idle
     -> backlog       ->  has a slot: pending <-> idle -> gone; the slot is free

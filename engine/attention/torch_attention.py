@@ -1,8 +1,8 @@
-"""Attention in plain torch: by its formula on any device, the oracle of every other backend, and on the CPU by torch's
-flash attention over keys and values that are gathered block by block.
+"""Attention in plain torch: by its formula on any device, the oracle of every other backend; on the CPU by torch's
+flash attention over keys and values gathered block by block.
 
-There rows that compute one token are batched by length; longer chunks go one sequence at a time. Behind a window only
-the blocks that some token still sees are gathered.
+There rows with one token are batched by length, and longer chunks go one by one. Behind a window only blocks that some
+token still sees are gathered.
 """
 
 import math

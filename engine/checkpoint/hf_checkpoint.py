@@ -1,8 +1,8 @@
 """Opens a Hugging Face checkpoint: its config.json and the files of its weights; or a model in GGUF, a file with both.
 
-The text part of a model that takes images has a config of its own. The architectures here have a text part that, for
-text alone, is exactly one of ours. Imports no torch; `weights.py` reads the tensors, and `tokenization/` the files
-about text."""
+The text part of a model that takes images too is one of our architectures, with a config of its own. Imports no torch:
+`weights.py` reads tensors, `tokenization/` the files about text.
+"""
 
 import re
 from collections.abc import Mapping

@@ -97,8 +97,8 @@ class Engine(Protocol):
         Raises, here or in `TokenStream.read`:
             InvalidArgument: the engine can never satisfy the request.
             QueueFull: too many prompt tokens wait.
-            Unavailable: the engine does not serve, or breaks.
-            RequestTimeout: the request's time was over before its first token.
+            Unavailable: the engine breaks.
+            RequestTimeout: before its first token.
         """
 
 

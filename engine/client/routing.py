@@ -1,7 +1,8 @@
 """Chooses the replica for a request: a rule over their work, an index of their prefix caches, and their adapters.
 
-As in NVIDIA Dynamo's KV router, a replica's cost is its work in prompt tokens: prompts not yet computed, and a share
-for every request, less what it saves on this prompt. One process sends all requests, so the counts are exact."""
+As in NVIDIA Dynamo's KV router, a replica's cost is its work in prompt tokens: prompts to compute, and a share for
+every request, less what it saves on this prompt. One process sends all requests, so counts are exact.
+"""
 
 import asyncio
 import logging

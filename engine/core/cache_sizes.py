@@ -61,12 +61,11 @@ class CacheSizes(NamedTuple):
 
 
 def resolve_cache_sizes(config: EngineConfig, capacity: Capacity, length: int) -> CacheSizes:
-    """The sizes for sequences of at most `length` tokens. A model with states has one for each row, before anything
-    else, and some for drafts; of what is left, and of the host's memory, snapshots get a share, unless no prompt is to
-    share anything.
+    """The sizes for sequences of at most `length` tokens. A model with states has one for each row first, and some for
+    drafts; of the rest, and of the host's memory, snapshots get a share, unless no prompt is to share anything.
 
     Raises:
-        InvalidArgument: not even one block fits, or one state for each row, or nothing into the host's memory.
+        InvalidArgument: not one block or one state for each row fits, or nothing into the host's memory.
     """
     rows, caching = config.scheduler.max_num_seqs, config.cache.prefix_caching
     if config.cache.gpu_utilization is not None and not capacity.on_gpu:

@@ -100,10 +100,9 @@ class PlannedAttention:
         self, cache: int, group: int, packed: Tensor, cos_sin: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Rotates queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], writes keys and values into the
-        layer's cache at address `cache`, into the blocks of its `group`, and attends; of queries alone,
-        [N, heads, head_dim], writes nothing. Returns [N, heads * head_dim], overwritten by the next call. `cos_sin` is
-        a table of every position, float32 [positions, 2, n / 2], for the first n numbers of each head. Both are
-        contiguous. `sinks`: float32 [heads] or none."""
+        blocks of `group` in the layer's cache at address `cache`, and attends; of queries alone, [N, heads, head_dim],
+        writes nothing. Returns [N, heads * head_dim], overwritten by the next call. `cos_sin`: float32 [positions, 2, n
+        / 2], contiguous, for the first n numbers of heads."""
         call, at = self._call, packed.data_ptr()
         call.queries, call.keys, call.values = at, at + self._query_bytes, at + self._query_bytes + self._key_bytes
         if packed.shape[1] == self._params.heads:

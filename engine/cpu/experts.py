@@ -1,5 +1,5 @@
 """Mixtures of experts in C (`experts.h`): a router's scores choose the experts of each token, and each expert computes
-the rows that chose it, in one call or as one operation of a program. `layers/mlp.py` has the reference.
+the rows that chose it. `layers/mlp.py` has the reference.
 
 A row's result depends on nothing but the row: an expert's sums are those of its products (`matmul.py`), a token's
 experts are added in float32, ascending by number, and rounded once.

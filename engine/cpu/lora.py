@@ -1,8 +1,7 @@
 """The C kernels (`lora.h`) of what LoRA adapters (arXiv 2106.09685) add to products.
 
-Rows of a step are sorted by adapter. A product's input is first multiplied with A, all of an adapter's matrices one
-after the other, and the few numbers that come out with B. Each row's sums run in an order of their own: they depend on
-no other row and on no thread.
+Rows of a step are sorted by adapter. A product's input is multiplied with A, all of an adapter's matrices one after the
+other, and the few numbers that come out with B. A row's sums depend on no other row and on no thread.
 """
 
 import ctypes

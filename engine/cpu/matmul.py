@@ -1,10 +1,9 @@
 """Matrix products with constant weights, packed once (`matmul.h` says how they lie): of fp32, bf16 or int8, and of four
 or eight bits whose groups of inputs have scales.
 
-A row's result does not depend on the rows beside it, nor on the threads: bit for bit. int8 is symmetric: weights by
-output, activations by row, each scaled so that its largest number is 127; the sum between is exact. With groups,
-activations are quantised to int8, each group of a row by itself. The sum within a group is exact, groups are added in
-fp32 in ascending order: the result and the packed weights have the same bits at every level.
+A row's bits depend on no other row, on no thread, and not on the level. int8 is symmetric: weights by output,
+activations by row, the largest number scaled to 127, the sum between exact. With groups, those of each row are
+quantised to int8 by themselves; their exact sums are added in fp32, ascending.
 """
 
 import ctypes

@@ -1,8 +1,7 @@
 """Records the operations of a decoder, which `program.py` then runs again by one call into C, and plans their memory.
 
-The decoder's layers are called once with `SymbolicTensor`s in place of tensors. The faces of the C kernels in this
-folder take these too and record themselves; nothing is computed. A part of a decoder that does anything else with a
-tensor says so beforehand (`Traceable`), and is never called with a symbolic one.
+The layers are called once with `SymbolicTensor`s: the faces of the C kernels in this folder take these too, and record
+themselves. A part that does anything else with a tensor declares it (`Traceable`), and is never called with one.
 """
 
 import ctypes
@@ -131,17 +130,19 @@ class OpTrace:
 
 
 class TraceIO(NamedTuple):
-    """The tensors of a trace that are read from outside. `residual` is the residual stream, and `delta` what is still
-    to be added to it after the first `layer_ops` operations. The source is token ids if it `embeds_tokens`, else hidden
-    states. `logits` are those of selected places; None if the trace ends before them. `kept` are other tensors that are
-    read from outside."""
+    """The tensors of a trace that are read from outside."""
 
     residual: SymbolicTensor
+    """The residual stream."""
     delta: SymbolicTensor
+    """What is still to be added to it after the first `layer_ops` operations."""
     layer_ops: int
     embeds_tokens: bool
+    """Whether the source is token ids, not hidden states."""
     logits: SymbolicTensor | None = None
+    """Those of selected places; None if the trace ends before them."""
     kept: tuple[SymbolicTensor, ...] = ()
+    """Other tensors that are read from outside."""
 
 
 def plan_buffers(trace: OpTrace, io: TraceIO) -> dict[SymbolicTensor, int]:

@@ -1,8 +1,7 @@
 """Runs a recorded decoder: one call into C begins a step of any number of tokens, on threads beside the caller's.
 
-The program calls the same functions with the same numbers as the layers called one by one: not a bit differs. It saves
-the Python between them, whose code and objects have to come from memory again, because the weights have just gone
-through all caches.
+It calls the same functions with the same numbers as layers called one by one: not a bit differs. It saves the Python
+between them, which comes from memory again, for weights have just gone through all caches.
 """
 
 import ctypes
@@ -65,23 +64,23 @@ class ProgramTimings(NamedTuple):
 
 
 class ProgramInputs(NamedTuple):
-    """A step to compute, with its keys and values in `caches`.
-
-    `hidden_states` [N, hidden] are the source of a program that does not embed token ids. Logits are computed for the
-    packed places `logits_indices`, int64 [S], ascending; none: hidden states are the result. Tokens are sampled from
-    logits as `samples` says, each behind the token at whose place it is, where it is stored in the batch's token ids;
-    the row must have room for it. `listener` is called with the step's times when it is finished. `adapters`: of rows
-    that have one; `states`: of layers that keep some.
-    """
+    """A step to compute, with its keys and values in `caches`."""
 
     batch: StepBatch
     caches: LayerCaches
     hidden_states: Tensor | None
+    """[N, hidden], the source of a program that does not embed token ids."""
     logits_indices: Tensor | None = None
+    """int64 [S], ascending: packed places whose logits are computed; None: hidden states are the result."""
     samples: SampledTokens | None = None
+    """How tokens are sampled from logits; each is stored in the batch's token ids behind the token at whose place it
+    is, where the row must have room."""
     listener: Callable[[ProgramTimings], None] | None = None
+    """Called with the step's times when it is finished."""
     adapters: StepAdapters | None = None
+    """Of rows that have one."""
     states: StepSlots | None = None
+    """Of layers that keep some."""
 
 
 Head: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]

@@ -1,8 +1,8 @@
 """Adds LoRA adapters (arXiv 2106.09685) to a product on a GPU, in two launches for all adapters of a step.
 
-Places come sorted in blocks of one adapter each (`AdapterBlocks`), with the address of its matrices, so a recorded step
-serves adapters that came later. The input times A is cut into pieces, which are added in order where B is multiplied: a
-row depends on no other. The reference is `layers.linear.TorchLora`.
+Places are sorted in blocks of one adapter (`AdapterBlocks`), with the address of its matrices: a recorded step serves
+later ones. The input times A is cut into pieces, added in order where B is multiplied: rows are independent. The
+reference is `layers.linear.TorchLora`.
 """
 
 from collections.abc import Iterator, Sequence

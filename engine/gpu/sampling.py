@@ -1,8 +1,7 @@
 """Draws tokens on a GPU by temperature, top-k, top-p and min-p: exactly, without sorting and without the host.
 
-A token's key is the bits of the float that says how many halvings it is less likely than the likeliest. Top-k, top-p
-and the draw search the key up to which tokens reach a count or a weight: a pass measures 16 keys, and 8 passes suffice.
-The reference is `worker.sampler`.
+A token's key is the bits of the float that says how many halvings it is less likely than the likeliest. Eight passes of
+16 keys find that up to which tokens reach a count or a weight. The reference is `worker.sampler`.
 """
 
 from collections.abc import Iterator

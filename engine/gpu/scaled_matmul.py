@@ -1,9 +1,9 @@
-"""Products of eight-bit rows with eight-bit weights, int8 or fp8 (e4m3). Each row of both has one scale, and the tensor
-cores sum codes; in fp8 each group of inputs may have a scale, by which its sum is multiplied before it is added.
+"""Products of eight-bit rows with eight-bit weights, int8 or fp8 (e4m3). Each row of both has one scale, in fp8 also
+each group of inputs, by which a sum of codes is multiplied.
 
-For few rows and outputs inputs are split in parts, as many as the matrix says, whose sums a second kernel adds in
-order. So rows do not depend on each other, in fp8 as long as one form of `_plan` serves. The reference is
-`layers.torch_matmul.TorchInt8Matmul`, bit for bit."""
+Few rows and outputs: inputs are split in parts, as the matrix says, added in order: rows are independent, in fp8 while
+one form of `_plan` serves. The reference is `layers.torch_matmul.TorchInt8Matmul`, bit for bit.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple

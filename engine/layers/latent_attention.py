@@ -1,8 +1,7 @@
 """Attention over latents (MLA, arXiv 2405.04434): a token keeps one latent for all heads, and what is rotated of a key.
 
-The matrix that makes a head's keys of latents multiplies its queries instead, and the one that makes values what the
-head gets ("absorbed"): all heads attend to the latents as to one key. It is so for prompts, too, at three times the
-arithmetic of attention by itself: so a token has the same bits wherever a prompt was cut, and from a cached prefix.
+Queries are multiplied with the matrix that makes keys of latents, results with that of values ("absorbed"): all heads
+attend to latents as to one key. So do prompts, at three times the arithmetic: bits depend on no cut.
 """
 
 from typing import TypeAlias

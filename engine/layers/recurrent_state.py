@@ -1,8 +1,8 @@
-"""The states that layers keep in place of a cache of tokens: of each sequence the last inputs of a convolution, and
-matrices. Where they lie, and how a step's rows find theirs.
+"""The states that layers keep in place of a cache of tokens, a convolution's last inputs and matrices: where they lie,
+and how a step's rows find theirs.
 
-A row's state lies in the slot of its number. A snapshot, a copy of all layers' states after an exact number of tokens,
-lies in a slot behind those of the rows.
+A row's state lies in the slot of its number; a snapshot, a copy of all layers' states after an exact number of tokens,
+in a slot behind those.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

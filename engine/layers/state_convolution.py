@@ -15,9 +15,9 @@ from .step_context import StepContext
 
 
 class StateConvolution:
-    """x [N, width] -> [N, channels], of the layer that keeps the `number`th state of this rank: output t is the sum of
-    w[j] * input t - k + 1 + j, the bias added, then SiLU if `activated`. Its inputs, and what they and the results are
-    multiplied with, are `columns` of x. By the C kernels a result has the same bits wherever a sequence is cut."""
+    """A causal convolution over a state of this rank, x [N, width] -> [N, channels]: output t is the sum of w[j] *
+    input t - k + 1 + j, the bias added, then SiLU if `activated`. By the C kernels bits do not depend on where a
+    sequence is cut."""
 
     def __init__(
         self,
@@ -31,8 +31,9 @@ class StateConvolution:
         bias: bool,
         activated: bool,
     ) -> None:
-        """`name`: of the convolution in the checkpoint; `sizes`: its channels there, and the inputs that it reads of
-        each; `parts`: the channels that this rank has, one part behind the other."""
+        """`name`: of the convolution in the checkpoint; `number`: of its state among this rank's; `columns` of x: its
+        inputs, and what they and the results are multiplied with; `sizes`: its channels in the checkpoint, and the
+        inputs that it reads of each; `parts`: the channels that this rank has, one part behind the other."""
         channels, kernel = sizes
         self._number = number
         weight = _select(loader.floats(f"{name}.weight", channels, 1, kernel).squeeze(1), parts)

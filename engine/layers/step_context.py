@@ -18,10 +18,10 @@ from .rotary import Rotary, RotaryAngles
 
 
 class StepAttention(Protocol):
-    """One step's attention over the paged cache, made by `AttentionBackend.begin_step`. A call stores the keys and
-    values of the step's N tokens in the cache numbered `layer` of this rank (`DecoderShape.cache_index`), which keeps
-    what its `KeyValueShape` says; then each token attends to its sequence's tokens up to itself, as far back as the
-    layer's window reaches. Without keys nothing is stored: the layer attends to what an earlier one stored there."""
+    """One step's attention over the paged cache, made by `AttentionBackend.begin_step`. A call stores keys and values
+    of the step's N tokens in this rank's cache numbered `layer` (`DecoderShape.cache_index`); then each token attends
+    to its sequence's tokens up to itself, as far back as the layer's window. Without keys the layer attends to what an
+    earlier one stored there."""
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
@@ -35,8 +35,8 @@ class StepAttention(Protocol):
     ) -> Tensor:
         """The same for queries, keys and values of one size side by side, [N, heads + 2 kv_heads, head_dim], or queries
         alone, [N, heads, head_dim], contiguous, after `angles` rotated queries and keys; of keys that have values in
-        them queries and the key, [N, heads + 1, key_size], are rotated behind the value. The result is good until the
-        next layer's call."""
+        them queries and the key, [N, heads + 1, key_size], are rotated behind the value. The next layer's call
+        overwrites the result."""
 
 
 SharedPart: TypeAlias = Callable[[Tensor, "StepContext"], Tensor]

@@ -1,5 +1,5 @@
 """Gemma 4 (E2B, E4B, 26B-A4B, 31B; text): layers with a window, and every sixth one without, whose heads are larger and
-may make values of their keys' projection. Its last layers may attend to the keys and values of earlier ones. Small ones
+may make values of their keys' projection. The last layers may attend to keys and values of earlier ones. Small ones
 have embeddings for each layer, others experts beside the MLP. Norms stand on both sides of each part."""
 
 import math

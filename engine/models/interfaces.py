@@ -30,7 +30,7 @@ class Decoder(Protocol):
         """Compute the tokens of `context`; returns the logits of each selection of packed places [S], ascending, in the
         model's dtype or in float32. No place is in two of them.
 
-        All ranks of the last stage have the same logits, and must ask for equally many before the next step. The other
+        All ranks of the last stage have the same logits, and must ask for equally many before the next step. Other
         stages hand their hidden states on and return None.
         """
 

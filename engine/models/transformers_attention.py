@@ -1,8 +1,8 @@
 """Our attention inside a transformers model, and what its layers ask of theirs.
 
-`register_attention` gives transformers a function to call in place of its own. It holds no state: the function that
-stores keys and values travels as a keyword argument, `attend`, from the call of the model through its layers. What a
-cache of one key and one value per layer and token can't express is found by a call before anything is served.
+`register_attention` gives transformers a function without state: the one that stores keys and values travels from the
+model's call through its layers as a keyword argument, `attend`. What a cache of one key and one value per layer and
+token can't express is found beforehand.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,8 +1,8 @@
-"""What a transformers model keeps of a sequence in a cache of transformers' own, and the way of that into our blocks
-and slots and back.
+"""What a transformers model keeps of a sequence in a cache of its own, and the way of that into our blocks and slots
+and back.
 
-Of every token it keeps keys, values and keys of an indexer, of the sequence as a whole windows of convolutions and
-recurrent states. Of what a token leaves all layers' numbers lie side by side in one cache; so do those of the states.
+Of every token these are keys, values and an indexer's keys, of the sequence windows of convolutions and recurrent
+states. A token's numbers of all layers lie side by side; so do the states'.
 """
 
 import inspect

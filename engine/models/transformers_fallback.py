@@ -1,8 +1,8 @@
 """Any other decoder: a transformers model over our paged attention (`transformers_attention.py`), or, where that can't
-take the place of its own, as it is and one sequence at a time (`transformers_sequences.py`).
+take the place of its own, as it is and one sequence at a time (`transformers_sequences.py`). It is slower: its Python
+runs layer by layer.
 
-It serves architectures without a module of their own here, more slowly: its Python runs layer by layer as transformers
-wrote it. This module imports transformers, so it is imported for such checkpoints alone.
+This module imports transformers, so it is imported for such checkpoints alone.
 """
 
 import logging

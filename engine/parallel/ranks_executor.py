@@ -175,8 +175,8 @@ class RanksExecutor:
 
 
 def tightest_capacity(capacities: Sequence[Capacity]) -> Capacity:
-    """What fits into every rank, for all have as many blocks and states: that of the rank of whose memory both a block
-    and a state are the largest share. Where no rank has both, as when a stage holds no states, or no blocks, it is the
+    """What fits into every rank, for all have as many blocks and states: the capacity of the rank whose memory one
+    block and one state take the largest share of. Where no rank has both, as when a stage holds no states, it is the
     largest of both in the least memory, though a little more may fit."""
 
     def shares(capacity: Capacity) -> tuple[float, float]:

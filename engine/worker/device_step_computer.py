@@ -66,10 +66,10 @@ class DeviceStepComputer:
 
     @torch.inference_mode()
     def compute_worst_step(self, tokens: int, rows: int, sampled: int, adapted: bool) -> None:
-        """Compute the step that takes the most memory, over a cache of one block that all rows share: `tokens` tokens,
-        with room for adapters if they may be `adapted`, and `sampled` of the next ones drawn. Where layers keep states
-        also one token of each of `rows` rows, for a step copies the states of its rows. The caller has allocated the
-        cache, and allocates it anew afterwards."""
+        """Compute the step that takes the most memory, over a cache of one block that all rows share, which the caller
+        allocates before and anew afterwards: `tokens` tokens, with room for adapters if they may be `adapted`, and
+        `sampled` of the next ones drawn; where layers keep states also one token of each of `rows` rows, whose states
+        it copies."""
         self._compute_unread(self._rows.longest_rows(tokens), sampled, adapted)
         if self.states is not None:
             self._compute_unread(np.ones(rows, np.int32), sampled, adapted)

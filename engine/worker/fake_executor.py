@@ -71,10 +71,8 @@ class FakeRow:
 
 
 class FakeExecutor:
-    """Reports `capacity`, in cache blocks of `block_size` tokens. `threaded`: results come from one worker thread,
-    otherwise before `execute` returns. `check_contents`: also keep which token sits in which slot, and verify
-    everything a row attends to. Sequences have states if `capacity` gives them bytes: then each row and each snapshot
-    knows which tokens its state has seen, and a row goes on from no other."""
+    """Reports `capacity`, in cache blocks of `block_size` tokens. Sequences have states if it gives them bytes: then
+    each row and each snapshot knows which tokens its state has seen, and a row goes on from no other."""
 
     def __init__(
         self,
@@ -86,6 +84,8 @@ class FakeExecutor:
         check_contents: bool = True,
         lora: LoraConfig = _ANY_ADAPTER,
     ) -> None:
+        """`threaded`: results come from one worker thread, otherwise before `execute` returns. `check_contents`: also
+        keep which token sits in which slot, and verify everything a row attends to."""
         self._capacity = capacity
         self._block_size = block_size
         self._check_contents = check_contents

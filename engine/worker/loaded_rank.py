@@ -116,13 +116,13 @@ def load_rank(
     progress: Callable[[float], None] = lambda _: None,
     builder: CheckpointBuilder | None = None,
 ) -> LoadedRank:
-    """Load this rank's share of the model, in the thread that will compute. `progress` is called with the fraction of
-    its bytes read so far. `builder`: the checkpoint's, where it is not that of a directory. Ranks of a stage must have
-    equally many of torch's threads, for each chooses tokens by itself.
+    """Load this rank's share of the model, in the thread that will compute. `progress` gets the fraction of its bytes
+    read. `builder`: the checkpoint's, where it is no directory. Ranks of a stage must have equally many of torch's
+    threads, for each chooses tokens.
 
     Raises:
-        CheckpointError: the checkpoint is broken or not supported.
-        InvalidArgument: the configuration does not fit it, its split or the machine.
+        CheckpointError: a broken or unsupported checkpoint.
+        InvalidArgument: a configuration that fits not it, its split or the machine.
     """
     if config.cpu_level != "auto":
         use_cpu_level(config)

@@ -23,9 +23,9 @@ def estimate_step_bytes(config: EngineConfig, shape: DecoderShape) -> int:
 def measure_step_bytes(
     config: EngineConfig, context: BuildContext, runner: ModelRunner, computer: DeviceStepComputer
 ) -> int:
-    """What the worst step of `runner`, which has this `computer`, takes of a GPU, and what recorded steps keep: the
-    activations of the largest of them, and what comes out of it, which all share. The block and the states that the
-    step has are the cache's, not its own, and are freed before this returns; the cache is to be allocated anew."""
+    """The bytes of a GPU that the worst step of `runner`, which has this `computer`, takes, and that recorded steps
+    keep: the activations of the largest of them, and what comes out, which all share. The step's block and states are
+    not counted, and are freed before this returns; the cache is to be allocated anew."""
     device = context.device
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens

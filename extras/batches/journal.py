@@ -1,7 +1,7 @@
 """The output and error files of a batch while it runs: a line for each request that has ended.
 
-A line's id ends with the number of its request in the input file, so the files say what is left. Half a line of a
-process that died is cut off, and its request runs again. Everything here blocks, and belongs into a thread.
+A line's id ends with its request's number in the input file, so the files say what is left. Half a line of a process
+that died is cut off; its request runs again. Everything blocks: call it in a thread.
 """
 
 import os

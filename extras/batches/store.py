@@ -1,7 +1,7 @@
-"""Files and batches on disk: one directory of one server, everything in it readable by its owner alone.
+"""Files and batches on disk: one directory of one server, readable by its owner alone.
 
-A file is there once its record is, a small JSON file that is written last; what a server that died left half done is
-removed by the next one. The index lives in one event loop; `write_...` and `open_store` block: call them in a thread.
+A file is there once its record is, a small JSON file that is written last; what a server that died left half done the
+next one removes. The index lives in one event loop; `write_...` and `open_store` block: call them in a thread.
 """
 
 import asyncio

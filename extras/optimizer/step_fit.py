@@ -48,11 +48,11 @@ class MachineFit(NamedTuple):
 
 
 def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit:
-    """The formula whose errors, as shares of each usual step, have the smallest sum of squares.
+    """The formula whose errors, as shares of each usual step, have the smallest sum of squares; `spread` has what it
+    does not tell.
 
-    No coefficient is below 0: more work never takes less time. What the formula does not tell is in its `spread`.
-    Without `heads` those are among the products, as where all steps sample as many places as they have rows. Raises
-    `InvalidArgument` if there are too few steps.
+    No coefficient is below 0: more work never takes less time. Without `heads` those are among the products, as where
+    all steps sample as many places as they have rows. Raises `InvalidArgument` if steps are too few.
     """
     if len(samples) < LEAST_STEPS:
         raise InvalidArgument(f"{len(samples)} steps were measured, and {LEAST_STEPS} are needed: give it more time")

@@ -1,8 +1,7 @@
 """A rollout: a route's new arm gets more of its requests step by step while guards hold, or none again.
 
-A step lasts some time, and some requests of the new arm; at its end each guard is judged by one-sided exact tests. Of a
-hundred rollouts of a version as good as the others at most four go back: that chance is shared among all tests
-(Bonferroni).
+A step lasts some time, and some requests; then one-sided exact tests judge each guard. Of a hundred rollouts of a
+version as good as the others at most four go back: all tests share that chance (Bonferroni).
 """
 
 import math

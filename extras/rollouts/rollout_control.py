@@ -279,7 +279,7 @@ class RolloutControl:
         """Begin a rollout of a route. `document`: its plan in JSON; `who` is told in the log.
 
         Raises:
-            NotFound: there is no such route, or no such version.
+            NotFound: no such route or version.
             InvalidArgument: it is no plan, or one for which the route would be refused.
             Conflict: the route has one already, or was changed at the same time.
             CharoniaError: as `ChangeableRoutes.put_document`, or it cannot be kept.

@@ -1,10 +1,10 @@
-"""Objects of buckets that are kept on disk, under a budget of bytes. Several servers may share a directory.
+"""Objects of buckets on disk, under a budget of bytes. Servers may share a directory.
 
-    objects/   whole objects, named by a digest of where they come from and of what they are
-    partial/   those that are being read, see `download.py`
-    trees/     of each server: directories of models, whose files are links to the objects
+    objects/   whole objects, named by a digest of where they come from and what they are
+    partial/   those being read, see `download.py`
+    trees/     of each server: directories of models, whose files are links to objects
 
-An object that some tree links to is in use, and never removed.
+An object that some tree links to is never removed.
 """
 
 import fcntl
