@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import shlex
 import socket
 import sys
@@ -25,19 +24,16 @@ from ..core.metrics import Measurement, Reading
 from ..core.tasks import end_within, wait_for_first
 from ..processes.shared_port import spare_first_listener
 from ..repository.gateway import InProcessGateway
-from ..telemetry.host_metrics import Gpus, HostMetrics
-from .options import ServerOptions, is_true
+from .options import is_true
 from .plan import ServePlan
 from .ports import SOCKETS_CLOSE_SECONDS, ReservedPorts
+from .served_models import machine_metric_sources
 
 if TYPE_CHECKING:
     from ..http_workers.growing_pool import GrowingPool
     from ..http_workers.supervisor import WorkerPool
 
 log = logging.getLogger(__name__)
-
-_NO_GPUS = "TRITON_SERVER_CPU_ONLY"
-"""The environment variable that, set to anything, turns the gauges of GPUs off, as in tritonserver."""
 
 _QUESTION = '{"text_input": "How do I remove duplicates from a list?"}'
 _PROMPT = '{"text_input": "def fibonacci(n):", "max_tokens": 64}'
@@ -236,16 +232,6 @@ def say(*lines: str) -> None:
     """Write `lines` to standard output at once and in one piece: no line of the log falls into them."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
-
-
-def machine_metric_sources(
-    options: ServerOptions, environment: Mapping[str, str] = os.environ
-) -> Iterator[MetricsSource]:
-    """The sources of the machine's metrics that `options` ask for."""
-    if is_true(options.allow_cpu_metrics):
-        yield HostMetrics().measure
-    if is_true(options.allow_gpu_metrics) and _NO_GPUS not in environment:
-        yield Gpus().measure
 
 
 def reachable_address(address: str, port: int) -> str:

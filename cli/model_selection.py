@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -16,6 +16,7 @@ import msgspec
 from ..core.backends import OnProgress
 from ..core.errors import InvalidArgument
 from ..engine.core.prepared_core import SPARE_CORE_BYTES, keep_spare_cores
+from ..engine.options import EngineOptions, declare_drafters
 from ..processes.rate_limiter import RateLimiter, parse_resource_limits
 from ..repository.backend_registry import absent_backend, canonical_backend, checkpoint_backends
 from ..repository.builder import ModelBuilder, parse_backend_config
@@ -30,9 +31,9 @@ from ..repository.on_demand import OnDemandLimits, OnDemandLoader
 from ..repository.response_cache import parse_cache_config
 from ..repository.route_control import RouteControl
 from ..repository.state_directory import StateDirectory
-from ..repository.watcher import RepositoryWatcher
+from ..repository.watcher import LoadListener, RepositoryWatcher
 from ..routing.route import Route
-from .options import OnDemandOptions, RepositoryOptions
+from .options import AdapterOptions, OnDemandOptions, RepositoryOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -157,8 +158,11 @@ class ModelSelection:
         """Have engine cores wait for the models that requests will load."""
         keep_spare_cores(self.options.on_demand.spare_cores)
 
-    async def load_startup_models(self, watcher: RepositoryWatcher, strict: bool) -> bool:
-        """Load the models of the start, and show the progress; true if enough are loaded to serve: all if `strict`."""
+    async def load_startup_models(
+        self, watcher: RepositoryWatcher, strict: bool, listener: LoadListener | None = None
+    ) -> bool:
+        """Load the models of the start; true if enough are loaded to serve: all if `strict`. The progress goes to
+        `listener`, or else to the standard output, and what is wrong to the standard error."""
         names, wanted = self.catalog.model_names(), self.options.load_model
         in_memory = names if wanted == (_ALL_MODELS,) else list(dict.fromkeys(wanted))
         if self.options.on_demand.load_on_demand:
@@ -170,14 +174,15 @@ class ModelSelection:
         for reason in self.catalog.dangling_links().values():
             log.warning("no model: %s", reason)
         unknown = self.catalog.unknown
-        if unknown:
+        if unknown and listener is None:
             print(f"charonia: model repository {unknown[0]} is away, and was never read from here", file=sys.stderr)
         watcher.patient = strict or self.is_single_checkpoint
-        with ProgressDisplay() as display:
+        shown: AbstractContextManager[LoadListener] = ProgressDisplay() if listener is None else nullcontext(listener)
+        with shown as display:
             complete = await watcher.load_initial(names, display, in_memory)
         if unknown and self.options.model_control_mode == "none":  # nobody would look again
             return False
-        if not complete and strict and not self.is_single_checkpoint:
+        if not complete and strict and listener is None and not self.is_single_checkpoint:
             print("charonia: a model failed to load; --exit-on-error=false serves the others", file=sys.stderr)
         return complete or not watcher.patient
 
@@ -196,6 +201,14 @@ class ModelSelection:
                 await polling
 
 
+def engine_settings(engine: EngineOptions, adapters: AdapterOptions) -> dict[str, str]:
+    """The settings for a checkpoint that the flags name. Raises as `parse_lora_modules`."""
+    settings = {name: str(value) for name, value in engine.given().items()}
+    if adapters.lora_modules:
+        settings["lora_modules"] = json.dumps(parse_lora_modules(adapters.lora_modules))
+    return settings
+
+
 def select_models(
     model: str | None, options: RepositoryOptions, engine: Mapping[str, str], quantiles: tuple[float, ...] = ()
 ) -> ModelSelection:
@@ -204,6 +217,7 @@ def select_models(
     `engine`: settings for a checkpoint; `quantiles`: of the summaries of latencies, none for no summaries.
     Raises `InvalidArgument` if there is nothing to serve, or what is asked for contradicts itself.
     """
+    declare_drafters(options.drafter, engine.get("speculative_config"))
     if options.load_model and options.model_control_mode != "explicit":
         raise InvalidArgument("Use of '--load-model' requires setting '--model-control-mode=explicit' as well.")
     if _ALL_MODELS in options.load_model and options.load_model != (_ALL_MODELS,):

@@ -1,6 +1,5 @@
 """The plan of a server: options of the command line become models, endpoints and shared state. Opens no port."""
 
-import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,6 @@ from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_end
 from ..core.errors import InvalidArgument
 from ..core.extension_contracts import ObserverExtension, RoutesPlan, ServerFacts
 from ..core.metrics import MetricFamily
-from ..engine.options import declare_drafters
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from ..telemetry.custom_metrics import CustomMetrics
 from ..telemetry.logging_setup import LogControl
@@ -28,7 +26,7 @@ from ..telemetry.shared_state import SharedState
 from ..telemetry.trace_settings import TENSORS, TraceControl, parse_trace_config
 from .extensions import observer_extensions, plan_extensions
 from .frontend_count import FrontendCount, count_frontends
-from .model_selection import ModelSelection, parse_lora_modules, select_models
+from .model_selection import ModelSelection, engine_settings, select_models
 from .options import AdapterOptions, CloudOptions, GrpcOptions, HttpOptions, ServeOptions, ServerOptions, is_true
 
 log = logging.getLogger(__name__)
@@ -97,10 +95,7 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
             "by --http-restricted-api",
             _LOADS,
         )
-    declare_drafters(options.repository.drafter, options.engine.speculative_config)
-    engine = {name: str(value) for name, value in options.engine.given().items()}
-    if options.adapters.lora_modules:
-        engine["lora_modules"] = json.dumps(parse_lora_modules(options.adapters.lora_modules))
+    engine = engine_settings(options.engine, options.adapters)
     selection = select_models(model, repository, engine, metrics.quantiles if metrics.summaries else ())
     observers = observer_extensions()
     reserved = [family.name for family in _families(extensions, observers)]

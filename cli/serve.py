@@ -30,6 +30,7 @@ from ..telemetry.tracing import SamplingTracer
 from .options import is_true
 from .plan import ServePlan
 from .ports import ReservedPorts, reserve_ports
+from .served_models import ServedModels
 
 if TYPE_CHECKING:
     from ..api.prometheus import MetricsSource
@@ -82,16 +83,14 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
     options, lag = plan.options.server, LoopLag(plan.options.server.max_loop_lag_secs)
     traces = TraceFileWriter(plan.shared.traces)
     strict, listeners = is_true(options.strict_readiness), _end_listeners(plan.shared.traces, traces, tracer)
-    gateway = InProcessGateway(strict, lambda: not lag.stuck, listeners, plan.shared, plan.selection.builder)
-    for extension in plan.observers:
-        gateway.routes.add_observer(extension.observe(gateway), extension.route_fields)
-    watcher = plan.selection.create_watcher(gateway)
+    models = ServedModels(plan.selection, plan.shared, plan.observers, strict, lambda: not lag.stuck, listeners)
+    gateway, watcher = models.gateway, models.watcher
     reserved = reserve_ports(options, plan.options.grpc, plan.endpoints.clouds, plan.frontends.most > 1)
     with reserved as ports, StopSignals() as stop, lag, closing(traces):
         gateway.lifecycle.load_sequentially()
         loading = asyncio.create_task(_load(plan, watcher, stop))
         try:
-            sources = gateway.measurements, lag.measure, plan.selection.catalog.measure
+            sources = *models.sources, lag.measure
             servers = await _make_servers(plan, gateway, ports, sources)
             async with servers.metrics():
                 await servers.start()
@@ -116,10 +115,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
             return 0
         finally:
             loading.cancel()
-            gateway.begin_exit()
-            await gateway.lifecycle.close()
-            drop_prepared_children()
-            plan.selection.catalog.close()
+            await models.close()
 
 
 def _end_listeners(
