@@ -110,7 +110,7 @@ BUDGETS = {
     "extras/console": 600,
     "extras/rollouts": 1_150,
     "bench": 6_320,
-    "cli": 2_720,
+    "cli": 2_770,
     "extras/optimizer": 3_960,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
