@@ -24,10 +24,10 @@ from ..core.metrics import Measurement, Reading
 from ..core.tasks import end_within, wait_for_first
 from ..processes.shared_port import spare_first_listener
 from ..repository.gateway import InProcessGateway
+from .model_host import machine_metric_sources
 from .options import is_true
 from .plan import ServePlan
 from .ports import SOCKETS_CLOSE_SECONDS, ReservedPorts
-from .served_models import machine_metric_sources
 
 if TYPE_CHECKING:
     from ..http_workers.growing_pool import GrowingPool

@@ -27,10 +27,10 @@ from ..telemetry.request_log import log_request
 from ..telemetry.request_trace import TraceFileWriter
 from ..telemetry.trace_settings import TraceControl
 from ..telemetry.tracing import SamplingTracer
+from .model_host import ModelHost
 from .options import is_true
 from .plan import ServePlan
 from .ports import ReservedPorts, reserve_ports
-from .served_models import ServedModels
 
 if TYPE_CHECKING:
     from ..api.prometheus import MetricsSource
@@ -83,7 +83,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
     options, lag = plan.options.server, LoopLag(plan.options.server.max_loop_lag_secs)
     traces = TraceFileWriter(plan.shared.traces)
     strict, listeners = is_true(options.strict_readiness), _end_listeners(plan.shared.traces, traces, tracer)
-    models = ServedModels(plan.selection, plan.shared, plan.observers, strict, lambda: not lag.stuck, listeners)
+    models = ModelHost(plan.selection, plan.shared, plan.observers, strict, lambda: not lag.stuck, listeners)
     gateway, watcher = models.gateway, models.watcher
     reserved = reserve_ports(options, plan.options.grpc, plan.endpoints.clouds, plan.frontends.most > 1)
     with reserved as ports, StopSignals() as stop, lag, closing(traces):

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from charonia.api.prometheus import build_registry, metrics_app, render_exposition
 from charonia.api.triton.endpoints import load_header
+from charonia.cli.model_host import machine_metric_sources
 from charonia.cli.options import ServerOptions
-from charonia.cli.served_models import machine_metric_sources
 from charonia.core.metrics import Histogram, Measurement, Reading
 from charonia.core.model import ModelStats
 from charonia.telemetry.custom_metrics import CustomMetrics

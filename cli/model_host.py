@@ -20,7 +20,7 @@ _NO_GPUS = "TRITON_SERVER_CPU_ONLY"
 """The environment variable that, set to anything, turns the gauges of GPUs off, as in tritonserver."""
 
 
-class ServedModels:
+class ModelHost:
     """The selected models behind a gateway, in the running event loop. `serve` puts endpoints before it, a program that
     embeds the server asks it itself. The last three arguments are those of `InProcessGateway`."""
 
