@@ -1,7 +1,9 @@
 """The contracts of what stands between the media of a request and a language model: one prepares, one encodes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from .media import MediaSource, PreparedMedium
 from .metrics import Reading
@@ -21,11 +23,39 @@ class EncodedMedium(NamedTuple):
     """[layers, length, hidden] in `dtype`: what is added to the states after each of the first layers."""
 
 
+class MediaFacts(msgspec.Struct, array_like=True, frozen=True):
+    """What is known of the processor of a checkpoint before a medium comes."""
+
+    token: str
+    """The text that the chat template has for an image, in whose place the placeholder goes."""
+    token_ids: tuple[int, ...]
+    """The tokens of a placeholder that belong to the image; the first one stands where its embeddings go."""
+    settings: bytes
+    """SHA-256 of what decides, beside a medium's file, on the result."""
+
+
 class MediaPreparer(Protocol):
     """Decodes, scales and cuts media as the processor of one checkpoint does it."""
 
+    async def load(self) -> None:
+        """Return when it can prepare. Raises as `core.model.Model.load`, for a checkpoint without a processor, too."""
+
+    async def unload(self) -> None:
+        """Free everything. May be called again."""
+
+    @property
+    def facts(self) -> MediaFacts:
+        """Known once it is loaded."""
+
+    def check(self, media: Sequence[MediaSource]) -> None:
+        """Raises for the media of a prompt together: `InvalidArgument` if there are more than it may have, `QueueFull`
+        if too many wait already."""
+
     async def prepare(self, medium: MediaSource, context: RequestContext) -> PreparedMedium:
         """Raises a `CharoniaError` with the medium's `field`. Cancelling it leaves nothing running."""
+
+    def readings(self) -> Iterator[Reading]:
+        """Its series, for a scrape."""
 
 
 class MediaEncoder(Protocol):

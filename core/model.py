@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from .adapter import Adapter
+from .media import MediaKind
 from .metrics import Reading, VersionStatistics
 from .request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizedPrompt, TokenizeRequest
 from .request_context import ExecutionTimes, RequestContext, RequestEnd
@@ -236,3 +237,5 @@ class Capabilities:
     self_check: SelfCheckingModel | None = None
     memory: MemoryHolder | None = None
     measured: MeasuredModel | None = None
+    media: frozenset[MediaKind] = frozenset()
+    """The kinds of media that its prompts may have."""

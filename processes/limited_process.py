@@ -4,7 +4,7 @@ process, and nothing else."""
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -40,17 +40,18 @@ class CallLost(Exception):
 
 class LimitedProcess:
     """A process, `name` in `ps`, that answers calls one at a time by the function that `make(*arguments)` returns
-    there. For one thread at a time. The constructor does not wait for its start.
+    there. It has the `inherited` descriptors by the same numbers. For one thread at a time. The constructor does not
+    wait for its start.
 
     Raises:
         CallLost: it cannot be started.
     """
 
-    def __init__(self, name: str, make: Callable[..., Answer], *arguments: Any) -> None:
+    def __init__(self, name: str, make: Callable[..., Answer], *arguments: Any, inherited: Sequence[int] = ()) -> None:
         self._connection, theirs = Pipe()
         try:
             with theirs:  # only the process has it then, so it closes when that ends
-                self._process = python_child(name, _serve, make, arguments, theirs)
+                self._process = python_child(name, _serve, make, arguments, theirs, inherited=inherited)
         except OSError as error:
             self._connection.close()
             raise CallLost(str(error)) from error

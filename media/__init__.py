@@ -1,0 +1,2 @@
+"""Images of requests: fetched within bounds, then decoded and scaled by the checkpoint's own processor, in processes
+that may be killed. Knows nothing of encoders, prompts and protocols."""

@@ -1,0 +1,98 @@
+"""What a process that prepares images answers: the tensors go into memory that it shares with the server."""
+
+import mmap
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import CharoniaError, InvalidArgument, SentError
+from ..core.media_models import MediaFacts
+from ..processes.limited_process import Answer
+from .limits import MediaLimits
+
+_ALIGNMENT = 64
+
+
+class SentArray(NamedTuple):
+    """An array in the shared memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class PreparedAnswer(msgspec.Struct, array_like=True):
+    """The answer about one image; about the processor, if the message was empty."""
+
+    error: SentError | None = None
+    facts: MediaFacts | None = None
+    placeholder: str = ""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    arrays: list[SentArray] = []
+
+
+def make_answer(checkpoint: str, limits: MediaLimits, memory: int) -> Answer:
+    """In the process: the function that answers. `memory` is the descriptor of `limits.max_output` bytes."""
+    os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    shared = mmap.mmap(memory, limits.max_output)
+    try:
+        from .image_file import decode_image
+        from .processor import ImageProcessor
+
+        processor = ImageProcessor(Path(checkpoint))
+    except CharoniaError as error:
+        return partial(_refuse, SentError.of(error))
+    except ImportError as error:
+        message = f"images need {error.name or 'pillow'}, which is not installed: pip install 'charonia[media]'"
+        return partial(_refuse, SentError.of(InvalidArgument(message)))
+    facts = MediaFacts(processor.token, processor.token_ids, processor.settings)
+
+    def answer(message: bytes) -> bytes:
+        if not message:
+            return msgspec.msgpack.encode(PreparedAnswer(facts=facts))
+        try:
+            result = processor.process(decode_image(message, limits))
+            arrays = _share(result.inputs, shared, limits)
+            answered = PreparedAnswer(placeholder=result.placeholder, grid=result.grid, arrays=arrays)
+        except MemoryError:
+            too_much = InvalidArgument("preparing the image takes more memory than it may")
+            answered = PreparedAnswer(SentError.of(too_much))
+        except Exception as error:
+            answered = PreparedAnswer(SentError.of(error))
+        return msgspec.msgpack.encode(answered)
+
+    return answer
+
+
+def _refuse(error: SentError, message: bytes) -> bytes:
+    return msgspec.msgpack.encode(PreparedAnswer(error))
+
+
+def _share(inputs: Mapping[str, NDArray[np.generic]], shared: mmap.mmap, limits: MediaLimits) -> list[SentArray]:
+    """Copy arrays into the shared memory, one behind the other."""
+    arrays: list[SentArray] = []
+    offset = 0
+    for name, array in inputs.items():
+        if offset + array.nbytes > limits.max_output:
+            raise InvalidArgument(f"the prepared image has more than {limits.max_output:,} bytes")
+        target = np.frombuffer(shared, array.dtype, array.size, offset).reshape(array.shape)
+        target[...] = array
+        arrays.append(SentArray(name, array.dtype.str, array.shape, offset))
+        offset += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return arrays
+
+
+def copy_arrays(arrays: list[SentArray], shared: mmap.mmap) -> dict[str, NDArray[np.generic]]:
+    """In the server: the arrays, as memory of their own."""
+    result: dict[str, NDArray[np.generic]] = {}
+    for sent in arrays:
+        count = int(np.prod(sent.shape))
+        result[sent.name] = np.frombuffer(shared, sent.dtype, count, sent.offset).reshape(sent.shape).copy()
+    return result

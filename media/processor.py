@@ -1,0 +1,141 @@
+"""The checkpoint's own processor of images: transformers', by the checkpoint's configuration, over pillow and numpy.
+
+Runs in a process that may be killed. That process has no torch: transformers imports in a quarter of the time and of
+the memory without, and its processors for pillow compute by numpy alone.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import InvalidArgument
+from ..core.regular_files import read_regular
+
+_MAX_CONFIG_BYTES = 8 << 20
+_NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+"""Files that may name the class of the processor, the first one first."""
+
+
+class ProcessedImage(NamedTuple):
+    """What a processor makes of one image, whatever other images a prompt has."""
+
+    inputs: Mapping[str, NDArray[np.generic]]
+    """By the encoder's names for them, with a first dimension for one image or its patches."""
+    placeholder: str
+    """The text that stands for the image in the prompt."""
+    grid: tuple[int, int, int]
+    """Its places by time, height and width; zeros where positions have one dimension."""
+
+
+class ImageProcessor:
+    """A loaded processor. Raises `InvalidArgument` for a checkpoint that has none, or whose family is not known."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        try:
+            self._processor = processor = _load(checkpoint)
+        except (ImportError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise InvalidArgument(f"{checkpoint}: its processor of images cannot be loaded: {error}") from error
+        name = type(processor).__mro__[1].__name__
+        token = getattr(processor, "image_token", None)
+        if not isinstance(token, str) or not hasattr(processor, "image_token_ids"):
+            raise InvalidArgument(f"{checkpoint}: its processor, {name}, has no token for an image")
+        self.token = token
+        """The text that the chat template has for an image."""
+        self.token_ids = tuple(number for number in processor.image_token_ids if number is not None)
+        """The tokens of a placeholder that belong to the image; the first one stands where its embeddings go."""
+        settings = f"{name} {processor.image_processor.to_json_string()} {token} {self.token_ids}"
+        self.settings = sha256(settings.encode()).digest()
+        """SHA-256 of what decides, beside the image, on the result."""
+        self._merge = int(getattr(processor.image_processor, "merge_size", 1) or 1)
+
+    def process(self, image: Any) -> ProcessedImage:
+        """The result for an image of pillow's, in RGB. Raises `InvalidArgument` for one that the processor refuses."""
+        try:
+            features = self._processor(
+                images=[image],
+                text=[self.token],
+                return_tensors="np",
+                padding=False,
+                return_text_replacement_offsets=True,
+            )
+            [[replacement]] = features.pop("text_replacement_offsets")
+        except MemoryError:
+            raise
+        except (ValueError, TypeError, ArithmeticError, LookupError) as error:
+            raise InvalidArgument(f"the model's processor refuses the image: {error}") from error
+        names = set(self._processor.image_processor.model_input_names)
+        inputs = {name: np.asarray(value) for name, value in features.items() if name in names}
+        time, height, width = _grid(inputs)
+        return ProcessedImage(
+            inputs, str(replacement["replacement"]), (time, height // self._merge, width // self._merge)
+        )
+
+
+def _grid(inputs: Mapping[str, NDArray[Any]]) -> tuple[int, int, int]:
+    if "image_grid_thw" not in inputs:
+        return (0, 0, 0)
+    time, height, width = inputs["image_grid_thw"][0].tolist()
+    return (time, height, width)
+
+
+def _load(checkpoint: Path) -> Any:
+    known = _processor_class(checkpoint)
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    class WithoutVideo(known):  # type: ignore[misc, valid-type]
+        """The processor without the parts for videos and sounds, whose libraries need not be there."""
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return type(argument)
+
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(checkpoint, backend="pil", local_files_only=True),
+        "tokenizer": AutoTokenizer.from_pretrained(checkpoint, local_files_only=True),
+    }
+    settings, others = known.get_processor_dict(checkpoint, local_files_only=True)
+    return WithoutVideo.from_args_and_dict([parts.get(name) for name in known.get_attributes()], settings, **others)
+
+
+def _processor_class(checkpoint: Path) -> Any:
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    family = str(_read_json(checkpoint / "config.json").get("model_type", ""))
+    named = (str(_read_json(checkpoint / file).get("processor_class") or "") for file in _NAMING_FILES)
+    name = next(filter(None, named), "") or PROCESSOR_MAPPING_NAMES.get(family)
+    if not name:
+        raise InvalidArgument(f"{checkpoint}: the family {family or 'of the model'} has no processor of images")
+    families = [family, *(other for other, known in PROCESSOR_MAPPING_NAMES.items() if known == name)]
+    for module in dict.fromkeys(model_type_to_module_name(family) for family in families):
+        package = f"transformers.models.{module}"
+        if importlib.util.find_spec(package) is None:
+            continue
+        _prefer_pillow(package, module)
+        try:
+            return getattr(importlib.import_module(f"{package}.processing_{module}"), name)
+        except (ImportError, AttributeError):
+            continue
+    raise InvalidArgument(f"{checkpoint}: transformers has no {name}, which is to prepare its images")
+
+
+def _prefer_pillow(package: str, module: str) -> None:
+    """Let a processor that names its family's functions for torchvision have those for pillow, which are the same."""
+    name = f"{package}.image_processing_{module}"
+    pillow = f"{package}.image_processing_pil_{module}"
+    if name not in sys.modules and importlib.util.find_spec(pillow) is not None:
+        sys.modules[name] = importlib.import_module(pillow)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(read_regular(path, _MAX_CONFIG_BYTES), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return {}

@@ -1,0 +1,245 @@
+"""Makes of the media of requests what an encoder takes: a queue, processes that may be killed, and a cache.
+
+Knows nothing of encoders and prompts.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+
+from ..core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
+from ..core.media import MediaSource, PreparedMedium
+from ..core.media_models import MediaFacts
+from ..core.metrics import Reading
+from ..core.request_context import RequestContext
+from .limits import MediaLimits
+from .prepared_cache import PreparedCache
+from .preparing_worker import PreparingWorker
+from .sources import MediaFiles
+
+_GRACE = 0.5
+"""Seconds that a process has to end what nobody waits for any more."""
+_RETRY_AFTER = 1.0
+_LARGE = 1 << 20
+"""Bytes of a file whose hash is computed in a thread."""
+
+
+@dataclass(slots=True)
+class _Preparation:
+    """An image that is being prepared, for all requests that have it."""
+
+    task: "asyncio.Task[PreparedMedium]"
+    waiters: int = 0
+
+
+@dataclass(slots=True)
+class _Job:
+    """One call of a worker, in a thread."""
+
+    data: bytes
+    digest: bytes
+    worker: PreparingWorker | None = None
+    abandoned: bool = False
+
+    def abandon(self) -> None:
+        """End it, since nobody waits for it."""
+        self.abandoned = True
+        if self.worker is not None:
+            self.worker.kill()
+
+
+class MediaReader:
+    """Prepares the media of one model's requests, in one event loop, from `load` to `unload`: a `MediaPreparer`.
+
+    Media of one content that are wanted at the same time are prepared once. Those of different tenants are different,
+    unless they are `shared`: neither a digest nor the time tells what others have sent.
+    """
+
+    def __init__(self, checkpoint: str, limits: MediaLimits, files: MediaFiles, shared: bool = False) -> None:
+        self._checkpoint, self._limits, self._files = checkpoint, limits, files
+        self._shared = shared
+        self._threads = ThreadPoolExecutor(limits.processes, "media-prepare")
+        self._places = asyncio.Semaphore(limits.processes)
+        self._running: set[PreparingWorker] = set()
+        self._idle: list[PreparingWorker] = []
+        self._under_way: dict[bytes, _Preparation] = {}
+        self._cache = PreparedCache(limits.cache_bytes)
+        self._outcomes = {"prepared": 0, "cached": 0, "refused": 0}
+        self._facts: MediaFacts | None = None
+        self._closed = False
+        self.waiting = 0
+        """Media that are fetched, or wait to be prepared."""
+
+    @property
+    def facts(self) -> MediaFacts:
+        """What is known of the checkpoint's processor, once it has started."""
+        if self._facts is None:
+            raise NotReady("images cannot be prepared yet")
+        return self._facts
+
+    @property
+    def processes(self) -> int:
+        """How many processes run."""
+        return len(self._running)
+
+    async def load(self) -> None:
+        """Return when images can be prepared. Raises `InvalidArgument` for a checkpoint whose images can't be, and
+        `Unavailable`."""
+        try:
+            self._facts = await asyncio.get_running_loop().run_in_executor(self._threads, self._start_first)
+        except BaseException:
+            await self.unload()
+            raise
+
+    def check(self, media: Sequence[MediaSource]) -> None:
+        """Raises for the media of a prompt together `InvalidArgument`, if there are more than it may have, and
+        `QueueFull`, if too many wait already."""
+        self._limits.check_count(media)
+        if media and self.waiting + len(media) > self._limits.max_waiting:
+            self._outcomes["refused"] += len(media)
+            raise QueueFull(f"{self.waiting} images wait to be prepared already", retry_after=_RETRY_AFTER)
+
+    async def prepare(self, medium: MediaSource, context: RequestContext) -> PreparedMedium:
+        """The prepared medium. Raises `InvalidArgument` by its field if it cannot be had, is broken or costs too much,
+        `QueueFull` as `check` does, and `Unavailable` while the model is being unloaded."""
+        self.check((medium,))
+        salt = b"" if self._shared else context.tenant.encode()
+        if medium.uuid and not (medium.data or medium.url):
+            return self._named(medium, salt)
+        self.waiting += 1
+        try:
+            data = await self._files.read(medium)
+            parts = (self.facts.settings, len(salt).to_bytes(4, "little"), salt, data)
+            digest = await asyncio.to_thread(_hash, parts) if len(data) > _LARGE else _hash(parts)
+        finally:
+            self.waiting -= 1
+        prepared = self._cache.get(digest)
+        if prepared is not None:
+            self._outcomes["cached"] += 1
+        else:
+            prepared = await self._share(digest, data, medium.field)
+        if medium.uuid:
+            self._cache.name(salt, medium.uuid, digest)
+        return prepared
+
+    def _named(self, source: MediaSource, salt: bytes) -> PreparedMedium:
+        medium = self._cache.named(salt, source.uuid)
+        if medium is None:
+            message = f"{source.field}: there is nothing with uuid {source.uuid!r} here (any more): send it whole"
+            raise InvalidArgument(message, field=source.field)
+        self._outcomes["cached"] += 1
+        return medium
+
+    async def _share(self, digest: bytes, data: bytes, field: str) -> PreparedMedium:
+        """The medium, from whoever prepares it already."""
+        preparation = self._under_way.get(digest)
+        if preparation is None:
+            preparation = self._under_way[digest] = _Preparation(asyncio.create_task(self._queue(digest, data)))
+        preparation.waiters += 1
+        try:
+            return await asyncio.shield(preparation.task)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{field}: {error.message}", field=field) from error
+        finally:
+            preparation.waiters -= 1
+            if not preparation.waiters:
+                preparation.task.cancel()
+                if self._under_way.get(digest) is preparation:
+                    del self._under_way[digest]
+
+    async def _queue(self, digest: bytes, data: bytes) -> PreparedMedium:
+        """Prepare a medium when its turn comes."""
+        self.waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self.waiting -= 1
+        loop = asyncio.get_running_loop()
+        job = _Job(data, digest)
+        try:
+            call = loop.run_in_executor(self._threads, self._run, job)
+        except RuntimeError as error:
+            self._places.release()
+            raise Unavailable("the model is being unloaded") from error
+        call.add_done_callback(self._release)
+        try:
+            medium = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            loop.call_later(_GRACE, job.abandon)
+            raise
+        self._outcomes["prepared"] += 1
+        self._cache.put(medium)
+        return medium
+
+    def _release(self, call: "asyncio.Future[PreparedMedium]") -> None:
+        self._places.release()
+        if not call.cancelled():
+            call.exception()  # nobody may wait for it any more
+
+    def _start_first(self) -> MediaFacts:
+        worker = self._started()
+        try:
+            facts = worker.facts()
+        except BaseException:
+            self._end(worker)
+            raise
+        self._idle.append(worker)
+        return facts
+
+    def _started(self) -> PreparingWorker:
+        """A new worker; in a thread."""
+        worker = PreparingWorker(self._checkpoint, self._limits)
+        self._running.add(worker)
+        if self._closed:  # meanwhile
+            worker.kill()
+        return worker
+
+    def _run(self, job: _Job) -> PreparedMedium:
+        """Do a job; in a thread, of which there are as many as workers."""
+        if self._closed or job.abandoned:
+            raise Unavailable("the model is being unloaded")
+        worker = self._idle.pop() if self._idle else None
+        if worker is None:
+            worker = self._started()
+            try:
+                worker.facts()
+            except BaseException:
+                self._end(worker)
+                raise
+        job.worker = worker
+        try:
+            return worker.prepare(job.data, job.digest)
+        finally:
+            job.worker = None
+            if worker.alive and not (job.abandoned or self._closed):
+                self._idle.append(worker)
+            else:
+                self._end(worker)
+
+    def _end(self, worker: PreparingWorker) -> None:
+        worker.close()
+        self._running.discard(worker)
+
+    def readings(self) -> Iterator[Reading]:
+        """The reader's series, for a scrape."""
+        yield Reading("charonia_media_waiting", self.waiting)
+        yield Reading("charonia_media_cache_bytes", self._cache.bytes)
+        for outcome, count in self._outcomes.items():
+            yield Reading("charonia_media", count, {"outcome": outcome})
+
+    async def unload(self) -> None:
+        """End all processes; whoever waits gets an error. May be called again."""
+        self._closed = True
+        for worker in list(self._running):
+            worker.kill()
+        await asyncio.to_thread(self._threads.shutdown)
+        while self._idle:
+            self._end(self._idle.pop())
+        self._files.close()
+        self._cache.clear()
+
+
+def _hash(parts: Sequence[bytes]) -> bytes:
+    return sha256(b"".join(parts[:-1]) + sha256(parts[-1]).digest()).digest()

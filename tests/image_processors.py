@@ -1,0 +1,130 @@
+"""Processors of images as checkpoints of several families have them, with a small tokenizer, for tiny images."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Tokenizer
+
+from tests.checkpoints import write_tokenizer
+
+
+class ProcessorFiles(NamedTuple):
+    """What the files of a checkpoint say about its processor."""
+
+    model_type: str
+    name: str
+    image_processor: dict[str, Any]
+    settings: dict[str, Any] = {}
+    tokens: dict[str, str] = {}
+    """Tokens that the tokenizer knows by name."""
+    others: tuple[str, ...] = ()
+    """Further special tokens."""
+
+
+_QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+_QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+_QWEN_SIZE = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}}
+_CLIP = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}}
+_CROPPED = {"crop_size": {"height": 28, "width": 28}}
+_TILES = {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 4}
+_INTERN_TOKENS = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+_GEMMA_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+
+PROCESSORS = {
+    "qwen2-vl": ProcessorFiles("qwen2_vl", "Qwen2VLProcessor", _QWEN | _QWEN_SIZE, others=_QWEN_TOKENS),
+    "qwen2.5-vl": ProcessorFiles("qwen2_5_vl", "Qwen2_5_VLProcessor", _QWEN | _QWEN_SIZE, others=_QWEN_TOKENS),
+    "qwen3-vl": ProcessorFiles(
+        "qwen3_vl", "Qwen3VLProcessor", _QWEN | _QWEN_SIZE | {"patch_size": 16}, others=_QWEN_TOKENS
+    ),
+    "gemma3": ProcessorFiles(
+        "gemma3",
+        "Gemma3Processor",
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
+        {"image_seq_length": 4},
+        _GEMMA_TOKENS,
+    ),
+    "gemma4": ProcessorFiles(
+        "gemma4",
+        "Gemma4Processor",
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 14, "max_soft_tokens": 70},
+        {},
+        {
+            "boi_token": "<|image>",
+            "image_token": "<|image|>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+    ),
+    "pixtral": ProcessorFiles(
+        "mistral3",
+        "PixtralProcessor",
+        {"image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 14, "width": 14},
+         "size": {"longest_edge": 84}},
+        {"patch_size": 14, "spatial_merge_size": 2},
+        others=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    ),
+    "llava": ProcessorFiles(
+        "llava",
+        "LlavaProcessor",
+        _CLIP | _CROPPED,
+        {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        others=("<image>",),
+    ),
+    "llava-next": ProcessorFiles(
+        "llava_next",
+        "LlavaNextProcessor",
+        {"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 28},
+         "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]} | _CROPPED,
+        {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        others=("<image>",),
+    ),
+    "idefics3": ProcessorFiles(
+        "idefics3",
+        "Idefics3Processor",
+        {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 112},
+         "max_image_size": {"longest_edge": 56}},
+        {"image_seq_len": 4},
+        others=("<fake_token_around_image>", "<image>", "<end_of_utterance>"),
+    ),
+    "smolvlm": ProcessorFiles(
+        "smolvlm",
+        "SmolVLMProcessor",
+        {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 112},
+         "max_image_size": {"longest_edge": 56}},
+        {"image_seq_len": 4},
+        {"fake_image_token": "<fake_token_around_image>", "image_token": "<image>",
+         "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"},
+    ),
+    "internvl": ProcessorFiles(
+        "internvl",
+        "InternVLProcessor",
+        {"image_processor_type": "GotOcr2ImageProcessor"} | _TILES,
+        {"image_seq_length": 4},
+        _INTERN_TOKENS | {"video_token": "<video>"},
+    ),
+}  # fmt: skip
+"""By family."""
+
+
+def write_processor(directory: Path, family: str, tokenizer: bool = True) -> Path:
+    """Write the processor of a family beside a tokenizer, which becomes one of the family's special tokens too; a
+    config.json that is there stays."""
+    files = PROCESSORS[family]
+    directory.mkdir(parents=True, exist_ok=True)
+    if tokenizer:
+        write_tokenizer(directory)
+    path = directory / "tokenizer.json"
+    words = Tokenizer.from_file(str(path))
+    words.add_special_tokens([AddedToken(text, special=True) for text in (*files.tokens.values(), *files.others)])
+    words.save(str(path))
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": files.tokens}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if not (directory / "config.json").exists():
+        (directory / "config.json").write_text(json.dumps({"model_type": files.model_type}))
+    (directory / "preprocessor_config.json").write_text(json.dumps(files.image_processor))
+    (directory / "processor_config.json").write_text(json.dumps({"processor_class": files.name} | files.settings))
+    return directory
