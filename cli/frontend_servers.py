@@ -49,7 +49,9 @@ class FrontendServers:
         self, plan: ServePlan, gateway: InProcessGateway, ports: ReservedPorts, sources: Iterable[MetricsSource]
     ) -> None:
         self._plan, self._gateway, self._ports = plan, gateway, ports
+        self._workers: WorkerPool | None = None
         self._pool: WorkerPool | GrowingPool | None = None
+        """What starts the workers: they themselves, or what watches whether they are wanted."""
         server = plan.options.server
         self._extensions = RouteExtensions(plan.extensions, plan.selection.state)
         sources = (*sources, self._extensions.measure, self._measure_frontends)
@@ -69,15 +71,15 @@ class FrontendServers:
         if plan.frontends.grows or not several:
             self._servers += self._own_servers(info, app, rpcs)
         if several:
-            self._pool = self._several(info, app, rpcs, metrics)
+            self._set_up_workers(info, app, rpcs, metrics)
         for listener in self._extensions.end_listeners():
             gateway.add_end_listener(listener)
 
-    def _several(
+    def _set_up_workers(
         self, info: ServerInfo, app: ASGIApp, rpcs: Mapping[str, BoundRpc], metrics: MetricRegistries
-    ) -> "WorkerPool | GrowingPool | None":
-        """The frontends that there are from the start, or are started when this process is busy. Raises `TypeError` as
-        `RouteExtensions.in_workers`, where they are to be there."""
+    ) -> None:
+        """Make the frontends that there are from the start, or are started when this process is busy. Raises
+        `TypeError` as `RouteExtensions.in_workers`, where they are to be there."""
         from ..http_workers.growing_pool import GrowingPool
         from .several_frontends import frontend_pool
 
@@ -88,10 +90,9 @@ class FrontendServers:
             if not frontends.grows:
                 raise
             log.warning("this server stays one process: %s", error)
-            return None
-        if not frontends.grows:
-            return pool
-        return GrowingPool(pool, frontends.limit, self._give_connections_away)
+            return
+        self._workers = pool
+        self._pool = GrowingPool(pool, frontends.limit, self._give_connections_away) if frontends.grows else pool
 
     def _give_connections_away(self, frontends: int) -> None:
         """Have so many frontends, which listen by now, take new connections in place of this process."""
@@ -125,9 +126,10 @@ class FrontendServers:
         return servers
 
     def _measure_frontends(self) -> Iterator[Measurement]:
-        frontends, serving = self._plan.frontends, 0 if self._pool is None else self._pool.listening
-        if self._pool is not None:
-            yield from self._pool.measure()
+        frontends, serving = self._plan.frontends, 0
+        if self._workers is not None:
+            serving = self._workers.listening
+            yield from self._workers.measure()
         own = Reading("charonia_frontends", serving or 1, {"setting": str(frontends.setting)})
         yield Measurement({}, [own, Reading("charonia_frontends_auto", frontends.auto)])
 
@@ -162,8 +164,8 @@ class FrontendServers:
 
     async def settle(self) -> None:
         """Return when requests for all that is loaded can be answered."""
-        if self._pool is not None:
-            await self._pool.settle()
+        if self._workers is not None:
+            await self._workers.hub.settle()
 
     def extensions(self) -> AbstractAsyncContextManager[None]:
         """Run what extensions do beside their endpoints during the block, now that models are loaded."""

@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
-from ..core.metrics import Measurement
 from ..processes.host import available_memory
 from ..telemetry.loop_lag import BusyLimit, BusyWindow
 from .supervisor import WorkerPool
@@ -61,20 +60,6 @@ class GrowingPool:
             with suppress(asyncio.CancelledError):
                 await self._watching
 
-    async def settle(self) -> None:
-        """As `WorkerPool.settle`."""
-        if self._begun:
-            await self._pool.settle()
-
-    @property
-    def listening(self) -> int:
-        """As `WorkerPool.listening`."""
-        return self._pool.listening
-
-    def measure(self) -> Iterator[Measurement]:
-        """As `WorkerPool.measure`."""
-        return self._pool.measure()
-
     async def _watch(self) -> None:
         window, limit = BusyWindow(_LOOKS), self._limit
         while True:
@@ -85,6 +70,7 @@ class GrowingPool:
                     await self._grow(busy)
                 except Exception:
                     log.exception("frontends could not be started: the server goes on as one process")
+                    await self._give_up()
                 return
 
     def _has_memory(self) -> bool:
@@ -111,11 +97,15 @@ class GrowingPool:
             log.error("%s", failure.message)
         if len(failures) == count:
             log.error("no frontend could be started: the server goes on as one process")
-            self._begun = False
-            await self._pool.stop(force=False)
+            await self._give_up()
             return
         self._on_grown(count - len(failures))
         log.info(
             "%d frontends take new connections; they hold %d MiB",
             *(count - len(failures), self._pool.resident_memory() / _MIB),
         )
+
+    async def _give_up(self) -> None:
+        """End the workers that run, which would go on taking connections."""
+        await self._pool.stop(force=False)
+        self._begun = False

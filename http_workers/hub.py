@@ -104,6 +104,8 @@ class ControlHub:
     async def settle(self) -> None:
         """Return when every worker answers by what holds now, or does not answer: one that begins reads what it is sent
         before it takes connections."""
+        if not self.sessions:
+            return
         number = self.push().number
         deadline = time.monotonic() + _SETTLE_SECONDS
         while any(session.listening.is_set() and session.acknowledged < number for session in self.sessions):

@@ -100,10 +100,6 @@ class WorkerPool:
         """Bytes that the workers' processes hold, and their children."""
         return resident_memory_of(child.pid for child in self._children.values())
 
-    async def settle(self) -> None:
-        """Return when every worker answers by what holds now."""
-        await self.hub.settle()
-
     def measure(self) -> Iterator[Measurement]:
         """The number of lost workers that were started again, and the event loops of all there are, for a scrape."""
         yield Measurement({}, [Reading("charonia_frontend_restarts_total", self._restarts)])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from ...core.direct_stream import Sink
 from ...core.errors import InvalidArgument
 from ...core.request import Conversation, FinishReason, GenerateChunk, GenerateRequest, GuidedDecoding, join_chunks
 from ...core.sampling import SamplingParams
@@ -145,8 +146,8 @@ class AnswerBuilder:
                 break
         return chunks[0] if single else join_chunks(chunks)
 
-    def build_text(self, delta: TokenDelta) -> GenerateChunk | str:
-        """See `DeltaReader.build_text`: of a text outside of reasoning, where no call begins."""
+    def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
+        """See `DeltaReader.pass_text`: a text alone is one outside of reasoning, where no call begins."""
         reader = self._reader
         if not self._begun or reader.thinking or self._echo:
             return self.build_chunk(delta)
@@ -156,11 +157,9 @@ class AnswerBuilder:
         read = reader.push(built)
         if reader.thinking or reader.over or read.reasoning or read.tool_calls:
             return self._parted(self._builder.text_chunk(built, delta), read, thinking=False)
-        return read.text
-
-    def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
-        """See `DeltaReader.text_chunk`."""
-        chunk = self._builder.text_chunk(text, delta)
+        if not read.text or sink(read.text):
+            return None
+        chunk = self._builder.text_chunk(read.text, delta)
         return replace(chunk, usage=replace(chunk.usage, reasoning_tokens=self._reasoning_tokens))
 
     def _read(self, delta: TokenDelta) -> GenerateChunk:
@@ -202,11 +201,9 @@ class PredictedAnswerBuilder:
         counts = {"accepted_prediction_tokens": follower.accepted, "rejected_prediction_tokens": follower.rejected}
         return replace(chunk, usage=replace(chunk.usage, **counts))
 
-    build_text = build_chunk
-
-    def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
-        """See `DeltaReader.text_chunk`: never asked for, as no delta is made a text alone."""
-        return self._builder.text_chunk(text, delta)
+    def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
+        """See `DeltaReader.pass_text`: the follower needs the tokens of each."""
+        return self.build_chunk(delta)
 
 
 def _each_token(delta: TokenDelta) -> Iterator[TokenDelta]:

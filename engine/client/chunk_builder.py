@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ...core.direct_stream import Sink
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, Usage
@@ -122,7 +123,7 @@ class ChunkBuilder:
         return self.text_chunk(built, delta) if isinstance(built, str) else built
 
     def build_text(self, delta: TokenDelta) -> GenerateChunk | str:
-        """See `DeltaReader.build_text`."""
+        """The text of the next delta where its chunk has nothing else, or that chunk."""
         token_ids = delta.token_ids
         if self._plain and self._completion_tokens and delta.finish_reason is None:
             self._completion_tokens += len(token_ids)
@@ -144,8 +145,15 @@ class ChunkBuilder:
             end_token=self._ended_by_token(delta) and not self._stopped,
         )
 
+    def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
+        """See `DeltaReader.pass_text`."""
+        built = self.build_text(delta)
+        if not isinstance(built, str):
+            return built
+        return None if not built or sink(built) else self.text_chunk(built, delta)
+
     def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
-        """See `DeltaReader.text_chunk`."""
+        """The chunk of the delta whose text `build_text` was."""
         usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens)
         return GenerateChunk(text=text, token_ids=delta.token_ids, usage=usage)
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from ...core.direct_stream import DirectStream
+from ...core.direct_stream import DirectStream, Sink
 from ...core.errors import CharoniaError, RequestTimeout
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...core.metrics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
@@ -216,11 +216,9 @@ class DeltaReader(Protocol):
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """The chunk of the next delta."""
 
-    def build_text(self, delta: TokenDelta) -> GenerateChunk | str:
-        """The text of the next delta where its chunk has nothing else, or that chunk."""
-
-    def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
-        """The chunk of the delta whose text `build_text` was."""
+    def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
+        """Give `sink` the text of the next delta if its chunk would have nothing else; that chunk otherwise, or if the
+        sink leaves it. Nothing comes of an empty text."""
 
 
 class TokenStream:
@@ -358,13 +356,11 @@ class TokenStream:
     def _pass_to_sinks(self, builder: DeltaReader, output: DirectStream[GenerateChunk]) -> GenerateChunk | None:
         """Give the sinks what is unread; the chunk that they do not take."""
         delta, text_sink, sink = self.take(), output.text_sink, output.sink
-        built = builder.build_chunk(delta) if text_sink is None else builder.build_text(delta)
-        if isinstance(built, str):
-            if not built or (text_sink is not None and text_sink(built)):
-                return None
-            built = builder.text_chunk(built, delta)
-        taken = built.finish_reason is None and sink is not None and sink(built)
-        return None if taken else built
+        chunk = builder.build_chunk(delta) if text_sink is None else builder.pass_text(delta, text_sink)
+        if chunk is None:
+            return None
+        taken = chunk.finish_reason is None and sink is not None and sink(chunk)
+        return None if taken else chunk
 
     def listen(self, on_unread: Callable[[], None]) -> None:
         """Have `on_unread` called, in place of a waiting reader, by the write after which there is something to

@@ -40,14 +40,15 @@ async def test_frontends_that_end_again_and_again_leave_one_process_and_it_is_sa
     caplog: pytest.LogCaptureFixture, started_children: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_FIRST_RETRY", 0.0)
-    pool, counts = grown(make_pool(1))
+    workers = make_pool(1)
+    pool, counts = grown(workers)
     await pool.start()
     await until(lambda: "goes on as one process" in caplog.text)
-    await pool.settle()
+    await workers.hub.settle()
     ended = asyncio.ensure_future(pool.ended())
     await asyncio.sleep(0.05)
     assert not ended.done()  # the server goes on
-    assert (counts, pool.listening) == ([], 0)
+    assert (counts, workers.listening) == ([], 0)
     assert len(re.findall("frontend 1 cannot be started: .*, 3 times", caplog.text)) == 1
     await pool.stop(force=False)
     await ended
@@ -88,8 +89,36 @@ async def test_one_that_cannot_be_started_is_done_without(
     growing, counts = grown(pool)
     await growing.start()
     await until(lambda: "1 frontends take new connections" in caplog.text)
-    assert (counts, growing.listening) == ([1], 1)
+    assert (counts, pool.listening) == ([1], 1)
     assert "frontend 2 cannot be started: it cannot be started: no more processes, 3 times" in caplog.text
+    await growing.stop(force=False)
+    await growing.ended()
+
+
+async def test_workers_that_run_when_another_breaks_are_ended(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server says that it goes on as one process: then nobody else may take its connections."""
+    pool = make_pool(2)
+    session: Any = Started()
+
+    async def run(number: int, name: str) -> tuple[int, bool]:
+        if number == 1:
+            await pool._started[0].wait()
+            raise TypeError("a setup that cannot be sent")
+        pool._sessions[number] = session
+        pool._started[number].set()
+        await session.lost.wait()
+        return 0, True
+
+    monkeypatch.setattr(pool, "_run", run)
+    growing, counts = grown(pool)
+    await growing.start()
+    await until(lambda: "a setup that cannot be sent" in caplog.text)
+    await until(lambda: pool.listening == 0)
+    assert session.lost.is_set()
+    await until(lambda: all(keeper.done() for keeper in pool._keepers))
+    assert counts == []
     await growing.stop(force=False)
     await growing.ended()
 

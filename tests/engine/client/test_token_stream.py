@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -30,11 +30,13 @@ class Builder:
         text = ",".join(map(str, delta.token_ids))
         return GenerateChunk(text=text, token_ids=delta.token_ids, usage=Usage(1, 1), finish_reason=delta.finish_reason)
 
-    def build_text(self, delta: TokenDelta) -> GenerateChunk | str:
+    def pass_text(self, delta: TokenDelta, sink: Callable[[str], bool]) -> GenerateChunk | None:
         chunk = self.build_chunk(delta)
-        return chunk.text.replace("0", "") if self.plain and chunk.finish_reason is None else chunk
-
-    def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
+        if not self.plain or chunk.finish_reason is not None:
+            return chunk
+        text = chunk.text.replace("0", "")
+        if not text or sink(text):
+            return None
         return GenerateChunk(text=text, token_ids=delta.token_ids, usage=Usage(1, 2))
 
 
