@@ -251,7 +251,7 @@ class BucketRepository:
         return self.cache.provide(self._store, wanted, progress.on_bytes)
 
     def _has(self, stored: StoredObject) -> bool:
-        return not stored.size or self.cache.entry(self._store, stored).exists()
+        return not stored.size or self.cache.files.entry(self._store, stored).exists()
 
     def _check_unchanged(self, name: str, model: BucketModel) -> None:
         """Raises `ObjectChanged` unless a listing after the download says the same: objects of two uploads must not

@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from hashlib import md5
+from hashlib import md5, sha256
 from pathlib import Path
 from threading import Event, Lock
 from time import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ...core.errors import ServerExiting
 from .stores import ObjectStore, StoredObject, StoreUnavailable, retried
@@ -33,14 +33,34 @@ class WantedObject(NamedTuple):
     path: Path
 
 
-class ObjectFiles(Protocol):
-    """Where objects lie: the cache. `closing`: nothing more is to be read."""
+class ObjectFiles:
+    """Where objects lie in a cache's directory: whole ones in `objects`, those that are being read in `partial`."""
 
-    closing: Event
+    def __init__(self, directory: Path) -> None:
+        self._objects, self._partial = directory / "objects", directory / "partial"
+        for folder in (self._objects, self._partial):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        self.closing = Event()
+        """Nothing more is to be read."""
 
-    def entry(self, store: ObjectStore, stored: StoredObject) -> Path: ...
+    def __iter__(self) -> Iterator[Path]:
+        """All there are, of any server."""
+        yield from self._objects.iterdir()
+        yield from self._partial.iterdir()
 
-    def partial(self, store: ObjectStore, stored: StoredObject) -> Path: ...
+    def entry(self, store: ObjectStore, stored: StoredObject) -> Path:
+        """The file of an object that was read whole."""
+        return self._objects / _digest(store, stored)
+
+    def partial(self, store: ObjectStore, stored: StoredObject) -> Path:
+        """The file of one that is being read, of its whole size; beside it, with `.parts`, a byte for each part."""
+        return self._partial / _digest(store, stored)
+
+
+def _digest(store: ObjectStore, stored: StoredObject) -> str:
+    location = store.location
+    place = (location.scheme, location.endpoint, location.bucket, location.prefix + stored.key, stored.tag, stored.size)
+    return sha256(repr(place).encode()).hexdigest()[:40]
 
 
 class _Stopped(Exception):

@@ -12,18 +12,16 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
-from threading import Event
 from time import time
 
 from ...core.errors import DiskFull
 from ...core.metrics import Measurement, Reading
 from ...processes.private_directory import make_private_directory
-from .download import PARTS, Download, WantedObject
-from .stores import ObjectStore, StoredObject
+from .download import PARTS, Download, ObjectFiles, WantedObject
+from .stores import ObjectStore
 
 
 class CacheFull(DiskFull):
@@ -47,12 +45,11 @@ class ObjectCache:
     def __init__(self, directory: Path, budget: int | None = None) -> None:
         make_private_directory(directory, "model_cache_dir")
         self.directory, self._budget = directory, budget
-        self._objects, self._partial, trees = (directory / name for name in ("objects", "partial", "trees"))
-        for folder in (self._objects, self._partial, trees):
-            folder.mkdir(mode=0o700, exist_ok=True)
+        self.files = ObjectFiles(directory)
+        trees = directory / "trees"
+        trees.mkdir(mode=0o700, exist_ok=True)
         self.totals = CacheTotals()
         self._numbers = count()
-        self.closing = Event()
         with self._locked():
             _remove_abandoned(trees)
             self._own = Path(mkdtemp(dir=trees))
@@ -62,8 +59,8 @@ class ObjectCache:
 
     def close(self) -> None:
         """Give up what this server uses, and what it reads."""
-        if not self.closing.is_set():
-            self.closing.set()
+        if not self.files.closing.is_set():
+            self.files.closing.set()
             shutil.rmtree(self._own, ignore_errors=True)
             os.close(self._lock)
 
@@ -87,7 +84,7 @@ class ObjectCache:
         with self._locked():
             missing = [wanted_object for wanted_object in missing if not self._link(store, wanted_object)]
             self._make_room(store, missing)
-        download = Download(self, store, sum(wanted_object.stored.size for wanted_object in missing), on_bytes)
+        download = Download(self.files, store, sum(wanted_object.stored.size for wanted_object in missing), on_bytes)
         download.run(missing)
         self.totals.downloaded_bytes += download.read_bytes
         self.totals.held_bytes = self._held()
@@ -102,14 +99,6 @@ class ObjectCache:
         )
         return Measurement({}, readings)
 
-    def entry(self, store: ObjectStore, stored: StoredObject) -> Path:
-        """The file of an object that was read whole."""
-        return self._objects / _digest(store, stored)
-
-    def partial(self, store: ObjectStore, stored: StoredObject) -> Path:
-        """The file of one that is being read, of its whole size; beside it, with `.parts`, a byte for each part."""
-        return self._partial / _digest(store, stored)
-
     def _link(self, store: ObjectStore, wanted: WantedObject) -> bool:
         """Whether the object is here, and at its path now."""
         wanted.path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +106,7 @@ class ObjectCache:
             wanted.path.touch()
             os.utime(wanted.path, (wanted.stored.modified, wanted.stored.modified))
             return True
-        entry = self.entry(store, wanted.stored)
+        entry = self.files.entry(store, wanted.stored)
         try:
             os.link(entry, wanted.path)
         except FileNotFoundError:
@@ -129,7 +118,9 @@ class ObjectCache:
 
     def _make_room(self, store: ObjectStore, missing: Sequence[WantedObject]) -> None:
         """Reserve the missing objects' bytes, and remove for it what was not used for longest."""
-        partials = {self.partial(store, wanted_object.stored): wanted_object.stored.size for wanted_object in missing}
+        partials = {
+            self.files.partial(store, wanted_object.stored): wanted_object.stored.size for wanted_object in missing
+        }
         needed = sum(size for path, size in partials.items() if not path.exists())
         removable = sorted(self._unused(partials.keys()), key=lambda entry: entry[1].st_atime)
         held, free = self._held(), shutil.disk_usage(self.directory).free
@@ -152,7 +143,7 @@ class ObjectCache:
 
     def _unused(self, wanted: Collection[Path]) -> Iterator[tuple[Path, os.stat_result]]:
         """Files that no tree has; none of those `wanted`."""
-        for path in (*self._objects.iterdir(), *self._partial.iterdir()):
+        for path in self.files:
             if path not in wanted and path.suffix != PARTS:
                 with suppress(OSError):
                     if (stat := path.stat()).st_nlink == 1:
@@ -160,7 +151,7 @@ class ObjectCache:
 
     def _held(self) -> int:
         held = 0
-        for path in (*self._objects.iterdir(), *self._partial.iterdir()):
+        for path in self.files:
             with suppress(OSError):
                 held += path.stat().st_size
         return held
@@ -171,12 +162,6 @@ class ObjectCache:
         with (self.directory / ".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-def _digest(store: ObjectStore, stored: StoredObject) -> str:
-    location = store.location
-    place = (location.scheme, location.endpoint, location.bucket, location.prefix + stored.key, stored.tag, stored.size)
-    return sha256(repr(place).encode()).hexdigest()[:40]
 
 
 def _remove_unused(path: Path) -> bool:

@@ -152,7 +152,7 @@ def test_a_damaged_part_is_found_and_read_again(model: Bucket, opened: OpenServe
     """As a machine that lost its power may leave it."""
     server = opened()
     [found] = [each for each in server.repository.stamps("m") if each.key == "m/2/weights"]
-    partial = server.cache.partial(server.repository._store, found)
+    partial = server.cache.files.partial(server.repository._store, found)
     partial.write_bytes(b"?" * 2500)
     partial.with_suffix(".parts").write_bytes(b"\1\0\0")
     with pytest.raises(StoreUnavailable, match="object 'm/2/weights' is not what the store says it is"):

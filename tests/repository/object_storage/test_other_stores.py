@@ -112,7 +112,7 @@ def test_models_are_listed_read_and_read_anew(store: str, request: pytest.Fixtur
         assert (fetched.path / "2/we ights#2").read_bytes() == b"2" * 3000
         stale = repository.stamps("m")
         put("in/m/2/we ights#2", b"3" * 3000)
-        cache.entry(repository._store, stale[-1]).unlink()
+        cache.files.entry(repository._store, stale[-1]).unlink()
         fetched.drop()
         changed = repository.fetch("m", None, "", ignore)  # as it was listed it is not there any more
         assert (changed.path / "2/we ights#2").read_bytes() == b"3" * 3000
