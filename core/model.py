@@ -71,6 +71,8 @@ class ModelConfig:
     """The value of an input `stream` that a request to generate_stream lacks."""
     aliases: tuple[str, ...] = ()
     """Other names that requests may call the model by."""
+    media: frozenset[MediaKind] = frozenset()
+    """The kinds of media that the prompts of a language model may have, once it is loaded."""
 
     @property
     def openai_api(self) -> str:
@@ -237,5 +239,3 @@ class Capabilities:
     self_check: SelfCheckingModel | None = None
     memory: MemoryHolder | None = None
     measured: MeasuredModel | None = None
-    media: frozenset[MediaKind] = frozenset()
-    """The kinds of media that its prompts may have."""

@@ -146,6 +146,13 @@ Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 """Text to tokenize, token ids, or a conversation to render."""
 
 
+def prompt_media(prompt: Prompt) -> tuple[MediaSource, ...]:
+    """The media of a prompt, in order."""
+    if not isinstance(prompt, Conversation):
+        return ()
+    return tuple(medium for message in prompt.messages for medium in message.media)
+
+
 class GuidedDecoding(NamedTuple):
     kind: GrammarKind
     """Any JSON, JSON of a schema, a regular expression, an EBNF or Lark grammar, one of several texts (`choice`), or

@@ -98,7 +98,7 @@ BUDGETS = {
     "processes": 1_110,
     "telemetry": 2_670,
     "kvcache": 620,
-    "tokenization": 3_500,
+    "tokenization": 3_620,
     "media": 900,
     "scheduler": 2_090,
     "engine": 22_760,

@@ -2,8 +2,9 @@
 internet, so they see plain values only."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..core.regular_files import read_text
 from ..core.request import ChatMessage, Conversation, Tool, ToolCall
 from .checkpoint_files import read_json
 from .gguf_file import GgufFile, read_gguf
+from .media_text import NO_MEDIA, MediaText, check_texts, message_parts, text_with_tokens
 from .template_sandbox import MAX_PYTHON, TemplateSandbox, metered
 from .template_work import MAX_WORK, TIME_FUNCTION, TemplateLimitExceeded, WorkMeter
 
@@ -37,6 +39,9 @@ ENVIRONMENT_FAULTS = (
 """The errors of a template with messages that it was not made for."""
 _EACH = 4
 """The work for each character of the messages, on top of a fixed allowance."""
+_PROBE = "charonia-probe"
+_PART_MARKS = ("'type'", '"type"', ".type")
+"""Texts one of which a template that looks for parts has."""
 _END = "CHARONIA-FINAL-MESSAGE-ENDS "
 """Appended to a message that is to be continued, to find its end in the text. A template that trims messages removes
 the space."""
@@ -58,12 +63,38 @@ class ChatTemplate:
         except Exception as error:  # of jinja, and of Python, which has limits of its own for what jinja makes of it
             raise InvalidArgument(f"{self._name} does not compile: {error}", field=field) from error
 
-    def render(self, conversation: Conversation) -> str:
-        """The prompt of a conversation, up to the assistant's next turn or within its last one.
+    @cached_property
+    def takes_text(self) -> bool:
+        """Whether the content of a message may be a text."""
+        return _PROBE in self._try(_PROBE)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the content of a message may be a list of parts, images among them. A template that does not know
+        them writes the list as Python does, or fails."""
+        text = {"type": "text", "text": _PROBE}
+        alone, after_image = self._try([text]), self._try([{"type": "image"}, text])
+        return all(_PROBE in prompt and "'type'" not in prompt for prompt in (alone, after_image)) and (
+            alone != after_image
+        )
+
+    def _try(self, content: Any) -> str:
+        """The prompt of a message with such a content; empty if the template refuses it."""
+        variables = self._tokens | {"tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            with metered(WorkMeter(MAX_WORK)):
+                return self._template.render(variables, messages=[{"role": "user", "content": content}])
+        except (TemplateLimitExceeded, *ENVIRONMENT_FAULTS):
+            return ""
+
+    def render(self, conversation: Conversation, media: MediaText = NO_MEDIA) -> str:
+        """The prompt of a conversation, up to the assistant's next turn or within its last one, with the `media`'s one
+        token for each of them.
 
         Raises `InvalidArgument` by `field`: messages that the template refuses or that can't be continued, the template
         itself for too much work, chat_template_kwargs.NAME for a reserved name.
         """
+        check_texts(conversation, media)
         variables = self._tokens | {
             "messages": [],
             "tools": [_declaration(tool) for tool in conversation.tools] or None,
@@ -75,24 +106,33 @@ class ChatTemplate:
                 field = f"chat_template_kwargs.{name}"
                 raise InvalidArgument(f"{field}: the name is reserved", field=field)
         try:
-            text = self._render_turns(conversation, {**conversation.variables, **variables})
+            text = self._render_turns(conversation, {**conversation.variables, **variables}, media)
         except TemplateLimitExceeded as error:
             raise InvalidArgument(f"{self._name} does more than it may: {error}", field=self._field) from error
         except ENVIRONMENT_FAULTS as error:
             raise InvalidArgument(f"messages do not fit {self._name}: {error}", field="messages") from error
         return self._unfinished(text, conversation.messages[-1]) if conversation.continue_final_message else text
 
-    def _render_turns(self, conversation: Conversation, variables: Mapping[str, Any]) -> str:
+    def _render_turns(self, conversation: Conversation, variables: Mapping[str, Any], media: MediaText) -> str:
         messages = conversation.messages
+        has_parts = self._has_parts(messages)
         size = sum(map(_message_size, messages)) + sum(map(_tool_size, conversation.tools))
         with metered(WorkMeter(MAX_WORK + _EACH * size)):
             try:
-                return self._template.render(variables, messages=_turns(conversation, dict))
+                return self._template.render(variables, messages=_turns(conversation, dict, has_parts, media))
             except TypeError:
                 if not any(message.tool_calls for message in messages):
                     raise
                 # DeepSeek's templates put the arguments of calls together with texts.
-                return self._template.render(variables, messages=_turns(conversation, str))
+                return self._template.render(variables, messages=_turns(conversation, str, has_parts, media))
+
+    def _has_parts(self, messages: Sequence[ChatMessage]) -> Callable[[ChatMessage], bool]:
+        """Tells of a message whether its content goes to the template as a list of parts: those with media do, and all
+        where the template takes no texts."""
+        if any(message.media for message in messages) and self.takes_parts:
+            return (lambda message: bool(message.media)) if self.takes_text else (lambda _: True)
+        lists = any(mark in self.source for mark in _PART_MARKS) and not self.takes_text and self.takes_parts
+        return lambda _: lists
 
     def _unfinished(self, text: str, last: ChatMessage) -> str:
         """The text up to the end of its last message, without the final space if the template drops that."""
@@ -103,16 +143,34 @@ class ChatTemplate:
         return beginning if text.startswith(_END, len(beginning)) else beginning.rstrip()
 
 
-def _turns(conversation: Conversation, arguments: type[dict[str, Any]] | type[str]) -> list[dict[str, Any]]:
+def _turns(
+    conversation: Conversation,
+    arguments: type[dict[str, Any]] | type[str],
+    has_parts: Callable[[ChatMessage], bool],
+    media: MediaText,
+) -> list[dict[str, Any]]:
     """The messages as templates expect them; the arguments of calls are objects or texts."""
-    turns = [_turn(message, arguments) for message in conversation.messages]
+    turns = [_turn(message, arguments, has_parts(message), media) for message in conversation.messages]
     if conversation.continue_final_message:
-        turns[-1]["content"] += _END
+        _mark_end(turns[-1])
     return turns
 
 
-def _turn(message: ChatMessage, arguments: type[dict[str, Any]] | type[str]) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+def _mark_end(turn: dict[str, Any]) -> None:
+    content = turn["content"]
+    if isinstance(content, str):
+        turn["content"] += _END
+    elif content and content[-1]["type"] == "text":
+        content[-1]["text"] += _END
+    else:
+        content.append({"type": "text", "text": _END})
+
+
+def _turn(
+    message: ChatMessage, arguments: type[dict[str, Any]] | type[str], has_parts: bool, media: MediaText
+) -> dict[str, Any]:
+    content = message_parts(message) if has_parts else text_with_tokens(message, media.token)
+    turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.name:
         turn["name"] = message.name
     if message.reasoning:  # Qwen's and DeepSeek's name, and gpt-oss's

@@ -18,6 +18,7 @@ from ..core.request import Conversation, Prompt
 from ..core.token_limit import TokenLimit
 from .bounded_encoder import BoundedEncoder
 from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template
+from .media_text import NO_MEDIA, MediaText, expand_media
 from .tokenizer_json import read_tokenizer
 
 _HALF = "\ufffd"
@@ -135,9 +136,15 @@ class Tokenizer:
         return cls(backend, special_tokens, templates, encoder=encoder)
 
     def prompt_ids(
-        self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
+        self,
+        prompt: Prompt,
+        special: bool = True,
+        limit: TokenLimit | None = None,
+        kept: int | None = None,
+        media: MediaText = NO_MEDIA,
     ) -> list[int]:
-        """The token ids of any kind of prompt; with `kept`, only the last ones.
+        """The token ids of any kind of prompt; with `kept`, only the last ones. The placeholders of `media` stand where
+        its text, or its chat template, has their token.
 
         Raises:
             InvalidArgument: the model cannot render the conversation, or the text is not Unicode.
@@ -148,7 +155,10 @@ class Tokenizer:
         if isinstance(prompt, str):
             field, text = "prompt", prompt
         else:
-            field, text, special = "messages", self._render(prompt), False
+            field, text, special = "messages", self._render(prompt, media), False
+        if media.placeholders and kept is not None:
+            raise InvalidArgument("a prompt with media can't be cut", field="truncate_prompt_tokens")
+        text = expand_media(text, media, field)
         return self.text_ids(text, special, limit, field) if kept is None else self._last(text, special, kept)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -244,13 +254,13 @@ class Tokenizer:
         ids = (tuple(self.encode(form, special=False)) for form in forms)
         return list(dict.fromkeys(word for word in ids if word))
 
-    def _render(self, conversation: Conversation) -> str:
+    def _render(self, conversation: Conversation, media: MediaText) -> str:
         chat = self._template(conversation)
         if chat is None:
             raise InvalidArgument("this model has no chat template; send a plain prompt instead", field="messages")
         if not conversation.messages:
             raise InvalidArgument("messages must not be empty", field="messages")
-        return chat.render(conversation)
+        return chat.render(conversation, media)
 
     def _template(self, conversation: Conversation) -> ChatTemplate | None:
         if conversation.chat_template:
@@ -277,11 +287,16 @@ class AsyncTokenizer:
         self._short = _SHORT if tokenizer.bounded else -1
 
     async def prompt_ids(
-        self, prompt: Prompt, special: bool = True, limit: TokenLimit | None = None, kept: int | None = None
+        self,
+        prompt: Prompt,
+        special: bool = True,
+        limit: TokenLimit | None = None,
+        kept: int | None = None,
+        media: MediaText = NO_MEDIA,
     ) -> list[int]:
         # A template counts as long whatever it renders.
         size = _SHORT + 1 if isinstance(prompt, Conversation) else len(prompt) if isinstance(prompt, str) else 0
-        return await self._run(size, self._tokenizer.prompt_ids, prompt, special, limit, kept)
+        return await self._run(size, self._tokenizer.prompt_ids, prompt, special, limit, kept, media)
 
     async def text_ids(self, text: str, limit: TokenLimit, field: str) -> list[int]:
         return await self._run(len(text), self._tokenizer.text_ids, text, False, limit, field)
