@@ -1,6 +1,7 @@
 """Chooses the reader of a checkpoint's weights, and reads safetensors with quantised matrices."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -100,15 +101,17 @@ def find_matrix(
 log = logging.getLogger(__name__)
 
 
-def open_weights(checkpoint: Checkpoint) -> WeightSource:
-    """The weights of `checkpoint`, by the names that our architectures give them.
+def open_weights(checkpoint: Checkpoint, own_name: Callable[[str], str] | None = None) -> WeightSource:
+    """The weights of `checkpoint`, by the names that our architectures give them, or by `own_name` of those in its
+    files, if they are no GGUF.
 
     Raises:
         CheckpointError: no weights, a missing or truncated file, or one that is quantised in a way that is not served.
     """
     if checkpoint.gguf is not None:
         return GgufWeights(checkpoint.gguf, checkpoint.spec.head_dim, checkpoint.spec.recurrence)
-    weights = CheckpointWeights(checkpoint.directory, text_tensor_name if checkpoint.language_part else own_tensor_name)
+    own_name = own_name or (text_tensor_name if checkpoint.language_part else own_tensor_name)
+    weights = CheckpointWeights(checkpoint.directory, own_name)
     stored = read_quantization(checkpoint.config, checkpoint.where)
     if stored is None:
         return weights

@@ -17,11 +17,11 @@ from .pre_norm_layer import PreNormLayer
 
 def build_deepseek(spec: ModelSpec, loader: WeightLoader) -> Decoder:
     rotary = shared_rotary(spec.rope, spec, loader)
-    layers = [_build_layer(spec, loader, index, rotary) for index in loader.stage.layers(spec.layers)]
+    layers = [build_deepseek_layer(spec, loader, index, rotary) for index in loader.stage.layers(spec.layers)]
     return NativeDecoder(build_ends(spec, loader, rms_norm), layers)
 
 
-def _build_layer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary) -> PreNormLayer:
+def build_deepseek_layer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary) -> PreNormLayer:
     return PreNormLayer(
         layer_norm(spec, loader, index, "input_layernorm"),
         LatentAttention(loader, spec, index, rotary),

@@ -24,10 +24,13 @@ from .pre_norm_layer import SandwichLayer
 
 
 def build_glm4_moe(spec: ModelSpec, loader: WeightLoader) -> Decoder:
+    return build_llama_variant(spec, loader, glm4_moe_variant(spec))
+
+
+def glm4_moe_variant(spec: ModelSpec) -> LlamaVariant:
     """Smaller ones do not normalise queries and keys; Solar Open never does."""
     norm = rms_norm if spec.normed_heads else None
-    projections = AttentionProjections(qkv_bias=spec.attention_bias, norm=norm)
-    return build_llama_variant(spec, loader, LlamaVariant(projections, build_shared_experts))
+    return LlamaVariant(AttentionProjections(qkv_bias=spec.attention_bias, norm=norm), build_shared_experts)
 
 
 def build_dots1(spec: ModelSpec, loader: WeightLoader) -> Decoder:

@@ -1,6 +1,6 @@
-"""A checkpoint's own layer for multi-token prediction, as those of MiMo (arXiv 2505.07608) and Qwen 3-Next, 3.5 and
-their successors have one: from the model's last hidden states and the token that follows, it says the token after
-that."""
+"""A checkpoint's own layer for multi-token prediction, as those of MiMo (arXiv 2505.07608), DeepSeek V3 (arXiv
+2412.19437), GLM-4.5 and Qwen 3-Next, 3.5 and their successors have one: from the model's last hidden states and the
+token that follows, it says the token after that."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,17 +9,20 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..checkpoint.build_context import BuildContext
-from ..checkpoint.hf_checkpoint import Checkpoint
+from ..checkpoint.hf_checkpoint import Checkpoint, text_tensor_name
 from ..checkpoint.model_spec import CheckpointError, ModelSpec
-from ..checkpoint.weights import CheckpointWeights, WeightLoader
+from ..checkpoint.quantised_weights import open_weights
+from ..checkpoint.weights import WeightLoader
 from ..cpu.elementwise import join_features
 from ..cpu.op_trace import SymbolicTensor
-from ..layers.embed_and_head import Embedding, LogitsOutput
-from ..layers.linear import OutputShard, column_linear
+from ..layers.embed_and_head import EMBEDDING_WEIGHT, HEAD_WEIGHT, Embedding, LogitsOutput
+from ..layers.linear import LMHead, OutputShard, column_linear
 from ..layers.norm import NormFactory, offset_rms_norm, rms_norm
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections
+from .deepseek import build_deepseek_layer
 from .draft_head import DraftHead, HeadEnds
+from .glm import glm4_moe_variant
 from .llama import LlamaVariant, build_layer, shared_rotary
 from .native_decoder import DecoderLayer, NativeDecoder
 from .qwen3_5 import build_qwen3_5_layer
@@ -34,7 +37,8 @@ class MtpLayout(NamedTuple):
     """How checkpoints of a family store the layer, and what is different about it."""
 
     prefixes: Mapping[str, str]
-    """Beginnings of its tensors' names -> in a model of one layer."""
+    """Beginnings of its tensors' names, with {layers} for the number of the model's layers -> in a model of one
+    layer."""
     layer_count: str
     """The field of config.json that counts such layers; where it is absent there is one."""
     join: str
@@ -62,6 +66,14 @@ def _build_qwen(spec: ModelSpec, loader: WeightLoader, rotary: Rotary) -> Decode
     return build_qwen3_5_layer(spec, loader, 0, rotary)
 
 
+def _build_glm(spec: ModelSpec, loader: WeightLoader, rotary: Rotary) -> DecoderLayer:
+    return build_layer(spec, loader, 0, glm4_moe_variant(spec), rotary)
+
+
+def _build_deepseek(spec: ModelSpec, loader: WeightLoader, rotary: Rotary) -> DecoderLayer:
+    return build_deepseek_layer(spec, loader, 0, rotary)
+
+
 _MIMO = MtpLayout(
     prefixes={MTP_PREFIX: _OWN_LAYER},
     layer_count="num_nextn_predict_layers",
@@ -86,7 +98,25 @@ _QWEN = MtpLayout(
     tokens_first=True,
     after_norm=True,
 )
+_GLM = MtpLayout(
+    prefixes={"model.layers.{layers}.": _OWN_LAYER},
+    layer_count="num_nextn_predict_layers",
+    join=f"{_OWN_LAYER}eh_proj",
+    token_norm=f"{_OWN_LAYER}enorm",
+    state_norm=f"{_OWN_LAYER}hnorm",
+    last_norm=f"{_OWN_LAYER}shared_head.norm",
+    norm=rms_norm,
+    build_layer=_build_glm,
+    tokens_first=True,
+    after_norm=True,
+)
+_DEEPSEEK = _GLM._replace(build_layer=_build_deepseek)
 _LAYOUTS = {
+    "DeepseekV32ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Glm4MoeForCausalLM": _GLM,
+    "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "GlmMoeDsaForCausalLM": _DEEPSEEK,
     "MiMoForCausalLM": _MIMO,
     "Qwen3NextForCausalLM": _QWEN,
     "Qwen3_5ForCausalLM": _QWEN,
@@ -110,21 +140,29 @@ def check_mtp(checkpoint: Checkpoint) -> MtpLayout:
         reason = f"{layout.layer_count} must be 1 for the method mtp, got {layers!r}"
     elif config.get("mtp_use_dedicated_embeddings"):
         reason = "mtp_use_dedicated_embeddings is not served: the layer takes the model's own embeddings"
-    elif checkpoint.stored_as or checkpoint.gguf is not None:
-        reason = "its layer for multi-token prediction is quantised, which is not served"
+    elif checkpoint.gguf is not None or checkpoint.stored_as not in ("", "fp8"):
+        reason = f"layers for multi-token prediction of checkpoints stored as {checkpoint.stored_as} are not served"
     if layout is None or reason:
         raise CheckpointError(f"{checkpoint.where}: {reason}", field="speculative_config")
     return layout
 
 
 class MtpHead(DraftHead):
-    """The layer, with the embeddings and the LM head of its `target`. It goes on from its own states as from the
-    target's: proposals after the first are less often right, for it was trained to make one."""
+    """The layer, with the embeddings and the LM head of its `target`, or whole ones of its own where ranks share those.
+    It goes on from its own states as from the target's: proposals after the first are less often right, for it was
+    trained to make one."""
 
     carries_norm = True
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, context: BuildContext, target: NativeDecoder) -> None:
-        """`spec`: the target's.
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        context: BuildContext,
+        target: NativeDecoder,
+        split: bool = False,
+    ) -> None:
+        """`spec`: the target's. `split`: ranks share its ends.
 
         Raises:
             CheckpointError: tensors are missing, or of another shape than config.json says.
@@ -132,7 +170,8 @@ class MtpHead(DraftHead):
         layout = check_mtp(checkpoint)
         self.spec = _one_layer(spec)
         self.target_layers = (spec.layers,)
-        weights = CheckpointWeights(checkpoint.directory, lambda stored: _own_name(stored, layout.prefixes))
+        prefixes = {prefix.format(layers=spec.layers): own for prefix, own in layout.prefixes.items()}
+        weights = open_weights(checkpoint, lambda stored: _own_name(text_tensor_name(stored), prefixes))
         if f"{layout.join}.weight" not in weights:
             message = f"{checkpoint.where}: it has no tensors of a layer for multi-token prediction"
             raise CheckpointError(message, field="speculative_config")
@@ -153,8 +192,14 @@ class MtpHead(DraftHead):
         assert isinstance(embedding, Embedding), "a model of one stage has both ends"
         assert isinstance(output, LogitsOutput), "a model of one stage has both ends"
         self._target_norm: Any = output.norm if layout.after_norm else None
+        head = output.head
+        if split:
+            whole = WeightLoader(open_weights(checkpoint), context)
+            embedding = Embedding(whole, spec)
+            name = EMBEDDING_WEIGHT if spec.tied_embeddings else HEAD_WEIGHT
+            head = LMHead(whole, name, spec.vocab_size, hidden)
         ids = torch.arange(spec.vocab_size, dtype=torch.int32, device=context.device)
-        super().__init__(HeadEnds(embedding, norm(layout.last_norm), output.head, ids), self._block.untraceable)
+        super().__init__(HeadEnds(embedding, norm(layout.last_norm), head, ids), self._block.untraceable)
 
     def _fuse(self, states: Any, context: Any) -> Any:
         return states if self._target_norm is None else self._target_norm(states)

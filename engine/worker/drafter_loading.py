@@ -44,7 +44,7 @@ def load_drafter(
     context = BuildContext(target.dtype, target.device, target.max_positions, quantization=quantization)
     head: DraftHead
     if speculation.method == "mtp":
-        head = MtpHead(open_checkpoint(config.model), shape, context, decoder)
+        head = MtpHead(open_checkpoint(config.model), shape, context, decoder, config.parallel.tensor > 1)
     else:
         eagle = read_eagle3_config(speculation.model, shape)
         context = context._replace(max_positions=min(target.max_positions, eagle.spec.max_position))
@@ -78,8 +78,6 @@ def check_draft_head(config: EngineConfig) -> None:
     if config.parallel.pipeline > 1 or config.scheduler.ahead:
         name = "pipeline_parallel_size" if config.parallel.pipeline > 1 else "ahead"
         message = f"{speculation.method} needs the last step's hidden states, which {name} takes from it"
-    elif speculation.method == "mtp" and config.parallel.tensor > 1:
-        message = "mtp needs the whole LM head, which tensor_parallel_size splits"
     if message:
         raise InvalidArgument(f"speculative_config: {message}", field="speculative_config")
     target = open_checkpoint(config.model)

@@ -2,9 +2,10 @@
 and the text stays the same."""
 
 import json
-from collections.abc import Callable
+from abc import ABC
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import GREEDY, SequenceSpec
 from charonia.scheduler.speculation import Speculation
+from tests.engine.threads import Layout, ThreadedExecutor
+from tests.quantised_files import fp8, write_quantised
 from tests.recording import DeviceAttention, Recorder, compute_on_queue
 
 LAYERS, DRAFT_VOCABULARY, MOST, BLOCK, BLOCKS, NEW = (0, 1, 1), 96, 3, 16, 40, 14
@@ -182,32 +185,58 @@ class MtpLayer(Head):
         return residual + self._mlp(self._norm("layers.0.post_attention_layernorm", residual))
 
 
-class QwenMtpLayer:
-    """A layer with random weights beside Qwen 3.5 in `target`, in a checkpoint as it is published; what it makes of
-    states says transformers' block, of a model that has one layer."""
+class PublishedMtpLayer(ABC):
+    """A layer with random weights beside the model in `target`, in a checkpoint as its family publishes them; what it
+    makes of states says transformers' block, of a model that has one layer."""
 
-    def __init__(self, directory: Path, target: Path, **changes: Any) -> None:
+    norm_offset: float
+    """Added to the weights of norms."""
+    names: ClassVar[tuple[str, str, str, str, str]]
+    """Of the matrix, the norms of tokens and of states, what the names of the block begin with, and the last norm; with
+    {layers} for the number of the model's layers."""
+    sizes: Mapping[str, Any]
+    """What config.json says of the one layer."""
+
+    def __init__(self, directory: Path, target: Path, silent: bool = False, **changes: Any) -> None:
+        """`silent`: nothing is added to the residual stream, in the model neither: what follows a token depends on that
+        token alone, and the matrix passes it on."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config: Any = AutoConfig.from_pretrained(target)
-        config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-        torch.manual_seed(4)
-        self.block: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().model
-        hidden = config.hidden_size
-        own = {f"mtp.{name}": torch.randn(hidden) * 0.1 for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-        own["mtp.fc"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
-        self.weights = {f"{name}.weight": weight for name, weight in own.items()}
-        stored = load_file(target / "model.safetensors")
-        self.ends = [stored[f"{name}.weight"] for name in ("model.embed_tokens", "lm_head")]
-        layer = {
-            f"mtp.{name}": weight
-            for name, weight in self.block.state_dict().items()
-            if name.startswith("layers.") or name == "norm.weight"
-        }
         written = json.loads((target / "config.json").read_text())
+        join, of_tokens, of_states, block, last = (name.format(layers=config.num_hidden_layers) for name in self.names)
+        for name, value in self.sizes.items():
+            setattr(config, name, value)
+        torch.manual_seed(4)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.block = model.model
+        stored = load_file(target / "model.safetensors")
+        hidden = config.hidden_size
+        own = {name: 1 - self.norm_offset + torch.randn(hidden) * 0.1 for name in (of_tokens, of_states)}
+        own[join] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
+        if silent:
+            own[join] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
+            own[of_tokens] = torch.full((hidden,), 1 - self.norm_offset)
+            stored = {name: weight * 0 if name.endswith(SILENCED) else weight for name, weight in stored.items()}
+            self.block.norm.weight.data.copy_(stored["model.norm.weight"])
+            for name, weight in model.state_dict().items():
+                if name.endswith(SILENCED):
+                    weight.zero_()
+        self.joined, self.of_tokens, self.of_states = (own[name] for name in (join, of_tokens, of_states))
+        self.ends = [stored[f"{name}.weight"] for name in ("model.embed_tokens", "lm_head")]
         directory.mkdir(exist_ok=True)
+        model.save_pretrained(directory)
+        layer = load_file(directory / "model.safetensors")
+        beginnings = {"model.layers.0.": block, "model.norm.": f"{last}."}
+        named = {
+            there + name.removeprefix(here): weight
+            for name, weight in layer.items()
+            for here, there in beginnings.items()
+            if name.startswith(here)
+        }
+        named |= {f"{name}.weight": weight for name, weight in own.items()}
         (directory / "config.json").write_text(json.dumps(written | changes))
-        save_file(stored | self.weights | layer, directory / "model.safetensors")
+        save_file(stored | named, directory / "model.safetensors")
         self.path = str(directory)
 
     @torch.inference_mode()
@@ -216,18 +245,37 @@ class QwenMtpLayer:
         inputs, following, found = [*states], tokens[1:], list[int]()
         embedding, head = self.ends
         while len(found) < most:
-            embedded = self._norm("embedding", embedding[following])
-            joined = torch.cat((embedded, self._norm("hidden", torch.stack(inputs))), -1)
-            mixed = F.linear(joined, self.weights["mtp.fc.weight"])
+            embedded = self._norm(self.of_tokens, embedding[following])
+            joined = torch.cat((embedded, self._norm(self.of_states, torch.stack(inputs))), -1)
+            mixed = F.linear(joined, self.joined)
             own = self.block(inputs_embeds=mixed[None]).last_hidden_state[0, -1]
             found.append(int(F.linear(own, head).argmax()))
             inputs.append(own)
             following.append(found[-1])
         return found
 
-    def _norm(self, of: str, x: Tensor) -> Tensor:
-        normed = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        return normed * (1 + self.weights[f"mtp.pre_fc_norm_{of}.weight"])
+    def _norm(self, weight: Tensor, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (self.norm_offset + weight)
+
+
+SILENCED = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+
+
+class QwenMtpLayer(PublishedMtpLayer):
+    norm_offset = 1.0
+    names = "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.layers.0.", "mtp.norm"
+    sizes: Mapping[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+
+_BEHIND = "model.layers.{layers}."
+
+
+class LastMtpLayer(PublishedMtpLayer):
+    """Of GLM-4.5 and DeepSeek V3."""
+
+    norm_offset = 0.0
+    names = f"{_BEHIND}eh_proj", f"{_BEHIND}enorm", f"{_BEHIND}hnorm", _BEHIND, f"{_BEHIND}shared_head.norm"
+    sizes: Mapping[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
 
 
 SHARED = ("model_type", "hidden_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "hidden_act")
@@ -260,7 +308,7 @@ def mimo(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> MtpLayer:
     return MtpLayer(tmp_path_factory.mktemp("mimo"), qwen)
 
 
-def with_mtp(mimo: MtpLayer | QwenMtpLayer, **config: Any) -> EngineConfig:
+def with_mtp(mimo: MtpLayer | PublishedMtpLayer, **config: Any) -> EngineConfig:
     speculation = SpeculationConfig(method="mtp", num_speculative_tokens=MOST)
     cache = CacheConfig(block_size=BLOCK)
     return EngineConfig(model=mimo.path, device="cpu", cache=cache, speculation=speculation, **config)
@@ -271,11 +319,13 @@ def run(
     sampling: ResolvedSampling = GREEDY,
     most: int = MOST,
     before_step: Callable[[InlineExecutor], None] = lambda _: None,
+    ranks: int = 1,
 ) -> tuple[list[list[int]], list[tuple[int, int, list[int]]]]:
     """Whole texts, and proposals: which text, how much of it was known, and what was proposed."""
-    executor = InlineExecutor(config)
+    executor: Any = InlineExecutor(config) if ranks == 1 else ThreadedExecutor(config, Layout(ranks))
     executor.load(lambda phase, fraction: None)
-    states = 4 * MOST if any(executor.rank.shape.states) else 0
+    shape = executor.rank.shape if ranks == 1 else executor.engines[0].shape
+    states = 4 * MOST if any(shape.states) else 0
     executor.allocate(BLOCKS, snapshots=2 * states)
     cache = KVCacheManager(BLOCKS, BLOCK, snapshots=states, draft_states=states or None)
     speculation = Speculation({"eagle3": ProposedDrafts()}, most, 384, draft_model=True)
@@ -408,7 +458,7 @@ def assert_text_and_proposals(
     states: list[Tensor],
     texts: list[list[int]],
     found: list[tuple[int, int, list[int]]],
-    layer: MtpLayer | QwenMtpLayer,
+    layer: MtpLayer | PublishedMtpLayer,
 ) -> None:
     """The texts are the greedy ones of transformers' `model`, and what was `found` to be proposed is the layer's.
     `states`: a hook of the model appends to it what the layer reads."""
@@ -453,22 +503,33 @@ def test_a_layer_for_multi_token_prediction_changes_no_text(mimo: MtpLayer, conf
 
 
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "kind", "config"),
     [
-        pytest.param("qwen3.5", {}, id="programs"),
-        pytest.param("qwen3.5-moe", {"attention": "reference"}, id="torch", marks=pytest.mark.proof),
-        pytest.param("qwen3-next", {}, id="next", marks=pytest.mark.proof),
+        pytest.param("qwen3.5", QwenMtpLayer, {}, id="programs"),
+        pytest.param("qwen3.5-moe", QwenMtpLayer, {"attention": "reference"}, id="torch", marks=pytest.mark.proof),
+        pytest.param("qwen3-next", QwenMtpLayer, {}, id="next", marks=pytest.mark.proof),
+        pytest.param("glm4-moe", LastMtpLayer, {}, id="glm"),
+        pytest.param("deepseek-v3", LastMtpLayer, {}, id="deepseek"),
+        pytest.param("glm4-lite", LastMtpLayer, {"attention": "reference"}, id="flash", marks=pytest.mark.proof),
+        pytest.param("deepseek-v3.2", LastMtpLayer, {}, id="indexer", marks=pytest.mark.proof),
+        pytest.param("glm5", LastMtpLayer, {"attention": "reference"}, id="glm5", marks=pytest.mark.proof),
     ],
 )
-def test_a_layer_of_a_model_with_states_proposes_what_transformers_says(
-    name: str, config: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path
+def test_a_published_layer_proposes_what_transformers_says(
+    name: str,
+    kind: type[PublishedMtpLayer],
+    config: dict[str, Any],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It attends, and keeps no state; the model's are those after accepted tokens."""
+    """It attends, and keeps no state; the model's, if it has some, are those after accepted tokens."""
     from transformers import AutoModelForCausalLM
 
     target = checkpoint(name)
-    layer = QwenMtpLayer(tmp_path / "mtp", target)
+    layer = kind(tmp_path / "mtp", target, num_nextn_predict_layers=1)
     texts, found = run(with_mtp(layer, **config))
+    assert "knows nothing of" not in caplog.text
     model, states = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), list[Tensor]()
     model.model.norm.register_forward_hook(lambda module, given, normed: states.append(normed[0]))
     assert_text_and_proposals(model, states, texts, found, layer)
@@ -482,6 +543,44 @@ def test_a_layer_of_a_model_with_states_changes_no_text(checkpoint: Callable[...
         texts, found = run(with_mtp(layer, **quantised), sampling)
         assert found
         assert texts == run(plain, sampling, 0)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("glm4-moe", LastMtpLayer), pytest.param("qwen3.5", QwenMtpLayer, marks=pytest.mark.proof)],
+)
+def test_a_layer_drafts_where_ranks_share_the_model(
+    name: str, kind: type[PublishedMtpLayer], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It is whole on the rank that proposes."""
+    layer = kind(tmp_path / "mtp", checkpoint(name), num_nextn_predict_layers=1)
+    alone = run(with_mtp(layer))
+    config = with_mtp(layer, parallel=ParallelConfig(tensor=2))
+    check_rank_config(config)
+    assert run(config, ranks=2) == alone
+
+
+def test_a_layer_stored_in_fp8_drafts(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    layer = LastMtpLayer(tmp_path / "mtp", checkpoint("deepseek-v3"), num_nextn_predict_layers=1)
+    small, plain = write_quantised(Path(layer.path), tmp_path, fp8())
+    assert "model.layers.2.eh_proj.weight_scale_inv" in load_file(small / "model.safetensors")
+    config = replace_fields(with_mtp(layer), dtype="float32")
+    assert run(replace_fields(config, model=str(small))) == run(replace_fields(config, model=str(plain)))
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
+def test_what_a_layer_can_say_is_accepted(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Where a token alone decides what follows, the layer says the same as the model."""
+    layer = LastMtpLayer(tmp_path / "mtp", checkpoint(name), silent=True, num_nextn_predict_layers=1)
+    texts, found = run(with_mtp(layer))
+    assert texts == run(replace_fields(with_mtp(layer), speculation=None), most=0)[0]
+    assert len({tuple(text[-NEW:]) for text in texts}) > 1
+    right = [
+        texts[key][known : known + len(proposed)] == proposed[: len(texts[key]) - known]
+        for key, known, proposed in found
+    ]
+    assert all(right)
+    assert len(found) < len(LENGTHS) * NEW / 2
 
 
 def test_a_model_without_the_layer_that_its_family_has_is_refused(
@@ -511,7 +610,6 @@ def test_what_has_no_such_layer_is_refused(
         (replace_fields(config, model=str(qwen)), "mtp is for checkpoints with layers for it"),
         (with_mtp(three), "num_nextn_predict_layers must be 1 for the method mtp, got 3"),
         (with_mtp(mimo, scheduler=SchedulerConfig(ahead=1)), "which ahead takes from it"),
-        (with_mtp(mimo, parallel=ParallelConfig(tensor=2)), "which tensor_parallel_size splits"),
     ):
         for refusing in (check_rank_config, load_rank):
             with pytest.raises(InvalidArgument, match=says) as refusal:
