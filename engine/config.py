@@ -211,6 +211,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of each replica; 0 means every usable core, divided over the replicas, and the client fills it in then."""
     enforce_eager: bool = False
     """Decode steps are launched kernel by kernel on a GPU, without graphs."""
+    warm_up_graphs: bool = True
+    """The graphs of usual decode steps are captured before the model is ready."""
     ahead_given: bool = False
     """The scheduler's `ahead` was configured; otherwise the device says how many steps it wants to be ahead."""
     data_parallel_size: int = 1

@@ -53,7 +53,8 @@ class EngineOptions:
     """int8, int4: make matrices integers while they are loaded: half, or a third, of the memory. fp8: on a GPU, floats
     of eight bits. Others, and fp8 beside such weights: what the checkpoint is stored as already."""
     cache_dir: str | None = None
-    """Keep packed weights in this directory, so that the next start need not pack them; unset: keep none."""
+    """Keep packed weights and a GPU's compiled kernels in this directory, so that the next start need not make them
+    again; unset: keep no weights."""
     cache_max_bytes: Bytes | None = None
     """Bytes that all packed weights in it may have; the oldest make room."""
     cpu_level: (
@@ -66,6 +67,8 @@ class EngineOptions:
     """Who computes: the core itself or rank processes; fake counts instead, to measure everything around the engine."""
     enforce_eager: bool | None = None
     """Launch decode steps kernel by kernel on a GPU, instead of replaying CUDA graphs."""
+    warm_up_graphs: bool | None = None
+    """Capture the CUDA graphs of usual decode steps before the model is ready, and not as they are first needed."""
     tensor_parallel_size: RankCount | None = None
     """Ranks that share every layer."""
     pipeline_parallel_size: RankCount | None = None

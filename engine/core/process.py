@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -21,6 +22,7 @@ from ...kvcache.manager import KVCacheManager
 from ...processes import gc_tuning
 from ...processes.child_process import on_parent_death, print_traceback
 from ...processes.log_forwarding import LogForwarder
+from ...processes.private_directory import make_private_directory
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.speculation import PREDICTION, Drafter, Speculation
@@ -70,6 +72,7 @@ def _serve(config: EngineConfig, sockets: CoreSockets) -> None:
     progress = LoadProgress(sockets)
     progress.report("libraries", 0.0)
     _keep_few_shapes()
+    keep_compiled_kernels(config)
     executor = build_executor(config)  # imports torch where it needs it
     progress.report("libraries", 1.0)
     try:
@@ -90,6 +93,15 @@ def import_libraries() -> None:
     from ..worker.inline_executor import InlineExecutor  # noqa: F401
 
     gc_tuning.freeze_imports()
+
+
+def keep_compiled_kernels(config: EngineConfig) -> None:
+    """Let Triton, here and in ranks, keep what it compiles where packed weights are kept, by default in the user's home
+    directory. Raises `InvalidArgument` if others may write there."""
+    if config.cache_dir and config.device != "cpu":
+        directory = Path(config.cache_dir).expanduser()
+        make_private_directory(directory, "cache_dir")
+        os.environ.setdefault("TRITON_CACHE_DIR", str(directory / "triton"))
 
 
 def _keep_few_shapes() -> None:
@@ -136,8 +148,10 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
     progress.report("warm-up", 0.0)
     core.warm_up()
-    gc_tuning.collect_and_freeze(frozen_too=False)
     progress.report("warm-up", 1.0)
+    if config.warm_up_graphs:
+        executor.capture_usual_steps(progress.report)
+    gc_tuning.collect_and_freeze(frozen_too=False)
     here = capacity.machine and config.parallel.backend == "mp"
     states = (sizes.extra_states + config.scheduler.max_num_seqs) * capacity.state_bytes
     cache_bytes = (sizes.blocks * capacity.block_bytes + states) * config.parallel.world if here else 0

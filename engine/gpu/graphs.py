@@ -147,6 +147,11 @@ class GraphBuckets(NamedTuple):
         return self.others if adapted or most > 1 else self.rows
 
     @property
+    def usual_keys(self) -> list[GraphKey]:
+        """The buckets of short contexts without adapters."""
+        return [key for key in self.keys if key.context == self.contexts[0] and not key.adapted]
+
+    @property
     def places(self) -> int:
         """The places of the largest bucket."""
         return max(self.rows + self.others)
@@ -243,6 +248,18 @@ class DecodeGraphs:
             return False
         self._capture(key)
         return True
+
+    @torch.inference_mode()
+    def capture_usual(self, progress: Callable[[float], None]) -> None:
+        """Capture the graphs of `GraphBuckets.usual_keys` before any request waits for them. `progress` is called with
+        the fraction that was captured. After a failure the others are left to `capture_one`."""
+        keys = self.buckets.usual_keys
+        for count, key in enumerate(keys, 1):
+            if key not in self._replays:
+                if not self._may_try(key, self._clock()):
+                    return
+                self._capture(key)
+            progress(count / len(keys))
 
     @torch.inference_mode()
     def capture_now(self, places: int, longest: int, most: int = 1) -> None:

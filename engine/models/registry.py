@@ -197,10 +197,7 @@ class NativeBuilder(CheckpointBuilder):
         if context.cache is None:
             return Packing()
         if not library.supports(context.dtype, context.device):
-            message = (
-                "cache_dir has no effect: only the C kernels' packed weights are kept, and these do not compute here"
-            )
-            log.info(message)
+            log.info("cache_dir keeps no weights: only the C kernels pack them, and these do not compute here")
             return Packing()
         shard = context.shard
         dtype = dtype_name(context.dtype)

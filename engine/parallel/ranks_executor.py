@@ -108,6 +108,9 @@ class RanksExecutor:
 
     eager_steps = failed_captures = 0
 
+    def capture_usual_steps(self, progress: ProgressCallback) -> None:
+        """See `Executor.capture_usual_steps`: ranks record none."""
+
     def use_idle_time(self) -> None:
         """See `Executor.use_idle_time`: there is nothing to prepare."""
 

@@ -141,6 +141,9 @@ class FakeExecutor:
 
     eager_steps = failed_captures = 0
 
+    def capture_usual_steps(self, progress: ProgressCallback) -> None:
+        """See `Executor.capture_usual_steps`: it records none."""
+
     def use_idle_time(self) -> None:
         """See `Executor.use_idle_time`: there is nothing to prepare."""
 

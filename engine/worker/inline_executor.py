@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from functools import partial
 
 import msgspec
 import torch
@@ -60,6 +61,16 @@ class InlineExecutor:
     @property
     def failed_captures(self) -> int:
         return sum(graphs.failed_captures for graphs in self.rank.runner.all_graphs)
+
+    def capture_usual_steps(self, progress: ProgressCallback) -> None:
+        """See `Executor.capture_usual_steps`."""
+        tables = self.rank.runner.all_graphs
+
+        def report(table: int, fraction: float) -> None:
+            progress("graphs", (table + fraction) / len(tables))
+
+        for number, graphs in enumerate(tables):
+            graphs.capture_usual(partial(report, number))
 
     def use_idle_time(self) -> None:
         """See `Executor.use_idle_time`."""

@@ -106,6 +106,8 @@ class ThreadedExecutor:
 
     eager_steps = failed_captures = 0
 
+    def capture_usual_steps(self, progress: ProgressCallback) -> None: ...
+
     def use_idle_time(self) -> None: ...
 
     def __init__(self, config: EngineConfig, layout: Layout) -> None:

@@ -1,18 +1,28 @@
 """The core's process: how it sizes its cache, and that it dies with its frontend."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculationConfig
 from charonia.engine.core.cache_sizes import resolve_cache_blocks, resolve_cache_sizes
-from charonia.engine.core.process import resolve_max_model_len, scheduler_config
-from charonia.engine.worker.executor import Capacity
+from charonia.engine.core.process import (
+    LoadProgress,
+    keep_compiled_kernels,
+    resolve_max_model_len,
+    scheduler_config,
+    start_core,
+)
+from charonia.engine.core.sockets import CoreSockets
+from charonia.engine.worker.executor import Capacity, ProgressCallback
+from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.scheduler.config import SchedulerConfig
 
@@ -204,6 +214,39 @@ def test_the_length_is_the_models_or_less() -> None:
     assert resolve_max_model_len(100, CAPACITY) == 100
     with pytest.raises(InvalidArgument, match="2000"):
         resolve_max_model_len(2000, CAPACITY)
+
+
+class Recording(FakeExecutor):
+    """An executor that records steps."""
+
+    def capture_usual_steps(self, progress: ProgressCallback) -> None:
+        progress("graphs", 0.5)
+        progress("graphs", 1.0)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_graphs_are_captured_behind_the_first_token(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[tuple[str, float]] = []
+    progress = LoadProgress(Mock(spec=CoreSockets))
+    monkeypatch.setattr(progress, "report", lambda phase, fraction, detail="": reports.append((phase, fraction)))
+    start_core(EngineConfig(model="", executor="fake", warm_up_graphs=wanted), Recording(), progress)
+    graphs = [("graphs", 0.5), ("graphs", 1.0)] if wanted else []
+    assert reports[-2 - len(graphs) :] == [("warm-up", 0.0), ("warm-up", 1.0), *graphs]
+
+
+def test_compiled_kernels_are_kept_where_nobody_else_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # so that it is put back
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    kept = tmp_path / "kept"
+    keep_compiled_kernels(EngineConfig(model="", cache_dir=str(kept), device="cpu"))
+    assert "TRITON_CACHE_DIR" not in os.environ
+    keep_compiled_kernels(EngineConfig(model="", cache_dir=str(kept)))
+    assert os.environ["TRITON_CACHE_DIR"] == str(kept / "triton")
+    keep_compiled_kernels(EngineConfig(model="", cache_dir=str(tmp_path / "other")))
+    assert os.environ["TRITON_CACHE_DIR"] == str(kept / "triton")  # who says where has said it
+    kept.chmod(0o777)
+    with pytest.raises(InvalidArgument, match="nobody else may write to it"):
+        keep_compiled_kernels(EngineConfig(model="", cache_dir=str(kept)))
 
 
 def gone(pid: int) -> bool:

@@ -446,6 +446,23 @@ def test_an_idle_engine_captures_the_rest_short_contexts_first() -> None:
     assert not graphs._replays
 
 
+def test_usual_steps_are_captured_before_anybody_waits() -> None:
+    """Those of short contexts; after a failure the start goes on without the others."""
+    graphs, recorder = table(sums, lambda: 0.0)
+    fractions: list[float] = []
+    graphs.capture_usual(fractions.append)
+    assert (recorder.captures, fractions) == (5, [0.2, 0.4, 0.6, 0.8, 1.0])
+    assert {key.context for key in graphs._replays} == {16}
+    assert graphs.replay(batch((2, 1, 3), 10)) is not None
+    assert not graphs.eager_steps
+    graphs.capture_usual(fractions.append)
+    assert recorder.captures == 5
+    graphs.forget()
+    recorder.failing = 1
+    graphs.capture_usual(fractions.append)
+    assert (graphs.failed_captures, len(graphs._replays), recorder.captures) == (1, 0, 6)
+
+
 def test_graphs_that_were_forgotten_are_captured_again() -> None:
     """Into another pool: CUDA takes no graph into one that its last graph has left."""
     graphs, recorder = table(sums, lambda: 0.0)
