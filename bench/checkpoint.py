@@ -129,12 +129,12 @@ def write_random(
     the largest size of one file. They are drawn on `device`: a GPU draws billions in a moment.
     """
     import torch
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
     parsed = AutoConfig.for_model(**config)
-    text = type(parsed) in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto: Any = AutoModelForCausalLM if text else AutoModelForImageTextToText
+    # Some families' whole configs also make a model of text alone.
+    auto: Any = AutoModelForImageTextToText if hasattr(parsed, "vision_config") else AutoModelForCausalLM
     with torch.device(device):
         model = auto.from_config(parsed, dtype=parsed.dtype)
     for name, parameter in model.named_parameters():

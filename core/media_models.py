@@ -7,7 +7,23 @@ import msgspec
 
 from .media import MediaSource, PreparedMedium
 from .metrics import Reading
+from .model import MemoryNeed, ReservedMemory
 from .request_context import RequestContext
+
+
+class TowerSpec(NamedTuple):
+    """What the tower of a language model is built from."""
+
+    checkpoint: str
+    """The directory that both are read from."""
+    dtype: str = "auto"
+    """torch's name of what it computes in; "auto" is the checkpoint's."""
+    gpu: int | None = None
+    """The GPU that computes; None is the host."""
+    cache_bytes: int = 0
+    """Bytes of what it has made that are kept."""
+    share_cache: bool = False
+    """Whether a tenant finds what was made for another."""
 
 
 class EncodedMedium(NamedTuple):
@@ -60,6 +76,13 @@ class MediaPreparer(Protocol):
 
 class MediaEncoder(Protocol):
     """The tower of one language model, which loads, serves and unloads with it."""
+
+    @property
+    def needs(self) -> Sequence[MemoryNeed]:
+        """The memory of its weights, its libraries, and what it keeps."""
+
+    def reserved_memory(self) -> ReservedMemory:
+        """Its part of the host's memory."""
 
     async def load(self) -> None:
         """Return when it can encode. Raises as `core.model.Model.load`."""

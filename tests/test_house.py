@@ -83,7 +83,7 @@ INNER_FLOORS = {
         "batching",
         "sequences",
         ".model .builtin onnx torch isolated python",
-        "encoder",
+        "encoder vision",
     ),
 }
 """The parts of a floor from low to high: folders and, with a dot, modules. A module that is not named lies lowest."""
@@ -94,15 +94,15 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 1_960,
+    "core": 1_990,
     "processes": 1_110,
-    "telemetry": 2_670,
+    "telemetry": 2_690,
     "kvcache": 620,
     "tokenization": 3_620,
     "media": 900,
     "scheduler": 2_090,
     "engine": 22_760,
-    "classic_backends": 7_930,
+    "classic_backends": 8_380,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_760,

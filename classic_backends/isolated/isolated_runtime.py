@@ -250,6 +250,7 @@ PYTORCH = IsolatableLoader(
 ENCODER = IsolatableLoader(
     "charonia.classic_backends.encoder.encoder_backend:ENCODER", ISOLATED, library_bytes=250 << 20
 )
+VISION = IsolatableLoader("charonia.classic_backends.vision.vision_backend:VISION", ISOLATED, library_bytes=250 << 20)
 ONNX = IsolatableLoader("charonia.classic_backends.onnx.onnx_backend:ONNX", completes_in_process=True)
 OPENVINO = IsolatableLoader("charonia.classic_backends.openvino_backend:OPENVINO", completes_in_process=True)
 FIL = IsolatableLoader("charonia.classic_backends.tree_models:FIL", ISOLATED, completes_in_process=True)

@@ -1,0 +1,159 @@
+"""The `vision` backend: the tower of one checkpoint as a classic model, whose requests are images of any size.
+
+A request has one image's inputs by the names of the checkpoint's processor, each in an array with a first dimension of
+1 in front. They share executions as ragged inputs. torch and transformers are imported when a tower is loaded.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...core.errors import InvalidArgument
+from ...core.model import MemoryNeed, ModelConfig, RawConfig
+from ...core.request import InferRequest
+from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
+from ...core.tensor import NUMPY_TYPES, Tensor, TensorSpec
+from ...processes.host import torch_has_cuda
+from ..backend_config import config_type, threads_per_instance
+from .vision_files import INPUTS, VisionFiles, read_vision_files
+
+if TYPE_CHECKING:
+    from .vision_modules import VisionTower
+
+ROWS, DEEPSTACK, LENGTH = "rows", "deepstack", "length"
+"""The outputs: bytes, bytes, and how many rows there are."""
+
+DTYPE = "dtype"
+"""The one parameter: torch's name of what is computed in, or `auto`."""
+
+GPU_BATCH = 8
+"""Images of one execution on a GPU; on the host they are computed one by one, and answered as soon."""
+
+_SHAPE = "_shape"
+_BACKEND = "vision"
+
+
+class VisionLoader(RuntimeLoader):
+    """Loads the tower of the checkpoint in the version's directory."""
+
+    def load(
+        self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
+    ) -> Runtime:
+        from ..torch.torch_backend import choose_device, set_torch_threads
+        from .vision_modules import VisionTower
+
+        set_torch_threads(threads_per_instance(config.raw))
+        device = choose_device(config.name, placement) or "cpu"
+        files = read_vision_files(directory, parameters.get(DTYPE, "auto"))
+        return VisionRuntime(VisionTower(files, device, together=device != "cpu"))
+
+    def uses_gpus(self) -> bool:
+        return torch_has_cuda()
+
+    def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
+        files = read_vision_files(directory, parameters.get(DTYPE, "auto"))
+        [group] = raw["instance_group"]
+        return (MemoryNeed(files.bytes, *group.get("gpus", ())),)
+
+
+class VisionRuntime(Runtime):
+    """One instance, with weights of its own."""
+
+    def __init__(self, tower: "VisionTower") -> None:
+        self.traits = RuntimeTraits(ragged=True)
+        self._tower: VisionTower | None = tower
+
+    def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
+        assert self._tower is not None
+        encoded = self._tower.encode(_split_inputs(inputs))
+        yield {
+            ROWS: np.array([[_bytes_of(medium.rows)] for medium in encoded], object),
+            DEEPSTACK: np.array([[_bytes_of(medium.deepstack)] for medium in encoded], object),
+            LENGTH: np.array([[len(medium.rows)] for medium in encoded], np.int32),
+        }
+
+    def close(self) -> None:
+        from ..torch.torch_backend import release_torch_memory
+
+        self._tower = None
+        release_torch_memory()
+
+
+def _split_inputs(inputs: Arrays) -> list[Arrays]:
+    """The inputs of each image, from flat arrays and the shapes of each image's part."""
+    names = [name for name in inputs if not name.endswith(_SHAPE)]
+    media: list[dict[str, Any]] = [{} for _ in inputs[names[0] + _SHAPE]]
+    for name in names:
+        begin = 0
+        for medium, shape in zip(media, inputs[name + _SHAPE].tolist(), strict=True):
+            end = begin + int(np.prod(shape))
+            medium[name] = inputs[name][begin:end].reshape(shape)
+            begin = end
+    return list(media)
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    """Its numbers, one after the other."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.to(torch.uint8)
+    return bytes(flat.cpu().numpy().tobytes())
+
+
+def vision_config(name: str, version: str, files: VisionFiles, gpu: int | None, parameters: Parameters) -> ModelConfig:
+    """The config of a tower's model, with one instance on the host or on that GPU."""
+    inputs = [
+        {"name": name, "data_type": config_type(datatype), "dims": [-1], "allow_ragged_batch": True}
+        for name, datatype in INPUTS.items()
+    ]
+    shapes = [
+        {
+            "kind": "BATCH_ITEM_SHAPE",
+            "target_name": [name + _SHAPE],
+            "data_type": "TYPE_INT32",
+            "source_input": [name],
+        }
+        for name in INPUTS
+    ]
+    placement: dict[str, Any] = {"kind": "KIND_CPU"} if gpu is None else {"kind": "KIND_GPU", "gpus": [gpu]}
+    batch = 1 if gpu is None else GPU_BATCH
+    raw = {
+        "name": name,
+        "max_batch_size": batch,
+        "input": inputs,
+        "batch_input": shapes,
+        "instance_group": [placement],
+        "dynamic_batching": {},
+    }
+    outputs = TensorSpec(ROWS, "BYTES", (1,)), TensorSpec(DEEPSTACK, "BYTES", (1,)), TensorSpec(LENGTH, "INT32", (1,))
+    return ModelConfig(
+        name,
+        version,
+        _BACKEND,
+        max_batch_size=batch,
+        inputs=tuple(TensorSpec(name, datatype, (-1,), optional=True) for name, datatype in INPUTS.items()),
+        outputs=outputs,
+        parameters={**parameters, DTYPE: files.dtype},
+        raw=raw,
+    )
+
+
+def vision_request(inputs: Arrays) -> InferRequest:
+    """The request for one image. Raises `InvalidArgument` for inputs that no tower takes."""
+    tensors: dict[str, Tensor] = {}
+    for name, array in inputs.items():
+        if name not in INPUTS:
+            raise InvalidArgument(f"the processor has made '{name}' of an image, which no tower takes")
+        whole = np.ascontiguousarray(array, NUMPY_TYPES[INPUTS[name]])[None]
+        tensors[name] = Tensor(name, INPUTS[name], whole.shape, whole)
+    return InferRequest(inputs=tensors)
+
+
+def read_response(outputs: Sequence[Tensor]) -> Mapping[str, Any]:
+    """The outputs of one image, by their names."""
+    return {tensor.name: tensor.data.reshape(-1)[0] for tensor in outputs}
+
+
+VISION = VisionLoader()

@@ -1,0 +1,132 @@
+"""Towers in torch: transformers' own modules, with the weights of the tower alone.
+
+Imported only where a tower is loaded.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ...core.errors import Internal, InvalidArgument
+from ...core.runtime import Arrays
+from ...processes.host import map_large_blocks_separately
+from .vision_files import VisionFiles
+
+_GRIDS, _PIXELS = "image_grid_thw", "pixel_values"
+_LANGUAGE = ("lm_head.", "model.language_model.", "model.text_model.")
+"""Beginnings of the names of modules that a tower lacks."""
+
+
+class MediumRows(NamedTuple):
+    """What the tower makes of one image."""
+
+    rows: Tensor
+    """[length, hidden]"""
+    deepstack: Tensor
+    """[layers, length, hidden], of no layers in most families."""
+
+
+class VisionTower:
+    """A tower and its projector. With `together` images of one size, or packed patches of any, are computed at once: on
+    a GPU most kernels are launched in more time than one image takes. Without, a row never depends on other images."""
+
+    def __init__(self, files: VisionFiles, device: str, together: bool) -> None:
+        self._device = device
+        self._together = together
+        self._dtype = getattr(torch, files.dtype)
+        model = _load_model(files, self._dtype)
+        model.model.requires_grad_(False)
+        self._model = model.model.to(device).eval()
+
+    @torch.inference_mode()
+    def encode(self, media: Sequence[Arrays]) -> list[MediumRows]:
+        """The rows of each image, from its inputs by the processor's names.
+
+        Raises:
+            InvalidArgument: its inputs are not what the tower takes.
+        """
+        groups: dict[Hashable, list[int]] = {}
+        for index, inputs in enumerate(media):
+            shapes = tuple((name, array.shape[1:]) for name, array in sorted(inputs.items()))
+            groups.setdefault(shapes if self._together else index, []).append(index)
+        encoded: dict[int, MediumRows] = {}
+        for indices in groups.values():
+            encoded.update(zip(indices, self._encode_group([media[index] for index in indices]), strict=True))
+        return [encoded[index] for index in range(len(media))]
+
+    def _encode_group(self, media: Sequence[Arrays]) -> list[MediumRows]:
+        inputs = {name: torch.cat([torch.tensor(inputs[name]) for inputs in media]) for name in media[0]}
+        inputs = {name: tensor.to(self._device) for name, tensor in inputs.items()}
+        if _PIXELS not in inputs:
+            raise InvalidArgument(f"the processor has made no {_PIXELS} of an image")
+        inputs[_PIXELS] = inputs[_PIXELS].to(self._dtype)
+        counts = [len(medium[_GRIDS if _GRIDS in medium else _PIXELS]) for medium in media]
+        try:
+            output = self._model.get_image_features(**inputs, return_dict=True)
+        except (ValueError, TypeError, RuntimeError) as error:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+            raise InvalidArgument(f"the tower refuses the image's {shapes}: {error}") from error
+        rows = _split(output.pooler_output, counts)
+        layers = [_split(layer, counts) for layer in getattr(output, "deepstack_features", None) or ()]
+        return [
+            MediumRows(part, torch.stack([layer[index] for layer in layers]) if layers else part.new_empty(0))
+            for index, part in enumerate(rows)
+        ]
+
+
+def _split(features: Any, counts: Sequence[int]) -> list[Tensor]:
+    """The features [length, hidden] of each medium, which come in parts of an image, a tile or a grid."""
+    parts = [part.reshape(-1, part.shape[-1]) for part in features]
+    if len(parts) != sum(counts):
+        raise Internal(f"the tower has made {len(parts)} parts for {sum(counts)} of the batch's images")
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    return [torch.cat(parts[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+
+
+def _load_model(files: VisionFiles, dtype: torch.dtype) -> Any:
+    """The whole model without layers of text, in the host's memory."""
+    import transformers
+
+    map_large_blocks_separately()
+    config = transformers.AutoConfig.from_pretrained(files.directory, local_files_only=True, trust_remote_code=False)
+    text = config.text_config
+    text.num_hidden_layers = 0
+    text.vocab_size = 1
+    text.pad_token_id = None
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    if hasattr(config, "audio_config"):
+        config.audio_config = None
+    if hasattr(config, "quantization_config"):  # the language part's
+        del config.quantization_config
+    log: Any = transformers.utils.logging
+    log.disable_progress_bar()
+    verbosity = log.get_verbosity()
+    log.set_verbosity(log.CRITICAL)  # its report of what is missing is ours
+    try:
+        known: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        model, report = known.from_pretrained(
+            None, config=config, state_dict=_read_weights(files), dtype=dtype, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        raise InvalidArgument(f"transformers cannot load the tower of {files.directory}: {error}") from error
+    finally:
+        log.set_verbosity(verbosity)
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith(_LANGUAGE))
+    if missing:
+        shown = ", ".join(missing[:3])
+        raise InvalidArgument(f"{files.directory} lacks {len(missing)} weights of its tower: {shown}")
+    return model
+
+
+def _read_weights(files: VisionFiles) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in {weight.file for weight in files.weights}:
+        with safe_open(file, framework="pt") as opened:
+            for weight in files.weights:
+                if weight.file == file:
+                    tensors[weight.name] = opened.get_tensor(weight.name)
+    return tensors

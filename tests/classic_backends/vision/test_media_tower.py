@@ -1,0 +1,148 @@
+"""A tower with a memory: one computation for one content, within a budget, for one tenant; nothing is left over."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from charonia.classic_backends.isolated.isolated_runtime import EXECUTION_PARAMETER, ISOLATED, THREAD
+from charonia.classic_backends.vision.media_tower import MediaTower
+from charonia.core.errors import InvalidArgument, Unavailable
+from charonia.core.media import PreparedMedium
+from charonia.core.media_models import EncodedMedium, TowerSpec
+from charonia.core.request_context import RequestContext
+from tests.seeing_models import write_seeing
+
+ROW_BYTES = 4 * 64 * 4
+"""Of one image of the tiny Llava."""
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_seeing(tmp_path_factory.mktemp("llava"), "llava")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_seeing(tmp_path_factory.mktemp("qwen"), "qwen3-vl")
+
+
+def medium(number: int, size: int = 28) -> PreparedMedium:
+    pixels = np.random.default_rng(number).standard_normal((1, 3, size, size)).astype(np.float32)
+    return PreparedMedium("image", number.to_bytes(32, "little"), "<image>" * 4, {"pixel_values": pixels})
+
+
+def context(tenant: str = "") -> RequestContext:
+    made = RequestContext("chat")
+    made.tenant = tenant
+    return made
+
+
+@asynccontextmanager
+async def tower(
+    directory: Path, images: int = 4, share: bool = False, execution: str = THREAD
+) -> AsyncIterator[MediaTower]:
+    spec = TowerSpec(str(directory), cache_bytes=images * ROW_BYTES, share_cache=share)
+    made = MediaTower("llava", "1", spec, {EXECUTION_PARAMETER: execution})
+    await made.load()
+    try:
+        yield made
+        made.check_integrity()
+    finally:
+        await made.unload()
+    made.check_integrity()
+
+
+def counts(made: MediaTower) -> dict[str, float]:
+    return {
+        reading.family.removeprefix("charonia_tower_"): reading.value
+        for reading in made.readings()
+        if isinstance(reading.value, int | float)
+    }
+
+
+async def test_images_are_computed_once_for_each_content_tenant_and_salt(llava: Path) -> None:
+    async with tower(llava) as made:
+        first, again, other, salted = await asyncio.gather(
+            made.encode(medium(1), context()),
+            made.encode(medium(1), context()),
+            made.encode(medium(1), context("acme")),
+            made.encode(medium(1), context(), "salt"),
+        )
+        assert again is first
+        assert other is not first
+        assert other == salted == first
+        assert await made.encode(medium(1), context("acme")) is other
+        assert first.length == 4
+        assert len(first.rows) == ROW_BYTES
+        assert (first.dtype, first.deepstack) == ("float32", b"")
+        found = counts(made)
+        assert (found["images_total"], found["shared_total"], found["cache_hits_total"]) == (3, 1, 1)
+        assert (found["cache_queries_total"], found["cache_bytes"]) == (5, 3 * ROW_BYTES)
+        assert found["running"] == 0
+
+
+async def test_tenants_share_if_the_operator_says_so(llava: Path) -> None:
+    async with tower(llava, share=True) as made:
+        first = await made.encode(medium(1), context("acme"))
+        assert await made.encode(medium(1), context("other")) is first
+
+
+async def test_what_was_wanted_longest_ago_makes_room(llava: Path) -> None:
+    async with tower(llava, images=2) as made:
+        kept = await made.encode(medium(1), context())
+        await made.encode(medium(2), context())
+        assert await made.encode(medium(1), context()) is kept
+        await made.encode(medium(3), context())
+        assert await made.encode(medium(1), context()) is kept
+        assert counts(made)["cache_evictions_total"] == 1
+        assert made.reserved_memory().promised - made.reserved_memory().resident == 0
+    async with tower(llava, images=0) as made:
+        assert await made.encode(medium(1), context()) is not await made.encode(medium(1), context())
+
+
+async def test_who_leaves_ends_the_computation_unless_another_waits(llava: Path) -> None:
+    async with tower(llava) as made:
+        leaver = asyncio.create_task(made.encode(medium(1), context()))
+        stayer = asyncio.create_task(made.encode(medium(1), context()))
+        lonely = asyncio.create_task(made.encode(medium(2), context()))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        lonely.cancel()
+        assert isinstance((await asyncio.gather(leaver, stayer, lonely, return_exceptions=True))[1], EncodedMedium)
+        assert counts(made)["running"] == 0
+        assert (await made.encode(medium(2), context())).length == 4
+
+
+async def test_errors_reach_all_who_wait_and_are_not_kept(llava: Path) -> None:
+    async with tower(llava) as made:
+        wrong = [made.encode(medium(1, size=30), context()) for _ in range(2)]
+        errors = await asyncio.gather(*wrong, return_exceptions=True)
+        assert all(isinstance(error, InvalidArgument) for error in errors)
+        odd = PreparedMedium("image", b"odd", "", {"pixels": np.zeros(1)})
+        with pytest.raises(InvalidArgument, match="'pixels'"):
+            await made.encode(odd, context())
+        waiting = asyncio.create_task(made.encode(medium(1), context()))
+        await asyncio.sleep(0)
+        await made.unload()
+        with pytest.raises(Unavailable):
+            await waiting
+
+
+@pytest.mark.parametrize("execution", [THREAD, pytest.param(ISOLATED, marks=pytest.mark.proof)])
+async def test_packed_patches_of_any_size(qwen: Path, execution: str) -> None:
+    def patches(number: int, height: int, width: int) -> PreparedMedium:
+        pixels = np.random.default_rng(number).standard_normal((height * width, 1536)).astype(np.float32)
+        inputs = {"pixel_values": pixels, "image_grid_thw": np.array([[1, height, width]])}
+        return PreparedMedium("image", bytes([number]), "", inputs, (1, height // 2, width // 2))
+
+    media = [patches(1, 4, 6), patches(2, 2, 2), patches(3, 4, 6)]
+    async with tower(qwen, images=100, execution=execution) as made:
+        encoded = await asyncio.gather(*(made.encode(image, context()) for image in media))
+        assert [image.length for image in encoded] == [6, 1, 6]
+        assert [len(image.deepstack) for image in encoded] == [2 * 6 * 256, 2 * 256, 2 * 6 * 256]
+    async with tower(qwen, images=0) as made:
+        assert [await made.encode(image, context()) for image in media] == encoded

@@ -1,0 +1,67 @@
+"""Towers: their rows are those of transformers, whatever other images are computed beside them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from charonia.classic_backends.vision.vision_files import read_vision_files
+from charonia.classic_backends.vision.vision_modules import VisionTower
+from charonia.core.errors import InvalidArgument, Unsupported
+from charonia.core.runtime import Arrays
+from charonia.media.processor import ImageProcessor
+from tests.checkpoints import write_checkpoint
+from tests.seeing_models import MODELS, picture, write_seeing
+
+SIZES = ((90, 50), (60, 120), (90, 50))
+
+
+@torch.inference_mode()
+def reference(directory: Path, media: list[Arrays]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Rows and deepstack of each image by the whole model."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    outputs = []
+    for inputs in media:
+        made = model.model.get_image_features(
+            **{name: torch.tensor(array) for name, array in inputs.items()}, return_dict=True
+        )
+        rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in made.pooler_output])
+        outputs.append((rows, [torch.cat(list(layer)) for layer in getattr(made, "deepstack_features", None) or ()]))
+    return outputs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    directory = write_seeing(tmp_path, name)
+    processor = ImageProcessor(directory)
+    media = [processor.process(Image.fromarray(picture(*size, seed))).inputs for seed, size in enumerate(SIZES)]
+    files = read_vision_files(directory, "auto")
+    expected = reference(directory, media)
+    alone = VisionTower(files, "cpu", together=False).encode(media)
+    beside = VisionTower(files, "cpu", together=True).encode(media)
+    for (rows, layers), one, other in zip(expected, alone, beside, strict=True):
+        assert torch.equal(one.rows, rows)
+        assert len(one.deepstack) == len(layers)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one.deepstack, layers, strict=True))
+        # Products of more rows may be summed in another order, by the library and the processor.
+        torch.testing.assert_close(other.rows, one.rows, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(other.deepstack, one.deepstack, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_tower_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="images of the family 'llama' are not served"):
+        read_vision_files(write_checkpoint(tmp_path / "text"), "auto")
+    seeing = write_seeing(tmp_path / "llava", "llava")
+    files = read_vision_files(seeing, "bfloat16")
+    assert files.bytes == 2 * sum(weight.numbers for weight in files.weights)
+    lacking = files._replace(weights=files.weights[1:])
+    with pytest.raises(InvalidArgument, match="lacks 1 weights of its tower: model"):
+        VisionTower(lacking, "cpu", together=False)
+    tower = VisionTower(files, "cpu", together=False)
+    with pytest.raises(InvalidArgument, match="no pixel_values"):
+        tower.encode([{"image_sizes": torch.zeros(1, 2).numpy()}])
+    with pytest.raises(InvalidArgument, match=r"the tower refuses the image's pixel_values \[1, 3, 30, 30\]"):
+        tower.encode([{"pixel_values": torch.zeros(1, 3, 30, 30).numpy()}])

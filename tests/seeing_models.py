@@ -1,0 +1,180 @@
+"""Tiny checkpoints of models that see: random weights that fit the processors of `image_processors.py`."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from charonia.bench.checkpoint import write_random
+from charonia.tokenization.tokenizer_json import read_tokenizer
+from tests.checkpoints import CONFIGS, LLAMA
+from tests.image_processors import write_processor
+
+VOCAB = 448
+_TEXT = LLAMA | {"vocab_size": VOCAB, "max_position_embeddings": 512}
+_EYE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
+_CLIP = _EYE | {"model_type": "clip_vision_model", "image_size": 28}
+_QWEN_EYE = {"depth": 3, "num_heads": 2, "patch_size": 14, "out_hidden_size": 64, "intermediate_size": 64}
+
+
+class SeeingModel(NamedTuple):
+    """A checkpoint as its files have it."""
+
+    processor: str
+    """Whose, in `PROCESSORS`."""
+    token: str
+    """The text that the chat template has for an image."""
+    config: dict[str, Any]
+    soft_token: str = ""
+    """The token at whose places the rows stand, where that is another."""
+
+
+def _text(name: str, **others: Any) -> dict[str, Any]:
+    return CONFIGS[name] | {"vocab_size": VOCAB, "max_position_embeddings": 512} | others
+
+
+def _idefics(kind: str) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "text_config": _TEXT | {"pad_token_id": 2},
+        "vision_config": _EYE | {"model_type": f"{kind}_vision", "image_size": 56},
+        "scale_factor": 2,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+
+
+MODELS = {
+    "llava": SeeingModel("llava", "<image>", {"model_type": "llava", "text_config": _TEXT, "vision_config": _CLIP}),
+    "llava-next": SeeingModel(
+        "llava-next",
+        "<image>",
+        {
+            "model_type": "llava_next",
+            "text_config": _TEXT,
+            "vision_config": _CLIP,
+            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        },
+    ),
+    "mistral3": SeeingModel(
+        "pixtral",
+        "[IMG]",
+        {
+            "model_type": "mistral3",
+            "text_config": _text("mistral", sliding_window=None),
+            "vision_config": _EYE | {"model_type": "pixtral", "image_size": 84, "head_dim": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "idefics3": SeeingModel("idefics3", "<image>", _idefics("idefics3")),
+    "smolvlm": SeeingModel("smolvlm", "<image>", _idefics("smolvlm")),
+    "internvl": SeeingModel(
+        "internvl",
+        "<IMG_CONTEXT>",
+        {
+            "model_type": "internvl",
+            "text_config": _text("qwen2"),
+            "vision_config": _EYE
+            | {"model_type": "internvl_vision", "image_size": [56, 56], "patch_size": [14, 14]},
+            "image_seq_length": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2-vl": SeeingModel(
+        "qwen2-vl",
+        "<|image_pad|>",
+        {
+            "model_type": "qwen2_vl",
+            "text_config": _text("qwen2.5-vl-text", model_type="qwen2_vl_text"),
+            "vision_config": {"depth": 3, "num_heads": 2, "patch_size": 14, "embed_dim": 32, "hidden_size": 64},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2.5-vl": SeeingModel(
+        "qwen2.5-vl",
+        "<|image_pad|>",
+        {
+            "model_type": "qwen2_5_vl",
+            "text_config": _text("qwen2.5-vl-text"),
+            "vision_config": _QWEN_EYE | {"hidden_size": 32, "window_size": 56, "fullatt_block_indexes": [1]},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3-vl": SeeingModel(
+        "qwen3-vl",
+        "<|image_pad|>",
+        {
+            "model_type": "qwen3_vl",
+            "text_config": _text("qwen3-vl-text"),
+            "vision_config": _QWEN_EYE
+            | {"patch_size": 16, "hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3.5": SeeingModel(
+        "qwen3-vl",
+        "<|image_pad|>",
+        {
+            "model_type": "qwen3_5",
+            "text_config": _text("qwen3.5"),
+            "vision_config": _QWEN_EYE
+            | {"model_type": "qwen3_5_vision", "patch_size": 16, "hidden_size": 32, "num_position_embeddings": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": SeeingModel(
+        "gemma3",
+        "<start_of_image>",
+        {
+            "model_type": "gemma3",
+            "text_config": _text("gemma3"),
+            "vision_config": _EYE | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 7},
+            "mm_tokens_per_image": 4,
+        },
+        "<image_soft_token>",
+    ),
+    "gemma4": SeeingModel(
+        "gemma4",
+        "<|image|>",
+        {
+            "model_type": "gemma4",
+            "text_config": _text("gemma4", vocab_size_per_layer_input=VOCAB),
+            "vision_config": _EYE | {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16},
+            "audio_config": None,
+            "tie_word_embeddings": True,
+        },
+    ),
+}  # fmt: skip
+
+_TEMPLATE = (
+    "{% for message in messages %}<|MESSAGE|>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_seeing(directory: Path, name: str, *, seed: int = 0) -> Path:
+    """A whole checkpoint in `directory`: weights, processor, tokenizer, chat template."""
+    model = MODELS[name]
+    write_processor(directory, model.processor)
+    (directory / "config.json").unlink()
+    tokenizer, _ = read_tokenizer(directory)
+    config = {
+        **model.config,
+        "dtype": "float32",
+        "image_token_id": tokenizer.token_to_id(model.soft_token or model.token),
+    }
+    if model.soft_token:
+        config["boi_token_index"] = tokenizer.token_to_id(model.token)
+    write_random(directory, config, seed=seed)
+    template = _TEMPLATE.replace("MESSAGE", "{{ message['role'] }}").replace("IMAGE", model.token)
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def picture(width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
+    """An image [height, width, 3] of blocks, one for each seed."""
+    blocks = np.random.default_rng(seed).integers(0, 256, (-(-height // 8), -(-width // 8), 3), np.uint8)
+    return np.kron(blocks, np.ones((8, 8, 1), np.uint8))[:height, :width]
