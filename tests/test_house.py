@@ -106,7 +106,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_760,
-    "api": 9_235,
+    "api": 9_400,
     "http_workers": 2_500,
     "extras/trtllm": 1_950,
     "extras/batches": 1_400,

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ...core.structured_outputs import json_text
+from ..openai.image_parts import UNSEEN, UNSEEN_WARNING
 from ..openai.json_body import convert_fields, field_error, reject_unsupported, shortened
 from ..openai.known_fields import Shape, ShapeByType, shape_of
 
@@ -19,9 +20,6 @@ JsonObject: TypeAlias = dict[str, Any]
 _BILLING = "x-anthropic-billing-header:"
 """The beginning of a system block that Claude Code changes with every request. It is not for the model, and would part
 every prompt from the prefix cache."""
-
-_UNSEEN = "[{}: it is here, but this model reads text alone and cannot see it]"
-"""Stands where something was that is no text: an agent goes on, and its model knows why."""
 
 _FAILED = "Error: "
 """Stands before the result of a call that has failed: chat templates have no other word for it."""
@@ -147,14 +145,20 @@ class _Turn:
 
     def __init__(self, role: str, answers: str = "") -> None:
         self.role = role
-        self.texts: list[str] = []
+        self.parts: list[str | JsonObject] = []
+        """Texts, and images in the form of a chat's parts."""
         self.thoughts: list[str] = []
         self.calls: list[JsonObject] = []
         self.answers = answers
 
     def message(self) -> JsonObject:
         """The message of a chat, without what it has not."""
-        made = {"role": self.role, "content": "\n".join(filter(None, self.texts)), "tool_calls": self.calls}
+        parts = [part for part in self.parts if part]
+        texts = [part for part in parts if isinstance(part, str)]
+        content: str | list[JsonObject] = "\n".join(texts)
+        if len(texts) < len(parts):
+            content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        made = {"role": self.role, "content": content, "tool_calls": self.calls}
         made |= {"reasoning": "\n".join(self.thoughts), "tool_call_id": self.answers}
         return {name: value for name, value in made.items() if value or name == "content"}
 
@@ -185,7 +189,7 @@ class ChatTurns:
         texts = [system] if isinstance(system, str) else [block.text for block in _text_blocks(system, "system")]
         said = [text for text in texts if text and not text.startswith(_BILLING)]
         if said:
-            self._turn("system", "system").texts += said
+            self._turn("system", "system").parts += said
 
     def add_turn(self, members: Mapping[str, Any], where: str) -> None:
         """Add one of the body's messages, which lies at `where`. Raises `InvalidArgument` for one that cannot be read;
@@ -197,7 +201,7 @@ class ChatTurns:
         if not isinstance(content, str | list):
             raise field_error(f"{where}.content", "must be a string or a list of content blocks")
         if isinstance(content, str):
-            self._turn(role, where).texts.append(content)
+            self._turn(role, where).parts.append(content)
             return
         for index, part in enumerate(content):
             place = f"{where}.content[{index}]"
@@ -210,7 +214,7 @@ class ChatTurns:
             return False
         if last.calls:
             raise field_error(origin, ": there is no tool_result after its tool_use")
-        if not any(map(str.strip, last.texts)):
+        if not any(part.strip() for part in last.parts if isinstance(part, str)):
             raise field_error(f"{origin}.content", ": there is no text for the answer to go on with")
         return True
 
@@ -218,7 +222,7 @@ class ChatTurns:
         """`where` and `place`: the paths of the turn and of the block."""
         match block:
             case TextBlock():
-                self._turn(role, where).texts.append(block.text)
+                self._turn(role, where).parts.append(block.text)
             case ThinkingBlock():
                 self._turn(role, where).thoughts.append(block.thinking)
             case RedactedThinkingBlock():
@@ -226,7 +230,8 @@ class ChatTurns:
             case ForeignBlock():
                 self._note(f"{block.type} is of Anthropic's own tools, and is left out", place)
             case ImageBlock() | DocumentBlock() | SearchResultBlock():
-                self._turn(role, where).texts.append(self._shown_text(block, place))
+                self._turn(role, where)
+                self._add_part(self._shown_part(block, place), place)
             case ToolUseBlock():
                 self._add_call(block, where, place)
             case ToolResultBlock():
@@ -246,18 +251,48 @@ class ChatTurns:
             raise field_error(
                 field, f": no message of the assistant before it has a tool_use {shortened(block.tool_use_id)}"
             )
+        self._add(_Turn("tool", block.tool_use_id), place)
         content = block.content or ""
-        if isinstance(content, list):
-            content = self._texts(content, _RESULTS, f"{place}.content")
-        turn = _Turn("tool", block.tool_use_id)
-        turn.texts.append(_FAILED + content if block.is_error else content)
-        self._add(turn, place)
+        if isinstance(content, str):
+            self._turns[-1].parts.append(_FAILED + content if block.is_error else content)
+            return
+        blocks = self._blocks(content, _RESULTS, f"{place}.content")
+        if not any(isinstance(inner, ImageBlock) for inner, _ in blocks):
+            text = "\n".join(self._shown_text(inner, path) for inner, path in blocks)
+            self._turns[-1].parts.append(_FAILED + text if block.is_error else text)
+            return
+        if block.is_error:
+            self._turns[-1].parts.append(_FAILED.rstrip())
+        for inner, path in blocks:
+            self._add_part(self._shown_part(inner, path), path)
+
+    def _add_part(self, part: str | JsonObject, place: str) -> None:
+        """Add to the last turn what the block at `place` is."""
+        parts = self._turns[-1].parts
+        if not isinstance(part, str):
+            path = f"messages[{len(self._turns) - 1}].content[{sum(map(bool, parts))}]"
+            self.origins |= {path: place, f"{path}.image_url": f"{place}.source"}
+        parts.append(part)
+
+    def _blocks(self, parts: list[Any], kinds: BlockKinds, where: str) -> list[tuple[_ContentBlock, str]]:
+        """Blocks, each with its path."""
+        places = [f"{where}[{index}]" for index in range(len(parts))]
+        return [(_block(part, kinds, place), place) for part, place in zip(parts, places, strict=True)]
 
     def _texts(self, parts: list[Any], kinds: BlockKinds, where: str) -> str:
         """The text of blocks, a line each at least."""
-        places = [f"{where}[{index}]" for index in range(len(parts))]
-        blocks = [_block(part, kinds, place) for part, place in zip(parts, places, strict=True)]
-        return "\n".join(self._shown_text(block, place) for block, place in zip(blocks, places, strict=True))
+        return "\n".join(self._shown_text(block, place) for block, place in self._blocks(parts, kinds, where))
+
+    def _shown_part(self, block: _ContentBlock, place: str) -> str | JsonObject:
+        """An image as a chat's part, if its source is in the request or has a URL; else what `_shown_text` makes of the
+        block."""
+        source = block.source if isinstance(block, ImageBlock) else {}
+        kind, media, data, url = (source.get(name) for name in ("type", "media_type", "data", "url"))
+        if kind == "base64" and isinstance(media, str) and isinstance(data, str):
+            return {"type": "image_url", "image_url": f"data:{media};base64,{data}"}
+        if kind == "url" and isinstance(url, str):
+            return {"type": "image_url", "image_url": url}
+        return self._shown_text(block, place)
 
     def _shown_text(self, block: _ContentBlock, place: str) -> str:
         """The text of a block or, where there is none in it, one that says what a model without eyes misses."""
@@ -291,8 +326,8 @@ class ChatTurns:
 
     def _unseen(self, what: str, source: Mapping[str, Any], place: str) -> str:
         media = source.get("media_type")
-        self._note(f"this model reads text alone; the text says that there was one: {what}", place)
-        return _UNSEEN.format(f"{what}, {media}" if isinstance(media, str) and len(media) <= 100 else what)
+        self._note(UNSEEN_WARNING.format(what), place)
+        return UNSEEN.format(f"{what}, {media}" if isinstance(media, str) and len(media) <= 100 else what)
 
     def _note(self, warning: str, place: str) -> None:
         """Warn once of what was left out, at its first place."""

@@ -5,8 +5,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from ...core.media import MediaSource
 from ...core.request import ChatMessage, Conversation, Tool, ToolCall
 from .custom_tools import custom_arguments
+from .image_parts import IMAGE_PART_SHAPE, IMAGE_PARTS, read_image
 from .json_body import NoOpValues, convert_fields, field_error, reject_unsupported, shortened
 from .known_fields import Shape, ShapeByType, shape_of
 from .schemas import ChatBody, TokenizeBody
@@ -74,7 +76,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FIELDS = frozenset(_Message.__struct_fields__)
-_PARTS = ShapeByType({"text": shape_of(_TextPart), "refusal": shape_of(_RefusalPart)}, default="text")
+_TEXT_SHAPES = {"text": shape_of(_TextPart), "refusal": shape_of(_RefusalPart)}
+_PARTS = ShapeByType(_TEXT_SHAPES | dict.fromkeys(IMAGE_PARTS, IMAGE_PART_SHAPE), default="text")
 MESSAGE_SHAPE = Shape(
     frozenset((*_FIELDS, *MESSAGE_NO_OP_VALUES)),
     {
@@ -129,10 +132,36 @@ def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
     calls = tuple(_tool_call(call, f"{where}.tool_calls[{index}]") for index, call in listed)
     reasoning = _reasoning(where, message)
     content = message.refusal if message.content is None else message.content
-    content = "" if content is None and (calls or reasoning) else content_text(where, content)
+    media: tuple[MediaSource, ...] = ()
+    if _has_images(content):
+        content, media = _text_and_images(where, content)
+    else:
+        content = "" if content is None and (calls or reasoning) else content_text(where, content)
     # Templates know "system"; "developer" is OpenAI's newer word for it.
     role = "system" if role == "developer" else role
-    return ChatMessage(role, content, message.name or "", reasoning, calls, message.tool_call_id or "")
+    return ChatMessage(role, content, message.name or "", reasoning, calls, message.tool_call_id or "", media)
+
+
+def _has_images(content: Any) -> bool:
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in content
+    )
+
+
+def _text_and_images(where: str, parts: list[Any]) -> tuple[str, tuple[MediaSource, ...]]:
+    """The text of content parts, and the images between them; a text that follows another is a line of its own."""
+    text = ""
+    media: list[MediaSource] = []
+    after_text = False
+    for index, part in enumerate(parts):
+        place = f"{where}.content[{index}]"
+        if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+            media.append(read_image(place, part, len(text)))
+            after_text = False
+        else:
+            text += ("\n" if after_text else "") + _part_text(place, part)
+            after_text = True
+    return text, tuple(media)
 
 
 def content_text(where: str, content: Any, between: str = "\n") -> str:

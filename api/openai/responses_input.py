@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from ...core.errors import InvalidArgument
 from ...core.structured_outputs import json_text
 from ..http.error_responses import ApiError
+from .image_parts import UNSEEN, UNSEEN_WARNING
 from .json_body import NoOpValues, field_error, reject_unsupported, shortened
 from .known_fields import Shape, ShapeByType
 
@@ -58,10 +59,12 @@ _TEXT_PARTS = {
 }
 """By the type of a content part that is text: the field that has it."""
 _UNSEEN_PARTS = {"input_image": "image", "image_url": "image", "input_file": "file", "input_audio": "audio"}
-"""Parts that a model without eyes and ears is told of: an error would end the session of an agent."""
-_UNSEEN = "[{}: it is here, but this model reads text alone and cannot see it]"
+"""Parts that a model is told of where it cannot see or hear them: an error would end the session of an agent."""
 
-_PARTS = ShapeByType({kind: Shape(_PART_FIELDS) for kind in _TEXT_PARTS}, default="text")
+_IMAGE_FIELDS = frozenset(("type", "image_url", "detail", "file_id", "prompt_cache_breakpoint"))
+_PARTS = ShapeByType(
+    {kind: Shape(_PART_FIELDS) for kind in _TEXT_PARTS} | {"input_image": Shape(_IMAGE_FIELDS)}, default="text"
+)
 ITEM_SHAPE = ShapeByType(
     {
         kind: Shape(
@@ -91,6 +94,8 @@ class InputMessages:
         self.messages: list[JsonObject] = []
         self.origins: list[str] = []
         """By the place of a message in `messages`, the path of what it was made of."""
+        self.content_fields: list[str] = []
+        """By the place of a message in `messages`, the field of what it was made of that has its content."""
         self._opening: list[tuple[str, str]] = []
         self._calls: set[str] = set()
         self._aliases: dict[str, str] = {}
@@ -114,6 +119,7 @@ class InputMessages:
             texts = "\n\n".join(text for text, _ in self._opening)
             self.messages.insert(0, {"role": "system", "content": texts})
             self.origins.insert(0, self._opening[0][1])
+            self.content_fields.insert(0, "content")
 
     def add_item(self, members: Mapping[str, Any], where: str) -> None:
         """Raises `InvalidArgument` for an item that cannot be read; `field` is its path, which begins with `where`."""
@@ -140,15 +146,17 @@ class InputMessages:
         }[kind](members, where)
 
     def _add_message(self, members: Mapping[str, Any], where: str) -> None:
-        role, text = members.get("role"), self._text(members.get("content"), f"{where}.content")
+        role = members.get("role")
         if role not in _ROLES:
             raise field_error(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+        if role == "user":
+            self._add(where, {"role": "user", "content": self._content(members.get("content"), f"{where}.content")})
+            return
+        text = self._text(members.get("content"), f"{where}.content")
         if role in ("system", "developer"):
             self.add_instructions(text, where)
-        elif role == "assistant":
-            self._turn(where, new_after=("content", "tool_calls"))["content"] = text
         else:
-            self._add(where, {"role": "user", "content": text})
+            self._turn(where, new_after=("content", "tool_calls"))["content"] = text
 
     def _add_call(self, members: Mapping[str, Any], where: str) -> None:
         call_id, name, arguments = (_string(members, key, where) for key in ("call_id", "name", "arguments"))
@@ -176,13 +184,13 @@ class InputMessages:
 
     def _add_output(self, members: Mapping[str, Any], where: str) -> None:
         named = "call_id" if "call_id" in members or members.get("type") != "local_shell_call_output" else "id"
-        call_id, text = _string(members, named, where), self._text(members.get("output"), f"{where}.output")
+        call_id, content = _string(members, named, where), self._content(members.get("output"), f"{where}.output")
         call_id = self._aliases.get(call_id, call_id)
         if call_id not in self._calls:
             raise field_error(
                 f"{where}.{named}", f": there is no call {shortened(call_id)} before it, and {_KEEPS_NO_STATE}"
             )
-        self._add(where, {"role": "tool", "tool_call_id": call_id, "content": text})
+        self._add(where, {"role": "tool", "tool_call_id": call_id, "content": content}, "output")
 
     def _add_reasoning(self, members: Mapping[str, Any], where: str) -> None:
         text = self._text(members.get("content") or [], f"{where}.content")
@@ -191,6 +199,19 @@ class InputMessages:
             self._turn(where, new_after=("reasoning", "content", "tool_calls"))["reasoning"] = text
         elif members.get("encrypted_content"):
             self._warnings.setdefault("encrypted reasoning cannot be read here, and is left out", where)
+
+    def _content(self, content: Any, where: str) -> str | list[JsonObject]:
+        """A text or, if there are images in it, the parts of a chat's message, one for each of the content's."""
+        parts = content if isinstance(content, list) else []
+        if not any(map(_is_image, parts)):
+            return self._text(content, where)
+        return [self._chat_part(part, f"{where}[{index}]") for index, part in enumerate(parts)]
+
+    def _chat_part(self, part: Any, where: str) -> JsonObject:
+        if not _is_image(part):
+            return {"type": "text", "text": self._part_text(part, where)}
+        reject_unsupported(part, _IMAGE_FIELDS, {}, f"{where}.")
+        return {"type": "image_url", "image_url": part["image_url"], "detail": part.get("detail")}
 
     def _text(self, content: Any, where: str) -> str:
         """A text, or the texts of content parts, each from a line of its own on, as in a chat."""
@@ -205,8 +226,8 @@ class InputMessages:
         kind = members.get("type", "text")
         if isinstance(kind, str) and kind in _UNSEEN_PARTS:
             what = _UNSEEN_PARTS[kind]
-            self._warnings.setdefault(f"this model reads text alone; the text says that there was one: {what}", where)
-            return _UNSEEN.format(what)
+            self._warnings.setdefault(UNSEEN_WARNING.format(what), where)
+            return UNSEEN.format(what)
         if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
             raise field_error(f"{where}.type", f": {shortened(kind)} is not supported: this server reads text alone")
         reject_unsupported(members, _PART_FIELDS, {}, f"{where}.")
@@ -220,9 +241,15 @@ class InputMessages:
             self._add(where, last)
         return last
 
-    def _add(self, origin: str, message: JsonObject) -> None:
+    def _add(self, origin: str, message: JsonObject, content_field: str = "content") -> None:
         self.messages.append(message)
         self.origins.append(origin)
+        self.content_fields.append(content_field)
+
+
+def _is_image(part: Any) -> bool:
+    """Whether a part is an image that is there, and no file of OpenAI's."""
+    return isinstance(part, dict) and part.get("type") == "input_image" and part.get("image_url") is not None
 
 
 _listed = ", ".join(_ITEM_FIELDS)

@@ -234,6 +234,10 @@ def _field_names(messages: InputMessages, tools: ToolList) -> dict[str, str]:
     return {
         "messages": "input",
         **{f"messages[{index}]": origin for index, origin in enumerate(messages.origins)},
+        **{
+            f"messages[{index}].content": f"{origin}.{field}"
+            for index, (origin, field) in enumerate(zip(messages.origins, messages.content_fields, strict=True))
+        },
         **tools.field_names,
         "response_format.json_schema": "text.format",
         "response_format": "text.format",

@@ -22,6 +22,7 @@ from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
+from .image_parts import refuse_unseen
 from .json_body import BodyFormat, JsonBody, model_field, read_members
 from .known_fields import Shape
 from .model_list import max_model_len, only_model
@@ -79,6 +80,7 @@ class OpenAIRoutes:
             context.warn(warning)
         with model_field():
             model = await self._acquire(request, parsed.response.model)
+        refuse_unseen(first.prompt, model.config)
         # Whatever name it was asked by, an answer has the model's own, or its adapter's.
         response = msgspec.structs.replace(parsed.response, model=model.name)
         writer = OpenAIResponseWriter(api_format, response, self._fingerprint(model.config))
@@ -101,8 +103,10 @@ class OpenAIRoutes:
     async def tokenize(self, request: Request) -> Response:
         body = await TOKENIZE_FORMAT.read(request, self._info.max_input_size)
         model = await self._acquire(request, body.model)
+        tokenized = tokenize_request(body)
+        refuse_unseen(tokenized.prompt, model.config)
         async with CancelOnDisconnect(request.receive):
-            ids, strings = await model.tokenize(tokenize_request(body))
+            ids, strings = await model.tokenize(tokenized)
         length = max_model_len(model.config)
         return json_response({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 

@@ -15,6 +15,7 @@ from ...core.gateway import ModelHandle, ModelLookup, ResponseStream
 from ...core.request import GenerateChunk, TokenizeRequest
 from ..http.connection import CancelOnDisconnect
 from ..http.request_context import context_of
+from .image_parts import describe_unseen
 from .json_body import model_field
 from .request_parsing import ParsedCompletion, parse_chat
 from .tensor_models import generate_from_tensors, read_tensor_request
@@ -29,13 +30,24 @@ class FieldNames:
     def rename(self, error: CharoniaError) -> None:
         """Let an error name the field that the client sent."""
         path = error.field or ""
-        # The longest first: what is in a field may come from another place than the rest of it.
+        name, own_name = self._longest(path)
+        if name:
+            error.field = own_name + path.removeprefix(name)
+            error.message = error.message.replace(path, error.field).replace(name, own_name, 1)
+            error.args = (error.message,)
+
+    def renamed(self, path: str) -> str:
+        """The path of a field that the client sent."""
+        name, own_name = self._longest(path)
+        return own_name + path.removeprefix(name)
+
+    def _longest(self, path: str) -> tuple[str, str]:
+        """The longest known beginning of a path, and its name: what is in a field may come from another place than the
+        rest of it. Both are empty if there is none."""
         for name, own_name in sorted(self._names().items(), key=lambda pair: -len(pair[0])):
             if path == name or path.startswith((f"{name}.", f"{name}[")):
-                error.field = own_name + path.removeprefix(name)
-                error.message = error.message.replace(path, error.field).replace(name, own_name, 1)
-                error.args = (error.message,)
-                return
+                return name, own_name
+        return "", ""
 
 
 class TranslatedChat(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +79,15 @@ async def acquire_for(parsed: TranslatedChat, lookup: ModelLookup, request: Requ
 
 async def count_prompt_tokens(parsed: TranslatedChat, model: ModelHandle, request: Request) -> int:
     """The tokens of the prompt of a body."""
+    prompt, unseen = describe_unseen(parsed.chat.requests[0].prompt, model.config)
+    for field, warning in unseen:
+        context_of(request.scope).warn(f"{parsed.names.renamed(field)}: {warning}")
     async with CancelOnDisconnect(request.receive):
-        tokenized = await model.tokenize(TokenizeRequest(prompt=parsed.chat.requests[0].prompt))
+        try:
+            tokenized = await model.tokenize(TokenizeRequest(prompt=prompt))
+        except CharoniaError as error:
+            parsed.names.rename(error)
+            raise
         return len(tokenized.ids)
 
 
@@ -81,15 +100,21 @@ def answer_chat(
     """
     context, names = context_of(request.scope), parsed.names
     chunks: ResponseStream[GenerateChunk]
+    chat = parsed.chat
+    prompt, unseen = describe_unseen(chat.requests[0].prompt, model.config)
+    if unseen:
+        chat = msgspec.structs.replace(chat, requests=(msgspec.structs.replace(chat.requests[0], prompt=prompt),))
     if model.config.openai_api:
         try:
-            tensors = read_tensor_request(model.config, "chat", parsed.chat)
+            tensors = read_tensor_request(model.config, "chat", chat)
         except CharoniaError as error:
             names.rename(error)
             raise
         chunks = generate_from_tensors(model, tensors, context, limit)
     else:
-        chunks = model.generate(parsed.chat.requests[0])
+        chunks = model.generate(chat.requests[0])
+    for field, warning in unseen:
+        context.warn(f"{names.renamed(field)}: {warning}")
     for warning in parsed.warnings:
         context.warn(warning)
     return DirectStream(partial(_rename_errors, chunks, names))

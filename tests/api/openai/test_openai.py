@@ -622,7 +622,7 @@ async def test_refused_by_name(
         (
             CHAT,
             HI | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].image_url.url",
         ),
         (
             CHAT,

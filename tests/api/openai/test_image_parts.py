@@ -1,0 +1,175 @@
+"""Images in the bodies of chats, of /v1/responses and of /v1/messages: what a model that sees gets of them, and what is
+said to one that reads text alone."""
+
+import base64
+from typing import Any
+
+import httpx
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.core.media import MediaSource
+from charonia.core.request import ChatMessage
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+DATA = base64.b64encode(b"a picture").decode()
+URL = f"data:image/png;base64,{DATA}"
+LOOK = {"type": "text", "text": "look"}
+CALL = {"type": "function", "id": "c", "function": {"name": "view", "arguments": "{}"}}
+
+
+def image(field: str, offset: int = 0, url: str = URL, uuid: str = "") -> MediaSource:
+    return MediaSource("image", url=url, uuid=uuid, field=field, offset=offset)
+
+
+def message(gateway: Any, index: int = -1) -> ChatMessage:
+    found = gateway.asked[-1].prompt.messages[index]
+    assert isinstance(found, ChatMessage)
+    return found
+
+
+async def ask(client: httpx.AsyncClient, path: str, messages: list[Any], model: str = "seeing") -> httpx.Response:
+    body = {"input": messages} if path == RESPONSES else {"messages": messages}
+    return await client.post(path, json=body | {"model": model} | ({"max_tokens": 5} if path == MESSAGES else {}))
+
+
+PART = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
+
+
+@pytest.mark.parametrize(
+    ("part", "wanted"),
+    [
+        (PART, image("messages[0].content[1].image_url", 4)),
+        ({"type": "image_url", "image_url": "https://x/y.png"},
+         image("messages[0].content[1].image_url", 4, "https://x/y.png")),
+        (PART | {"uuid": "u"}, image("messages[0].content[1].image_url", 4, uuid="u")),
+        ({"type": "image_url", "image_url": None, "uuid": "u"},
+         image("messages[0].content[1].image_url", 4, "", "u")),
+        ({"type": "input_image", "image_url": URL, "detail": "auto"}, image("messages[0].content[1].image_url", 4)),
+    ],
+)  # fmt: skip
+async def test_a_chat_has_images_between_its_texts(
+    client: httpx.AsyncClient, gateway: Any, part: Any, wanted: MediaSource
+) -> None:
+    answer = await ask(client, CHAT, [{"role": "user", "content": [LOOK, part, LOOK, LOOK]}])
+    assert answer.status_code == 200
+    assert "x-charonia-warning" not in answer.headers
+    assert message(gateway) == ChatMessage("user", "looklook\nlook", media=(wanted,))
+
+
+async def test_a_tool_of_a_chat_shows_an_image(client: httpx.AsyncClient, gateway: Any) -> None:
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": [PART, PART]},
+    ]
+    assert (await ask(client, CHAT, turns)).status_code == 200
+    places = [f"messages[2].content[{index}].image_url" for index in range(2)]
+    assert message(gateway).media == tuple(image(place) for place in places)
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"type": "image_url"}, "messages[0].content[0].image_url"),
+        ({"type": "image_url", "image_url": ""}, "messages[0].content[0].image_url"),
+        ({"type": "image_url", "image_url": {"url": 5}}, "messages[0].content[0].image_url.url"),
+        ({"type": "image_url", "image_url": URL, "uuid": 5}, "messages[0].content[0].uuid"),
+        ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].type"),
+        ({"type": "video_url", "video_url": {"url": URL}}, "messages[0].content[0].type"),
+    ],
+)
+async def test_a_part_that_is_no_image_is_refused(client: httpx.AsyncClient, part: Any, field: str) -> None:
+    answer = await ask(client, CHAT, [{"role": "user", "content": [part]}])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+async def test_a_chat_of_a_model_that_does_not_see_is_refused(client: httpx.AsyncClient) -> None:
+    for path, messages in ((CHAT, [{"role": "user", "content": [LOOK, PART]}]),
+                           ("/tokenize", [{"role": "user", "content": [LOOK, PART]}])):  # fmt: skip
+        answer = await ask(client, path, messages, "llm")
+        place = "messages[0].content[1].image_url"
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, place)
+        assert error["message"] == f"{place}: model 'llm' takes no image: it reads text alone"
+
+
+async def test_inputs_of_responses(client: httpx.AsyncClient, gateway: Any) -> None:
+    picture = {"type": "input_image", "image_url": URL, "detail": "auto"}
+    given = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "input_text", "text": "look"}, picture]},
+        {"type": "function_call", "call_id": "c", "name": "view", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [picture, {"type": "input_text", "text": "so"}]},
+    ]
+    answer = await ask(client, RESPONSES, given)
+    assert answer.status_code == 200
+    assert "x-charonia-warning" not in answer.headers
+    assert message(gateway, 1) == ChatMessage("user", "look", media=(image("messages[1].content[1].image_url", 4),))
+    assert message(gateway) == ChatMessage(
+        "tool", "so", tool_call_id="c", media=(image("messages[3].content[0].image_url"),)
+    )
+
+
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+
+
+async def test_blocks_of_messages(client: httpx.AsyncClient, gateway: Any) -> None:
+    linked = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [LOOK, BLOCK], "is_error": True}
+    turns = [
+        {"role": "user", "content": [LOOK, BLOCK, LOOK, linked]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "view", "input": {}}]},
+        {"role": "user", "content": [result, LOOK]},
+    ]
+    answer = await ask(client, MESSAGES, turns)
+    assert answer.status_code == 200
+    assert "x-charonia-warning" not in answer.headers
+    first, second = image("messages[0].content[1].image_url", 4), "messages[0].content[3].image_url"
+    assert message(gateway, 0) == ChatMessage("user", "looklook", media=(first, image(second, 8, "https://x/y.png")))
+    shown = image("messages[2].content[2].image_url", len("Error:\nlook"))
+    assert message(gateway, 2) == ChatMessage("tool", "Error:\nlook", tool_call_id="c1", media=(shown,))
+
+
+@pytest.mark.parametrize(
+    ("path", "messages", "inner", "field"),
+    [
+        (CHAT, [{"role": "user", "content": [LOOK, PART]}], "messages[0].content[1].image_url", None),
+        (
+            RESPONSES,
+            [
+                {"role": "system", "content": "x"},
+                {"type": "function_call", "call_id": "c", "name": "view", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c",
+                 "output": [{"type": "input_image", "image_url": URL}]},
+            ],
+            "messages[2].content[0].image_url",
+            "input[2].output[0].image_url",
+        ),
+        (
+            MESSAGES,
+            [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": ""}, BLOCK]}],
+            "messages[0].content[1].image_url",
+            "messages[1].content[1].source",
+        ),
+    ],
+)  # fmt: skip
+async def test_errors_name_the_place_in_the_body(
+    client: httpx.AsyncClient, gateway: Any, path: str, messages: list[Any], inner: str, field: str | None
+) -> None:
+    gateway.error, gateway.texts = InvalidArgument(f"{inner}: the image is broken", field=inner), []
+    answer = await ask(client, path, messages)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"{field or inner}: the image is broken"
+
+
+async def test_an_agent_goes_on_with_a_model_that_does_not_see(client: httpx.AsyncClient, gateway: Any) -> None:
+    unseen = "[image, image/png: it is here, but this model reads text alone and cannot see it]"
+    warning = "this model reads text alone; the text says that there was one: image"
+    await ask(client, RESPONSES, [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}], "llm")
+    assert message(gateway) == ChatMessage("user", unseen)
+    answer = await ask(client, MESSAGES, [{"role": "user", "content": [LOOK, BLOCK, LOOK, BLOCK]}], "llm")
+    assert message(gateway) == ChatMessage("user", f"look\n{unseen}\nlook\n{unseen}")
+    assert answer.headers["x-charonia-warning"] == f"messages[0].content[1]: {warning}"
+    counted = await ask(client, f"{MESSAGES}/count_tokens", [{"role": "user", "content": [BLOCK]}], "llm")
+    assert counted.headers["x-charonia-warning"] == f"messages[0].content[0]: {warning}"
