@@ -22,8 +22,8 @@ def native_library() -> Path | None:
     """The shared object of the C kernels; None where none was built, or the environment forbids it."""
     if os.environ.get(LEVEL_VARIABLE) in ("none", "triton"):
         return None
-    found = (Path(__file__).with_name("cpu") / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)
-    return next((path for path in found if path.exists()), None)
+    paths = (Path(__file__).with_name("cpu") / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)
+    return next((path for path in paths if path.exists()), None)
 
 
 def computes_with_triton(on_gpu: bool) -> bool:

@@ -343,16 +343,16 @@ def read_speculation_config(written: str) -> SpeculationConfig:
     """
     field = "speculative_config"
     try:
-        found = msgspec.json.decode(written, type=dict[str, Any])
-        if found.get("method") == "custom":
-            own = {key: value for key, value in found.items() if key not in _KEYS_OF_CUSTOM}
-            found = {key: value for key, value in found.items() if key not in own}
-            if isinstance(path := found.get("path"), str) and path:
-                found |= {"path": str(Path(path).resolve())}
-            return msgspec.convert(found | {"keys": own}, SpeculationConfig)
-        if stray := next(filter(_NOT_SPECULATED.__contains__, found), None):
+        fields = msgspec.json.decode(written, type=dict[str, Any])
+        if fields.get("method") == "custom":
+            own = {key: value for key, value in fields.items() if key not in _KEYS_OF_CUSTOM}
+            fields = {key: value for key, value in fields.items() if key not in own}
+            if isinstance(path := fields.get("path"), str) and path:
+                fields |= {"path": str(Path(path).resolve())}
+            return msgspec.convert(fields | {"keys": own}, SpeculationConfig)
+        if stray := next(filter(_NOT_SPECULATED.__contains__, fields), None):
             raise InvalidArgument(f"{field}: {stray} is not served: {_NOT_SPECULATED[stray]}", field=field)
-        return msgspec.convert(found, SpeculationConfig)
+        return msgspec.convert(fields, SpeculationConfig)
     except msgspec.ValidationError as error:
         path, reason, *_ = describe_validation_error(error)
         reason = f"must be one of {', '.join(SPECULATION_METHODS)}" if path == "method" else reason

@@ -164,8 +164,8 @@ class StatePool:
         where a snapshot is lost or in two places."""
         assert sorted(reserved) == sorted(self._reserved), "a reservation leaked"
         assert Counter(promises) == self._promises, "a promise of a snapshot leaked"
-        found = [*self._recent.values(), *self._proven.values()]
-        assert sorted([*self._unused, *self._reserved, *found]) == list(range(self.size)), "a snapshot is lost"
+        findable = [*self._recent.values(), *self._proven.values()]
+        assert sorted([*self._unused, *self._reserved, *findable]) == list(range(self.size)), "a snapshot is lost"
         assert not self._recent.keys() & self._proven.keys(), "one hash in two snapshots"
         assert len(self._proven) <= self._most_proven
         assert self._restored_once <= self._recent.keys() | self._proven.keys()

@@ -95,19 +95,19 @@ class StopStrings:
         self._include = include
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self.found: str | None = None
+        self.matched: str | None = None
 
     def __bool__(self) -> bool:
         return bool(self._stops)
 
     def push(self, piece: str) -> str:
-        """The text that may be shown by now; nothing more once a string was `found`."""
-        if self.found is not None or not self._stops:
+        """The text that may be shown by now; nothing more once a string was `matched`."""
+        if self.matched is not None or not self._stops:
             return "" if self._stops else piece
         text = self._held + piece
         matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
-            end, begin, self.found = min(matches)
+            end, begin, self.matched = min(matches)
             self._held = ""
             return text[: end if self._include else begin]
         places = range(max(0, len(text) - self._longest + 1), len(text))

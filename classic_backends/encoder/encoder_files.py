@@ -190,7 +190,7 @@ def _read_answer(config: Mapping[str, Any], transformer: Path) -> AnswerTokens |
     tokens = config.get(_ANSWERS)
     if tokens is None:
         return None
-    if not isinstance(tokens, list) or len(tokens) not in (1, 2) or not all(isinstance(each, str) for each in tokens):
+    if not isinstance(tokens, list) or len(tokens) not in (1, 2) or not all(isinstance(token, str) for token in tokens):
         raise InvalidArgument(f"{transformer / 'config.json'}: {_ANSWERS} must be one or two tokens, got {tokens!r}")
     return AnswerTokens(tokens[-1], tokens[0] if tokens[1:] else None)
 

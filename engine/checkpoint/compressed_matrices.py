@@ -283,8 +283,8 @@ class Mxfp4Matrix(CodedMatrix):
         self._groups = parts.inputs // _MXFP4_GROUP
         wanted = parts.outputs, self._groups, _MXFP4_GROUP // 2
         if parts.shape("blocks") != wanted or parts.shape("scales") != wanted[:2] or parts.inputs % _MXFP4_GROUP:
-            found = f"blocks {list(parts.shape('blocks'))} and scales {list(parts.shape('scales'))}"
-            raise parts.error(f"{found} are not what mxfp4 has for {[parts.outputs, parts.inputs]}")
+            shapes = f"blocks {list(parts.shape('blocks'))} and scales {list(parts.shape('scales'))}"
+            raise parts.error(f"{shapes} are not what mxfp4 has for {[parts.outputs, parts.inputs]}")
         self._wanted = wanted
         parts.view("blocks", wanted, _OCTETS)
         parts.view("scales", wanted[:2], _OCTETS)

@@ -205,7 +205,7 @@ class ConfigFields(NamedTuple):
             return (full,) * len(layers)
         sliding = full._replace(window=self.number("sliding_window"))
         if types and self.defaults.reads_layer_types:
-            return tuple(sliding if each == "sliding_attention" else full for each in types)
+            return tuple(sliding if kind == "sliding_attention" else full for kind in types)
         return tuple(sliding if self.defaults.slides(self.config, layer) else full for layer in layers)
 
     def rope(self, layer_type: str, head_dim: int) -> RopeSpec:

@@ -38,7 +38,7 @@ class StopWords:
         self._longest = max(map(len, words), default=0)
         self._left = start
         self._tail: tuple[int, ...] = ()
-        self.found = False
+        self.matched = False
 
     def __bool__(self) -> bool:
         """Whether there are words."""
@@ -50,8 +50,8 @@ class StopWords:
             self._left -= 1
         elif self._words:
             self._tail = (*self._tail, token)[-self._longest :]
-            self.found = any(self._tail[-len(word) :] == word for word in self._words)
-        return self.found
+            self.matched = any(self._tail[-len(word) :] == word for word in self._words)
+        return self.matched
 
 
 _NO_ENDS = TextEnds()
@@ -164,11 +164,11 @@ class ChunkBuilder:
     @property
     def _stopped(self) -> bool:
         """Whether a stop string or word ended the text."""
-        return self._stops.found is not None or self._words.found
+        return self._stops.matched is not None or self._words.matched
 
     def _stop_reason(self, delta: TokenDelta) -> str | int | None:
         if self._stopped or delta.finish_reason is not FinishReason.STOP:
-            return self._stops.found
+            return self._stops.matched
         last = delta.token_ids[-1] if delta.token_ids else None
         return last if last in self._stop_tokens else None
 
@@ -182,7 +182,7 @@ class ChunkBuilder:
         cut = self._ended_by_token(delta) and not self._includes_stop
         written = delta.token_ids[:-1] if cut else delta.token_ids
         text, taken = self._show_all(written)
-        if self._stops.found is None and (self._words.found or delta.finish_reason is not None):
+        if self._stops.matched is None and (self._words.matched or delta.finish_reason is not None):
             text += self._show(self._text.finish(), taken) + self._stops.finish()
         return text, taken if self._stopped else len(delta.token_ids)
 
@@ -193,7 +193,7 @@ class ChunkBuilder:
         # One by one: which token completed a stop string must not depend on how many came at once.
         for taken, token in enumerate(tokens, start=1):
             shown += self._show(self._text.push((token,)), taken)
-            if self._words.push(token) or self._stops.found is not None:
+            if self._words.push(token) or self._stops.matched is not None:
                 return shown, taken
         return shown, len(tokens)
 

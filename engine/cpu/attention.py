@@ -74,7 +74,7 @@ class LayerCaches:
         groups: Sequence[int],
     ) -> None:
         self.params, self.params_of_layer, self.caches, self.groups = params, params_of_layer, caches, groups
-        columns = ([ctypes.addressof(each) for each in params], params_of_layer, caches, groups)
+        columns = ([ctypes.addressof(struct) for struct in params], params_of_layer, caches, groups)
         self._columns = [np.array(column, np.int64) for column in columns]
         self.c_fields = [len(params), *(column.ctypes.data for column in self._columns)]
         """The number of `params`, and the addresses of the four arrays, valid as long as this object lives."""
@@ -92,7 +92,7 @@ class PlannedAttention:
         self._call.out = self._out.data_ptr()
         self._query_bytes = params.heads * params.head_dim * dtype.itemsize
         self._key_bytes = params.kv_heads * params.head_dim * dtype.itemsize
-        structs = (ctypes.addressof(each) for each in (params, self._step, self._plan, self._call))
+        structs = (ctypes.addressof(struct) for struct in (params, self._step, self._plan, self._call))
         self._addresses = (*structs, self._scratch.data_ptr())
         self._attend = library.bind_function("charonia_attention")
 
@@ -136,7 +136,7 @@ class PlannedAttention:
         self._pieces = np.empty((3, capacity * _PIECE_BYTES), np.uint8)
         at, size = self._pieces.ctypes.data, capacity * _PIECE_BYTES
         self._plan.to_write, self._plan.to_work, self._plan.to_fold = at, at + size, at + 2 * size
-        structs = (ctypes.addressof(each) for each in (self._params, self._step, self._plan))
+        structs = (ctypes.addressof(struct) for struct in (self._params, self._step, self._plan))
         needed = library.bind_function("charonia_attention_plan")(*structs, capacity)
         if needed > capacity:
             self._plan_pieces(needed)

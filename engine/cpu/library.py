@@ -138,15 +138,16 @@ def bind_function(name: str) -> Callable[..., Any]:
 
 @cache
 def _open_library() -> ctypes.CDLL | None:
-    wanted, found = os.environ.get(LEVEL_VARIABLE, LEVELS[-1]), native_library()
-    if found is None:
+    path = native_library()
+    if path is None:
         return None
-    if wanted not in LEVELS:
-        raise ValueError(f"{LEVEL_VARIABLE} must be none, triton or one of {', '.join(LEVELS)}, got {wanted!r}")
-    library = ctypes.CDLL(str(found))
-    _check_sources(library, found)
+    limit = os.environ.get(LEVEL_VARIABLE, LEVELS[-1])
+    if limit not in LEVELS:
+        raise ValueError(f"{LEVEL_VARIABLE} must be none, triton or one of {', '.join(LEVELS)}, got {limit!r}")
+    library = ctypes.CDLL(str(path))
+    _check_sources(library, path)
     _check_sampling_layout(library)
-    library.charonia_limit(LEVELS.index(wanted))
+    library.charonia_limit(LEVELS.index(limit))
     return library
 
 

@@ -37,7 +37,7 @@ class CAdapterTable:
 
     def __init__(self, parts: Sequence[Sequence[LoraPart]]) -> None:
         self._structs = [(_PartStruct * len(product))(*map(_part_struct, product)) for product in parts]
-        pairs = (_MatricesStruct(ctypes.addressof(each), len(each)) for each in self._structs)
+        pairs = (_MatricesStruct(ctypes.addressof(matrices), len(matrices)) for matrices in self._structs)
         self._matrices = (_MatricesStruct * len(parts))(*pairs)
         self.address = ctypes.addressof(self._matrices)
 

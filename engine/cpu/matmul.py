@@ -103,8 +103,8 @@ class PackedMatmul(MatrixProduct):
         self.arrays = packed
         self._lines, self._scales, self._offsets = map(packed.get, ("lines", "scales", "offsets"))
         self._bias = padded_bias(bias, form.outputs)
-        addresses = [address(each) for each in (self._lines, self._scales, self._offsets, self._bias)]
-        kinds = [WEIGHT_CODES[each] for each in (form.kept, form.x, form.out)]
+        addresses = [address(tensor) for tensor in (self._lines, self._scales, self._offsets, self._bias)]
+        kinds = [WEIGHT_CODES[dtype] for dtype in (form.kept, form.x, form.out)]
         super().__init__(MatrixStruct(*addresses, form.outputs, form.inputs, *kinds), form.out)
 
     def pack(self, first: int, rows: Tensor, scales: Tensor | None = None) -> None:
@@ -138,9 +138,9 @@ def check_arrays(packed: Mapping[str, Tensor], wanted: ArraySizes) -> None:
     Raises:
         ValueError: the arrays are of another form.
     """
-    found = {name: (each.dtype, each.numel()) for name, each in packed.items()}
-    if found != wanted:
-        raise ValueError(f"packed arrays are {found}, not {wanted}")
+    sizes = {name: (array.dtype, array.numel()) for name, array in packed.items()}
+    if sizes != wanted:
+        raise ValueError(f"packed arrays are {sizes}, not {wanted}")
 
 
 def address(tensor: Tensor | None) -> int:

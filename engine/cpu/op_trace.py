@@ -156,7 +156,7 @@ def plan_buffers(trace: OpTrace, io: TraceIO) -> dict[SymbolicTensor, int]:
         if read is not None:  # from outside, at the end
             lifetimes[read] = range(lifetimes[read].start, len(trace.ops) + 1)
     offsets: dict[SymbolicTensor, int] = {}
-    for tensor, lifetime in sorted(lifetimes.items(), key=lambda each: each[1].start):
+    for tensor, lifetime in sorted(lifetimes.items(), key=lambda item: item[1].start):
         taken = sorted(
             (offset, offset + _line_bytes(other))
             for other, offset in offsets.items()
@@ -173,7 +173,7 @@ def plan_buffers(trace: OpTrace, io: TraceIO) -> dict[SymbolicTensor, int]:
 
 def buffer_bytes(offsets: Mapping[SymbolicTensor, int], selected: bool) -> int:
     """Bytes that the tensors take for each token, or those of `selected` places for each place."""
-    ends = (offset + _line_bytes(each) for each, offset in offsets.items() if each.selected == selected)
+    ends = (offset + _line_bytes(tensor) for tensor, offset in offsets.items() if tensor.selected == selected)
     return max(ends, default=0)
 
 

@@ -137,7 +137,7 @@ class StepRun:
     @property
     def kept(self) -> list[Tensor]:
         """The tensors [N or S, width] of `TraceIO.kept`."""
-        return [self._tensor(each) for each in self._program.io.kept]
+        return [self._tensor(tensor) for tensor in self._program.io.kept]
 
     @property
     def last_states(self) -> Tensor:
@@ -203,15 +203,16 @@ class DecoderProgram:
         """`rotaries`: by their numbers. `head`: for `StepRun.more_logits`."""
         self.io, self.head, self._rotaries, self.offsets = io, head, rotaries, plan_buffers(trace, io)
         for to, x, delta, out in trace.ops:
-            to.x, to.delta, to.out = (_NO_TENSOR if each is None else self.offsets[each] for each in (x, delta, out))
+            offsets = (_NO_TENSOR if tensor is None else self.offsets[tensor] for tensor in (x, delta, out))
+            to.x, to.delta, to.out = offsets
             to.dtype, to.selected = library.DTYPE_CODES[(x or out).dtype], out.selected
         operations = [op.operation for op in trace.ops]
-        products = [each for each in operations if each.kind in (PRODUCT, EXPERTS, HEADS)]
+        products = [operation for operation in operations if operation.kind in (PRODUCT, EXPERTS, HEADS)]
         for product, following in pairwise(products):
             if product.kind == following.kind == PRODUCT:
                 product.next = following.what  # its weights are fetched while the product ends
         self._operations = (OpStruct * len(operations))(*operations)
-        self._tables = np.array([each.cos_sin.data_ptr() for each in rotaries], np.int64)
+        self._tables = np.array([rotary.cos_sin.data_ptr() for rotary in rotaries], np.int64)
         self.token_bytes, selected_bytes = (buffer_bytes(self.offsets, selected) for selected in (False, True))
         sizes = self.token_bytes, selected_bytes
         self._program = _ProgramStruct(ctypes.addressof(self._operations), *sizes, self._tables.ctypes.data)
@@ -273,9 +274,10 @@ class DecoderProgram:
             self._pending.popleft()  # not before: a caller that is interrupted comes back for it
             self._free_workspaces.append(first.workspace)
             if first.seconds is not None and (listener := first.inputs.listener) is not None:
-                done = self._operations[: len(first.seconds)]
-                kinds, selected = (np.array([getattr(each, name) for each in done]) for name in ("kind", "selected"))
-                listener(ProgramTimings(first.inputs.batch.size, kinds, selected.astype(bool), first.seconds))
+                computed = self._operations[: len(first.seconds)]
+                kinds = np.array([operation.kind for operation in computed])
+                selected = np.array([operation.selected for operation in computed]).astype(bool)
+                listener(ProgramTimings(first.inputs.batch.size, kinds, selected, first.seconds))
 
     def _submit(self, arguments: _StepArguments) -> int:
         arguments.memory, arguments.memory_bytes = self.memory.data_ptr(), len(self.memory)

@@ -71,16 +71,16 @@ class StopTrimmer:
         self._words = words
         self._longest = max(map(len, words), default=0)
         self._tail = ""
-        self.found = False
+        self.matched = False
 
     def push(self, piece: str) -> str:
         """The part of the next piece that belongs to the text."""
-        if self.found or not self._words:
-            return "" if self.found else piece
+        if self.matched or not self._words:
+            return "" if self.matched else piece
         text = self._tail + piece
         ends = [at + len(word) for word in self._words if (at := text.find(word)) >= 0]
         if ends:
-            self.found = True
+            self.matched = True
             return text[len(self._tail) : min(ends)]
         self._tail = text[-(self._longest - 1) :] if self._longest > 1 else ""
         return piece
@@ -195,10 +195,10 @@ class TensorRtLlmBls:
                 if which not in streamed:
                     streamed[which] = _StreamedAnswer(StreamText(postprocessing, self._accumulates), StopTrimmer(words))
                 text, trimmer = streamed[which]
-                piece = "" if trimmer.found else trimmer.push(await text.push(response[_TOKENS]))
-                if piece or (len(response) > len(always) and not trimmer.found):
+                piece = "" if trimmer.matched else trimmer.push(await text.push(response[_TOKENS]))
+                if piece or (len(response) > len(always) and not trimmer.matched):
                     yield self._response(request, [piece], response)
-                if sum(answer.trimmer.found for answer in streamed.values()) == count:
+                if sum(answer.trimmer.matched for answer in streamed.values()) == count:
                     return
         for which, (text, trimmer) in streamed.items():
             if rest := trimmer.push(await text.finish()):

@@ -48,7 +48,7 @@ def test_no_part_of_a_stop_string_shows_before_it_is_complete(text: str, stops: 
     for piece in cut(text, sizes):
         so_far, arrived = so_far + watched.push(piece), arrived + len(piece)
         assert text[:begin].startswith(so_far)
-        assert (watched.found is not None) == (arrived >= end)
+        assert (watched.matched is not None) == (arrived >= end)
 
 
 @given(text=TEXTS, stops=STOPS, sizes=CUTS)
@@ -56,7 +56,7 @@ def test_no_more_is_held_back_than_could_become_one(text: str, stops: list[str],
     watched, so_far, arrived = StopStrings(stops), "", ""
     for piece in cut(text, sizes):
         so_far, arrived = so_far + watched.push(piece), arrived + piece
-        if watched.found is not None:
+        if watched.matched is not None:
             return
         held = arrived.removeprefix(so_far)
         assert not held or any(stop.startswith(held) for stop in stops)
@@ -65,6 +65,6 @@ def test_no_more_is_held_back_than_could_become_one(text: str, stops: list[str],
 def test_nothing_follows_a_stop_string() -> None:
     watched = StopStrings(["ab", "b"])
     assert watched.push("xab") == "x"
-    assert watched.found == "ab"
+    assert watched.matched == "ab"
     assert watched.push("more") + watched.finish() == ""
     assert not StopStrings([])

@@ -62,6 +62,6 @@ async def test_pieces_of_their_own_come_apart() -> None:
 def test_a_text_ends_behind_a_stop_word(size: int, words: list[str], shown: str) -> None:
     text, trimmer = TRIMMED, StopTrimmer(words)
     assert "".join(trimmer.push(text[at : at + size]) for at in range(0, len(text), size)) == shown
-    assert trimmer.found == (shown != text)
+    assert trimmer.matched == (shown != text)
     assert StopTrimmer(words).trim_whole(text, "") == shown
     assert StopTrimmer(["go"]).trim_whole("go on, go", "go on") == "go on, go"
