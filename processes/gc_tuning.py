@@ -20,9 +20,20 @@ def freeze_imports() -> None:
     gc.freeze()
 
 
+_tunes = True
+
+
+def leave_to_program() -> None:
+    """Called where the server is part of a program, whose garbage is its own matter."""
+    global _tunes
+    _tunes = False
+
+
 def collect_and_freeze(*, frozen_too: bool = True) -> None:
     """Called when a process begins to serve, and after a large change: free all unreachable cycles, by default among
     frozen objects too, and freeze the rest."""
+    if not _tunes:
+        return
     if frozen_too:
         gc.unfreeze()
     gc.collect()

@@ -3,6 +3,7 @@
 Knows nothing of protocols, and of models only the contract.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from ..core.errors import CharoniaError, InvalidArgument, ServerExiting, Unavail
 from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ServedAdapter
 from ..core.metrics import Measurement, ModelStatistics
 from ..core.model import ModelConfig
+from ..core.request import InferRequest, InferResponse
 from ..core.request_context import Headers, RequestContext, RequestEnd
+from ..telemetry import request_log
 from ..telemetry.llm_metrics import ended_readings
 from ..telemetry.request_log import log_request
 from ..telemetry.shared_state import SharedState
@@ -21,7 +24,7 @@ from .builder import ModelBuilder
 from .catalog import RepositoryCatalog
 from .lifecycle import ModelLifecycle
 from .model_control import ModelControl
-from .model_handle import LoadedModelHandle, LoadedResidentHandle, RoutedModelHandle
+from .model_handle import LoadedModelHandle, LoadedResidentHandle, RoutedModelHandle, answer_now
 from .model_registry import InFlightCounter, ModelRegistry, ModelVersion, NotResident
 from .on_demand import OnDemandLoader
 from .route_control import RouteControl
@@ -198,6 +201,23 @@ class InProcessGateway:
         except NotResident:
             return None
         return LoadedResidentHandle(self, loaded, context)
+
+    def answer_now(
+        self, name: str, version: str, request: Callable[[ModelConfig], InferRequest]
+    ) -> InferResponse | None:
+        """The answer of a model that computes in the event loop, to a request that `request` makes for its config. None
+        if it is another model, would refuse the request, or is to be logged: then `acquire` it. Raises as `infer`."""
+        entry = None if self._exiting or name in self.routes.served else self.registry.entries.get(name)
+        served = None if entry is None else entry.find_version(version)
+        loaded = None if served is None else served.loaded
+        if loaded is None or loaded.capabilities.inline is None or self._logs_requests():
+            return None
+        answer = answer_now(loaded, request(loaded.config))
+        return None if answer is None else answer[0]
+
+    def _logs_requests(self) -> bool:
+        """Whether the context of each request that ends is of use to somebody."""
+        return self.shared_state.traces.wants_children or request_log.log.isEnabledFor(logging.INFO)
 
     def check_room(self, context: RequestContext) -> None:
         """See `core.gateway.ModelLookup.check_room`: the model is known without a body where no other writes text."""

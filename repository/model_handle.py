@@ -38,6 +38,25 @@ class ServingGateway(Protocol):
         """Load a model that a request is for and that is not in memory, or raise."""
 
 
+def answer_now(loaded: LoadedModel, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+    """See `core.gateway.ModelHandle.answer_now`: of a request without a context, which counts and is in no log."""
+    inline = loaded.capabilities.inline
+    if inline is None:
+        return None
+    try:
+        validate_request(loaded.config, request)
+    except InvalidArgument:
+        return None
+    try:
+        answer = inline.answer_now(request)
+    except Exception as error:
+        inline.count_end(end_for_error(error, submitted=False))
+        raise
+    if answer is not None:
+        inline.count_end(DONE)
+    return answer
+
+
 class LoadedModelHandle:
     """A loaded model in use by the request of `context`, at whose end it is released: `core.gateway.ModelHandle`.
 
@@ -80,21 +99,7 @@ class LoadedModelHandle:
         return LoadedModelHandle(self._gateway, self._loaded, context)
 
     def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
-        inline = self._loaded.capabilities.inline
-        if inline is None or self._gateway.exiting():
-            return None
-        try:
-            validate_request(self.config, request)
-        except InvalidArgument:
-            return None
-        try:
-            answer = inline.answer_now(request)
-        except Exception as error:
-            inline.count_end(end_for_error(error, submitted=False))
-            raise
-        if answer is not None:
-            inline.count_end(DONE)
-        return answer
+        return None if self._gateway.exiting() else answer_now(self._loaded, request)
 
     def check_room(self) -> None:
         if self._loaded.capabilities.queue is not None:

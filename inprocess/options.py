@@ -1,0 +1,112 @@
+"""Keyword arguments become the options of `charonia serve`: the same names, with underscores, and the same checks."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from enum import Enum
+from os import PathLike, fspath
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+from cyclopts.exceptions import CycloptsError, UnknownOptionError
+
+from ..cli.foreign_flags import TritonFlags, VllmFlags, unknown_flag
+from ..cli.options import ServeOptions
+from ..core.errors import InvalidArgument
+
+_TRITON_NAMES = {
+    "backend_configuration": "backend_config",
+    "cpu_metrics": "allow_cpu_metrics",
+    "exit_timeout": "exit_timeout_secs",
+    "gpu_metrics": "allow_gpu_metrics",
+    "server_id": "id",
+    "startup_models": "load_model",
+}
+"""By the name of an option of Triton's in-process API: the one here."""
+
+_SERVER_OPTIONS = {
+    "allow_cpu_metrics",
+    "allow_gpu_metrics",
+    "exit_on_error",
+    "id",
+    "machine",
+    "metrics_config",
+    "metrics_names",
+    "strict_readiness",
+}
+"""Those of `ServerOptions` that are not about ports, processes and logs."""
+
+_MODEL_GROUPS = ("repository", "engine", "adapters")
+_NO_OPTIONS = ServeOptions()
+
+_reader = App(help_flags=(), version_flags=())
+
+
+@_reader.default
+def _read(
+    *,
+    options: Annotated[ServeOptions, Parameter("*")] = _NO_OPTIONS,
+    triton: Annotated[TritonFlags, Parameter("*")] = TritonFlags(),  # noqa: B008
+    vllm: Annotated[VllmFlags, Parameter("*")] = VllmFlags(),  # noqa: B008
+) -> None: ...
+
+
+def read_options(arguments: Mapping[str, Any]) -> ServeOptions:
+    """The options that keyword arguments set; None sets nothing.
+
+    Raises:
+        InvalidArgument: an argument is unknown or wrong, or is about what a program has none of; `field` names it.
+    """
+    named = {_TRITON_NAMES.get(name, name): value for name, value in arguments.items()}
+    words = [word for name, value in named.items() for word in _words(name, value)]
+    try:
+        _, bound, _ = _reader.parse_args(words, exit_on_error=False, print_error=False)
+    except UnknownOptionError as error:
+        known = [name for argument in error.argument_collection for name in argument.names]
+        unknown = next(name for name in named if _flag(name) not in known)
+        raise InvalidArgument(unknown_flag(_flag(unknown), known), field=unknown) from None
+    except CycloptsError as error:
+        raise InvalidArgument(str(error)) from None
+    triton, vllm = (bound.arguments.get(name, kind()) for name, kind in (("triton", TritonFlags), ("vllm", VllmFlags)))
+    triton.check()
+    vllm.check()
+    options: ServeOptions = vllm.completed(triton.completed(bound.arguments.get("options", _NO_OPTIONS)))
+    if stray := next(_strays(options), None):
+        message = f"'{stray}' is about ports, processes or the log of `charonia serve`, which a program has none of"
+        raise InvalidArgument(message, field=stray)
+    return options
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _words(name: str, value: Any) -> Iterator[str]:
+    """The words of a command line for one argument."""
+    if value is None:
+        return
+    if name == "backend_config" and isinstance(value, Mapping):
+        value = [f"{backend},{key}={text}" for backend, keys in value.items() for key, text in keys.items()]
+    for word in value if isinstance(value, list | tuple | set | frozenset) else (value,):
+        yield f"{_flag(name)}={_text(word)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, PathLike):
+        return fspath(value)
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)
+
+
+def _strays(options: ServeOptions) -> Iterator[str]:
+    """The options that were set and mean nothing without endpoints."""
+    for group in fields(options):
+        ours, plain = getattr(options, group.name), getattr(_NO_OPTIONS, group.name)
+        if group.name in _MODEL_GROUPS or ours == plain:
+            continue
+        for option in fields(ours):
+            if option.name not in _SERVER_OPTIONS and getattr(ours, option.name) != getattr(plain, option.name):
+                yield option.name
