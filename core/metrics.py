@@ -320,6 +320,10 @@ class EngineTotals(msgspec.Struct, array_like=True):
     """Prompt tokens whose blocks were found, but no state to go on from."""
     states_brought_back: int = 0
     """Snapshots that came back from the host's memory."""
+    event_batches: int = 0
+    """Batches of cache events that were published, the warm-up's included."""
+    event_batches_dropped: int = 0
+    """Those that were not, because too many waited."""
 
     def count_seconds(self, states: Mapping[SequenceState, int], seconds: float) -> None:
         """A step took so long, while so many sequences were in each state."""

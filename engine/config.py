@@ -179,6 +179,52 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return least or most or 5, most or least or 5
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who is told what the cache holds, by vLLM's names."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] | None = None
+    """None: zmq, where events are enabled."""
+    endpoint: str = "tcp://*:5557"
+    """Of the publishing socket: bound if it names any address (* or ::), ipc or inproc, else connected. A replica adds
+    its number to the port."""
+    replay_endpoint: str | None = None
+    """Where missed batches are asked for, bound; None: nowhere. A replica adds its number to the port."""
+    buffer_steps: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 10_000
+    """Batches that can be asked for again."""
+    hwm: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 100_000
+    """Batches that wait for a slow subscriber at most; then it misses some. 0: any number."""
+    max_queue_size: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 100_000
+    """Batches that wait for the publishing thread at most; then they are dropped, and counted."""
+    topic: str = ""
+    """llm-d wants kv@<pod>@<model>."""
+    events: Literal["map", "array"] = "map"
+    """How an event is written; array is for readers of vLLM before 0.24. Not vLLM's."""
+
+    def __post_init__(self) -> None:
+        for endpoint in (self.endpoint, *filter(None, [self.replay_endpoint])):
+            replica_endpoint(endpoint, 0)
+
+    @property
+    def publishes(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+
+def replica_endpoint(endpoint: str, replica: int) -> str:
+    """The address of a replica's socket: its number is added to the port, or to the name of a local socket.
+
+    Raises:
+        ValueError: it has neither.
+    """
+    transport, _, address = endpoint.partition("://")
+    if transport in ("ipc", "inproc") and address:
+        return f"{endpoint}_dp{replica}" if replica else endpoint
+    host, _, port = address.rpartition(":")
+    if transport != "tcp" or not host or not port.isdecimal() or not 0 < int(port) + replica < 65536:
+        raise ValueError(f"an endpoint is tcp://HOST:PORT, ipc://PATH or inproc://NAME, got {endpoint!r}")
+    return f"tcp://{host}:{int(port) + replica}"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine of our own: what it computes, on what, and for how many."""
 
@@ -241,6 +287,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None where no adapter may be loaded."""
     speculation: SpeculationConfig | None = None
     """None where nothing is drafted."""
+    kv_events: KVEventsConfig | None = None
+    """None where nobody is told what the cache holds."""
     per_request_spec_decode_metrics: DraftReport = "none"
     """What answers tell of their drafts."""
 

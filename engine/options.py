@@ -20,6 +20,7 @@ from .config import (
     CacheConfig,
     EngineConfig,
     FakeConfig,
+    KVEventsConfig,
     LoraConfig,
     ParallelConfig,
     SpeculationConfig,
@@ -125,6 +126,8 @@ class EngineOptions:
     """Share of the KV cache's memory for snapshots of recurrent states, of models that have them."""
     prefix_caching: bool | None = None
     """Share the cache of equal prompt beginnings."""
+    kv_events_config: str | None = None
+    """Tell routers what the cache holds: JSON by vLLM's keys, as in {"enable_kv_cache_events": true, "topic": "t"}."""
     speculative_config: str | None = None
     """Draft tokens and verify several in one step: JSON, as in {"method": "ngram", "num_speculative_tokens": 4}."""
     per_request_spec_decode_metrics: DraftReport | None = None
@@ -272,6 +275,8 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
         given["target_tenants"] = tuple(name.strip() for name in options.target_tenants.split(","))
     parallel = ParallelConfig(**_take(given, _PARALLEL_FIELDS))
     given["lora"] = _lora_config(given, lora_modules)
+    if (written := given.pop("kv_events_config", None)) is not None:
+        given["kv_events"] = read_kv_events_config(written, cache.prefix_caching)
     if (written := given.pop("speculative_config", None)) is not None:
         given["speculation"] = read_speculation_config(written)
         path = given["speculation"].path
@@ -359,6 +364,27 @@ def read_speculation_config(written: str) -> SpeculationConfig:
         raise InvalidArgument(f"{field}: {path or 'it'} {reason}", field=field) from None
     except msgspec.DecodeError as error:
         raise InvalidArgument(f"{field} must be a JSON object: {error}", field=field) from None
+
+
+def read_kv_events_config(written: str, prefix_caching: bool) -> KVEventsConfig | None:
+    """What `kv_events_config` says; None where it enables nothing.
+
+    Raises:
+        InvalidArgument: it is no JSON object, a key or its value means nothing, or nothing would ever be told.
+    """
+    field = "kv_events_config"
+    try:
+        config = msgspec.json.decode(written, type=KVEventsConfig)
+    except msgspec.ValidationError as error:
+        path, reason, *_ = describe_validation_error(error)
+        raise InvalidArgument(f"{field}: {path or 'it'} {reason}", field=field) from None
+    except msgspec.DecodeError as error:
+        raise InvalidArgument(f"{field} must be a JSON object: {error}", field=field) from None
+    if not config.publishes:
+        return None
+    if not prefix_caching:
+        raise InvalidArgument(f"{field}: events tell of the prefix cache, and prefix_caching is off", field=field)
+    return config
 
 
 def _take(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from hashlib import sha256
 import numpy as np
 from numpy.typing import NDArray
 
+HASH_BYTES = 32
+"""Of a hash: it is a SHA-256."""
+
 HashExtras = tuple[str, ...]
 """Adapter, tenant and salt, which set equal tokens apart: they enter at the root and so mark the whole chain."""
 

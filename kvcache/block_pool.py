@@ -3,6 +3,8 @@
 from array import array
 from collections.abc import Iterable
 
+from .cache_events import CacheEvents
+
 
 class BlockPool:
     """Numbered blocks 0 to `size` - 1, each held by `references[block]` tables.
@@ -20,8 +22,9 @@ class BlockPool:
     ======================  =======  ==========  =====================
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, events: CacheEvents | None = None) -> None:
         self.size = size
+        self._events = events
         self.free = size
         self.references = array("i", [0]) * size
         self._end = size  # the sentinel that closes the ring: its next is the head, its previous the tail
@@ -44,6 +47,8 @@ class BlockPool:
         digest, self._hashes[block] = self._hashes[block], None
         if digest is not None:
             del self._index[digest]
+            if self._events is not None:
+                self._events.removed(digest, on_host=False)
         self.references[block] = 1
         return block, digest
 
@@ -62,6 +67,8 @@ class BlockPool:
         if digest not in self._index:
             self._index[digest] = block
             self._hashes[block] = digest
+            if self._events is not None:
+                self._events.stored(digest, on_host=False)
 
     def drop(self, block: int) -> None:
         """Give up one hold. A block that can be found again goes to the tail; one without a hash is taken first."""

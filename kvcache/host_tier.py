@@ -7,6 +7,8 @@ Says what is to be copied; copies nothing itself. Knows no tensors, and nothing 
 from collections import OrderedDict
 from typing import NamedTuple
 
+from .cache_events import CacheEvents
+
 
 class TierCopy(NamedTuple):
     """What the device has in `place`, a block or a snapshot, goes to a `slot` of the host's memory; with `back` it
@@ -23,8 +25,9 @@ class HostTier:
     What comes back stays here too: evicted again, it need not be copied.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, events: CacheEvents | None = None) -> None:
         self.size = size
+        self._events = events
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._copies: list[TierCopy] = []
 
@@ -45,6 +48,10 @@ class HostTier:
             if slot == self.size:
                 lost, slot = self._slots.popitem(last=False)
             self._copies.append(TierCopy(place, slot, back=False))
+            if self._events is not None:
+                if lost is not None:
+                    self._events.removed(lost, on_host=True)
+                self._events.stored(digest, on_host=True)
         self._slots[digest] = slot
         return lost
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from .block_hashes import HashExtras, chain_hashes, group_key, group_keys
 from .block_pool import BlockPool
 from .block_table import NO_BLOCK, BlockTable
+from .cache_events import CacheEvents, GroupEvents
 from .draft_states import DraftStates
 from .host_tier import HostTier, TierCopy
 from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand
@@ -36,12 +37,13 @@ class KVCacheManager:
         draft_states: int | None = None,
         groups: LayerGroups = ONE_GROUP,
         host_snapshots: int = 0,
+        events: CacheEvents | None = None,
     ) -> None:
         """`blocks` of `block_size` tokens; of what was evicted, the host keeps the latest `host_blocks` and
         `host_snapshots`. With `snapshots` of sequences' states, a prefix is shared up to a block's end whose state is
         among them. `draft_states`: slots for the states before drafts; None: sequences have no states. `groups`: each
         has its own block for the same tokens; where some slide, a prefix ends where they have what the next token
-        sees."""
+        sees. `events`: follows what can be found."""
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
         self.blocks = blocks
@@ -51,9 +53,11 @@ class KVCacheManager:
         self._span_blocks = groups.total
         self.demand = SpanDemand(groups, block_size)
         self._shared_sliding = 0  # holds of blocks of sliding groups beyond the first of each
-        self._pool = BlockPool(blocks)
-        self._host = HostTier(host_blocks)
-        self.states = StatePool(snapshots, host_snapshots) if snapshots and prefix_caching else None
+        self.events = events
+        self._pool = BlockPool(blocks, events)
+        self._host = HostTier(host_blocks, events)
+        of_states = None if events is None else GroupEvents(events, groups.total)
+        self.states = StatePool(snapshots, host_snapshots, of_states) if snapshots and prefix_caching else None
         # Whether a sequence can go on after any block that is cached with all before it.
         self._begins_anywhere = groups.total == groups.full == 1 and self.states is None
         self.draft_states = None if draft_states is None else DraftStates(snapshots, draft_states)

@@ -7,6 +7,7 @@ block that ends there. Says where a state is to be copied; copies none itself. K
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from .cache_events import CacheEvents
 from .host_tier import HostTier
 
 
@@ -27,9 +28,10 @@ class StatePool:
     that come once: Karedla et al., "Caching Strategies to Improve Disk System Performance" (1994), segmented LRU.
     """
 
-    def __init__(self, size: int, host_size: int = 0) -> None:
+    def __init__(self, size: int, host_size: int = 0, events: CacheEvents | None = None) -> None:
         self.size = size
-        self.host = HostTier(host_size)
+        self.host = HostTier(host_size, events)
+        self._events = events
         self.evicted = 0
         """Snapshots that made room for others so far."""
         self.restored = 0
@@ -116,6 +118,8 @@ class StatePool:
             snapshot = self._recent.pop(oldest)
             self._restored_once.discard(oldest)
             self.evicted += 1
+            if self._events is not None:
+                self._events.removed(oldest, on_host=False)
             if oldest in self._demoted:
                 self._demoted.remove(oldest)
             elif self.host.size:
@@ -130,6 +134,8 @@ class StatePool:
             return
         self._reserved.remove(snapshot)
         self._recent[digest] = snapshot
+        if self._events is not None:
+            self._events.stored(digest, on_host=False)
 
     def give_back(self, snapshot: int) -> None:
         """A reserved snapshot was not written, or is not wanted."""

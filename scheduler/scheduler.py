@@ -268,10 +268,17 @@ class Scheduler:
             if len(hashes) < end:
                 tokens = sequence.identity_window(len(hashes) * size, end * size)
                 hashes.extend(self._cache.digest(tokens, sequence.spec.extras, hashes[-1] if hashes else None))
+            if self._cache.events is not None:
+                self._cache.events.describe(sequence.block_contents(first, end, size))
             self._cache.commit(table, hashes[first:end])
             rows.next_commit_at[row] = (end + 1) * size
             committed += hashes[first:end]
         if flight.saves and rows.saves is not None:
+            if self._cache.events is not None:
+                for save in flight.saves:
+                    sequence, end = rows.sequences[save.row], save.position // size
+                    if rows.computed[save.row] >= save.position:
+                        self._cache.events.describe(sequence.block_contents(end - 1, end, size))
             rows.saves.settle(flight.saves, rows.computed, rows.scheduled, rows.sequences)
         self._waiting.wake_waiting_for_blocks(committed)
 

@@ -10,6 +10,7 @@ from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
 from ..core.token_limit import TokenLimit
 from ..kvcache.block_hashes import HashExtras
+from ..kvcache.cache_events import BlockContent, ExtraKey
 from ..kvcache.manager import KVCacheManager
 from .plan import EmbeddedSpan, IntArray, ResolvedSampling
 
@@ -38,6 +39,8 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     """Sets the cached blocks of equal prompts apart."""
     adapter: str = ""
     """The digest of the adapter that computes it; "" is the model itself."""
+    adapter_name: str = ""
+    """By which the request called that adapter, for who follows the cache."""
     target_ttft: float | None = None
     """Seconds to the first token that are wanted, `inf` where nobody waits; None leaves them to the scheduler."""
     target_itl: float | None = None
@@ -73,6 +76,17 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     def extras(self) -> HashExtras:
         """What sets its blocks apart from those of others with the same tokens."""
         return self.adapter, self.tenant, self.salt
+
+    def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
+        """What the hash of the block of these positions depends on beside its tokens and the blocks before it, in
+        vLLM's order. A tenant's salt tells where its name ends, for tenants share no blocks."""
+        adapter = self.adapter_name or self.adapter
+        keys: list[ExtraKey] = [adapter] if adapter else []
+        spans = (span for span in self.embedded if span.start < end and start < span.end)
+        keys += ((span.digest.hex(), span.start - start) for span in spans)
+        if start == 0 and (self.salt or self.tenant):
+            keys.append(f"{len(self.tenant)}:{self.tenant}{self.salt}" if self.tenant else self.salt)
+        return tuple(keys)
 
     def check_fits(self, max_model_len: int, cache: KVCacheManager) -> None:
         """Raises `InvalidArgument` where the sequence could never run, whatever else runs: the model's length or the
@@ -192,3 +206,17 @@ class Sequence:
         prompt = len(self.spec.prompt)
         of_prompt: list[int] = self.spec.identities[start:end].tolist() if start < prompt else []
         return of_prompt + self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]
+
+    def block_contents(self, first: int, end: int, size: int) -> list[BlockContent]:
+        """What its full blocks from `first` up to but not including `end`, of `size` tokens, stand for."""
+        spec, prompt = self.spec, len(self.spec.prompt)
+        of_prompt: list[int] = spec.prompt[first * size : end * size].tolist()
+        tokens = of_prompt + self.outputs[max(first * size - prompt, 0) : max(end * size - prompt, 0)]
+        contents: list[BlockContent] = []
+        for number in range(first, end):
+            parent = self.hashes[number - 1] if number else None
+            of_block = tuple(tokens[(number - first) * size : (number + 1 - first) * size])
+            extra_keys = spec.extra_keys(number * size, (number + 1) * size)
+            adapter = spec.adapter_name or spec.adapter
+            contents.append(BlockContent(self.hashes[number], parent, of_block, adapter, extra_keys))
+        return contents

@@ -88,6 +88,8 @@ class EngineState(NamedTuple):
         yield Reading("charonia_state_snapshot_hits_total", totals.state_hits)
         yield Reading("charonia_state_snapshot_host_hits_total", totals.states_brought_back)
         yield Reading("charonia_state_missed_tokens_total", totals.state_misses)
+        yield Reading("charonia_cache_event_batches_total", totals.event_batches)
+        yield Reading("charonia_cache_event_batches_dropped_total", totals.event_batches_dropped)
         yield Reading("charonia_preemptions_total", totals.preemptions)
         yield Reading("charonia_core_restarts_total", self.core_restarts)
         yield Reading("charonia_replicas_ready", self.replicas_ready)

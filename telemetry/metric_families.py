@@ -32,6 +32,12 @@ CHARONIA_FAMILIES = (
     MetricFamily(
         "charonia_state_snapshot_host_hits_total", "counter", "Snapshots that came back from the host's memory"
     ),
+    MetricFamily("charonia_cache_event_batches_total", "counter", "Batches of cache events that were published"),
+    MetricFamily(
+        "charonia_cache_event_batches_dropped_total",
+        "counter",
+        "Batches of cache events that were not published because too many waited",
+    ),
     MetricFamily(
         "charonia_state_missed_tokens_total", "counter", "Prompt tokens computed though the cache had their blocks"
     ),

@@ -78,6 +78,7 @@ def build_add_request(
         weight=context.tenant_weight,
         salt=_unicode(request.cache_salt, "cache_salt"),
         adapter=_unicode(adapter, "lora_name"),
+        adapter_name=request.adapter,
         target_ttft=_target(request.target_ttft_ms, context),
         target_itl=_target(request.target_itl_ms, context),
         drafts_wanted=None if request.drafts is None else request.drafts.most,

@@ -36,8 +36,10 @@ from ..grammars.backend import GrammarBackend
 from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
+from .cache_events import CacheEventEncoder, CacheEventRecorder, group_kinds
 from .cache_sizes import resolve_cache_sizes
 from .drafters import build_drafter
+from .event_publisher import EventPublisher
 from .grammar_pool import GrammarPool
 from .messages import CoreFailed, CoreLoading, CoreReady
 from .sockets import CoreEndpoints, CoreSockets
@@ -141,11 +143,12 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     rules = scheduler_config(config, length, capacity.ahead)
     groups = capacity.groups._replace(in_flight=rules.tokens_in_flight)
     counts = sizes.blocks, config.cache.block_size, caching, sizes.host_blocks, sizes.snapshots, drafts
-    cache = KVCacheManager(*counts, groups, sizes.host_snapshots)
+    events = _event_recorder(config, capacity)
+    cache = KVCacheManager(*counts, groups, sizes.host_snapshots, events)
     speculation = None if drafts == 0 else _speculation(config, capacity.vocab_size)
     scheduler = Scheduler(rules, cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
-    core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size)
+    core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size, events=events)
     progress.report("warm-up", 0.0)
     core.warm_up()
     progress.report("warm-up", 1.0)
@@ -158,6 +161,16 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     return core, CoreReady(
         capacity.vocab_size, length, config.cache.block_size, sizes.blocks, cache_bytes, groups.total
     )
+
+
+def _event_recorder(config: EngineConfig, capacity: Capacity) -> CacheEventRecorder | None:
+    """Who is told what the cache holds, if anybody is."""
+    events = config.kv_events
+    if events is None:
+        return None
+    kinds = group_kinds(capacity.groups, capacity.latent, keeps_tokens=capacity.block_bytes > 0)
+    encoder = CacheEventEncoder(config.cache.block_size, kinds, config.replica, events.events == "array")
+    return CacheEventRecorder(EventPublisher(events, encoder, config.replica))
 
 
 def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:

@@ -22,6 +22,7 @@ from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceSpec
 from ..worker.executor import Executor, StepFuture
 from .adapters import CoreAdapters
+from .cache_events import CacheEventRecorder
 from .constraints import ConstrainedSequences
 from .deadlines import Deadlines
 from .grammar_pool import NO_GRAMMARS, GrammarPool
@@ -64,7 +65,7 @@ class EngineCore:
     """One scheduler and one executor, driven by one thread.
 
     `inbox` takes messages of the server's process, and errors that end the loop, from any thread. `clock`: seconds, for
-    timeouts. Without `grammars` there are no constraints.
+    timeouts. Without `grammars` there are no constraints. `events`: who is told what the cache holds.
     """
 
     def __init__(
@@ -75,10 +76,12 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         grammars: GrammarPool | None = None,
         vocab_size: int = 0,
+        events: CacheEventRecorder | None = None,
     ) -> None:
         self.inbox = Inbox(cache, clock, grammars)
         self._adapters = CoreAdapters(executor, self.inbox.reply, scheduler.uses_adapter)
         self._grammars = grammars
+        self._events = events
         self._constraints = ConstrainedSequences(vocab_size)
         if scheduler.speculation is not None:
             scheduler.speculation.possible_drafts = self._constraints.possible_drafts
@@ -96,9 +99,11 @@ class EngineCore:
         self._stopping = False
 
     def close(self) -> None:
-        """Compile no more grammars."""
+        """Compile no more grammars, and publish what is left."""
         if self._grammars is not None:
             self._grammars.close()
+        if self._events is not None:
+            self._events.publisher.close()
 
     def warm_up(self) -> None:
         """Generate a token as every request does, and then some more to learn what prompts and decoding cost.
@@ -146,6 +151,8 @@ class EngineCore:
                 send(rejected)
             self._failed.clear()
             send(self._message(updates, expired, stats))
+            if self._events is not None:
+                self._events.flush()
 
     def _receive(self, send: Callable[[FromCore], None]) -> None:
         """Take the inbox's messages. An idle loop also prepares later steps, and checks its integrity once after each
@@ -238,6 +245,7 @@ class EngineCore:
         scheduled, constrained, executor = self._scheduler.totals, self._constraints.totals, self._executor
         grammars = NO_GRAMMARS if self._grammars is None else self._grammars.totals
         speculation, states = self._scheduler.speculation, self._cache.states
+        events = None if self._events is None else self._events.publisher
         return msgspec.structs.replace(
             scheduled,
             sequence_seconds=scheduled.sequence_seconds.copy(),
@@ -254,4 +262,6 @@ class EngineCore:
             drafters={} if speculation is None else speculation.copied_totals(),
             eager_steps=executor.eager_steps,
             failed_captures=executor.failed_captures,
+            event_batches=0 if events is None else events.published,
+            event_batches_dropped=0 if events is None else events.dropped,
         )

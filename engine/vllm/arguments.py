@@ -67,6 +67,7 @@ OWN_NAMES: Mapping[str, str] = {
     "num_gpu_blocks_override": "kv_cache_blocks",
     "enable_prefix_caching": "prefix_caching",
     "speculative_config": "speculative_config",
+    "kv_events_config": "kv_events_config",
     "per_request_spec_decode_metrics": "per_request_spec_decode_metrics",
     "enable_lora": "enable_lora",
     "max_loras": "max_loras",

@@ -32,6 +32,8 @@ class Capacity(NamedTuple):
     """Whether `free_bytes` are a GPU's."""
     groups: LayerGroups = ONE_GROUP
     """Of the layers that have a cache: each has blocks of its own for the same tokens."""
+    latent: bool = False
+    """Whether they keep latents (MLA) in place of keys and values."""
 
 
 class StepFuture(Protocol):

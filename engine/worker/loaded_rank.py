@@ -96,6 +96,7 @@ class LoadedRank:
             on_gpu=not on_cpu,
             state_bytes=0 if computer.states is None else computer.states.slot_bytes,
             groups=self.groups,
+            latent=any(self.shape.kept(kind).values_in_keys for kind in self.shape.cached_attention),
         )
 
     def _machine(self) -> str:

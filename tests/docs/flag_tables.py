@@ -92,6 +92,8 @@ def _engine_default(option: str) -> Any:
         return engine_config("m", EngineOptions()).lora is not None
     if option == "speculative_config":
         return engine_config("m", EngineOptions()).speculation
+    if option == "kv_events_config":
+        return engine_config("m", EngineOptions()).kv_events
     if option == "ahead":
         return engine_config("m", EngineOptions()).scheduler.ahead
     plain: dict[str, Any] = {"executor": "fake"} if option.startswith("fake_") else {}

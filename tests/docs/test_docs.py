@@ -47,6 +47,7 @@ PAGES = (
     "logs-and-traces.md",
     "console.md",
     "deploying.md",
+    "fleet.md",
     "analyze.md",
     "tensorrt-llm.md",
     "metrics.md",

@@ -3,7 +3,16 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig, LoraConfig, ParallelConfig, SpeculationConfig
+from charonia.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    FakeConfig,
+    KVEventsConfig,
+    LoraConfig,
+    ParallelConfig,
+    SpeculationConfig,
+    replica_endpoint,
+)
 from charonia.engine.options import EngineOptions, engine_config, parse_settings
 from charonia.scheduler.config import SchedulerConfig
 
@@ -55,6 +64,7 @@ ALL = {
     "max_lora_bytes": "1000",
     "per_request_spec_decode_metrics": "summary",
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
+    "kv_events_config": "{}",
     "fake_step_seconds": "0.5",
     "fake_token_seconds": "0",
     "fake_vocab_size": "384",
@@ -128,6 +138,47 @@ def test_the_fake_executors_settings_are_for_it_alone() -> None:
     for executor in (None, "inline"):
         with pytest.raises(InvalidArgument, match="fake_vocab_size is for the executor fake alone"):
             engine_config("x", EngineOptions(executor=executor, fake_vocab_size=9))
+
+
+def test_cache_events_are_configured_as_in_vllm() -> None:
+    written = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5556", "topic": "kv@pod@model", "buffer_steps": 9}'
+    config = engine_config("x", EngineOptions(kv_events_config=written))
+    assert config.kv_events == KVEventsConfig(
+        enable_kv_cache_events=True, endpoint="tcp://*:5556", topic="kv@pod@model", buffer_steps=9
+    )
+    for nothing in ("{}", '{"enable_kv_cache_events": true, "publisher": "null"}'):
+        assert engine_config("x", EngineOptions(kv_events_config=nothing)).kv_events is None
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("[]", "it must be an object"),
+        ("{", "must be a JSON object"),
+        ('{"enabled": true}', "enabled"),
+        ('{"hwm": -1}', "hwm must be an integer >= 0"),
+        ('{"publisher": "kafka"}', "publisher"),
+        ('{"endpoint": "5556"}', "an endpoint is tcp://HOST:PORT"),
+        ('{"replay_endpoint": "tcp://*:x"}', "an endpoint is tcp://HOST:PORT"),
+    ],
+)
+def test_wrong_settings_of_cache_events_are_named(written: str, said: str) -> None:
+    with pytest.raises(InvalidArgument, match="kv_events_config") as refusal:
+        engine_config("x", EngineOptions(kv_events_config=written))
+    assert said in refusal.value.message
+    assert refusal.value.field == "kv_events_config"
+
+
+def test_events_of_a_cache_that_finds_nothing_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="prefix_caching is off"):
+        engine_config("x", EngineOptions(kv_events_config='{"enable_kv_cache_events": true}', prefix_caching=False))
+
+
+def test_a_replica_adds_its_number_to_an_endpoint() -> None:
+    assert [replica_endpoint("tcp://*:5557", number) for number in (0, 3)] == ["tcp://*:5557", "tcp://*:5560"]
+    assert [replica_endpoint("ipc:///tmp/x", number) for number in (0, 3)] == ["ipc:///tmp/x", "ipc:///tmp/x_dp3"]
+    with pytest.raises(ValueError, match="an endpoint is"):
+        replica_endpoint("tcp://*:65535", 1)
 
 
 def test_adapters_are_taken_only_where_they_are_enabled() -> None:

@@ -12,6 +12,7 @@ from random import Random
 import msgspec
 import numpy as np
 
+from charonia.engine.core.cache_events import CacheEventRecorder
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
@@ -168,19 +169,21 @@ class _RandomDrafter:
 
 class SchedulerTrial:
     """Each method is one call of the scheduler or the cache, then a check of everything; `operations` counts them.
+    `recorder`: follows the cache, and publishes after each call.
 
     A method raises AssertionError when a check fails.
     """
 
-    def __init__(self, world: SchedulerWorld, seed: int = 0) -> None:
+    def __init__(self, world: SchedulerWorld, seed: int = 0, recorder: CacheEventRecorder | None = None) -> None:
         self.world = world
+        self._recorder = recorder
         snapshots = world.snapshots or 0
         prefix_caching = world.prefix_caching and world.snapshots != 0
         draft_states = None if world.snapshots is None else world.draft_states
         steps = world.scheduler.ahead + 1
         groups = world.groups._replace(in_flight=steps * world.scheduler.max_num_batched_tokens)
         sizes = world.blocks, world.block_size, prefix_caching, world.host_blocks, snapshots, draft_states
-        self.cache = KVCacheManager(*sizes, groups, world.host_snapshots)
+        self.cache = KVCacheManager(*sizes, groups, world.host_snapshots, recorder)
         drafter = _RandomDrafter(Random(seed + 1), world.draft_accuracy)
         speculation = Speculation({"trial": drafter}, world.drafts, VOCABULARY) if world.drafts else None
         if speculation is not None:
@@ -258,24 +261,21 @@ class SchedulerTrial:
         )
         stops = frozenset() if stop is None else frozenset([(first + prompt + stop - 1) % VOCABULARY])
         name = f"adapter {adapter}" if adapter else ""
-        hashes = self.cache.digest(tokens, (name,))
-        self.scheduler.add(
-            SequenceSpec(
-                key=key,
-                prompt=tokens,
-                max_tokens=new,
-                hashes=hashes,
-                sampling=ResolvedSampling(prompt_logprobs=1 if scored else None),
-                stop_token_ids=stops,
-                priority=priority,
-                tenant=f"tenant {tenant}",
-                weight=float(1 << tenant),
-                max_in_flight=1 if constrained else max_in_flight,
-                constrained=constrained,
-                drafts_wanted=drafts_wanted,
-                adapter=name,
-            )
+        spec = SequenceSpec(
+            key=key,
+            prompt=tokens,
+            max_tokens=new,
+            sampling=ResolvedSampling(prompt_logprobs=1 if scored else None),
+            stop_token_ids=stops,
+            priority=priority,
+            tenant=f"tenant {tenant}",
+            weight=float(1 << tenant),
+            max_in_flight=1 if constrained else max_in_flight,
+            constrained=constrained,
+            drafts_wanted=drafts_wanted,
+            adapter=name,
         )
+        self.scheduler.add(msgspec.structs.replace(spec, hashes=self.cache.digest(tokens, spec.extras)))
         self._check()
         return key
 
@@ -427,6 +427,8 @@ class SchedulerTrial:
 
     def _check(self) -> None:
         self.operations += 1
+        if self._recorder is not None:
+            self._recorder.flush()
         self.scheduler.check_integrity()
         for key, expected in self.expected.items():
             assert expected.started or self.plans <= expected.deadline, f"{key} is never admitted"

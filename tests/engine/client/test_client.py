@@ -3,12 +3,16 @@
 import asyncio
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.request import FinishReason, GenerateRequest
@@ -16,7 +20,7 @@ from charonia.engine.client import core_supervisor
 from charonia.engine.client.client import EngineClient
 from charonia.engine.client.core_supervisor import DEFAULT_TIMEOUTS, CoreTimeouts
 from charonia.engine.client.token_stream import TokenDelta
-from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
+from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig, KVEventsConfig
 from charonia.engine.core.messages import AbortRequests, AddRequest, CoreLoading, EngineLoad, Shutdown
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.sequence import SequenceSpec
@@ -370,3 +374,52 @@ async def test_a_prompt_begins_with_a_kept_state_and_is_counted(start: Start) ->
     assert again.host_snapshots >= 2
     assert again.totals.state_evictions >= 2
     assert state.totals.state_misses == 16  # a prompt's last block is left to what follows it, as SnapshotRule says
+
+
+def replayed(address: str, topic: str) -> list[list[Any]]:
+    """The batches of cache events that a core has published so far."""
+    context = zmq.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(address)
+        dealer.send_multipart([b"", bytes(8)])
+        batches: list[list[Any]] = []
+        while dealer.poll(10_000):
+            _, found, number, payload = dealer.recv_multipart()
+            assert found == topic.encode()
+            if number == b"\xff" * 8:
+                return batches
+            batches.append(msgspec.msgpack.decode(payload))
+        raise AssertionError("nobody replays")
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_every_replica_tells_what_its_cache_holds(start: Start, tmp_path: Path) -> None:
+    topic, replay = "kv@127.0.0.1@model", f"ipc://{tmp_path}/replay"
+    events = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=replay, topic=topic
+    )
+    client = await start(kv_events=events, data_parallel_size=2)
+    for first in (100, 200, 300, 400):  # they go to both, for no prefix is anywhere
+        await read_all(client, [*range(first, first + 40)], 1)
+    await until(lambda: client.state().totals.event_batches >= 4)
+    firsts = set()
+    for number, address in enumerate((replay, f"{replay}_dp1")):
+        batches = await asyncio.to_thread(replayed, address, topic)
+        assert {replica for _, _, replica in batches} == {number}
+        stored = [event for _, events, _ in batches for event in events if event["type"] == "BlockStored"]
+        assert all(len(event["token_ids"]) == 16 * len(event["block_hashes"]) for event in stored)
+        firsts |= {event["token_ids"][0] for event in stored if event["token_ids"]} - {0}  # of the warm-up
+    assert firsts == {100, 200, 300, 400}
+    assert client.state().totals.event_batches_dropped == 0
+
+
+async def test_an_address_of_events_that_is_taken_is_named(start: Start, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        events = KVEventsConfig(
+            enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=address
+        )
+        with pytest.raises(InvalidArgument, match=f"kv_events_config: {address}.*in use"):
+            await start(kv_events=events)
