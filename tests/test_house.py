@@ -105,7 +105,7 @@ BUDGETS = {
     "kvcache": 665,
     "tokenization": 3_620,
     "media": 900,
-    "scheduler": 2_115,
+    "scheduler": 2_120,
     "engine": 23_075,
     "classic_backends": 8_380,
     "ensembles": 1_200,
