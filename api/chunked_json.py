@@ -161,7 +161,10 @@ class UnparsedContainer:
     methods raise `InvalidArgument` for malformed JSON, and `TooManyValues`."""
 
     def __init__(self, text: _Text, begin: int, stop: int, depth: int) -> None:
-        self._text, self._begin, self._stop, self._depth = text, begin, stop, depth
+        self._text = text
+        self._begin = begin
+        self._stop = stop
+        self._depth = depth
         self._bracket = text.view[begin]
 
     @property

@@ -57,7 +57,9 @@ class DeclaredInput(msgspec.Struct, frozen=True):
 
 def element_count(declared: DeclaredInput) -> int:
     """The number of elements of an input; raises `InvalidArgument` if no tensor can have its shape."""
-    name, datatype, shape = declared.name, declared.datatype, declared.shape
+    name = declared.name
+    datatype = declared.datatype
+    shape = declared.shape
     if len(shape) > _MOST_DIMENSIONS:
         text = f"{len(shape)} dimensions are more than the {_MOST_DIMENSIONS} that a tensor may have"
         raise InvalidArgument(f"invalid shape for input '{name}': {text}", field=name)

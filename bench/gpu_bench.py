@@ -57,7 +57,10 @@ class GpuBench:
         pictures: Path,
         start: Callable[..., AbstractContextManager[ServerAddress]] = own_server,
     ) -> None:
-        self.work, self.device, self.read, self.operations = work, torch.device(device), 1.0, 1.0
+        self.work = work
+        self.device = torch.device(device)
+        self.read = 1.0
+        self.operations = 1.0
         self.pictures, self.start = pictures, start
         self.rows = max(*work.batches, work.more_offline)
         far = work.far[2] + work.steps + 20
@@ -194,7 +197,9 @@ class GpuBench:
 
     def trace(self) -> Iterator[Figure]:
         """A decode step, and one that computes a part of a prompt, too; kernel by kernel."""
-        rows, context, runner = self.work.batches[1], self.work.context, self.executor.rank.runner
+        rows = self.work.batches[1]
+        context = self.work.context
+        runner = self.executor.rank.runner
         chunk = min(context, self.work.prompt // 8)
         blocks = -(-max(context + 4, 4 * chunk) // BLOCK)
         for name, plans in (

@@ -55,7 +55,10 @@ class GpuReport:
     and the command. `lines`: a file that is appended to; `table`: one that is written anew each time."""
 
     def __init__(self, about: str, lines: Path, table: Path, tell: Callable[[str], None]) -> None:
-        self._about, self._lines, self._table, self._tell = about, lines, table, tell
+        self._about = about
+        self._lines = lines
+        self._table = table
+        self._tell = tell
         self._figures: list[Figure] = []
         self.failures: list[str] = []
         self.left_out: list[str] = []
@@ -106,7 +109,9 @@ def run_tests(folder: Path, seconds: float, report: GpuReport) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-rfEs", str(folder)]
     if importlib.util.find_spec("xdist") is not None:
         command += ["--numprocesses", str(min(_MOST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
-    what, began, said = f"tests of {folder}", perf_counter(), list[str]()
+    what = f"tests of {folder}"
+    began = perf_counter()
+    said = list[str]()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as tests:

@@ -70,7 +70,9 @@ def run_to_end(
     observe: Observe = lambda plan: None,
 ) -> LoopResult:
     """Run the requests, all submitted at once, to their ends. `observe` sees every plan."""
-    outcome, flying, begun = LoopResult(), deque[StepFuture](), perf_counter()
+    outcome = LoopResult()
+    flying = deque[StepFuture]()
+    begun = perf_counter()
     for request in requests:
         scheduler.add(request)
     while scheduler.has_work:

@@ -94,7 +94,9 @@ def stacks(precision: Precision) -> list[ProductStack]:
 
 
 def our_stack(precision: Precision) -> ProductStack:
-    memory, kept, (*weights, head) = HugePageArena(), KEPT[precision], _weights(precision)
+    memory = HugePageArena()
+    kept = KEPT[precision]
+    *weights, head = _weights(precision)
     layers = [[_ours(weight, kept, memory) for weight in weights] for _ in range(LAYERS)]
     return ProductStack(layers, _ours(head, kept, memory))
 

@@ -220,7 +220,11 @@ class MachineRun:
     def __init__(
         self, record: MachineRecord, checkpoint: Path, scratch: Path, wanted: MachineOptions, log: Log
     ) -> None:
-        self.record, self._checkpoint, self._scratch, self._wanted, self._log = record, checkpoint, scratch, wanted, log
+        self.record = record
+        self._checkpoint = checkpoint
+        self._scratch = scratch
+        self._wanted = wanted
+        self._log = log
         self._saved = perf_counter()
 
     def run(self) -> None:

@@ -125,7 +125,9 @@ class LlamaCppPeer:
         batch = self._batch
         batch.n_tokens = len(rows)
         for at, row in enumerate(rows):
-            batch.token[at], batch.pos[at], batch.logits[at] = row.token, row.position, row.last
+            batch.token[at] = row.token
+            batch.pos[at] = row.position
+            batch.logits[at] = row.last
             batch.n_seq_id[at], batch.seq_id[at][0] = 1, row.sequence
         if code := self._api.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode of {len(rows)} tokens ended with {code}")

@@ -144,7 +144,9 @@ class ClockedOutbox:
     """Turns the clock, and calls `stop` after the last step that is counted."""
 
     def __init__(self, send: Callable[[FromCore], None], clock: StepClock, case: StepCase) -> None:
-        self._send, self._clock, self._sequences = send, clock, case.sequences
+        self._send = send
+        self._clock = clock
+        self._sequences = case.sequences
         self._left = _WARM_UP + case.steps
         self.stop: Callable[[], None] = lambda: None
 

@@ -48,7 +48,9 @@ class FrontendServers:
     def __init__(
         self, plan: ServePlan, gateway: InProcessGateway, ports: ReservedPorts, sources: Iterable[MetricsSource]
     ) -> None:
-        self._plan, self._gateway, self._ports = plan, gateway, ports
+        self._plan = plan
+        self._gateway = gateway
+        self._ports = ports
         self._workers: WorkerPool | None = None
         self._pool: WorkerPool | GrowingPool | None = None
         """What starts the workers: they themselves, or what watches whether they are wanted."""
@@ -107,7 +109,9 @@ class FrontendServers:
         self, info: ServerInfo, app: ASGIApp, rpcs: Mapping[str, BoundRpc]
     ) -> "list[HttpServer | GrpcServer]":
         """Those of a process that does all by itself."""
-        gateway, settings, ports = self._gateway, self._plan.endpoints, self._ports
+        gateway = self._gateway
+        settings = self._plan.endpoints
+        ports = self._ports
         servers: list[HttpServer | GrpcServer] = []
         app = protected_app(app, gateway, settings.keys, settings.http)
         timeout = settings.http.body_timeout

@@ -243,6 +243,8 @@ class HubConnection:
             self._telling = None
         if self._answered or self._ended_otherwise:
             self.send(EndedRequests(self._answered, self._ended_otherwise, self._sequences))
-            self._answered, self._ended_otherwise, self._sequences = [], [], []
+            self._answered = []
+            self._ended_otherwise = []
+            self._sequences = []
         if released := self.exchange.released():
             self.send(TensorsRead(released))

@@ -55,8 +55,12 @@ class RequestOrigin(msgspec.Struct, array_like=True, frozen=True):
 
     def note_in(self, context: RequestContext, logged: bool) -> None:
         """Make a context that was just opened that of this request. `logged`: by the worker."""
-        context.tenant, context.tenant_weight, context.arrived_at = self.tenant, self.tenant_weight, self.arrived_at
-        context.id, context.client_id, context.client = self.id, self.client_id, self.client
+        context.tenant = self.tenant
+        context.tenant_weight = self.tenant_weight
+        context.arrived_at = self.arrived_at
+        context.id = self.id
+        context.client_id = self.client_id
+        context.client = self.client
         context.logged = logged
 
 

@@ -97,7 +97,9 @@ class RemoteGateway:
         served = None if versions is None else versions.get(version)
         if served is not None and served.parts is None:
             config, context.body = served.config, None
-            context.model, context.version, context.model_found = config.name, config.version, True
+            context.model = config.name
+            context.version = config.version
+            context.model_found = True
             number = served.number if served.inline else 0
             return RemoteModelHandle(self.connection, self.find, config, context, version, number)
         context.model, context.version = name, version
@@ -113,7 +115,9 @@ class RemoteGateway:
         text = acquired.text
         if text is not None:
             context.on_end(text.release)
-        context.model, context.version, context.model_found = answer.model, answer.version, True
+        context.model = answer.model
+        context.version = answer.version
+        context.model_found = True
         context.adapter, context.route = answer.adapter, answer.route
         used, capacity = answer.kv_tokens
         stats = ModelStats(True, kv_tokens=used, kv_token_capacity=capacity)

@@ -126,7 +126,9 @@ class RemoteResponses(Generic[_Item]):
             if self._text is None:
                 self._text = SentSequence()
                 context.all_sequences.append(self._text)
-            self._text.prompt, self._text.generated, self._text.cached = text.prompt, text.generated, text.cached
+            self._text.prompt = text.prompt
+            self._text.generated = text.generated
+            self._text.cached = text.cached
             self._text.finish_reason = FinishReason(text.finish_reason) if text.finish_reason else None
 
 
@@ -157,7 +159,9 @@ class RemoteModelHandle:
     def for_request(self, context: RequestContext) -> "RemoteModelHandle":
         """The same version for another request, which the hub finds by its own name."""
         mine = self.context
-        context.model, context.version, context.model_found = mine.model, mine.version, True
+        context.model = mine.model
+        context.version = mine.version
+        context.model_found = True
         context.adapter, context.route = mine.adapter, mine.route
         return RemoteModelHandle(self._hub, self._find, self.config, context, mine.version, self._number)
 

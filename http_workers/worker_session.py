@@ -382,7 +382,9 @@ class WorkerSession:
     def _on_lone(self, message: LoneRequest) -> None:
         context = self._gateway.open_request(message.origin.endpoint, message.origin.headers)
         message.origin.note_in(context, logged=not self._logs_here)
-        context.model, context.version, context.model_found = message.model, message.version, message.model_found
+        context.model = message.model
+        context.version = message.version
+        context.model_found = message.model_found
         context.end = message.end
         context.close()
 

@@ -222,7 +222,9 @@ class KVCacheManager:
 
     def _forked(self, blocks: Sequence[bytes]) -> int:
         """How many of the first `blocks` are cached, or computed right now."""
-        is_cached, host, computing = self._pool.is_cached, self._host, self._computing
+        is_cached = self._pool.is_cached
+        host = self._host
+        computing = self._computing
         return sum(takewhile(bool, (is_cached(digest) or digest in computing or digest in host for digest in blocks)))
 
     def awaits(self, hashes: Sequence[bytes], known: int) -> bytes | None:
@@ -259,7 +261,10 @@ class KVCacheManager:
             table.snapshot = self.states.restore(*reversed(table.states))
 
     def _restore_from_host(self, table: BlockTable, hashes: Sequence[bytes]) -> None:
-        first, groups, states, resumable = table.committed, self.groups, self.states, None
+        first = table.committed
+        groups = self.groups
+        states = self.states
+        resumable = None
         if states is not None:
             most = table.forked // self.block_size
             resumable = [number for number in range(first + 1, most + 1) if states.is_kept(hashes[number - 1])]

@@ -93,7 +93,9 @@ class CudaMemory:
     own."""
 
     def __init__(self, handle: bytes, device: int, driver: CudaDriver) -> None:
-        number, self._context, self._pointer = ctypes.c_int(), ctypes.c_void_p(), _Pointer()
+        number = ctypes.c_int()
+        self._context = ctypes.c_void_p()
+        self._pointer = _Pointer()
         base, whole = _Pointer(), ctypes.c_size_t()
         self._driver = driver
         with ExitStack() as opened:

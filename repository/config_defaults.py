@@ -67,7 +67,9 @@ def fill_backend(config: RawConfig, directory: Path) -> RawConfig:
     """The config with `backend`, `platform` and `default_model_filename`: by each other, else by the files of the
     version's `directory`, else by the model's name. Raises `InvalidArgument` if backend and platform contradict each
     other, or nothing tells the backend."""
-    name, platform, filename = config["name"], config["platform"], config["default_model_filename"]
+    name = config["name"]
+    platform = config["platform"]
+    filename = config["default_model_filename"]
     backend = canonical_backend(config["backend"])
     if backend == PYTHON:
         backend = find_native_backend(config, directory) or backend
@@ -180,7 +182,9 @@ def enable_default_batching(config: RawConfig, size_given: bool) -> RawConfig:
 
 
 def _fill_instance_groups(config: RawConfig, usable: tuple[int, ...], gpus: tuple[int, ...]) -> list[dict[str, Any]]:
-    name, backend, groups = config["name"], config["backend"], []
+    name = config["name"]
+    backend = config["backend"]
+    groups = []
     for number, group in enumerate(config["instance_group"] or ({"name": name},)):
         kind, devices = group.get("kind", "KIND_AUTO"), group.get("gpus") or []
         if kind == "KIND_AUTO" and is_text_backend(backend):

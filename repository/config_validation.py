@@ -233,7 +233,9 @@ def _check_tensors(config: RawConfig, side: str) -> None:
 
 
 def _check_reshape(config: RawConfig, side: str, tensor: RawConfig, of: str) -> None:
-    where, dims, shape = f"{side}.{tensor['name']}.reshape", tensor["dims"], tensor["reshape"]["shape"]
+    where = f"{side}.{tensor['name']}.reshape"
+    dims = tensor["dims"]
+    shape = tensor["reshape"]["shape"]
     message = f"model {side} cannot have empty reshape for non-batching model as scalar tensors are not supported {of}"
     scalar = config["max_batch_size"] > 0 or config["backend"] in _TAKE_SCALARS
     _require(bool(shape) or scalar, where, message)
@@ -292,7 +294,9 @@ def _check_batch_tensors(config: RawConfig) -> None:
 
 def _check_instances(config: RawConfig, gpus: tuple[int, ...]) -> None:
     for group in config["instance_group"]:
-        of, count, kind = f"instance group {group['name']} of model {config['name']}", group["count"], group["kind"]
+        of = f"instance group {group['name']} of model {config['name']}"
+        count = group["count"]
+        kind = group["kind"]
         _require(count > 0, "instance_group.count", f"{of} must have a 'count' of at least 1, got {count}")
         if kind == "KIND_GPU":
             _require(bool(gpus), "instance_group.kind", f"{of} has kind KIND_GPU but no GPUs are available")

@@ -230,7 +230,9 @@ class ModelLifecycle:
         """Load one version. Raises `LoadFailure`, which the entry has recorded."""
         started, known = time.monotonic(), entry.get_or_add_version(version.number)
         if known.loaded is None:
-            known.state, known.reason, known.failure = ModelState.LOADING, "", ""
+            known.state = ModelState.LOADING
+            known.reason = ""
+            known.failure = ""
         try:
             factory = await self._prepare_when_memory_allows(source, version)
             model = await self._build_and_load(factory, on_progress)

@@ -13,7 +13,9 @@ class Turn:
     def __init__(
         self, lock: asyncio.Lock | asyncio.Semaphore, patience: float, on_expired: Callable[[], None] = lambda: None
     ) -> None:
-        self._lock, self._patience, self._on_expired = lock, patience, on_expired
+        self._lock = lock
+        self._patience = patience
+        self._on_expired = on_expired
         self._timer: asyncio.TimerHandle | None = None
         self._renewed = 0.0
 

@@ -94,7 +94,9 @@ class LoadedModelHandle:
         return False
 
     def for_request(self, context: RequestContext) -> "LoadedModelHandle":
-        context.model, context.version, context.model_found = self.config.name, self.config.version, True
+        context.model = self.config.name
+        context.version = self.config.version
+        context.model_found = True
         context.adapter = self._adapter
         return LoadedModelHandle(self._gateway, self._loaded, context)
 
@@ -188,7 +190,9 @@ class RoutedModelHandle(LoadedModelHandle):
 
     def for_request(self, context: RequestContext) -> LoadedModelHandle:
         served = self._loaded.config
-        context.model, context.version, context.model_found = served.name, served.version, True
+        context.model = served.name
+        context.version = served.version
+        context.model_found = True
         context.adapter, context.route = self._adapter, self._route.name
         if self._arm is None:
             return RoutedModelHandle(self._gateway, self._route, None, context)

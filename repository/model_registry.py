@@ -188,7 +188,9 @@ class ModelEntry:
         """Serve these versions as soon as they are asked for: none of the model is in memory."""
         for number, config in configs.items():
             version = self.get_or_add_version(number)
-            version.described, version.state, version.reason = config, ModelState.UNAVAILABLE, ON_DEMAND
+            version.described = config
+            version.state = ModelState.UNAVAILABLE
+            version.reason = ON_DEMAND
         self.latest = self._latest_of(configs)
 
     def _latest_of(self, numbers: Collection[str]) -> ModelVersion | None:

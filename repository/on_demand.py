@@ -67,8 +67,12 @@ class OnDemandLoader:
         on_loaded: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._catalog, self._registry, self._lifecycle = catalog, registry, lifecycle
-        self._limits, self._on_loaded, self._clock = limits, on_loaded, clock
+        self._catalog = catalog
+        self._registry = registry
+        self._lifecycle = lifecycle
+        self._limits = limits
+        self._on_loaded = on_loaded
+        self._clock = clock
         self._turns = asyncio.Semaphore(limits.loads)
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._waiting: Counter[str] = Counter()

@@ -56,7 +56,10 @@ class RouteControl:
         catalog: RepositoryCatalog,
         state: StateDirectory | None = None,
     ) -> None:
-        self._table, self._lifecycle, self._catalog, self._state = table, lifecycle, catalog, state
+        self._table = table
+        self._lifecycle = lifecycle
+        self._catalog = catalog
+        self._state = state
         self.versions = RoutedVersions(table, lifecycle, catalog)
         self._records = RouteRecords()
         self._changing = asyncio.Lock()

@@ -25,7 +25,9 @@ class RoutedVersions:
     Lives in one event loop."""
 
     def __init__(self, table: RouteTable, lifecycle: ModelLifecycle, catalog: RepositoryCatalog) -> None:
-        self._table, self._lifecycle, self._catalog = table, lifecycle, catalog
+        self._table = table
+        self._lifecycle = lifecycle
+        self._catalog = catalog
         self._registry = table.registry
         self._coming: tuple[Route, ...] = ()
         self._releases: set[asyncio.Task[None]] = set()

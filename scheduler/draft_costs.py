@@ -184,7 +184,9 @@ class DraftCosts:
         gains.sort(reverse=True)
         alone, shared = self._steps.seconds(decoding) + self._host_seconds, sum(map(bool, mosts)) < decoding
         least = LEAST_GAIN if len(mosts) < MANY_SEQUENCES else LEAST_GAIN_OF_MANY
-        best, best_speed, gained = 0, least * decoding / alone, 0.0
+        best = 0
+        best_speed = least * decoding / alone
+        gained = 0.0
         before = self._host_seconds + (0.0 if self._draft_model else len(mosts) * self._drafting_seconds)
         lengths, rows = [0] * len(mosts), [0] * max(mosts, default=0)
         for number, (gain, _, index) in enumerate(gains, 1):
@@ -216,10 +218,14 @@ class DraftCosts:
         disturbed = self._asked or self._drafted_before
         if drafted or not disturbed:
             self._unlearnt.append((tokens, seconds))
-        spent, decoding, host = self._spent, tokens - drafted, self._host_seconds
+        spent = self._spent
+        decoding = tokens - drafted
+        host = self._host_seconds
         if not disturbed:
             self._host_seconds += COST_WEIGHT * (min(host_seconds, 2 * host or host_seconds) - host)
-        self._asked, self._drafted_before, self._spent = False, drafted > 0, 0.0
+        self._asked = False
+        self._drafted_before = drafted > 0
+        self._spent = 0.0
         if len(self._unlearnt) == UNLEARNT_STEPS:
             self.learn()
         self._trial_seconds += TRIAL_SHARE * seconds

@@ -69,7 +69,9 @@ class RunningSet:
         max_in_flight: int,
         snapshots: SnapshotRule,
     ) -> None:
-        self.size, self.cache, self.waiting = size, cache, waiting
+        self.size = size
+        self.cache = cache
+        self.waiting = waiting
         self._most_in_flight = max_in_flight
         states = cache.states
         self.saves = None if states is None else StateSaves(size, states, cache.block_size, snapshots)
@@ -154,7 +156,9 @@ class RunningSet:
         row = sequence.row = heappop(self._free)
         spec, cached = sequence.spec, table.cached
         self.sequences[row], self.tables[row] = sequence, table
-        self.keys[row], self.stops[row], self.outputs[row] = spec.key, spec.stop_token_ids, sequence.outputs
+        self.keys[row] = spec.key
+        self.stops[row] = spec.stop_token_ids
+        self.outputs[row] = sequence.outputs
         self.ages[row] = sequence.seniority, sequence.arrival_number
         self.known[row] = self.expected[row] = sequence.known
         self.token_limit[row], self.decode_limit[row] = sequence.token_limit, 0
@@ -371,8 +375,12 @@ class RunningSet:
             assert held == [*range(end - drafts, end)] if drafts else held in ([], [end]), "a row goes on from no state"
 
     def _check_counters(self, row: int, pending: int) -> None:
-        known, expected, scheduled = int(self.known[row]), int(self.expected[row]), int(self.scheduled[row])
-        limit, table, size = self.sequences[row].token_limit, self.tables[row], self.cache.block_size
+        known = int(self.known[row])
+        expected = int(self.expected[row])
+        scheduled = int(self.scheduled[row])
+        limit = self.sequences[row].token_limit
+        table = self.tables[row]
+        size = self.cache.block_size
         assert 0 <= self.next_commit_at[row] - size <= self.computed[row] <= scheduled
         assert self.min_remaining <= limit - known or not self.running[row], "a row could end unseen"
         assert self.computed[row] < known <= limit == self.token_limit[row]

@@ -261,10 +261,14 @@ class Scheduler:
         outside of `schedule()`."""
         if not self._cache.prefix_caching:
             return
-        rows, size, committed = self._rows, self._cache.block_size, list[bytes]()
+        rows = self._rows
+        size = self._cache.block_size
+        committed = list[bytes]()
         for row in (rows.computed >= rows.next_commit_at).nonzero()[0].tolist():
             sequence, table = rows.sequences[row], rows.tables[row]
-            hashes, first, end = sequence.hashes, table.committed, int(rows.computed[row]) // size
+            hashes = sequence.hashes
+            first = table.committed
+            end = int(rows.computed[row]) // size
             if len(hashes) < end:
                 tokens = sequence.identity_window(len(hashes) * size, end * size)
                 hashes.extend(self._cache.digest(tokens, sequence.spec.extras, hashes[-1] if hashes else None))

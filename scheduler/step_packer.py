@@ -1,7 +1,7 @@
 """One step's content: decoding rows first, then chunks of prompts, and blocks for all of them.
 
-Half-computed and waiting prompts are treated alike. Short ones go first, and long ones have a part of the step that
-short ones cannot take: neither is stuck behind the other. Knows no results, and no time but `PrefillBudget`'s.
+Half-computed and waiting prompts are treated alike. Short ones go first, and long ones have a part of the step of their
+own: neither is stuck behind the other. Knows no results, and no time but `PrefillBudget`'s.
 """
 
 from itertools import chain, compress, islice
@@ -33,8 +33,7 @@ MIN_PIPELINE_GROUP = 8
 """Decoding rows that share a step of a pipeline in any case: the cost of a step itself would be paid twice."""
 
 ROWS_PER_FORCED_TOKEN = 16
-"""Of so many decoding rows one may compute a token more than others, of those that no step had to sample: they make a
-step longer, for the free rows too."""
+"""One of so many decoding rows may compute a token that no step had to sample: the step of all takes longer by it."""
 
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
 
@@ -52,10 +51,15 @@ class StepPacker:
         clock: float,
         speculation: Speculation | None = None,
     ) -> None:
-        self._config, self._rows, self._fairness, self._prefill = config, rows, fairness, prefill
+        self._config = config
+        self._rows = rows
+        self._fairness = fairness
+        self._prefill = prefill
         self._speculation = speculation
         self._step, self._clock = step, clock
-        self._cache, self._waiting, self._no_evict = rows.cache, rows.waiting, config.admission == "no_evict"
+        self._cache = rows.cache
+        self._waiting = rows.waiting
+        self._no_evict = config.admission == "no_evict"
         # [rows] tokens that each row computes in this step, 0 for those outside; of decoding rows at first. The last
         # token of all is never computed: nothing follows it.
         self._counts = np.maximum(np.minimum(rows.expected, rows.decode_limit), rows.scheduled) - rows.scheduled
@@ -148,9 +152,8 @@ class StepPacker:
     # Decoding rows
 
     def _choose_decoding_rows(self) -> None:
-        """Leave out rows that may not be in another plan, or that the budget does not suffice for; give the others
-        blocks. In a pipeline, where a row waits for its last result while other plans are under way, a plan takes its
-        share of all decoding rows: together, they would wait for one stage after the other."""
+        """Leave out rows that may not be in another plan, or are beyond the budget; give the others blocks. In a
+        pipeline a plan takes its share of decoding rows: together, they would wait for one stage after the other."""
         rows, counts = self._rows, self._counts
         full = rows.full_rows()
         if full is not None:
@@ -208,7 +211,9 @@ class StepPacker:
     def _room_after(self, row: int, end: int, most: int) -> int:
         """How many of `most` tokens the row may hold after the first `end` ones, but the very last: the blocks are its
         own, promised to it, or free even if every running row took one."""
-        rows, size, held = self._rows, self._cache.block_size, int(self._rows.capacity[row])
+        rows = self._rows
+        size = self._cache.block_size
+        held = int(self._rows.capacity[row])
         most = min(most, int(rows.token_limit[row]) - 1 - end)
         if end + most <= held or self._no_evict:
             return most
@@ -234,7 +239,9 @@ class StepPacker:
     def _limit_forced_tokens(self, decoding: LongArray) -> list[int]:
         """Let rows compute only a few tokens more than one each where free rows wait for the same step; the others
         follow in the next steps. Returns what each row computes."""
-        rows, counts, free = self._rows, self._counts, max(len(decoding) // ROWS_PER_FORCED_TOKEN, 1)
+        rows = self._rows
+        counts = self._counts
+        free = max(len(decoding) // ROWS_PER_FORCED_TOKEN, 1)
         if any(row not in rows.constrained for row in decoding.tolist()):
             senior = np.array(rows.by_seniority(decoding))
             more = counts[senior] - 1
@@ -245,8 +252,7 @@ class StepPacker:
     # Prompts
 
     def _add_prompts(self) -> None:
-        """Spend the rest of the budget on prompts, short ones first; but half of it is for long ones, if there are any
-        and they can use it."""
+        """Spend the rest of the budget on prompts, short ones first; half of it on long ones, if any can use it."""
         short, long = half_computed(self._rows, self._fairness, self._step, self._config.rank_step_tokens)
         budget, mixed = self._budget_left, bool(long) or self._waiting.peek(self._step, long=True) is not None
         pace = self._prefill.pace(self._demand([*short, *long], mixed))
@@ -276,8 +282,8 @@ class StepPacker:
         return StepDemand(self._work, line, min(wanted, default=inf), len(wanted) < len(targets), mixed)
 
     def _fill(self, lane: PrefillLane, pending: list[PendingPrefill], long: bool) -> None:
-        """Spend a lane's part of the step: of one tenant's prompts by rank, of several tenants' on the one of the most
-        urgent class that was served least."""
+        """Spend a lane's part of the step on prompts by rank, but first on those of the least served tenant of the most
+        urgent class."""
         while self._budget_left and lane.has_room:
             waiting = self._admissible(long)
             if pending and (waiting is None or self._precedes(pending[-1], waiting)):
@@ -355,7 +361,9 @@ class StepPacker:
 
     def _has_adapter_room(self, sequence: Sequence) -> bool:
         """Whether the sequence's adapter may run beside those that do."""
-        adapter, running, most = sequence.spec.adapter, self._rows.adapters, self._config.max_loras
+        adapter = sequence.spec.adapter
+        running = self._rows.adapters
+        most = self._config.max_loras
         if not adapter or not most:
             return True
         return self._waiting.overdue(self._step) in (None, sequence) and (adapter in running or len(running) < most)

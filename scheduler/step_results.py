@@ -40,10 +40,15 @@ def process_result(
     # Lists are compared in a third of the time that numpy takes for two arrays.
     if result.offsets.tolist() != known.tolist() and (result.offsets != known)[~rows.ended[places]].any():
         raise RuntimeError(f"step {flight.step}: a row's tokens do not begin where the known ones end")
-    ran, counts, tokens = result.rows.tolist(), result.counts.tolist(), result.tokens.tolist()
+    ran = result.rows.tolist()
+    counts = result.counts.tolist()
+    tokens = result.tokens.tolist()
     one_each = len(tokens) == len(ran) and 0 not in counts
     owners = ran if one_each else result.rows.repeat(result.counts).tolist()  # the row of each token
-    logprobs, keys, stops, outputs = result.logprobs, rows.keys, rows.stops, rows.outputs
+    logprobs = result.logprobs
+    keys = rows.keys
+    stops = rows.stops
+    outputs = rows.outputs
     stop_tokens = [at for at, (row, token) in enumerate(zip(owners, tokens, strict=True)) if token in stops[row]]
     finished: list[tuple[int, str]] = []
     rows.min_remaining -= max(counts, default=0)
@@ -102,7 +107,9 @@ def _reconcile(
     or tokens did not come; and always without the newest known token, which has to run, again if it brought no
     successor.
     """
-    ran, surplus, ends = flight.rows, np.zeros(rows.size, np.int32), flight.scheduled_ends
+    ran = flight.rows
+    surplus = np.zeros(rows.size, np.int32)
+    ends = flight.scheduled_ends
     surplus[result.rows] = kept
     np.subtract.at(surplus, flight.sampled_rows, 1)
     rows.expected[ran] += surplus[ran]

@@ -163,7 +163,11 @@ def _x_request_id(context: RequestContext) -> str:
 @lru_cache(_CACHE_SIZE)
 def _common_part(door: str, route: str, model: str, version: str, tenant: str, end: RequestEnd) -> str:
     context = RequestContext(door)
-    context.route, context.model, context.version, context.tenant, context.end = route, model, version, tenant, end
+    context.route = route
+    context.model = model
+    context.version = version
+    context.tenant = tenant
+    context.end = end
     return str(request_log_fields(context)).removesuffix("0.0")
 
 

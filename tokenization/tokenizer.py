@@ -155,7 +155,9 @@ class Tokenizer:
         if isinstance(prompt, str):
             field, text = "prompt", prompt
         else:
-            field, text, special = "messages", self._render(prompt, media), False
+            field = "messages"
+            text = self._render(prompt, media)
+            special = False
         if media.placeholders and kept is not None:
             raise InvalidArgument("a prompt with media can't be cut", field="truncate_prompt_tokens")
         text = expand_media(text, media, field)

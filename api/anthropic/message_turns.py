@@ -311,7 +311,9 @@ class ChatTurns:
 
     def _document_text(self, block: DocumentBlock, place: str) -> str:
         source = block.source
-        kind, media, data = source.get("type"), source.get("media_type"), source.get("data")
+        kind = source.get("type")
+        media = source.get("media_type")
+        data = source.get("data")
         if kind == "text" and isinstance(data, str):
             return data
         if kind == "base64" and isinstance(media, str) and media.startswith("text/") and isinstance(data, str):

@@ -67,7 +67,9 @@ class GrpcServer:
         self.port: int = sock.getsockname()[1]
         self._address = f"[{settings.address}]" if ":" in settings.address else settings.address
         self._address += f":{self.port}"
-        self._lookup, self._info, self._settings = lookup, info, settings
+        self._lookup = lookup
+        self._info = info
+        self._settings = settings
         self._closing = asyncio.Event()
         self._calls: set[asyncio.Task[Any]] = set()
         self._policy = replace(policy, max_response_size=info.max_response_size)

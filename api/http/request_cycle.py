@@ -190,7 +190,9 @@ class Http11Cycle(RequestResponseCycle):
     def text_sink(self, encode: Callable[[str], bytes]) -> Callable[[str], bool]:
         """What writes the part of the response that `encode` makes of a text, if that may be written now. Made once for
         a response: what each of its parts costs is counted in function calls."""
-        flow, transport, write_soon = self.flow, self.transport, self._state.coalescer.write_soon
+        flow = self.flow
+        transport = self.transport
+        write_soon = self._state.coalescer.write_soon
 
         def write(text: str) -> bool:
             if flow.write_paused or self.response_complete or not self.chunked_encoding:

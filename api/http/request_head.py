@@ -35,7 +35,9 @@ class HttpProtocolError(Exception):
 
     def __init__(self, status: HTTPStatus, text: str, client_still_sends: bool = False) -> None:
         super().__init__(text)
-        self.status, self.text, self.client_still_sends = status, text, client_still_sends
+        self.status = status
+        self.text = text
+        self.client_still_sends = client_still_sends
 
     def answer(self, status_line: bytes) -> bytes:
         """The whole response: JSON, after which the connection closes."""

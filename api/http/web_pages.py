@@ -101,7 +101,9 @@ class WebPageRules:
         403: a change of this server, or private data, under an unknown host name or of a page from elsewhere; and a
         page's request under a name that leads here by a trick. 415: a form of a page from elsewhere.
         """
-        headers, method, path = header_map(scope), scope["method"], scope["path"]
+        headers = header_map(scope)
+        method = scope["method"]
+        path = scope["path"]
         origin, protected = headers.get(b"origin"), is_protected(method, path) or path.startswith(self._private)
         if origin is None and not protected and headers.get(b"sec-fetch-site") not in _FOREIGN_SITES:
             return

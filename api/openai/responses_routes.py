@@ -100,7 +100,9 @@ class ResponseEvents:
             # Most events are of text alone: the JSON around it is encoded once for all of a message.
             event = message.delta_event(_PLACEHOLDER) | {"sequence_number": 0}
             around = sse_event(orjson.dumps(event), event["type"]).split(orjson.dumps(_PLACEHOLDER))
-            self._message, self._before, self._after = message, around[0], around[1].removesuffix(b"0}\n\n")
+            self._message = message
+            self._before = around[0]
+            self._after = around[1].removesuffix(b"0}\n\n")
         message.texts.append(text)
         return b"%b%b%b%d}\n\n" % (self._before, orjson.dumps(text), self._after, self._output.take_number())
 

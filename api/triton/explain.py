@@ -45,7 +45,9 @@ class ExplainEndpoint:
         registry: CollectorRegistry | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._administration, self._registry, self._clock = administration, registry, clock
+        self._administration = administration
+        self._registry = registry
+        self._clock = clock
         self._last: MetricsReading | None = None
         self._waiting = 0
 

@@ -166,7 +166,9 @@ class SseSender:
     """Sends requests to one endpoint of a server."""
 
     def __init__(self, client: HttpClient, door: StreamingEndpoint, manner: RequestOptions) -> None:
-        self._client, self._door, self._manner = client, door, manner
+        self._client = client
+        self._door = door
+        self._manner = manner
 
     async def send(self, prompt: Prompt, new: int) -> RequestResult:
         body = orjson.dumps(self._door.body(prompt, new, self._manner))
@@ -278,7 +280,10 @@ class LoadDriver:
     """Runs jobs through a caller; `start` is the moment in `perf_counter` seconds that everything counts from."""
 
     def __init__(self, caller: RequestSender, prompts: Prompts, pace: LoopMode, start: float) -> None:
-        self._caller, self._prompts, self._pace, self._start = caller, prompts, pace, start
+        self._caller = caller
+        self._prompts = prompts
+        self._pace = pace
+        self._start = start
         self.tally = LoadCounters()
         self.records: list[LoadRecord] = []
 

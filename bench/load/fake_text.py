@@ -40,7 +40,9 @@ def build_text_tokenizer(vocab: int) -> Tokenizer:
 
     prompt_words = [spelled(f" {word}") for word in dict.fromkeys(WORDS)]
     known = set(prompt_words)
-    pieces, cut, text = sorted(letters.alphabet()), spelled(_CUT), map(spelled, _words())
+    pieces = sorted(letters.alphabet())
+    cut = spelled(_CUT)
+    text = map(spelled, _words())
     single = len(pieces)
     distance = (vocab - single) // len(prompt_words) // _CYCLE * _CYCLE
     while len(pieces) < vocab:

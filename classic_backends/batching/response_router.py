@@ -81,7 +81,9 @@ class ResponseRouter:
     def on_stream_response(self, done: BatchResult) -> None:
         """A decoupled model made one response, or failed."""
         [request] = done.batch.requests
-        responses, timing, error = done.result.responses, done.result.timing, done.result.error
+        responses = done.result.responses
+        timing = done.result.timing
+        error = done.result.error
         stream = self._streams.setdefault(request, _StreamProgress())
         sums = self._metrics.response_sums(stream.count)
         if not stream.count:

@@ -53,7 +53,9 @@ class _AdapterMemory:
     whether it has no NaN and no infinity."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, native: bool) -> None:
-        self._dtype, self._device, self.native = dtype, device, native
+        self._dtype = dtype
+        self._device = device
+        self.native = native
         self._arena = HugePageArena()
         self.finite = True
 
@@ -92,9 +94,13 @@ class AdapterTargets:
         language_part: bool = False,
         elsewhere: Set[str] = frozenset(),
     ) -> None:
-        self._dtype, self._device, self._products = dtype, device, len(products)
+        self._dtype = dtype
+        self._device = device
+        self._products = len(products)
         self._native = library.supports(dtype, device)
-        self._layers, self._total, self._language_part = layers, total, language_part
+        self._layers = layers
+        self._total = total
+        self._language_part = language_part
         self._elsewhere = elsewhere
         # A matrix may be in two products: queries, and the gates between them.
         self._parts: dict[str, list[tuple[int, _TargetPart]]] = {}

@@ -93,7 +93,9 @@ class AwqMatrix(CodedMatrix):
     """AWQ: words along the outputs, of zero points, too."""
 
     def __init__(self, parts: MatrixParts, stored: Awq) -> None:
-        self._parts, words, scales = parts, parts.shape("qweight"), parts.shape("scales")
+        self._parts = parts
+        words = parts.shape("qweight")
+        scales = parts.shape("scales")
         self._words = parts.outputs // 8
         if words != (parts.inputs, self._words) or parts.outputs % 8 or len(scales) != 2:
             raise parts.error(f"qweight {list(words)} is not what awq has for {[parts.outputs, parts.inputs]}")
@@ -137,7 +139,9 @@ class BitStreamMatrix(CodedMatrix):
     outputs, have 2^(bits - 1) added. With `weight_g_idx` inputs belong to groups in any order."""
 
     def __init__(self, parts: MatrixParts, stored: CompressedTensors) -> None:
-        self._parts, packed, scales = parts, parts.shape("weight_packed"), parts.shape("weight_scale")
+        self._parts = parts
+        packed = parts.shape("weight_packed")
+        scales = parts.shape("weight_scale")
         self._points = parts.has("weight_zero_point")
         self._form = self._fitting(stored, packed, scales)
         bits, size = self._form.bits, self._form.group_size
@@ -187,7 +191,9 @@ class BitStreamMatrix(CodedMatrix):
         return GroupedRows(codes + self._shift if self._shift and zeros is None else codes, scales, zeros)
 
     def _zeros(self, rows: slice) -> Tensor:
-        parts, bits, groups = self._parts, self._form.bits, self._scales[-1]
+        parts = self._parts
+        bits = self._form.bits
+        groups = self._scales[-1]
         words = words_for(parts.outputs, bits)
         packed = parts.view("weight_zero_point", (words, groups), INTEGERS)
         return unpack_words(packed.t(), bits, parts.outputs).t()[rows]

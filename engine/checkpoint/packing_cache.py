@@ -206,7 +206,9 @@ class Packing:
         allocate: Callable[[int], Array] = _ordinary_memory,
     ) -> None:
         """Without a `cache` nothing is found or kept. `allocate`: makes the memory of found matrices."""
-        self._cache, self._key, self._about = cache, key, about
+        self._cache = cache
+        self._key = key
+        self._about = about
         self._found = None if cache is None else cache.find(key, allocate)
         self._made: dict[str, tuple[str, Mapping[str, Array]]] = {}
 

@@ -59,7 +59,9 @@ def stacked_matrices(names: Iterable[str], shape_of: Callable[[str], tuple[int, 
         match = _STACKED.fullmatch(name)
         if match is None:
             continue
-        mixture, part, piece = match["mixture"], match["own"] or match["part"], match["piece"]
+        mixture = match["mixture"]
+        part = match["own"] or match["part"]
+        piece = match["piece"]
         turning = f"{mixture}.{_BIASED}" in known
         if len(shape := shape_of(name)) != 3 and not turning:
             continue

@@ -170,7 +170,9 @@ def _gguf_bytes(file: GgufFile, use: WeightUse) -> float:
     """The memory of weights in GGUF. Where kernels multiply with blocks these stay, five and six bits as eight; the
     table of embeddings becomes floats."""
     dtype = str(read_gguf_config(file)["dtype"]) if use.dtype == "auto" else use.dtype
-    floats, integers, total = _WIDTHS.get(dtype, 2), keeps_codes(dtype, False, use.capability), 0.0
+    floats = _WIDTHS.get(dtype, 2)
+    integers = keeps_codes(dtype, False, use.capability)
+    total = 0.0
     for tensor in file.tensors.values():
         kept = tensor.type.kept_bytes if integers and tensor.type.values > 1 else floats
         table = tensor.name == "token_embd.weight"

@@ -128,7 +128,10 @@ class Replica:
         self._on_progress(loading)
 
     def on_updates(self, message: RequestUpdates) -> None:
-        streams, updates, stats, now = self._streams, message.updates, message.stats, time.monotonic()
+        streams = self._streams
+        updates = message.updates
+        stats = message.stats
+        now = time.monotonic()
         if stats.tokens:
             self._metrics.step.observe(stats.seconds)
             self._metrics.step_tokens.observe(stats.tokens)
@@ -141,7 +144,9 @@ class Replica:
         for key, scores in updates.prompt_logprobs:
             if key in streams:
                 streams[key].push_prompt_scores(scores)
-        tokens, logprobs, at = updates.tokens, updates.logprobs, 0
+        tokens = updates.tokens
+        logprobs = updates.logprobs
+        at = 0
         for key, count in zip(updates.keys, updates.counts, strict=True):
             stream, end = streams.get(key), at + count
             if stream is not None:

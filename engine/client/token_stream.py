@@ -129,7 +129,9 @@ def record_request(metrics: LlmMetrics, context: RequestContext) -> None:
     metrics.ended[context.end] += 1
     if not context.end.outcome.answered:
         return
-    summary, arrived, ended = context.summary, context.arrived_at, context.ended_at
+    summary = context.summary
+    arrived = context.arrived_at
+    ended = context.ended_at
     submitted = summary.submitted or arrived
     begun = summary.begun or submitted
     last = summary.last or begun
@@ -355,7 +357,9 @@ class TokenStream:
 
     def _pass_to_sinks(self, builder: DeltaReader, output: DirectStream[GenerateChunk]) -> GenerateChunk | None:
         """Give the sinks what is unread; the chunk that they do not take."""
-        delta, text_sink, sink = self.take(), output.text_sink, output.sink
+        delta = self.take()
+        text_sink = output.text_sink
+        sink = output.sink
         chunk = builder.build_chunk(delta) if text_sink is None else builder.pass_text(delta, text_sink)
         if chunk is None:
             return None

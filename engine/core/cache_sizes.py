@@ -49,7 +49,9 @@ class CacheSizes(NamedTuple):
         """One line for people."""
         line = f"{self.blocks} blocks of {block_size} tokens"
         if self.groups.sliding:
-            count, sliding, window = self.groups.total, self.groups.sliding, self.groups.window
+            count = self.groups.total
+            sliding = self.groups.sliding
+            window = self.groups.window
             line += f" and one of {count} groups of layers, {sliding} of which keep the last {window} tokens"
         if self.host_blocks:
             line += f", {self.host_blocks} in the host's memory"

@@ -57,7 +57,9 @@ class SequenceConstraint:
         parameter: str = "",
         jumps: bool = True,
     ) -> None:
-        self._grammar, self._thinking, self._jumps = grammar, thinking, jumps
+        self._grammar = grammar
+        self._thinking = thinking
+        self._jumps = jumps
         self._matcher = None if grammar is None else grammar()
         self.parameter = parameter
         self._due: list[int] = []

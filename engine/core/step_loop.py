@@ -242,7 +242,9 @@ class EngineCore:
 
     def _totals(self) -> EngineTotals:
         """What the scheduler has counted, with the counts of the core's other parts."""
-        scheduled, constrained, executor = self._scheduler.totals, self._constraints.totals, self._executor
+        scheduled = self._scheduler.totals
+        constrained = self._constraints.totals
+        executor = self._executor
         grammars = NO_GRAMMARS if self._grammars is None else self._grammars.totals
         speculation, states = self._scheduler.speculation, self._cache.states
         events = None if self._events is None else self._events.publisher

@@ -73,7 +73,10 @@ class LayerCaches:
         caches: Sequence[int],
         groups: Sequence[int],
     ) -> None:
-        self.params, self.params_of_layer, self.caches, self.groups = params, params_of_layer, caches, groups
+        self.params = params
+        self.params_of_layer = params_of_layer
+        self.caches = caches
+        self.groups = groups
         columns = ([ctypes.addressof(struct) for struct in params], params_of_layer, caches, groups)
         self._columns = [np.array(column, np.int64) for column in columns]
         self.c_fields = [len(params), *(column.ctypes.data for column in self._columns)]
@@ -84,7 +87,9 @@ class PlannedAttention:
     """One step's attention for layers with equal `params`, divided into pieces of work once for all of them."""
 
     def __init__(self, params: AttentionParams, batch: StepBatch, dtype: torch.dtype) -> None:
-        self._params, self._batch, self._step = params, batch, StepStruct(*batch.c_fields)
+        self._params = params
+        self._batch = batch
+        self._step = StepStruct(*batch.c_fields)
         self._plan, self._call = _PlanStruct(), _CallStruct()
         self._plan_pieces(64 + batch.size * params.kv_heads)
         self._scratch = torch.empty(self._plan.scratch)
@@ -104,7 +109,9 @@ class PlannedAttention:
         writes nothing. Returns [N, heads * head_dim], overwritten by the next call. `cos_sin`: float32 [positions, 2, n
         / 2], contiguous, for the first n numbers of heads."""
         call, at = self._call, packed.data_ptr()
-        call.queries, call.keys, call.values = at, at + self._query_bytes, at + self._query_bytes + self._key_bytes
+        call.queries = at
+        call.keys = at + self._query_bytes
+        call.values = at + self._query_bytes + self._key_bytes
         if packed.shape[1] == self._params.heads:
             call.keys = call.values = None
         call.query_stride = call.key_stride = call.value_stride = packed.stride(0)
@@ -135,7 +142,9 @@ class PlannedAttention:
         """Plan with arrays of `capacity` pieces, or of as many as C asks for."""
         self._pieces = np.empty((3, capacity * _PIECE_BYTES), np.uint8)
         at, size = self._pieces.ctypes.data, capacity * _PIECE_BYTES
-        self._plan.to_write, self._plan.to_work, self._plan.to_fold = at, at + size, at + 2 * size
+        self._plan.to_write = at
+        self._plan.to_work = at + size
+        self._plan.to_fold = at + 2 * size
         structs = (ctypes.addressof(struct) for struct in (self._params, self._step, self._plan))
         needed = library.bind_function("charonia_attention_plan")(*structs, capacity)
         if needed > capacity:

@@ -24,7 +24,9 @@ class FusedNorm:
     """RMS norm (arXiv 1910.07467): x / rms(x) * weight, x in `dtype`; `weight` [n] or [heads, n] in float32."""
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
-        self._weight, self._eps, self._kind = weight.contiguous(), eps, library.DTYPE_CODES[dtype]
+        self._weight = weight.contiguous()
+        self._eps = eps
+        self._kind = library.DTYPE_CODES[dtype]
         self._size, self._weights = weight.shape[-1], weight.numel() // weight.shape[-1]
         self._address, self._norm = self._weight.data_ptr(), library.bind_function("charonia_norm")
 

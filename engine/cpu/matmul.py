@@ -53,7 +53,10 @@ class MatrixProduct:
 
     def __init__(self, matrix: MatrixStruct, out: torch.dtype) -> None:
         """The caller keeps what `matrix` has the addresses of."""
-        self._matrix, self.inputs, self.outputs, self._out = matrix, matrix.inputs, matrix.outputs, out
+        self._matrix = matrix
+        self.inputs = matrix.inputs
+        self.outputs = matrix.outputs
+        self._out = out
         self.address, self._multiply = ctypes.addressof(matrix), library.bind_function("charonia_matmul")
         self.kind = matrix.kind, matrix.span, matrix.zeros, matrix.inputs, matrix.outputs
         """What decides how much memory C needs to multiply with it."""

@@ -50,7 +50,10 @@ class SymbolicTensor:
     packed place whose logits are wanted."""
 
     def __init__(self, trace: "OpTrace", width: int, dtype: torch.dtype, selected: bool = False) -> None:
-        self.trace, self.width, self.dtype, self.selected = trace, width, dtype, selected
+        self.trace = trace
+        self.width = width
+        self.dtype = dtype
+        self.selected = selected
 
     def view(self, *_: int) -> "SymbolicTensor":
         """The tensor itself: its numbers stay where they are."""

@@ -103,7 +103,9 @@ class StepRun:
     """A step that other threads may be computing already. Its results are good until the next step begins."""
 
     def __init__(self, program: "DecoderProgram", workspace: _StepWorkspace, inputs: ProgramInputs) -> None:
-        self._program, self.workspace, self.inputs = program, workspace, inputs
+        self._program = program
+        self.workspace = workspace
+        self.inputs = inputs
         self.seconds = None if inputs.listener is None else np.zeros(workspace.arguments.operation_count)
         workspace.arguments.seconds = None if self.seconds is None else self.seconds.ctypes.data
         self.number = -1
@@ -201,7 +203,10 @@ class DecoderProgram:
         head: Head | None = None,
     ) -> None:
         """`rotaries`: by their numbers. `head`: for `StepRun.more_logits`."""
-        self.io, self.head, self._rotaries, self.offsets = io, head, rotaries, plan_buffers(trace, io)
+        self.io = io
+        self.head = head
+        self._rotaries = rotaries
+        self.offsets = plan_buffers(trace, io)
         for to, x, delta, out in trace.ops:
             offsets = (_NO_TENSOR if tensor is None else self.offsets[tensor] for tensor in (x, delta, out))
             to.x, to.delta, to.out = offsets
@@ -249,7 +254,9 @@ class DecoderProgram:
         arguments.hidden_states = None if inputs.hidden_states is None else inputs.hidden_states.data_ptr()
         # Computed are the layers alone, or all but sampling, or all.
         places, samples = inputs.logits_indices, inputs.samples
-        arguments.operation_count, arguments.logits_count, arguments.sampled_count = self.io.layer_ops, 0, 0
+        arguments.operation_count = self.io.layer_ops
+        arguments.logits_count = 0
+        arguments.sampled_count = 0
         arguments.mask_of = arguments.masks = None
         if places is not None:
             arguments.operation_count = len(self._operations) - 1

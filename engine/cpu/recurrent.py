@@ -146,7 +146,9 @@ class Recurrence:
     untraceable: str | None = None
 
     def __init__(self, shape: RecurrenceShape, struct: RecurrenceStruct, kept: tuple[Tensor | None, ...]) -> None:
-        self._shape, self._struct, self._kept = shape, struct, kept
+        self._shape = shape
+        self._struct = struct
+        self._kept = kept
         self._recur = library.bind_function("charonia_recur")
 
     def __call__(self, x: TensorOrSymbol, gates: TensorOrSymbol, layer: int, slots: StepSlots | None) -> TensorOrSymbol:

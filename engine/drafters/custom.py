@@ -115,7 +115,9 @@ class GuardedDrafter:
         """Called when it is turned off."""
         self.step_seconds: Callable[[int], float | None] = lambda tokens: None
         """How long a step with so many tokens takes; None where that is unknown."""
-        self._calls, self._taken, self._savable = 0, 0.0, 0.0
+        self._calls = 0
+        self._taken = 0.0
+        self._savable = 0.0
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
         """See `Drafter.propose`."""
@@ -152,7 +154,9 @@ class GuardedDrafter:
         if self._taken > self._savable:
             taken, savable = 1000 * self._taken / CALLS, 1000 * self._savable / CALLS
             self._turn_off(f"it takes {taken:.1f} ms a call, and right drafts would save {savable:.1f} at most")
-        self._calls, self._taken, self._savable = 0, 0.0, 0.0
+        self._calls = 0
+        self._taken = 0.0
+        self._savable = 0.0
 
     def _turn_off(self, reason: str) -> None:
         self.off = True

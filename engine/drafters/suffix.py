@@ -41,7 +41,9 @@ class SuffixDrafter:
         least_probability: float = 0.1,
         kept_tokens: int = KEPT_TOKENS,
     ) -> None:
-        self._depth, self._factor, self._least = depth, factor, least_probability
+        self._depth = depth
+        self._factor = factor
+        self._least = least_probability
         self._answers = ServedAnswers(kept_tokens, remembered) if remembered else None
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
@@ -155,7 +157,9 @@ class ServedAnswers:
         places = np.arange(self._end, self._end + count + 1)
         tokens, owners, before, heads = self._arrays
         at = places % self._size
-        tokens[at], owners[at], before[at] = text, owner, 0
+        tokens[at] = text
+        owners[at] = owner
+        before[at] = 0
         slots = self._slots(text[:-3], text[1:-2], owner)
         following = places[_PAIR:-1]
         order = np.argsort(slots, kind="stable")

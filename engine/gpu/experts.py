@@ -130,7 +130,9 @@ class PlainExpertMatrix:
         self._scales: Tensor | None = None
         self._group = 0
         if isinstance(rows, QuantisedRows):
-            self._weight, self._scales, self._group = rows.codes, scales_by_group(rows), rows.group
+            self._weight = rows.codes
+            self._scales = scales_by_group(rows)
+            self._group = rows.group
         else:
             self._weight = rows
 

@@ -157,7 +157,9 @@ class TritonLora:
     """The kernels for product `number`, whose matrices have these `outputs`, for ranks up to `most`."""
 
     def __init__(self, number: int, outputs: Sequence[int], most: int) -> None:
-        self._number, self._matrices, self._outputs = number, len(outputs), max(outputs)
+        self._number = number
+        self._matrices = len(outputs)
+        self._outputs = max(outputs)
         self._shrink, self._expand = _plans(most, all(count % 16 == 0 for count in outputs))
         self._lines = next_power_of_2(max(most, 16))
 
@@ -165,7 +167,9 @@ class TritonLora:
         """Adds the products of the step's adapters with x [N, inputs] to `out` [N, outputs], in one dtype."""
         x = x if x.stride(1) == 1 else x.contiguous()
         packed, blocks = step.blocks(x.device)
-        inputs, pieces, width = x.shape[1], triton.cdiv(x.shape[1], _PIECE), self._matrices * self._lines
+        inputs = x.shape[1]
+        pieces = triton.cdiv(x.shape[1], _PIECE)
+        width = self._matrices * self._lines
         shrunk = torch.empty(pieces * packed.shape[1] * width, dtype=torch.float32, device=x.device)
         shared = packed, packed.stride(0), self._number
         shrink = _shrink_kernel[blocks, pieces, width // self._shrink["LINES"]]

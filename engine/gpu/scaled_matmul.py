@@ -207,7 +207,9 @@ class TritonScaledMatmul:
     """x [N, in] -> x W^T + b [N, out] in x's dtype. W is quantised by row or group, and x is here."""
 
     def __init__(self, weight: QuantisedRows, bias: Tensor | None) -> None:
-        self._weight, self._scales, self._group = weight.codes, scales_by_group(weight), weight.group
+        self._weight = weight.codes
+        self._scales = scales_by_group(weight)
+        self._group = weight.group
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:

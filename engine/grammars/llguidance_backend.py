@@ -29,7 +29,10 @@ class FreeTextMatcher:
     allowed before."""
 
     def __init__(self, inner: GrammarMatcher, marker: bytes, tokens: Sequence[bytes], mask: TokenMask) -> None:
-        self._inner, self._marker, self._tokens, self._mask = inner, marker, tokens, mask
+        self._inner = inner
+        self._marker = marker
+        self._tokens = tokens
+        self._mask = mask
         self._free: list[int] = []
         self._begun = False
         self._followed = 0
@@ -114,7 +117,9 @@ class LLGuidanceBackend:
     """A `GrammarBackend` for one vocabulary. Without `jumps` its matchers force no tokens."""
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits = LIMITS, jumps: bool = True) -> None:
-        self._vocabulary, self._limits, self._jumps = vocabulary, limits, jumps
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._jumps = jumps
 
     def compile(self, constraint: GuidedDecoding) -> CompiledGrammar:
         """See `GrammarBackend.compile`. The first mask is computed, too, since it shows what costs too much."""
@@ -141,7 +146,9 @@ class LLGuidanceGrammar:
     """A `CompiledGrammar`. Each matcher is a copy of the first, and shares what that has computed."""
 
     def __init__(self, first: LLMatcher, size: int, make: Callable[[LLMatcher], GrammarMatcher]) -> None:
-        self._first, self.size, self._make = first, size, make
+        self._first = first
+        self.size = size
+        self._make = make
         self.warnings = tuple(first.get_grammar_warnings())
 
     def matcher(self) -> GrammarMatcher:

@@ -63,7 +63,9 @@ class _Tokens:
     def __init__(
         self, backend: tokenizers.Tokenizer, special: Mapping[str, int], ends: tuple[int, ...], size: int
     ) -> None:
-        self.ends, self.eos_token_id, self.bos_token_id = ends, ends[0], None
+        self.ends = ends
+        self.eos_token_id = ends[0]
+        self.bos_token_id = None
         self.special_token_ids = sorted({*special.values(), *ends})
         self.tokens = token_bytes(backend, size)
         for text, token in special.items():

@@ -85,7 +85,9 @@ async def receive_file(request: Request, store: FileStore, tenant: str) -> Store
 
 async def _receive(request: Request, upload: "Upload", limit: int) -> None:
     """Hand over the body in large pieces. Raises as `receive_file`."""
-    waiting, received, more = bytearray(), 0, True
+    waiting = bytearray()
+    received = 0
+    more = True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
@@ -108,9 +110,13 @@ class Upload:
     thread may still write while another one discards. Nothing is written once it was discarded."""
 
     def __init__(self, store: FileStore, tenant: str, boundary: bytes) -> None:
-        self.store, self.tenant, self.file_id = store, tenant, new_id("file-")
+        self.store = store
+        self.tenant = tenant
+        self.file_id = new_id("file-")
         self.fields: dict[str, str] = {}
-        self.filename, self.size, self.charged = "", 0, 0
+        self.filename = ""
+        self.size = 0
+        self.charged = 0
         self._turn = Lock()
         self._discarded = self._ended = False
         self._parts = 0

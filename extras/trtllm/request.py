@@ -222,7 +222,10 @@ class TrtllmRequest:
     def __init__(
         self, spec: SequenceSpec, arguments: GenerateArguments, stream: TokenStream, queued: QueuedSequence
     ) -> None:
-        self.spec, self.arguments, self.stream, self.queued = spec, arguments, stream, queued
+        self.spec = spec
+        self.arguments = arguments
+        self.stream = stream
+        self.queued = queued
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.result: RequestOutput | None = None

@@ -216,7 +216,9 @@ class BucketRepository:
         self, name: str, override: RawConfig | None, config_name: str, on_progress: OnProgress, routed: frozenset[int]
     ) -> ModelDirectory:
         """Raises `ObjectChanged` if something changes meanwhile."""
-        model, began, known = self._model(name), monotonic(), self._directories.get(name)
+        model = self._model(name)
+        began = monotonic()
+        known = self._directories.get(name)
         if model.problem:
             raise InvalidArgument(f"model '{name}' of {self.url}: {model.problem}")
         if override is None and known is not None and known.made_of == (model, routed) and known.hold():

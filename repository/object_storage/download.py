@@ -71,7 +71,10 @@ class Download:
     """One go at reading objects of `size` bytes together. `on_bytes` is told how many of them there are."""
 
     def __init__(self, files: ObjectFiles, store: ObjectStore, size: int, on_bytes: Callable[[int, int], None]) -> None:
-        self._files, self._store, self._size, self._on_bytes = files, store, size, on_bytes
+        self._files = files
+        self._store = store
+        self._size = size
+        self._on_bytes = on_bytes
         self._stop, self._counting = Event(), Lock()
         self._there = 0
         self.read_bytes = 0

@@ -317,7 +317,9 @@ class AzureStore(ObjectStore):
     @staticmethod
     def _listed(entry: Any, prefix: int) -> StoredObject:
         md5 = bytes(entry.content_settings.content_md5 or b"").hex()
-        key, modified, tag = entry.name[prefix:], entry.last_modified.timestamp(), entry.etag.strip('"')
+        key = entry.name[prefix:]
+        modified = entry.last_modified.timestamp()
+        tag = entry.etag.strip('"')
         return StoredObject(key=key, size=entry.size, tag=tag, modified=modified, md5=md5)
 
     async def _read(self, stored: StoredObject, start: int, end: int) -> bytes:
