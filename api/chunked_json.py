@@ -199,7 +199,6 @@ class UnparsedContainer:
         return pairs
 
     async def parse(self, values: ValueBudget) -> Any:
-        """The value, fully parsed."""
         if self.is_object:
             return {key: await parse_fully(value, values) for key, value in (await self.members(values)).items()}
         return [await parse_fully(value, values) for value in await self.items(values)]

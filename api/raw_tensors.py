@@ -154,7 +154,6 @@ def string_array(declared: DeclaredInput, elements: list[bytes], count: int) -> 
 
 
 def byte_size(tensor: Tensor) -> int:
-    """The number of the tensor's raw bytes."""
     if tensor.datatype != "BYTES":
         return tensor.data.nbytes
     flat = tensor.data.ravel()

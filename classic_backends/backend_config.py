@@ -106,7 +106,6 @@ def instances_per_gpu(raw: RawConfig) -> Counter[int | None]:
 
 
 def with_one_instance(raw: RawConfig, placement: InstancePlacement) -> dict[str, Any]:
-    """The config of a model that has one instance, there."""
     gpus = [] if placement.gpu is None else [placement.gpu]
     return {**raw, "instance_group": [{"kind": placement.kind, "gpus": gpus}]}
 

@@ -158,7 +158,6 @@ class ClassicModel:
             self._waits.add_model(self)
 
     def queue_waits(self) -> Sequence[QueueWaits]:
-        """See `WaitingModel`."""
         if self._dispatcher is None or self._pool.replacing:
             return ()
         return self._dispatcher.queue_waits()

@@ -94,7 +94,6 @@ class TritonFlags:
 
     @property
     def without_effect(self) -> list[str]:
-        """The flags that were given and have no effect."""
         return [_flag(field.name) for field in fields(self) if field.default == () and getattr(self, field.name)]
 
     def check(self) -> None:

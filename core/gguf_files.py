@@ -9,7 +9,6 @@ _SHARD = re.compile(rf"(.*)-(\d{{5}})-of-(\d{{5}}){re.escape(GGUF_SUFFIX)}")
 
 
 def gguf_model_name(path: Path) -> str:
-    """The name of the model that a file belongs to."""
     part = _SHARD.fullmatch(path.name)
     return path.stem if part is None else part[1]
 

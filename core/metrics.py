@@ -332,7 +332,6 @@ class EngineTotals(msgspec.Struct, array_like=True):
 
 
 def sum_by_drafter(counted: Iterable[Mapping[str, DrafterTotals]]) -> dict[str, DrafterTotals]:
-    """Sums by the drafters' names."""
     sums: dict[str, DrafterTotals] = {}
     for name, totals in (pair for by_name in counted for pair in by_name.items()):
         so_far = sums.get(name, DrafterTotals())

@@ -147,7 +147,6 @@ Prompt: TypeAlias = str | tuple[int, ...] | Conversation
 
 
 def prompt_media(prompt: Prompt) -> tuple[MediaSource, ...]:
-    """The media of a prompt, in order."""
     if not isinstance(prompt, Conversation):
         return ()
     return tuple(medium for message in prompt.messages for medium in message.media)

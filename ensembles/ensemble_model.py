@@ -181,7 +181,6 @@ class EnsembleRun:
         return InferResponse(tuple(outputs), state.parameters, state.final) if outputs else None
 
     async def _run_steps(self, stage: Stage, state: Pass) -> None:
-        """Run, or start, the steps of a pass."""
         if stage.chained:
             for step in stage.steps:
                 state.tensors.update(await self._run_step(step, state))
@@ -248,7 +247,6 @@ class EnsembleRun:
     async def _ask_for_stream(
         self, step: EnsembleStep, inputs: dict[str, Tensor]
     ) -> AsyncGenerator[InferResponse, None]:
-        """The responses of a decoupled step's model."""
         child = self._context.child(ENDPOINT)
         try:
             with child:

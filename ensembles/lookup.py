@@ -72,7 +72,6 @@ class ModelRequests:
         self._loop = asyncio.get_running_loop()
 
     def lookup(self, model: str, version: str = "", *, inherit: Inherited = True) -> "AskedModel":
-        """See `Lookup`."""
         if not self._declared.allows(model):
             message = f"pipeline '{self._name}' asks model '{model}', which its parameter 'models' does not name"
             raise Internal(message, field="models")

@@ -60,7 +60,6 @@ class ModelCensus:
         return self._last
 
     def model(self, number: int) -> LoadedModel | None:
-        """The model of that number, if it is served."""
         return next((loaded for loaded, own in self._numbered.values() if own == number), None)
 
     def take(self) -> ServedModels:

@@ -289,7 +289,6 @@ class KVCacheManager:
         table.forked = max(table.forked, table.cached)
 
     def take_block_copies(self) -> list[TierCopy]:
-        """See `HostTier.take_copies`."""
         return self._host.take_copies()
 
     def take_state_copies(self) -> list[TierCopy]:

@@ -31,7 +31,6 @@ class AdapterControl:
             yield ServedAdapter(name if plain else f"{entry.name}:{name}", entry.latest.loaded.config, adapter)
 
     async def load(self, name: str, path: str, model: str = "", replace: bool = False) -> Adapter:
-        """See `Administration.load_adapter`."""
         _check_name(name)
         loaded = self._find_model(model)
         entry, adapter = self._registry.resolve(name)
@@ -44,7 +43,6 @@ class AdapterControl:
             return await adaptable.load_adapter(name, path, replace)
 
     async def unload(self, name: str) -> ServedAdapter:
-        """See `Administration.unload_adapter`."""
         entry, adapter = self._registry.resolve(name)
         if entry is None or not adapter:
             raise NotFound(f"The lora adapter '{name}' cannot be found.", field="lora_name")

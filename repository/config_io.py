@@ -91,7 +91,6 @@ def complete_fields(fields: Any) -> RawConfig:
 
 
 def config_to_text(config: RawConfig) -> str:
-    """The config as config.pbtxt has it."""
     from google.protobuf import text_format
 
     return str(text_format.MessageToString(_to_message(config)))

@@ -41,8 +41,6 @@ class VersionSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The source of one model."""
-
     name: str
     config: RawConfig
     """As it is written, with its backend filled in."""

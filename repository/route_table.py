@@ -128,7 +128,6 @@ class ServedRoute:
         return next(filter(None, (describe_difference(configs[0], config) for config in configs[1:])), "")
 
     def count(self, context: RequestContext) -> None:
-        """Count a request that has ended."""
         if context.end is not None and context.model_found:
             arm = self._counted.get((context.model, context.version))
             if arm is None:
@@ -162,7 +161,6 @@ class ServedRoute:
             yield None if entry is None else entry.find_version(str(arm.version or ""))
 
     def open_versions(self, model: str, now: float) -> Iterator[str]:
-        """See `RouteTable.open_versions`."""
         began = list(self._sequences.values())
         return (version for name, version, until in began if name == model and until > now)
 

@@ -253,7 +253,6 @@ class RepositoryWatcher:
 
 
 def _report_end(name: str, listener: LoadListener, load: "asyncio.Task[float]") -> bool:
-    """Whether a load that has ended succeeded."""
     try:
         seconds = load.result()
     except LoadFailure as failure:

@@ -62,7 +62,6 @@ class StickyHash:
                 self._arms.append((index, -1 / arm.weight, int.from_bytes(label)))
 
     def choose(self, key: bytes) -> int:
-        """The index of the arm that has the key."""
         hashed = int.from_bytes(blake2b(key, digest_size=8).digest())
         best = 0
         least = math.inf

@@ -37,8 +37,6 @@ def no_field(path: FieldPath) -> None:
 
 
 def body_fields(body: Mapping[str, Any]) -> FieldFinder:
-    """A finder of fields in a body that was parsed."""
-
     def find(path: FieldPath) -> str | None:
         value: Any = body
         for key in path.keys:
@@ -49,8 +47,6 @@ def body_fields(body: Mapping[str, Any]) -> FieldFinder:
 
 
 def infer_fields(request: InferRequest) -> FieldFinder:
-    """A finder of fields in a v2 request."""
-
     def find(path: FieldPath) -> str | None:
         name = path.parameter
         if name in request.parameters:

@@ -221,7 +221,6 @@ class PrefillBudget:
         return bool(decoding.decode_tokens) and self.bounded and self._steps_beside_prompts >= PROBE_STEPS
 
     def pace(self, demand: StepDemand) -> StepPace:
-        """The lanes for a step of this demand."""
         model = self.time_model
         if not self.bounded:
             return StepPace(model, demand._replace(mixed=False))

@@ -313,7 +313,6 @@ class RunningSet:
     # Steps in flight
 
     def is_in_flight(self, row: int) -> bool:
-        """Whether a plan in flight has the row."""
         return any((flight.rows == row).any() for flight in self.in_flight)
 
     def steps_in_flight(self) -> IntArray:

@@ -103,7 +103,6 @@ class Interval:
         return sum(sums) / len(sums) if sums else 0.0
 
     def last_by(self, family: str, label: str, model: str = "", **labels: str) -> dict[str, float]:
-        """The last scrape's values, by one label."""
         return {dict(key).get(label, ""): value for key, value in _matching(self._after, family, model, labels)}
 
 

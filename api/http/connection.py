@@ -206,7 +206,6 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
     def _chunk_writer(self, scope: Scope, send: Send) -> Http11Cycle | None:
-        """See `chunk_writer`."""
         return chunk_writer(scope, send)
 
     def _write_now(self, cycle: Http11Cycle, item: T) -> bool:

@@ -127,7 +127,6 @@ def endpoint_name(path: str) -> str:
 
 
 def context_of(scope: Scope) -> RequestContext:
-    """The context of a request to a model."""
     context: RequestContext = scope[_CONTEXT]
     return context
 

@@ -67,6 +67,5 @@ def model_card(config: ModelConfig, name: str) -> dict[str, Any]:
 
 
 def adapter_card(served: ServedAdapter) -> dict[str, Any]:
-    """An adapter as /v1/models lists it."""
     card = model_card(served.config, served.name)
     return card | {"root": served.adapter.path, "parent": served.config.name}

@@ -88,8 +88,6 @@ CallKind: TypeAlias = Literal["function_call", "custom_tool_call", "local_shell_
 
 
 class CallItem:
-    """An output item that is a call of a function."""
-
     def __init__(self, first: ToolCallDelta, item_id: str, place: int) -> None:
         self.key: str | int = first.index
         self._head = {"type": "function_call", "id": item_id, "call_id": first.id, "name": first.name}

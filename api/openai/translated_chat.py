@@ -78,7 +78,6 @@ async def acquire_for(parsed: TranslatedChat, lookup: ModelLookup, request: Requ
 
 
 async def count_prompt_tokens(parsed: TranslatedChat, model: ModelHandle, request: Request) -> int:
-    """The tokens of the prompt of a body."""
     prompt, unseen = describe_unseen(parsed.chat.requests[0].prompt, model.config)
     for field, warning in unseen:
         context_of(request.scope).warn(f"{parsed.names.renamed(field)}: {warning}")

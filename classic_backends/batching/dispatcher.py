@@ -150,7 +150,6 @@ class Dispatcher:
         return was_queued
 
     def queue_waits(self) -> list[QueueWaits]:
-        """See `WaitingModel`."""
         with self._lock:
             waiting = self._queue.waiting_requests()
         instances = sorted(self._instances, key=lambda instance: instance.name)
@@ -221,7 +220,6 @@ class Dispatcher:
         self.call_in_loop(self._router.on_stream_end, batch, started_at)
 
     def settle_batch(self, again: Sequence[QueuedRequest], held: Mapping[QueuedRequest, bool]) -> None:
-        """See `RequestSource`."""
         with self._lock:
             coming = dict.fromkeys((*again, *(request for request in held if request in self._released_early)))
             for_readers = [request for request, for_reader in held.items() if for_reader]

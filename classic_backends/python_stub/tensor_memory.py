@@ -111,7 +111,6 @@ class BlockWriter:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all blocks that are not released."""
         with self._lock:
             return sum(self._used.values())
 

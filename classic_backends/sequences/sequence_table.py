@@ -33,8 +33,6 @@ class SequenceSlot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OpenSequence(SequenceContext):
-    """A sequence, as its table sees it."""
-
     pending: dict[QueuedRequest, None] = field(default_factory=dict)
     """Requests without an answer, in order."""
     slot: SequenceSlot | None = None

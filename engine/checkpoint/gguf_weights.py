@@ -134,7 +134,6 @@ class BlockType(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """The numbers of a block."""
         return 32 if self.bytes < 64 else 256
 
 

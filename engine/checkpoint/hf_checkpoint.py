@@ -212,8 +212,6 @@ def open_safetensors(path: Path, framework: str) -> Any:
 
 
 class WeightFiles(NamedTuple):
-    """The files of a checkpoint's weights."""
-
     files: tuple[Path, ...]
     by_tensor: Mapping[str, Path] | None = None
     """The file of each tensor, by an index; None for a single file."""

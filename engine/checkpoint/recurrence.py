@@ -67,7 +67,6 @@ class ShortConvolutionSpec(NamedTuple):
     bias: bool
 
     def weights(self, hidden: int) -> int:
-        """See `DeltaNetSpec.weights`."""
         return 4 * hidden * self.channels
 
     def share(self, rank: int, size: int) -> "ShortConvolutionSpec":
@@ -76,7 +75,6 @@ class ShortConvolutionSpec(NamedTuple):
         return self._replace(channels=end - first)
 
     def refusal(self, size: int) -> str | None:
-        """See `DeltaNetSpec.refusal`."""
         return f"its {self.channels} channels give nothing to some of {size} ranks" if self.channels < size else None
 
     @property
@@ -107,7 +105,6 @@ class Mamba2Spec(NamedTuple):
     """What gate, x, B, C and steps are multiplied by, as they come out of the projection."""
 
     def weights(self, hidden: int) -> int:
-        """See `DeltaNetSpec.weights`."""
         return hidden * (2 * self.inner + self.state.channels + self.heads)
 
     def share(self, rank: int, size: int) -> "Mamba2Spec":
@@ -115,7 +112,6 @@ class Mamba2Spec(NamedTuple):
         return self._replace(heads=self.heads // size, groups=max(self.groups // size, 1))
 
     def refusal(self, size: int) -> str | None:
-        """See `DeltaNetSpec.refusal`."""
         if self.heads % size:
             return f"{self.heads} heads of Mamba-2 can't be shared evenly by {size} ranks"
         if self.groups % size and size % self.groups:

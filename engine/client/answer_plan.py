@@ -29,8 +29,6 @@ _TAIL = 32
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """The plan of one answer."""
-
     prompt: list[int]
     """The request's prompt, and the beginning of the answer if the plan writes that."""
     tokenizer: Tokenizer
@@ -193,7 +191,6 @@ class PredictedAnswerBuilder:
         self._follower = follower
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
-        """See `ChunkBuilder.build_chunk`."""
         chunk, follower = self._builder.build_chunk(delta), self._follower
         follower.extend(chunk.token_ids)
         if chunk.finish_reason is None:

@@ -41,7 +41,6 @@ class StopWords:
         self.matched = False
 
     def __bool__(self) -> bool:
-        """Whether there are words."""
         return bool(self._words)
 
     def push(self, token: int) -> bool:
@@ -146,7 +145,6 @@ class ChunkBuilder:
         )
 
     def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
-        """See `DeltaReader.pass_text`."""
         built = self.build_text(delta)
         if not isinstance(built, str):
             return built

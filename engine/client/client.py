@@ -80,7 +80,6 @@ class Replica:
 
     @property
     def pending_work(self) -> int:
-        """See `ReplicaCandidate.work`."""
         return len(self._streams) * TOKENS_PER_REQUEST + self._uncomputed_tokens
 
     @property
@@ -346,7 +345,6 @@ class EngineClient:
 
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:
-    """The spec of our own engine."""
     capabilities = frozenset(
         {"drafts", "guided_decoding", "prediction", "targets", "thinking_budget", "wants_prompt_logprobs"}
     )

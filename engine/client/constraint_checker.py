@@ -24,8 +24,6 @@ from ..grammars.constraint_check import CheckedConstraint, check_constraint, che
 
 
 class CheckLimits(NamedTuple):
-    """The limits of checking one constraint."""
-
     seconds: float = 5.0
     memory: int = 512 << 20
     """In bytes, beside the process's own."""
@@ -303,7 +301,6 @@ class ConstraintChecker:
         return process
 
     def end_idle(self) -> None:
-        """End idle processes."""
         while (process := self._take_idle()) is not None:
             self._processes.discard(process)
             self._threads.submit(process.close, 1.0)

@@ -233,7 +233,6 @@ class StreamedResponses:
 
 
 async def complete_response(parsed: ParsedInferRequest, streams: Sequence[Chunks]) -> InferResponse:
-    """The one response of the whole streams of all requests."""
     answers = await collect_answers(streams)
     return _response(answers, [_sum(answer) for answer in answers], parsed.outputs)
 

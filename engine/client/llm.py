@@ -381,7 +381,6 @@ class LlmModel:
         return await self._bundle.async_tokenizer.decode(ids)
 
     async def tokenizer_info(self) -> dict[str, Any]:
-        """See `TokenizerBundle.tokenizer_info`."""
         return await asyncio.to_thread(self._bundle.tokenizer_info)
 
     @property

@@ -146,7 +146,6 @@ class PrefixIndex:
         self.tokens = 0
 
     def longest_match(self, prefixes: Sequence[PromptPrefix]) -> int:
-        """The tokens of the longest prefix in the index."""
         return next((prefix.tokens for prefix in reversed(prefixes) if prefix.digest in self._spans), 0)
 
     def insert(self, prefixes: Sequence[PromptPrefix], capacity: int) -> None:

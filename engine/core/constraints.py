@@ -223,7 +223,6 @@ class ConstrainedSequences:
                 self._live.pop(key, None)
 
     def possible_drafts(self, key: int, drafts: Sequence[int], most: int) -> list[int]:
-        """See `SequenceConstraint.possible_drafts`."""
         began = time.perf_counter()
         possible = self._live[key].possible_drafts(drafts, most) if key in self._live else []
         self.totals.seconds += time.perf_counter() - began

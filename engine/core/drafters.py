@@ -15,7 +15,6 @@ class ProposedDrafts:
     """A `Drafter` whose proposals came with the last steps' results."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
-        """See `Drafter.propose`."""
         return [request.proposed[: request.k] for request in requests]
 
 

@@ -120,7 +120,6 @@ class GuardedDrafter:
         self._savable = 0.0
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
-        """See `Drafter.propose`."""
         if self.off:
             return [()] * len(requests)
         began = perf_counter()
@@ -135,7 +134,6 @@ class GuardedDrafter:
         return proposed
 
     def finished(self, request: DraftRequest) -> None:
-        """See `LearningDrafter`."""
         if not self.off and isinstance(self._drafter, LearningDrafter):
             try:
                 self._drafter.finished(request)

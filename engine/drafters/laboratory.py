@@ -43,7 +43,6 @@ class OracleDrafter:
         self._outputs = {tuple(record.prompt_tokens): record.output_tokens for record in records}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """See `Drafter.propose`."""
         return [self.known(request) for request in requests]
 
     def known(self, request: DraftRequest) -> list[int]:
@@ -91,5 +90,4 @@ class RandomDrafter:
         self._vocab_size, self._random = vocab_size, Random(seed)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """See `Drafter.propose`."""
         return [self._random.choices(range(self._vocab_size), k=request.k) for request in requests]

@@ -27,7 +27,6 @@ class NgramDrafter:
         self._shortest, self._longest = shortest, longest
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """See `Drafter.propose`."""
         return [self._propose_one(request) for request in requests]
 
     def _propose_one(self, request: DraftRequest) -> list[int]:

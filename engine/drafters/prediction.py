@@ -26,7 +26,6 @@ class PredictionDrafter:
     """Drafts from a request's prediction while the text follows it."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
-        """See `Drafter.propose`."""
         return [self._predicted(request) for request in requests]
 
     def _predicted(self, request: DraftRequest) -> Sequence[int]:

@@ -47,7 +47,6 @@ class SuffixDrafter:
         self._answers = ServedAnswers(kept_tokens, remembered) if remembered else None
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """See `Drafter.propose`."""
         return [self._propose_one(request) for request in requests]
 
     def finished(self, request: DraftRequest) -> None:
@@ -177,7 +176,6 @@ class ServedAnswers:
         return (mixed >> np.uint64(32)).astype(np.int64) & self._mask
 
     def places(self, first: int, second: int, owner: int) -> Iterator[int]:
-        """See `IndexedText`."""
         word, size = (1 << 64) - 1, self._size
         mixed = ((first + owner) * _MIX[0] + second & word) * _MIX[1] & word
         place, oldest = self._heads[mixed >> 32 & self._mask], self.oldest
@@ -188,7 +186,6 @@ class ServedAnswers:
             place = self._before[place % size]
 
     def token(self, place: int, drafted: Sequence[int] = ()) -> int:
-        """See `IndexedText`."""
         return self._tokens[place % self._size] if self.oldest <= place < self._end else _NOTHING
 
 

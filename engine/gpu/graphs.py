@@ -153,7 +153,6 @@ class GraphBuckets(NamedTuple):
 
     @property
     def places(self) -> int:
-        """The places of the largest bucket."""
         return max(self.rows + self.others)
 
     @property

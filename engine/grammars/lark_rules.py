@@ -63,7 +63,6 @@ class LarkRules:
         return self.rule(_ANY_TEXT)
 
     def json(self, schema: Any) -> str:
-        """JSON of a parsed schema."""
         return self.rule(f"%json {json.dumps(bounded_schema(schema, self._strict), ensure_ascii=False)}")
 
     def regex(self, pattern: str) -> str:

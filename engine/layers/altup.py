@@ -123,5 +123,4 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, size: Tensor) -> Tensor:
-    """x with lines of this size."""
     return (x.float() * (size / _size(x).clamp_(min=math.sqrt(_LEAST_SQUARE)))).to(x.dtype)

@@ -292,7 +292,6 @@ def _caches(model_class: Any, config: Any, obstacle: str | None) -> SequenceCach
 
 
 def _attending_shape(config: Any, layers: Sequence[ProbedLayer]) -> DecoderShape:
-    """The shape of a model whose layers were probed."""
     hidden = int(config.hidden_size)
     width = getattr(config, "intermediate_size", None) or 4 * hidden  # a list has one for each layer
     return DecoderShape(

@@ -14,7 +14,6 @@ class RankLayout(NamedTuple):
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
         return self.tensor * self.pipeline
 
     @property

@@ -47,7 +47,6 @@ class DeviceStepComputer:
         return True
 
     def begin(self, inputs: StepInputs, masks: MaskSource | None, states: StepSlotStates | None = None) -> BegunStep:
-        """See `StepComputer.begin`."""
         logits = self._replay(inputs)
         if logits is None:
             context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters, states)

@@ -73,7 +73,6 @@ class DraftModel(StepDrafter):
         self.forget(0)
 
     def forget(self, blocks: int) -> None:
-        """See `StepDrafter.forget`."""
         self._full: NDArray[np.bool_] = np.zeros(blocks, np.bool_)  # by block: whether all of it is computed
         self._full_slots: dict[int, bool] = {}  # the same of what is in the host's memory
         self._computed: dict[int, int] = {}  # tokens by row

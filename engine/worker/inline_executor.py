@@ -63,7 +63,6 @@ class InlineExecutor:
         return sum(graphs.failed_captures for graphs in self.rank.runner.all_graphs)
 
     def capture_usual_steps(self, progress: ProgressCallback) -> None:
-        """See `Executor.capture_usual_steps`."""
         tables = self.rank.runner.all_graphs
 
         def report(table: int, fraction: float) -> None:
@@ -73,7 +72,6 @@ class InlineExecutor:
             graphs.capture_usual(partial(report, number))
 
     def use_idle_time(self) -> None:
-        """See `Executor.use_idle_time`."""
         any(graphs.capture_one() for graphs in self.rank.runner.all_graphs)
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:

@@ -27,11 +27,9 @@ class RankAdapters:
         self._thread = ThreadPoolExecutor(1, "adapters", initializer=lower_thread_priority, initargs=(19,))
 
     def load(self, path: str) -> Future[Adapter]:
-        """See `Executor.load_adapter`."""
         return self._thread.submit(self._load, path)
 
     def unload(self, digest: str) -> None:
-        """See `Executor.unload_adapter`."""
         adapter = self.held.pop(digest, None)
         if adapter is not None:
             self._rows.forget_adapter(adapter)

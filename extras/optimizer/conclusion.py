@@ -110,7 +110,6 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
         return table
 
     def _rows(self, known: Sequence[RankedConfiguration], columns: Sequence[str], is_separate: bool) -> list[list[str]]:
-        """The heads of the columns, and a row for each configuration."""
         names = [parameter.name for parameter in self.space.parameters]
         rows = [[*(names if is_separate else ["configuration"]), *columns, "turns", ""]]
         for candidate in known:

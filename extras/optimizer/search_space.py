@@ -74,7 +74,6 @@ class SearchSpace:
             yield tuple(parameter.values[index] for parameter, index in zip(self.parameters, indices, strict=True))
 
     def settings(self, configuration: Configuration) -> dict[str, ParameterValue]:
-        """The values by the parameters' names."""
         return {parameter.name: value for parameter, value in zip(self.parameters, configuration, strict=True)}
 
     def canonical(self, configuration: Configuration) -> Configuration:

@@ -84,7 +84,6 @@ class ShadowTraffic:
         self._said: dict[ShadowKey, float] = {}
 
     def observe_route(self, name: str, route: Mapping[str, Any]) -> "Shadow | None":
-        """The shadow of a route, if it has one."""
         shadow = route.get("shadow")
         return None if shadow is None else Shadow(name, msgspec.convert(shadow, RouteShadow), self)
 

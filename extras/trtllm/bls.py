@@ -206,7 +206,6 @@ class TensorRtLlmBls:
                 yield self._response(request, [rest], numbers)
 
     async def _preprocess(self, inputs: NamedTensors, preprocessing: AskedModel) -> dict[str, NDArray[Any]]:
-        """The inputs of the language model."""
         queried = {_TO_PREPROCESSING[name]: array for name, array in inputs.items() if name in _TO_PREPROCESSING}
         made = await preprocessing.infer(queried)
         kept = {name: array for name, array in inputs.items() if name not in (*_TO_PREPROCESSING, *_OF_DRAFTS)}

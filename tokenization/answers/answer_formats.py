@@ -312,7 +312,6 @@ _THINKING_SWITCHES: Mapping[ReasoningFormat, tuple[str, ...]] = {
 
 
 def _written(template: str, marks: Sequence[tuple[tuple[str, ...], F]]) -> F | None:
-    """The first format whose marks are all in a template."""
     return next((form for texts, form in marks if all(text in template for text in texts)), None)
 
 
