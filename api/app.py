@@ -9,7 +9,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache, partial
 from inspect import iscoroutinefunction
 from types import MappingProxyType
 from typing import Any
@@ -174,32 +174,25 @@ def all_routes(
 
 def _settled(route: Any, settle: Callable[[], Awaitable[None]]) -> Any:
     """The route, answered after `settle` unless its requests only read."""
-    if not isinstance(route, Route) or not {*(route.methods or ())} - _READING or route.path.endswith("/index"):
-        return route
-    app = route.app
+    if isinstance(route, Route) and {*(route.methods or ())} - _READING and not route.path.endswith("/index"):
+        route.app = SettledApp(route.app, settle)
+    return route
 
-    async def answer_settled(scope: Scope, receive: Receive, send: Send) -> None:
+
+class SettledApp:
+    """Sends what `app` answers, an error too, after `settle`, unless the request only reads."""
+
+    def __init__(self, app: ASGIApp, settle: Callable[[], Awaitable[None]]) -> None:
+        self._app = app
+        self.settle = settle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_settled(message: Message) -> None:
-            if message["type"] == "http.response.start" and scope["method"] not in _READING:
-                await settle()
+            if message["type"] == "http.response.start":
+                await self.settle()
             await send(message)
 
-        await app(scope, receive, send_settled)
-
-    if type(route) is not Route or not iscoroutinefunction(route.endpoint):  # FastAPI's, or a thread's
-        route.app = answer_settled
-        return route
-
-    @wraps(route.endpoint)
-    async def answer(request: Request) -> Response:
-        try:
-            response: Response = await route.endpoint(request)
-            return response
-        finally:
-            if request.method not in _READING:
-                await settle()
-
-    return Route(route.path, answer, methods=[*(route.methods or ())])
+        await self._app(scope, receive, send if scope["method"] in _READING else send_settled)
 
 
 def lookup_routes(
@@ -289,15 +282,19 @@ def _measured_routes(administration: Administration, registry: CollectorRegistry
 
 
 class PostRouter:
-    """Calls the endpoint of a POST request to one of `routes`, if that is a plain one; all other requests go to `app`,
-    and so do those to routes that FastAPI made of a function with parameters, and to applications."""
+    """Calls the endpoint of a POST request to one of `routes`, if that is a plain one with a coroutine function; all
+    other requests go to `app`, and so do those to functions that want a thread, to routes that FastAPI made of a
+    function with parameters, and to applications."""
 
     def __init__(self, routes: Sequence[BaseRoute], app: ASGIApp) -> None:
         self._app = app
-        self._ending: defaultdict[str, list[Route]] = defaultdict(list)
+        self._ending: defaultdict[str, list[tuple[Route, ASGIApp]]] = defaultdict(list)
         for route in routes:
-            if type(route) is Route and route.methods and "POST" in route.methods:
-                self._ending[_last(route.path)].append(route)
+            if type(route) is Route and "POST" in (route.methods or ()) and iscoroutinefunction(route.endpoint):
+                answer: ASGIApp = partial(_answer, route.endpoint)
+                if isinstance(route.app, SettledApp):
+                    answer = SettledApp(answer, route.app.settle)
+                self._ending[_last(route.path)].append((route, answer))
         self._find = lru_cache(_CACHED_PATHS)(self._search)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -305,18 +302,18 @@ class PostRouter:
             path = scope["path"]
             match = self._find(path) if len(path) < _LONGEST_CACHED else self._search(path)
             if match is not None:
-                endpoint, scope["path_params"] = match
-                return await _answer(endpoint, scope, receive, send)
+                answer, scope["path_params"] = match
+                return await answer(scope, receive, send)
         # FastAPI's libraries compare tasks by identity: from here on it is the real one, not an eager start's.
         await asyncio.sleep(0)
         return await self._app(scope, receive, send)
 
-    def _search(self, path: str) -> tuple[EndpointFunction, dict[str, Any]] | None:
-        """The endpoint of a path, and the path's parameters, which are cached: they must not be changed."""
-        for route in self._ending.get(_last(path), ()):
+    def _search(self, path: str) -> tuple[ASGIApp, dict[str, Any]] | None:
+        """What answers a path, and the path's parameters, which are cached: they must not be changed."""
+        for route, answer in self._ending.get(_last(path), ()):
             if match := route.path_regex.match(path):
                 convert = route.param_convertors
-                return route.endpoint, {key: convert[key].convert(text) for key, text in match.groupdict().items()}
+                return answer, {key: convert[key].convert(text) for key, text in match.groupdict().items()}
         return None
 
 

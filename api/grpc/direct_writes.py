@@ -4,8 +4,6 @@ while nothing else is being written."""
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
@@ -14,6 +12,7 @@ from ...core.direct_stream import DirectStream
 from ...core.model import ModelConfig
 from ...core.request import InferResponse
 from .. import raw_tensors
+from ..http.eager import run_without_task
 from ..infer_call import InferCall, RequestedOutput
 from .messages import FINAL, write_response
 from .settings import RpcContext
@@ -33,7 +32,9 @@ class StreamWrites:
     def __init__(self, context: RpcContext) -> None:
         self._context = context
         self._turns = asyncio.Lock()
-        self._begun = self._failed = False
+        self._begun = False
+        self._error: BaseException | None = None
+        """The direct write that has begun ended with it: nothing more is written."""
         self._ended: asyncio.Future[None] | None = None
         """What waits for the end of the direct write that has begun."""
 
@@ -44,6 +45,8 @@ class StreamWrites:
                 self._ended = asyncio.get_running_loop().create_future()
                 await self._ended
             try:
+                if self._error is not None:
+                    raise self._error
                 await self._context.write(message)
             except grpc.aio.BaseError:
                 # The client left, and the cancellation of this call is on its way.
@@ -88,24 +91,15 @@ class StreamWrites:
 
     @property
     def _busy(self) -> bool:
-        return self._begun or self._failed or self._turns.locked()
+        return self._begun or self._error is not None or self._turns.locked()
 
     def _begin(self, message: bytes) -> None:
         self._begun = True
-        self._go_on(self._context.write(message))
+        # A task for each would cost as much as the write.
+        run_without_task(self._context.write(message), self._on_written)
 
-    def _go_on(self, writing: Any, _: object = None) -> None:
-        """Run a write until it waits, or to its end: a task for each would cost as much as the write."""
-        try:
-            waits_for = writing.send(None)
-        except StopIteration:
-            self._begun = False
-        except (grpc.aio.BaseError, asyncio.CancelledError):
-            # As above; what comes next is left to a writer that is cancelled.
-            self._begun, self._failed = False, True
-        else:
-            waits_for._asyncio_future_blocking = False  # as a task does with what it waits for
-            waits_for.add_done_callback(partial(self._go_on, writing))
-            return
+    def _on_written(self, error: BaseException | None) -> None:
+        self._begun = False
+        self._error = None if error is None else error.with_traceback(None)  # its frames hold this object
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)

@@ -6,7 +6,8 @@ Python 3.12 has tasks that start eagerly; this is the same for 3.11. Knows nothi
 import asyncio
 import contextvars
 from asyncio.tasks import _enter_task, _leave_task
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -63,6 +64,26 @@ def start_eagerly(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None] | None
     task = loop.create_task(_BegunCoroutine(work, waits_for), context=context)
     stand_in.replace(task)
     return task
+
+
+def run_without_task(
+    work: Coroutine[Any, Any, None], on_end: Callable[[BaseException | None], None], _: object = None
+) -> None:
+    """Run `work` in this turn of the event loop, and in those in which what it waits for is done; `on_end` gets the
+    error that it ended with. It has no task, so nothing cancels it, and it may use nothing that needs a current one."""
+    try:
+        waits_for = work.send(None)
+    except StopIteration:
+        on_end(None)
+    except (Exception, asyncio.CancelledError) as error:
+        on_end(error)
+    else:
+        go_on = partial(run_without_task, work, on_end)
+        if waits_for is None:  # as `asyncio.sleep(0)` waits for the next turn
+            asyncio.get_running_loop().call_soon(go_on)
+        else:
+            waits_for._asyncio_future_blocking = False  # as a task does with what it waits for
+            waits_for.add_done_callback(go_on)
 
 
 class _BegunCoroutine(Coroutine[Any, Any, None]):

@@ -68,6 +68,15 @@ async def test_fastapi_makes_endpoints_of_functions(gateway: Any) -> None:
     assert (await answers(app, "POST /sum?one=1"))[0][0] == 422
 
 
+async def test_functions_of_plain_routes_may_want_a_thread(gateway: Any) -> None:
+    def slow(request: Request) -> Response:
+        return Response(f"slow {request.method}")
+
+    extensions = RouteExtensions([served(Route("/slow", slow, methods=["GET", "POST"]))])
+    app = build_app(gateway, ServerInfo(), extensions=extensions)
+    assert await answers(app, "GET /slow", "POST /slow") == [(200, "slow GET"), (200, "slow POST")]
+
+
 async def test_what_may_change_something_is_answered_when_all_know(gateway: Any) -> None:
     """However its route was made, and whether or not it succeeds."""
     router, settled = APIRouter(), list[str]()

@@ -128,3 +128,21 @@ async def test_who_has_left_gets_no_more(rpc: Rpc, waits: bool) -> None:
         assert not responses.text_sink("two"), "the reader finds out"
         with pytest.raises(asyncio.CancelledError):
             await writes.write(b"two")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_write_that_breaks_ends_the_call_and_hangs_nobody(waits: bool) -> None:
+    class Broken(Rpc):
+        async def write(self, message: Any) -> None:
+            if waits:
+                await asyncio.sleep(0)
+            raise ValueError("it cannot be sent")
+
+    writes, responses = StreamWrites(Broken()), DirectStream(nothing)
+    with writes.direct(responses, LLM, call_of(), LIMIT):
+        assert responses.text_sink is not None
+        assert responses.text_sink("one")
+        async with asyncio.timeout(10):
+            with pytest.raises(ValueError, match="it cannot be sent"):
+                await writes.write(b"two")
+        assert not responses.text_sink("three"), "one message is missing"

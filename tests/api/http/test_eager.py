@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from charonia.api.http.eager import EagerAwaitable, start_eagerly
+from charonia.api.http.eager import EagerAwaitable, run_without_task, start_eagerly
 
 
 async def test_what_does_not_wait_is_done_at_once() -> None:
@@ -87,6 +87,41 @@ async def test_errors_of_what_it_waits_for_may_be_caught() -> None:
         return "missed"
 
     assert await EagerAwaitable(work()) == "caught"
+
+
+@pytest.mark.parametrize("error", [None, ValueError("x"), asyncio.CancelledError()])
+async def test_without_a_task_it_goes_on_when_what_it_waits_for_is_done(error: BaseException | None) -> None:
+    loop = asyncio.get_running_loop()
+    gate: asyncio.Future[str] = loop.create_future()
+    steps: list[Any] = []
+    ended: asyncio.Future[BaseException | None] = loop.create_future()
+
+    async def work() -> None:
+        steps.append("begun")
+        await asyncio.sleep(0)
+        steps.append(await gate)
+        if error is not None:
+            raise error
+
+    run_without_task(work(), ended.set_result)
+    assert steps == ["begun"]
+    await asyncio.sleep(0)
+    gate.set_result("passed")
+    assert await ended is error
+    assert steps == ["begun", "passed"]
+
+
+async def test_without_a_task_it_gets_the_errors_of_what_it_waits_for() -> None:
+    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        with pytest.raises(ValueError, match="x"):
+            await gate
+
+    run_without_task(work(), ended.set_result)
+    gate.set_exception(ValueError("x"))
+    assert await ended is None
 
 
 async def started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
