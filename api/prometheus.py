@@ -11,7 +11,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core.metrics import Histogram, Labels, Measurement, MetricFamily, QuantileSummary, Reading
 from ..telemetry.custom_metrics import CustomMetrics
-from ..telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES, vllm_readings
+from ..telemetry.metric_families import (
+    CHARONIA_FAMILIES,
+    PICKER_FAMILIES,
+    TRITON_FAMILIES,
+    VLLM_FAMILIES,
+    vllm_readings,
+)
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"
 
@@ -37,8 +43,9 @@ def build_registry(
     custom: CustomMetrics | None = None,
     extensions: Iterable[MetricFamily] = (),
 ) -> CollectorRegistry:
-    """A registry that collects from `sources`, and the `custom` metrics that models make; with `vllm` also under vLLM's
-    names, without the `hidden` families. `extensions`: families that are not the server's own."""
+    """A registry that collects from `sources`, and the `custom` metrics that models make, but for `hidden` families;
+    with `vllm` under all of vLLM's names, too, and else under those that pickers read. `extensions`: families that are
+    not the server's own."""
     shown = [family for family in (*CHARONIA_FAMILIES, *extensions, *TRITON_FAMILIES) if family.name not in hidden]
     registry = CollectorRegistry()
     registry.register(PrometheusCollector(tuple(sources), shown, vllm, custom or CustomMetrics()))
@@ -58,7 +65,7 @@ class PrometheusCollector(Collector):
         self._shown = shown
 
     def collect(self) -> Iterator[Metric]:
-        ours, theirs = _families(self._shown), _families(VLLM_FAMILIES if self._vllm else ())
+        ours, theirs = _families(self._shown), _families(VLLM_FAMILIES if self._vllm else PICKER_FAMILIES)
         for source in self._sources:
             for labels, readings in source():
                 _fill(ours, labels, readings)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..core.metrics import EngineTotals, Histogram, Reading, TimeInState
 from ..core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
+from .metric_families import CACHE_INFO
 
 LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Seconds."""
@@ -54,16 +55,45 @@ class RequestDurations:
         yield Reading("nv_inference_compute_output_duration_us", self.compute_output)
 
 
+class CacheBlocks(NamedTuple):
+    """The blocks of an engine's cache, over all replicas. A block of each group of layers, for the same tokens, is
+    counted as one."""
+
+    size: int = 0
+    """Tokens of a block."""
+    total: int = 0
+    free: int = 0
+    """Cached ones that nothing uses included."""
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+    def readings(self, reused: int) -> Iterator[Reading]:
+        """By the names of vLLM and of Triton's TensorRT-LLM backend. `reused`: blocks that were found so far."""
+        labels = {"block_size": str(self.size), "num_gpu_blocks": str(self.total)}
+        yield Reading(CACHE_INFO, 1, labels)
+        fraction = self.used / self.total if self.total else 0.0
+        numbers = {"max": self.total, "free": self.free, "used": self.used, "tokens_per": self.size, "reused": reused}
+        for kind, number in (numbers | {"fraction": fraction}).items():
+            yield Reading("nv_trt_llm_kv_cache_block_metrics", number, {"kv_cache_block_type": kind})
+
+
 class EngineState(NamedTuple):
     """An engine at a scrape. `totals` outlive the core that counted."""
 
     running: int = 0
+    most_running: int = 0
+    """Sequences that may run at once."""
+    prefilling: int = 0
+    """Of the running ones, those that have no token yet."""
     waiting: Mapping[str, int] = {}
     """Requests not begun, by priority class."""
     queue_age: float = 0.0
     kv_usage: float = 0.0
     kv_capacity: int = 0
     """Tokens."""
+    blocks: CacheBlocks = CacheBlocks()
     core_restarts: int = 0
     replicas_ready: int = 0
     state_snapshots: int = 0
@@ -116,6 +146,12 @@ class EngineState(NamedTuple):
         yield Reading("charonia_recomputed_tokens_total", totals.recomputed_tokens)
         for state, seconds in totals.sequence_seconds.items():
             yield Reading("charonia_sequence_seconds_total", seconds, {"state": str(state)})
+        waiting = sum(self.waiting.values())
+        requests = {"active": self.running + waiting, "max": self.most_running, "scheduled": self.running}
+        for kind, number in (requests | {"context": self.prefilling, "waiting": waiting}).items():
+            yield Reading("nv_trt_llm_request_metrics", number, {"request_type": kind})
+        if self.blocks.size:
+            yield from self.blocks.readings(totals.prefix_hits // self.blocks.size)
 
 
 class LlmMetrics:

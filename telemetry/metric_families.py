@@ -177,6 +177,8 @@ TRITON_FAMILIES = (
     MetricFamily("nv_model_load_duration_secs", "gauge", "Duration of the model's last load in seconds"),
     *SUMMARY_FAMILIES,
     *FIRST_RESPONSE_FAMILIES,
+    MetricFamily("nv_trt_llm_request_metrics", "gauge", "Requests of a language model by what becomes of them"),
+    MetricFamily("nv_trt_llm_kv_cache_block_metrics", "gauge", "Blocks of a language model's cache"),
     MetricFamily("nv_cpu_utilization", "gauge", "CPU utilization rate since the last scrape, 0.0 to 1.0"),
     MetricFamily("nv_cpu_memory_total_bytes", "gauge", "The host's memory in bytes"),
     MetricFamily("nv_cpu_memory_used_bytes", "gauge", "The host's memory in use in bytes"),
@@ -215,7 +217,9 @@ _VLLM_NAMES = {
 }
 """vLLM's names, a former one of them too, -> ours."""
 
+CACHE_INFO = "vllm:cache_config_info"
 _LORA_INFO = "vllm:lora_requests_info"
+_PASSED_ON = {CACHE_INFO, _LORA_INFO}
 
 _FAMILY_BY_NAME = {family.name: family for family in CHARONIA_FAMILIES}
 VLLM_FAMILIES = (
@@ -225,8 +229,19 @@ VLLM_FAMILIES = (
     ),
     MetricFamily("vllm:request_prompt_tokens", "histogram", "Prompt tokens per answered request"),
     MetricFamily("vllm:request_generation_tokens", "histogram", "Generated tokens per answered request"),
-    MetricFamily(_LORA_INFO, "gauge", "Adapters of running and of waiting requests, at the time that is the value"),
+    MetricFamily(CACHE_INFO, "gauge", "Tokens of a cache block, and how many blocks there are; the value is 1"),
+    MetricFamily(_LORA_INFO, "gauge", "Adapters of running and of waiting requests, since the time that is the value"),
 )
+
+_PICKED_BY = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    CACHE_INFO,
+    _LORA_INFO,
+}
+PICKER_FAMILIES = tuple(family for family in VLLM_FAMILIES if family.name in _PICKED_BY)
+"""Those of vLLM's by which gateways pick a server, always shown."""
 
 _VLLM_FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 """Our outcomes -> vLLM's `finished_reason`; it does not count the others."""
@@ -242,7 +257,7 @@ def vllm_readings(readings: Iterable[Reading]) -> Iterator[Reading]:
             if family.startswith("vllm:"):
                 yield Reading(family, value)
             yield from (Reading(name, value) for name in names)
-        elif family == _LORA_INFO:
+        elif family in _PASSED_ON:
             yield Reading(family, value, labels)
         elif names and finished is not None and not isinstance(value, QuantileSummary):
             key = names[0], finished, labels.get("position", "")

@@ -99,6 +99,9 @@ class AdapterTable:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sequences: Counter[AdapterKey] = Counter()
         self._loads = self._evictions = 0
+        self._last_labels: dict[str, str] = {}
+        self._labels_since = 0.0
+        """When a scrape first saw other adapters in use than the one before, in seconds since the epoch."""
 
     @property
     def named(self) -> Mapping[str, Adapter]:
@@ -179,7 +182,9 @@ class AdapterTable:
             "running_lora_adapters": ",".join(sorted(begun)),
             "waiting_lora_adapters": ",".join(sorted(waiting)),
         }
-        yield Reading("vllm:lora_requests_info", time.time(), labels)
+        if labels != self._last_labels:
+            self._last_labels, self._labels_since = labels, time.time()
+        yield Reading("vllm:lora_requests_info", self._labels_since, labels)
 
     def _start(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that goes on when its reader leaves."""

@@ -20,7 +20,7 @@ from ...core.request import FinishReason, GenerateRequest
 from ...processes.host import available_memory, resident_memory_of, usable_cores
 from ...scheduler.sequence import SequenceSpec
 from ...scheduler.speculation import GRAMMAR, PREDICTION
-from ...telemetry.llm_metrics import EngineState, LlmMetrics
+from ...telemetry.llm_metrics import CacheBlocks, EngineState, LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
 from ..config import EngineConfig
 from ..core.messages import (
@@ -96,6 +96,14 @@ class Replica:
             return 0, 0
         used, size = info.blocks - self.core.load.free_blocks, info.block_size
         return used * size // info.groups, info.blocks * size // info.groups
+
+    @property
+    def cache_blocks(self) -> CacheBlocks:
+        """As `kv_tokens`."""
+        info = self.core.info
+        if info is None:
+            return CacheBlocks()
+        return CacheBlocks(info.block_size, info.blocks // info.groups, self.core.load.free_blocks // info.groups)
 
     async def close(self) -> None:
         """Stop the core; streams still open end with `Unavailable`. May be called again."""
@@ -206,6 +214,7 @@ class EngineClient:
         self._metrics = metrics or LlmMetrics()
         self.admission = AdmissionControl(QueueLimits(config.max_queued_requests, config.max_queued_tokens))
         self._takes_adapters = config.lora is not None
+        self._most_running = config.scheduler.max_num_seqs * config.data_parallel_size
         self._default_timeout = config.default_request_timeout
         methods = () if config.speculation is None else (config.speculation.method,)
         self._no_drafts = {name: DrafterTotals() for name in (PREDICTION, GRAMMAR, *methods)}
@@ -243,13 +252,22 @@ class EngineClient:
     def state(self) -> EngineState:
         totals = sum_totals(replica.totals for replica in self.replicas)
         used, capacity = self.kv_tokens
-        waiting = [stream for replica in self.replicas for stream in replica.streams if not stream.started]
+        streams = [stream for replica in self.replicas for stream in replica.streams]
+        waiting = [stream for stream in streams if not stream.started]
+        blocks = [replica.cache_blocks for replica in self.replicas]
         return EngineState(
             running=sum(replica.core.load.running for replica in self.replicas),
+            most_running=self._most_running,
+            prefilling=sum(stream.started and stream.stats.first is None for stream in streams),
             waiting=count_by_priority(stream.priority for stream in waiting),
             queue_age=max((stream.stats.seconds_waited for stream in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             kv_capacity=capacity,
+            blocks=CacheBlocks(
+                max(replica.size for replica in blocks),
+                sum(replica.total for replica in blocks),
+                sum(replica.free for replica in blocks),
+            ),
             state_snapshots=sum(replica.core.load.state_snapshots for replica in self.replicas),
             host_snapshots=sum(replica.core.load.host_snapshots for replica in self.replicas),
             core_restarts=sum(replica.losses for replica in self.replicas),

@@ -23,7 +23,7 @@ from ...engine.client.token_stream import SequenceStats, TokenStream
 from ...engine.core.messages import AddRequest, CoreLoading, CoreReady
 from ...scheduler.sequence import Sequence, SequenceSpec
 from ...scheduler.waiting_queue import OUTPUT_WEIGHT, Fairness, WaitingQueue
-from ...telemetry.llm_metrics import EngineState, LlmMetrics
+from ...telemetry.llm_metrics import CacheBlocks, EngineState, LlmMetrics
 from .options import TrtllmOptions
 from .request import TrtllmRequest
 from .runtime import TrtllmRuntime, TrtllmRuntimeLoader
@@ -144,13 +144,20 @@ class TrtllmClient:
     def state(self) -> EngineState:
         waiting = [request for request in self._requests.values() if request.task is None]
         used, capacity = self.kv_tokens
+        runtime = self._runtime
+        size = 0 if runtime is None or not capacity else runtime.ready.block_size
         return EngineState(
             running=self._queue.running,
+            most_running=0 if runtime is None else runtime.max_sequences,
+            prefilling=sum(
+                request.task is not None and request.stream.stats.first is None for request in self._requests.values()
+            ),
             waiting=count_by_priority(request.spec.priority for request in waiting),
             queue_age=max((request.stream.stats.seconds_waited for request in waiting), default=0.0),
             kv_usage=used / capacity if capacity else 0.0,
             replicas_ready=int(self.ready),
             kv_capacity=capacity,
+            blocks=CacheBlocks(size, capacity // size, (capacity - used) // size) if size else CacheBlocks(),
             totals=self._stats.totals,
         )
 

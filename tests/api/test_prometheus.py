@@ -73,7 +73,8 @@ async def test_a_family_without_samples_is_not_named() -> None:
         if "# " in line
     ]
     names = ["charonia_requests_total", "charonia_kv_cache_usage_ratio", "charonia_step_tokens"]
-    assert told == [name for name in [*names, "nv_inference_request_success"] for _ in ("HELP", "TYPE")]
+    names += ["nv_inference_request_success", "vllm:kv_cache_usage_perc", "vllm:lora_requests_info"]
+    assert told == [name for name in names for _ in ("HELP", "TYPE")]
 
 
 async def test_it_parses(client: httpx.AsyncClient) -> None:
@@ -93,8 +94,12 @@ async def test_the_port(client: httpx.AsyncClient) -> None:
         assert (await client.post(path)).status_code == 405
 
 
-def test_our_names_alone() -> None:
-    assert b"vllm:" not in render_exposition(build_registry([measure]).collect())
+def test_of_vllms_names_there_are_always_those_that_pickers_read() -> None:
+    text = render_exposition(build_registry([measure]).collect()).decode()
+    found = {family.name: family for family in text_string_to_metric_families(text) if family.name.startswith("vllm:")}
+    assert found.keys() == {"vllm:kv_cache_usage_perc", "vllm:lora_requests_info"}
+    [sample] = found["vllm:kv_cache_usage_perc"].samples
+    assert (sample.value, sample.labels["model_name"]) == (0.5, LABELS["model"])
 
 
 def test_others_may_register_too() -> None:

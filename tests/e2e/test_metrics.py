@@ -243,11 +243,36 @@ def test_the_port_on_the_wire(server: Any) -> None:
     answer = httpx.get(server.metrics_url + "/")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/plain; charset=utf-8")
     assert "# TYPE nv_inference_request_success counter\n" in answer.text
-    assert "vllm:" not in answer.text
+    assert "vllm:prompt_tokens_total" not in answer.text
     assert 'charonia_model_load_failures_total{model="broken",version="1"} 1\n' in answer.text
     elsewhere = httpx.get(server.metrics_url.removesuffix("/metrics") + "/v2/health/live")
     assert (elsewhere.status_code, elsewhere.content) == (200, b"")
     assert httpx.post(server.metrics_url).status_code == 405
+
+
+@pytest.mark.parametrize("port", ["metrics", "main"])
+def test_gateways_find_what_they_pick_by(server: Any, port: str) -> None:
+    """The specs of the Gateway API's endpoint picker for its engine types vllm and triton-tensorrt-llm."""
+    url = server.metrics_url if port == "metrics" else f"{server.url}/metrics"
+    families = {family.name: family for family in text_string_to_metric_families(httpx.get(url).text)}
+
+    def read(family: str, **labels: str) -> Any:
+        assert families[family].type == "gauge"
+        wanted = {"model": "fake", **labels}
+        [sample] = [sample for sample in families[family].samples if wanted.items() <= sample.labels.items()]
+        return sample
+
+    for vllm, triton in (
+        ("vllm:num_requests_waiting", ("nv_trt_llm_request_metrics", {"request_type": "waiting"})),
+        ("vllm:num_requests_running", ("nv_trt_llm_request_metrics", {"request_type": "scheduled"})),
+        ("vllm:kv_cache_usage_perc", ("nv_trt_llm_kv_cache_block_metrics", {"kv_cache_block_type": "fraction"})),
+    ):
+        family, label = triton
+        assert read(vllm, model_name="fake").value == read(family, **label).value
+    info = read("vllm:cache_config_info").labels
+    for label, kind in (("block_size", "tokens_per"), ("num_gpu_blocks", "max")):
+        of_triton = read("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type=kind).value
+        assert int(info[label]) == of_triton > 0
 
 
 @pytest.mark.parametrize(("form", "begins"), [("text", "TEXT named_metrics.kv_cache_"), ("json", "JSON {")])

@@ -9,7 +9,7 @@ import pytest
 
 from charonia.core.metrics import DrafterTotals, EngineTotals, Histogram, Reading
 from charonia.core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
-from charonia.telemetry.llm_metrics import EngineState, LlmMetrics
+from charonia.telemetry.llm_metrics import CacheBlocks, EngineState, LlmMetrics
 from charonia.telemetry.logging_setup import JsonFormatter
 from charonia.telemetry.loop_lag import LoopLag
 from charonia.telemetry.metric_families import CHARONIA_FAMILIES, TRITON_FAMILIES, VLLM_FAMILIES, vllm_readings
@@ -39,7 +39,8 @@ def test_every_reading_has_a_family() -> None:
         "ngram": DrafterTotals(3, 6, 4, accepted_by_place=[3, 1]),
         "prediction": DrafterTotals(1, 3, 2, accepted_by_place=[1, 1, 0]),
     }
-    readings = [*LlmMetrics().readings(EngineState(totals=EngineTotals(drafters=drafters))), adapters]
+    state = EngineState(totals=EngineTotals(drafters=drafters), blocks=CacheBlocks(16, 8, 2))
+    readings = [*LlmMetrics().readings(state), adapters]
     assert {reading.family for reading in readings} <= known
     theirs = list(vllm_readings(readings))
     assert {reading.family for reading in theirs} == {family.name for family in VLLM_FAMILIES}
@@ -49,6 +50,35 @@ def test_every_reading_has_a_family() -> None:
     assert Reading("vllm:spec_decode_num_accepted_tokens_total", 6, {"finished_reason": "", "position": ""}) in theirs
     assert Reading("charonia_draft_tokens_total", 3, {"drafter": "prediction"}) in readings
     assert len(known) == len(CHARONIA_FAMILIES) + len(TRITON_FAMILIES) + len(VLLM_FAMILIES)
+
+
+def test_pickers_read_the_load_by_vllms_names_and_by_those_of_tritons_tensorrt_llm() -> None:
+    engine = EngineState(
+        running=3,
+        most_running=8,
+        prefilling=1,
+        waiting={"0": 2, "4": 1},
+        kv_usage=0.75,
+        blocks=CacheBlocks(16, 8, 2),
+        totals=EngineTotals(prefix_hits=50),
+    )
+    assert read(LlmMetrics(), "nv_trt_llm_request_metrics", engine) == {
+        ("active",): 6,
+        ("max",): 8,
+        ("scheduled",): 3,
+        ("context",): 1,
+        ("waiting",): 3,
+    }
+    assert read(LlmMetrics(), "nv_trt_llm_kv_cache_block_metrics", engine) == {
+        ("max",): 8,
+        ("free",): 2,
+        ("used",): 6,
+        ("tokens_per",): 16,
+        ("reused",): 3,
+        ("fraction",): 0.75,
+    }
+    assert read(LlmMetrics(), "vllm:cache_config_info", engine) == {("16", "8"): 1}
+    assert read(LlmMetrics(), "vllm:cache_config_info") == {}, "there is none before the engine is there"
 
 
 def test_every_outcome_is_there_from_the_start() -> None:

@@ -1,6 +1,7 @@
 """Which adapters the engine holds: names, room and eviction, over an engine that only remembers."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -257,7 +258,7 @@ async def test_whatever_comes_and_goes_every_sequence_has_its_adapter_and_the_ro
     assert 0 < most <= 10 + 4  # one that is read for the first time is counted when it is there
 
 
-async def test_routers_see_which_adapters_run_and_wait(world: World) -> None:
+async def test_routers_see_which_adapters_run_and_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     stats = SequenceStats(LlmMetrics())
     for content in ("aaaa", "bbbb"):
         await world.table.load(content[0], world.make(content))
@@ -269,6 +270,13 @@ async def test_routers_see_which_adapters_run_and_wait(world: World) -> None:
             "waiting_lora_adapters": "b",
         }
     families = {family.name for family in (*CHARONIA_FAMILIES, *VLLM_FAMILIES)}
+    monkeypatch.setattr(time, "time", lambda: 5000.0)
+    since = [
+        [each.value for each in world.table.readings() if each.family == "vllm:lora_requests_info"] for _ in range(2)
+    ]
+    monkeypatch.setattr(time, "time", lambda: 6000.0)
+    assert since == [[5000.0]] * 2, "nobody uses any since then"
+    assert [each.value for each in world.table.readings() if each.family == "vllm:lora_requests_info"] == [5000.0]
     assert {each.family for each in world.table.readings()} <= families
     sequences = [each for each in world.table.readings() if each.family == "charonia_adapter_sequences_total"]
     assert [(each.labels, each.value) for each in sequences] == [({"adapter": "a"}, 1), ({"adapter": "b"}, 1)]
