@@ -17,7 +17,7 @@ from cyclopts.exceptions import CycloptsError
 from ..api.api_keys import ENVIRONMENT as KEYS_VARIABLE
 from ..core.errors import InvalidArgument, did_you_mean
 from ..engine.kernel_choice import LEVEL_VARIABLE
-from ..engine.options import plain_count, plain_value, takes_count
+from ..engine.option_values import plain_count, plain_value, takes_count
 from .foreign_flags import unknown_flag
 from .frontend_count import VARIABLE as GROWTH_VARIABLE
 

@@ -1,14 +1,35 @@
 """The contracts of what stands between the media of a request and a language model: one prepares, one encodes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from .media import MediaSource, PreparedMedium
+from .media import MediaKind, MediaSource, PreparedMedium
 from .metrics import Reading
 from .model import MemoryNeed, ReservedMemory
 from .request_context import RequestContext
+
+
+class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator says of the media of one model's requests."""
+
+    per_prompt: Mapping[MediaKind, int] = msgspec.field(default_factory=lambda: {"image": 16})
+    """How many of a kind a prompt may have; a kind that is not named may not come at all."""
+    path: str = ""
+    """The directory below which `file:` URLs may lead; "": none may."""
+    domains: tuple[str, ...] = ()
+    """Hosts that files are fetched from, and all below them; `*` is any."""
+    max_bytes: int = 20 << 20
+    """Bytes of a file."""
+    max_pixels: int = 32 << 20
+    """Pixels of an image."""
+    processes: int = 2
+    """Media that are prepared at a time."""
+    cache_bytes: int = 256 << 20
+    """Bytes of media that are kept as they were prepared, and again of what an encoder made of them."""
+    share_cache: bool = False
+    """Whether a tenant finds what was made for another."""
 
 
 class TowerSpec(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import msgspec
 
 from ..core.drafts import MAX_DRAFTS, DraftReport
+from ..core.media_models import MediaConfig
 from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
 
@@ -289,6 +290,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None where nothing is drafted."""
     kv_events: KVEventsConfig | None = None
     """None where nobody is told what the cache holds."""
+    media: MediaConfig = MediaConfig()
+    """For a model that sees."""
     per_request_spec_decode_metrics: DraftReport = "none"
     """What answers tell of their drafts."""
 

@@ -3,10 +3,8 @@
 Knows their names and ranges, not their effect. None leaves a choice to the engine.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -25,6 +23,8 @@ from .config import (
     ParallelConfig,
     SpeculationConfig,
 )
+from .media_options import MEDIA_FIELDS, read_media_config
+from .option_values import plain_count, plain_value, takes_count
 
 T = TypeVar("T")
 
@@ -148,6 +148,23 @@ class EngineOptions:
     """Largest rank of an adapter."""
     max_lora_bytes: Bytes | None = None
     """Memory for the adapters of a replica; those unused longest make room, and are read again when they are needed."""
+    limit_mm_per_prompt: str | None = None
+    """Images that a prompt may have, as in image=4; 0 for none."""
+    media_path: str | None = None
+    """Directory below which file: URLs of images may lead; unset: none may."""
+    media_domains: str | None = None
+    """Hosts that images are fetched from, and all below them: names apart by commas, or * for all; unset: none is
+    fetched."""
+    media_max_bytes: Bytes | None = None
+    """Size of an image's file in bytes."""
+    media_max_pixels: AtLeastOne | None = None
+    """Pixels of an image, before it is scaled."""
+    media_processes: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    """Processes that decode and scale images, of each model that sees."""
+    media_cache_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
+    """Memory for images as they were scaled, and again for what the model's encoder made of them."""
+    share_media_cache: bool | None = None
+    """Let a tenant find what was made of an image for another."""
     fake_step_seconds: Seconds | None = None
     """How long a step of the fake executor takes."""
     fake_token_seconds: Seconds | None = None
@@ -191,34 +208,6 @@ _LORA_FIELDS = {"max_loras": "max_loras", "max_lora_rank": "max_rank", "max_lora
 _FAKE_FIELDS = {
     f"fake_{name}": name for name in ("step_seconds", "token_seconds", "vocab_size", "max_model_len", "state_bytes")
 }
-
-
-_COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgtKMGT])")
-_MULTIPLES = {letter: 10 ** (3 * place) for place, letter in enumerate("kmgt", 1)} | {
-    letter: 2 ** (10 * place) for place, letter in enumerate("KMGT", 1)
-}
-_OTHER_VALUES = {("dtype", "half"): "float16", ("dtype", "float"): "float32"}
-
-
-def plain_value(name: str, value: str) -> str:
-    """A setting's value by our name, where vLLM has another one, too: `half` is float16. Any other is returned as it
-    is."""
-    return _OTHER_VALUES.get((name, value), value)
-
-
-def plain_count(text: str) -> str:
-    """A whole number that ends with a multiple, in digits alone: 2k is 2000, 2K 2048, 25.6k 25600. Any other text is
-    returned as it is."""
-    written = _COUNT.fullmatch(text)
-    if written is None:
-        return text
-    number = Decimal(written[1]) * _MULTIPLES[written[2]]
-    return str(int(number)) if number == int(number) else text
-
-
-def takes_count(kind: Any) -> bool:
-    """Whether a type is a whole number, or one among others, such as None."""
-    return kind is int or any(takes_count(part) for part in get_args(kind))
 
 
 def parse_settings(parameters: Mapping[str, Any], kind: type[T]) -> T:
@@ -277,6 +266,7 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
     given["lora"] = _lora_config(given, lora_modules)
     if (written := given.pop("kv_events_config", None)) is not None:
         given["kv_events"] = read_kv_events_config(written, cache.prefix_caching)
+    given["media"] = read_media_config(_take(given, MEDIA_FIELDS))
     if (written := given.pop("speculative_config", None)) is not None:
         given["speculation"] = read_speculation_config(written)
         path = given["speculation"].path

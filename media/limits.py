@@ -1,30 +1,24 @@
 """What a medium of a request may cost."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+
+import msgspec
 
 from ..core.errors import InvalidArgument
 from ..core.media import MediaKind, MediaSource
+from ..core.media_models import MediaConfig
 
 _LARGEST_SIDE = 65_535
 
 
-@dataclass(frozen=True, slots=True)
-class MediaLimits:
-    """The limits of the media of one model's requests."""
+class MediaLimits(msgspec.Struct, frozen=True):
+    """The limits of the media of one model's requests: an operator's, and those that hold everywhere."""
 
-    per_prompt: Mapping[MediaKind, int] = field(default_factory=lambda: {"image": 16})
-    """How many of a kind a prompt may have; a kind that is not named may not come at all."""
-    max_bytes: int = 20 << 20
-    """Bytes of a file."""
-    max_pixels: int = 32 << 20
-    """Pixels of an image."""
+    config: MediaConfig = MediaConfig()
     max_aspect: float = 200.0
-    """The longer side by the shorter one."""
+    """The longer side of an image by the shorter one."""
     max_waiting: int = 128
     """Media that are fetched or wait to be prepared; more are refused."""
-    processes: int = 2
-    """Media that are prepared at a time."""
     seconds: float = 20.0
     """How long a medium may take to prepare, once it is its turn."""
     fetch_seconds: float = 20.0
@@ -33,15 +27,13 @@ class MediaLimits:
     """Bytes that preparing may take beside those of the process."""
     max_output: int = 512 << 20
     """Bytes of a prepared medium."""
-    cache_bytes: int = 256 << 20
-    """Bytes of prepared media that are kept for the next request with the same content."""
 
     def check_count(self, media: Sequence[MediaSource]) -> None:
         """Raises `InvalidArgument` for more media of a kind than a prompt may have."""
         counts: dict[MediaKind, int] = {}
         for source in media:
             counts[source.kind] = counts.get(source.kind, 0) + 1
-            most = self.per_prompt.get(source.kind, 0)
+            most = self.config.per_prompt.get(source.kind, 0)
             if counts[source.kind] > most:
                 message = f"{source.field}: a prompt may have at most {most} of the kind {source.kind}"
                 raise InvalidArgument(f"{message} (--limit-mm-per-prompt)", field=source.field)
@@ -50,8 +42,8 @@ class MediaLimits:
         """Raises `InvalidArgument` for an image of too many pixels, or too long and narrow."""
         if width < 1 or height < 1:
             raise InvalidArgument(f"the image has no pixels: {width} x {height}")
-        if width * height > self.max_pixels or max(width, height) > _LARGEST_SIDE:
-            message = f"the image has {width} x {height} pixels, and may have {self.max_pixels:,}"
+        if width * height > self.config.max_pixels or max(width, height) > _LARGEST_SIDE:
+            message = f"the image has {width} x {height} pixels, and may have {self.config.max_pixels:,}"
             raise InvalidArgument(f"{message} (--media-max-pixels)")
         if max(width, height) > self.max_aspect * min(width, height):
             message = f"the image is {width} x {height}: one side may be at most {self.max_aspect:g} times the other"

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,8 @@ class PreparedAnswer(msgspec.Struct, array_like=True):
 def make_answer(checkpoint: str, limits: MediaLimits, memory: int) -> Answer:
     """In the process: the function that answers. `memory` is the descriptor of `limits.max_output` bytes."""
     os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Transformers is there in a quarter of the time and of the memory without, and computes by numpy here.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     shared = mmap.mmap(memory, limits.max_output)
     try:
         from .image_file import decode_image
@@ -50,7 +53,7 @@ def make_answer(checkpoint: str, limits: MediaLimits, memory: int) -> Answer:
     except CharoniaError as error:
         return partial(_refuse, SentError.of(error))
     except ImportError as error:
-        message = f"images need {error.name or 'pillow'}, which is not installed: pip install 'charonia[media]'"
+        message = f"images need the package {error.name or 'pillow'}, which is not installed: pip install '.[media]'"
         return partial(_refuse, SentError.of(InvalidArgument(message)))
     facts = MediaFacts(processor.token, processor.token_ids, processor.settings)
 

@@ -1,7 +1,6 @@
 """The checkpoint's own processor of images: transformers', by the checkpoint's configuration, over pillow and numpy.
 
-Runs in a process that may be killed. That process has no torch: transformers imports in a quarter of the time and of
-the memory without, and its processors for pillow compute by numpy alone.
+Runs in a process that may be killed.
 """
 
 import importlib.util
@@ -38,7 +37,6 @@ class ImageProcessor:
     """A loaded processor. Raises `InvalidArgument` for a checkpoint that has none, or whose family is not known."""
 
     def __init__(self, checkpoint: Path) -> None:
-        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         try:
             self._processor = processor = _load(checkpoint)
         except (ImportError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -105,6 +103,8 @@ def _load(checkpoint: Path) -> Any:
 
 
 def _processor_class(checkpoint: Path) -> Any:
+    if not any((checkpoint / file).is_file() for file in _NAMING_FILES[:2]):
+        raise InvalidArgument(f"{checkpoint} has no processor of images: no {' or '.join(_NAMING_FILES[:2])}")
     from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 

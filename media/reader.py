@@ -51,21 +51,22 @@ class _Job:
 
 
 class MediaReader:
-    """Prepares the media of one model's requests, in one event loop, from `load` to `unload`: a `MediaPreparer`.
+    """Prepares the media of one model's requests, in one event loop, from `load` to `unload`: a `MediaPreparer`. Raises
+    as `MediaFiles` does.
 
     Media of one content that are wanted at the same time are prepared once. Those of different tenants are different,
-    unless they are `shared`: neither a digest nor the time tells what others have sent.
+    unless they share: neither a digest nor the time tells what others have sent.
     """
 
-    def __init__(self, checkpoint: str, limits: MediaLimits, files: MediaFiles, shared: bool = False) -> None:
-        self._checkpoint, self._limits, self._files = checkpoint, limits, files
-        self._shared = shared
-        self._threads = ThreadPoolExecutor(limits.processes, "media-prepare")
-        self._places = asyncio.Semaphore(limits.processes)
+    def __init__(self, checkpoint: str, limits: MediaLimits, files: MediaFiles | None = None) -> None:
+        config = limits.config
+        self._checkpoint, self._limits, self._files = checkpoint, limits, files or MediaFiles(limits)
+        self._threads = ThreadPoolExecutor(config.processes, "media-prepare")
+        self._places = asyncio.Semaphore(config.processes)
         self._running: set[PreparingWorker] = set()
         self._idle: list[PreparingWorker] = []
         self._under_way: dict[bytes, _Preparation] = {}
-        self._cache = PreparedCache(limits.cache_bytes)
+        self._cache = PreparedCache(config.cache_bytes)
         self._outcomes = {"prepared": 0, "cached": 0, "refused": 0}
         self._facts: MediaFacts | None = None
         self._closed = False
@@ -105,7 +106,7 @@ class MediaReader:
         """The prepared medium. Raises `InvalidArgument` by its field if it cannot be had, is broken or costs too much,
         `QueueFull` as `check` does, and `Unavailable` while the model is being unloaded."""
         self.check((medium,))
-        salt = b"" if self._shared else context.tenant.encode()
+        salt = b"" if self._limits.config.share_cache else context.tenant.encode()
         if medium.uuid and not (medium.data or medium.url):
             return self._named(medium, salt)
         self.waiting += 1
@@ -227,7 +228,7 @@ class MediaReader:
         yield Reading("charonia_media_waiting", self.waiting)
         yield Reading("charonia_media_cache_bytes", self._cache.bytes)
         for outcome, count in self._outcomes.items():
-            yield Reading("charonia_media", count, {"outcome": outcome})
+            yield Reading("charonia_media_total", count, {"outcome": outcome})
 
     async def unload(self) -> None:
         """End all processes; whoever waits gets an error. May be called again."""

@@ -3,9 +3,7 @@
 import asyncio
 import base64
 import binascii
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -13,6 +11,7 @@ from ..core.errors import CharoniaError, InvalidArgument, shorten
 from ..core.media import MediaSource
 from ..core.regular_files import read_regular
 from .addresses import Resolve
+from .limits import MediaLimits
 from .web_fetch import Connect, WebFetch, connect_to, resolve_host
 
 _FETCHES = 8
@@ -23,32 +22,17 @@ _GRACE = 1.0
 """Seconds beyond its own deadline after which a fetch is ended from outside."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRules:
-    """Where the files of media may come from besides requests themselves."""
-
-    path: Path | None = None
-    """The directory below which `file:` URLs may lead; None: none may."""
-    domains: frozenset[str] = frozenset()
-    """Hosts that files are fetched from, and all below them; `*` is any; empty: none."""
-    max_bytes: int = 20 << 20
-    seconds: float = 20.0
-
-    @classmethod
-    def of(cls, path: str, domains: Iterable[str], max_bytes: int, seconds: float) -> "SourceRules":
-        """Raises `InvalidArgument` for a path that is no directory."""
-        directory = Path(path).resolve() if path else None
-        if directory is not None and not directory.is_dir():
-            raise InvalidArgument(f"media_path: {path} is no directory", field="media_path")
-        names = frozenset(name for domain in domains if (name := domain.strip().lower().rstrip(".")))
-        return cls(directory, names, max_bytes, seconds)
-
-
 class MediaFiles:
-    """Gets the files of media, in one event loop, until `close`."""
+    """Gets the files of media, in one event loop, until `close`. Raises `InvalidArgument` for a `path` that is no
+    directory."""
 
-    def __init__(self, rules: SourceRules, resolve: Resolve = resolve_host, connect: Connect = connect_to) -> None:
-        self._rules = rules
+    def __init__(self, limits: MediaLimits, resolve: Resolve = resolve_host, connect: Connect = connect_to) -> None:
+        config = limits.config
+        self._max_bytes, self._seconds = config.max_bytes, limits.fetch_seconds
+        self._directory = Path(config.path).resolve() if config.path else None
+        if self._directory is not None and not self._directory.is_dir():
+            raise InvalidArgument(f"media_path: {config.path} is no directory", field="media_path")
+        self._domains = frozenset(name for domain in config.domains if (name := domain.strip().lower().rstrip(".")))
         self._resolve, self._connect = resolve, connect
         self._fetching = ThreadPoolExecutor(_FETCHES, "media-fetch")
         self._reading = ThreadPoolExecutor(_READS, "media-read")
@@ -67,42 +51,43 @@ class MediaFiles:
         scheme = url[:8].partition(":")[0].lower()
         loop = asyncio.get_running_loop()
         if scheme == "data":
-            return await loop.run_in_executor(self._reading, decode_data_url, url, self._rules.max_bytes)
+            return await loop.run_in_executor(self._reading, decode_data_url, url, self._max_bytes)
         if scheme == "file":
             return await loop.run_in_executor(self._reading, self._read_file, url)
         if scheme not in ("http", "https"):
             raise InvalidArgument(f"{shorten(url)!r} is no URL with data:, http:, https: or file:")
-        if not self._rules.domains:
+        if not self._domains:
             raise InvalidArgument("this server fetches nothing: send a data: URL (--media-domains names hosts)")
-        rules = self._rules
-        fetch = WebFetch(url, rules.domains, rules.max_bytes, rules.seconds, self._resolve, self._connect)
+        seconds = self._seconds
+        fetch = WebFetch(url, self._domains, self._max_bytes, seconds, self._resolve, self._connect)
         try:
-            async with asyncio.timeout(rules.seconds + _GRACE):
+            async with asyncio.timeout(seconds + _GRACE):
                 return await loop.run_in_executor(self._fetching, fetch.run)
         except TimeoutError:
-            raise InvalidArgument(f"fetching it takes more than {rules.seconds:g} s") from None
+            raise InvalidArgument(f"fetching it takes more than {seconds:g} s") from None
         finally:
             fetch.abort()
 
     def _read_file(self, url: str) -> bytes:
-        if self._rules.path is None:
+        if self._directory is None:
             raise InvalidArgument("this server reads no files for clients: send a data: URL (--media-path)")
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
             raise InvalidArgument("a file: URL has a path alone")
         try:
             path = Path(unquote(parts.path)).resolve(strict=True)  # follows links: what counts is where they lead
-            if not path.is_relative_to(self._rules.path):
+            if not path.is_relative_to(self._directory):
                 raise FileNotFoundError
-            return read_regular(path, self._rules.max_bytes)
-        except (OSError, ValueError):  # one message: clients are not told what else is there
-            raise InvalidArgument("there is no such file below --media-path") from None
+            return read_regular(path, self._max_bytes)
+        except (OSError, ValueError, InvalidArgument):  # one message: clients are not told what else is there
+            message = f"there is no such file of at most {self._max_bytes:,} bytes below --media-path"
+            raise InvalidArgument(message) from None
 
     def _checked(self, data: bytes) -> bytes:
         if not data:
             raise InvalidArgument("the file is empty")
-        if len(data) > self._rules.max_bytes:
-            raise InvalidArgument(_too_large(len(data), self._rules.max_bytes))
+        if len(data) > self._max_bytes:
+            raise InvalidArgument(_too_large(len(data), self._max_bytes))
         return data
 
     def close(self) -> None:

@@ -85,6 +85,11 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_adapter_loads_total", "counter", "Adapters that were read, those read again included"),
     MetricFamily("charonia_adapter_evictions_total", "counter", "Adapters that made room in memory for another"),
     MetricFamily("charonia_adapter_sequences_total", "counter", "Sequences that were computed with an adapter"),
+    MetricFamily("charonia_media_waiting", "gauge", "Images that are fetched, or wait to be decoded"),
+    MetricFamily(
+        "charonia_media_total", "counter", "Images of requests that were decoded, found, or refused in a queue"
+    ),
+    MetricFamily("charonia_media_cache_bytes", "gauge", "Images that are kept as they were decoded and scaled"),
     MetricFamily("charonia_tower_running", "gauge", "Images that the tower computes or that wait for it"),
     MetricFamily("charonia_tower_images_total", "counter", "Images that the tower has computed"),
     MetricFamily("charonia_tower_seconds_total", "counter", "Their time, waiting included"),

@@ -35,7 +35,7 @@ ELSEWHERE = {
     "enable_log_requests": "--log-info is on by default",
     "guided_decoding_backend": "one library holds answers to a form, llguidance",
     "structured_outputs_config": "one library holds answers to a form, llguidance",
-    "limit_mm_per_prompt": "images are refused where they come",
+    "limit_mm_per_prompt": "the parameter of that name in config.pbtxt",
     "async_scheduling": "the parameter 'ahead' in config.pbtxt; on a GPU it is 1",
     "otlp_traces_endpoint": "--otlp-traces-endpoint is for all models",
     "generation_config": "parameters that a request leaves out have vLLM's defaults",

@@ -10,7 +10,8 @@ from charonia.cli.app import app
 from charonia.cli.flag_sources import PREFIX, Flags, command_flags, environment_values, file_values, strays
 from charonia.cli.options import ServeOptions
 from charonia.core.errors import CharoniaError
-from charonia.engine.options import EngineOptions, parse_settings, plain_count
+from charonia.engine.option_values import plain_count
+from charonia.engine.options import EngineOptions, parse_settings
 
 LINKS = {
     "CHARONIA_SERVICE_HOST": "10.0.0.1",

@@ -16,6 +16,7 @@ from cyclopts import Argument
 
 from charonia.cli.app import app
 from charonia.cli.options import BooleanFlag
+from charonia.core.media_models import MediaConfig
 from charonia.engine.options import EngineOptions, engine_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
@@ -96,10 +97,12 @@ def _engine_default(option: str) -> Any:
         return engine_config("m", EngineOptions()).kv_events
     if option == "ahead":
         return engine_config("m", EngineOptions()).scheduler.ahead
+    if option == "limit_mm_per_prompt":
+        return ",".join(f"{kind}={count}" for kind, count in MediaConfig().per_prompt.items())
     plain: dict[str, Any] = {"executor": "fake"} if option.startswith("fake_") else {}
     plain |= {"enable_lora": True} if option.startswith("max_lora") else {}
     untouched = dict(_leaves(engine_config("m", EngineOptions(**plain))))
-    another = cast(Any, "99" if option in {"pipeline_layers", "target_tenants"} else 99)
+    another = cast(Any, "99" if option in {"pipeline_layers", "target_tenants", "media_domains"} else 99)
     touched = dict(_leaves(engine_config("m", EngineOptions(**plain | {option: another}))))
     [place] = [place for place in untouched if touched[place] != untouched[place]]
     return untouched[place]

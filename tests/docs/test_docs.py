@@ -64,6 +64,7 @@ PAGES = (
     "repositories.md",
     "tools-and-reasoning.md",
     "architecture.md",
+    "images.md",
     "life-of-a-request.md",
     "performance.md",
     "benchmarks.md",

@@ -3,6 +3,7 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument
+from charonia.core.media_models import MediaConfig
 from charonia.engine.config import (
     CacheConfig,
     EngineConfig,
@@ -65,6 +66,14 @@ ALL = {
     "per_request_spec_decode_metrics": "summary",
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
     "kv_events_config": "{}",
+    "limit_mm_per_prompt": '{"image": 3, "video": 0}',
+    "media_path": "/pictures",
+    "media_domains": "a.example, b.example",
+    "media_max_bytes": "1000",
+    "media_max_pixels": "2000",
+    "media_processes": "3",
+    "media_cache_bytes": "0",
+    "share_media_cache": "true",
     "fake_step_seconds": "0.5",
     "fake_token_seconds": "0",
     "fake_vocab_size": "384",
@@ -123,6 +132,16 @@ def test_every_name_arrives() -> None:
         lora=LoraConfig(max_loras=4, max_rank=16, max_bytes=1000),
         speculation=SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4),
         per_request_spec_decode_metrics="summary",
+        media=MediaConfig(
+            per_prompt={"image": 3},
+            path="/pictures",
+            domains=("a.example", "b.example"),
+            max_bytes=1000,
+            max_pixels=2000,
+            processes=3,
+            cache_bytes=0,
+            share_cache=True,
+        ),
     )
     assert set(ALL) == set(EngineOptions.__dataclass_fields__) - {"gpu_memory_utilization"}
 
@@ -132,6 +151,28 @@ def test_a_gpus_share_is_of_all_its_memory_or_of_what_is_left() -> None:
     assert config.cache == CacheConfig(gpu_utilization=0.8)
     with pytest.raises(InvalidArgument, match="gpu_memory_utilization and kv_cache_memory_fraction are two ways"):
         engine_config("x", EngineOptions(gpu_memory_utilization=0.8, kv_cache_memory_fraction=0.8))
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ("image", "must be as image=4, or a JSON object of numbers, got 'image'"),
+        ("image=4,", "must be as image=4"),
+        ("{", "must be as image=4"),
+        ('{"image": "four"}', "must be as image=4"),
+        ('{"image": -1}', "must be at least 0"),
+        ("picture=4", "picture is not one of image, video, audio"),
+    ],
+)
+def test_a_wrong_limit_of_images_is_refused(written: str, problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem) as refusal:
+        engine_config("x", EngineOptions(limit_mm_per_prompt=written))
+    assert refusal.value.field == "limit_mm_per_prompt"
+
+
+def test_limits_of_media_are_by_kind() -> None:
+    assert engine_config("x", EngineOptions(limit_mm_per_prompt="image=4, video=1")).media.per_prompt == {"image": 4}
+    assert engine_config("x", EngineOptions(limit_mm_per_prompt="audio=0")).media == MediaConfig()
 
 
 def test_the_fake_executors_settings_are_for_it_alone() -> None:

@@ -1,0 +1,57 @@
+"""What the options say of images."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..core.errors import InvalidArgument
+from ..core.media_models import MediaConfig
+
+MEDIA_FIELDS = {
+    "limit_mm_per_prompt": "per_prompt",
+    "media_path": "path",
+    "media_domains": "domains",
+    "media_max_bytes": "max_bytes",
+    "media_max_pixels": "max_pixels",
+    "media_processes": "processes",
+    "media_cache_bytes": "cache_bytes",
+    "share_media_cache": "share_cache",
+}
+"""By option, the field of `MediaConfig`."""
+_COUNT = re.compile(r"\s*(\w+)\s*=\s*(\d{1,6})\s*")
+_KINDS = ("image", "video", "audio")
+"""Kinds that vLLM's option names; of those that are not served none may come anyway."""
+
+
+def read_media_config(settings: Mapping[str, Any]) -> MediaConfig:
+    """The configuration of options by fields of `MediaConfig`. Raises `InvalidArgument` for a wrong limit."""
+    given = dict(settings)
+    if "per_prompt" in given:
+        counts = _counts(given["per_prompt"])
+        given["per_prompt"] = {"image": counts.get("image", MediaConfig().per_prompt["image"])}
+    if "domains" in given:
+        given["domains"] = tuple(filter(None, (name.strip() for name in given["domains"].split(","))))
+    return MediaConfig(**given)
+
+
+def _counts(written: str) -> dict[str, int]:
+    """Numbers by kind, as in `image=4` or `{"image": 4}`."""
+    field = "limit_mm_per_prompt"
+    try:
+        if written.lstrip().startswith("{"):
+            counts = msgspec.json.decode(written, type=dict[str, int])
+        else:
+            matches = [_COUNT.fullmatch(part) for part in written.split(",")]
+            counts = {match[1]: int(match[2]) for match in matches if match is not None}
+            if len(counts) < len(matches):
+                raise ValueError
+    except ValueError:
+        message = f"{field} must be as image=4, or a JSON object of numbers, got {written!r}"
+        raise InvalidArgument(message, field=field) from None
+    if stray := next((kind for kind in counts if kind not in _KINDS), ""):
+        raise InvalidArgument(f"{field}: {stray} is not one of {', '.join(_KINDS)}", field=field)
+    if min(counts.values(), default=0) < 0:
+        raise InvalidArgument(f"{field} must be at least 0, got {written!r}", field=field)
+    return counts

@@ -1,0 +1,178 @@
+"""The reader over real processes: what becomes of images, and of files that are none."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from charonia.core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
+from charonia.core.media import PreparedMedium
+from charonia.core.media_models import MediaConfig
+from charonia.media.limits import MediaLimits
+from charonia.media.reader import MediaReader
+
+from ..image_processors import write_processor
+from ..waiting import until
+from .hostile_files import hostile_files, png
+from .pictures import context, file_of, picture, source
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+FIELD = "messages[0].content[0].image_url"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_processor(tmp_path_factory.mktemp("checkpoint"), "qwen2-vl")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reader(checkpoint: Path) -> AsyncIterator[MediaReader]:
+    config = MediaConfig(processes=1, max_pixels=1 << 22, cache_bytes=2 << 20, per_prompt={"image": 3})
+    reader = MediaReader(str(checkpoint), MediaLimits(config, max_waiting=8, memory=40 << 20, seconds=10))
+    with pytest.raises(NotReady):
+        _ = reader.facts
+    await reader.load()
+    yield reader
+    await reader.unload()
+    assert reader.processes == 0
+
+
+def series(reader: MediaReader) -> dict[str, Any]:
+    return {reading.labels.get("outcome", reading.family): reading.value for reading in reader.readings()}
+
+
+async def test_an_image_is_ready_for_the_encoder(reader: MediaReader) -> None:
+    assert (reader.facts.token, len(reader.facts.token_ids)) == ("<|image_pad|>", 1)
+    medium = await reader.prepare(source(file_of(picture(90, 50))), context())
+    assert medium.grid == (1, 2, 3)
+    assert medium.placeholder == "<|image_pad|>" * 6
+    assert {name: array.shape for name, array in medium.inputs.items()} == {
+        "pixel_values": (24, 3 * 2 * 14 * 14),
+        "image_grid_thw": (1, 3),
+    }
+    assert medium.inputs["pixel_values"].dtype == np.float32
+    assert all(array.flags.owndata or array.base.flags.owndata for array in medium.inputs.values())
+
+
+async def test_a_content_is_prepared_once_for_each_tenant(reader: MediaReader) -> None:
+    data, before = file_of(picture(seed=1)), series(reader)["prepared"]
+    together = await asyncio.gather(*(reader.prepare(source(data), context("a")) for _ in range(4)))
+    again = await reader.prepare(source(data), context("a"))
+    assert all(medium is again for medium in together)
+    other = await reader.prepare(source(data), context("b"))
+    assert other.digest != again.digest
+    assert np.array_equal(other.inputs["pixel_values"], again.inputs["pixel_values"])
+    assert series(reader)["prepared"] == before + 2
+
+
+async def test_a_uuid_stands_for_what_came_with_it(reader: MediaReader) -> None:
+    sent = await reader.prepare(source(file_of(picture(seed=2)), uuid="u"), context("a"))
+    assert await reader.prepare(source(uuid="u"), context("a")) is sent
+    for tenant, uuid in (("a", "v"), ("b", "u")):
+        with pytest.raises(InvalidArgument, match=f"there is nothing with uuid '{uuid}' here") as refusal:
+            await reader.prepare(source(uuid=uuid), context(tenant))
+        assert refusal.value.field == FIELD
+
+
+async def test_what_is_kept_has_a_budget(reader: MediaReader) -> None:
+    for seed in range(12):
+        await reader.prepare(source(file_of(picture(120, 120, seed))), context())
+        reader._cache.check_integrity()
+    assert 1 << 20 < series(reader)["charonia_media_cache_bytes"] <= 2 << 20
+
+
+async def test_a_prompt_has_so_many_and_no_more(reader: MediaReader) -> None:
+    reader.check([source()] * 3)
+    with pytest.raises(InvalidArgument, match="a prompt may have at most 3 of the kind image"):
+        reader.check([source()] * 4)
+
+
+async def test_a_full_queue_refuses_and_says_so(reader: MediaReader) -> None:
+    """Those that wait are counted, and leave when nobody wants them any more."""
+    before = series(reader)["refused"]
+    async with reader._places:  # as if an image were being prepared
+        files = [file_of(picture(seed=100 + seed)) for seed in range(7)]
+        tasks = [asyncio.create_task(reader.prepare(source(data), context())) for data in files]
+        await until(lambda: len(reader._under_way) == 7)
+        assert reader.waiting == series(reader)["charonia_media_waiting"] == 7
+        with pytest.raises(QueueFull, match="7 images wait to be prepared already"):
+            reader.check([source(), source()])
+        assert series(reader)["refused"] == before + 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: not reader.waiting)
+        assert not reader._under_way
+    assert (await reader.prepare(source(file_of(picture(seed=3))), context())).grid
+
+
+async def test_one_client_leaves_and_another_stays(reader: MediaReader) -> None:
+    data = file_of(picture(seed=50))
+    await reader._places.acquire()
+    leaves, stays = (asyncio.create_task(reader.prepare(source(data), context())) for _ in range(2))
+    await until(lambda: bool(reader._under_way))
+    leaves.cancel()
+    reader._places.release()
+    assert (await stays).inputs
+    assert leaves.cancelled()
+
+
+async def prepared(reader: MediaReader, data: bytes) -> PreparedMedium | str:
+    try:
+        return await reader.prepare(source(data), context())
+    except InvalidArgument as error:
+        return f"{error.field}, {error.message}"
+
+
+async def test_hostile_files_are_refused_by_their_fault_or_give_the_right_picture(reader: MediaReader) -> None:
+    """None of them costs more than its own refusal: the process that begins with them ends with them."""
+    [worker] = reader._running
+    hostile, pictures = list(hostile_files()), 0
+    assert len({file.data for file in hostile}) >= 200
+    for file in hostile:
+        result = await prepared(reader, file.data)
+        if isinstance(result, str):
+            assert result.startswith((f"{FIELD}, {FIELD}: the ", f"{FIELD}, {FIELD}: decoding ")), file.name
+            assert len(result) < 500, file.name
+            continue
+        pictures += 1
+        assert result.inputs["pixel_values"].nbytes < 1 << 20, file.name
+        if file.of:
+            whole = await prepared(reader, file.of)
+            assert isinstance(whole, PreparedMedium)
+            assert np.array_equal(result.inputs["pixel_values"], whole.inputs["pixel_values"]), file.name
+    assert 20 < pictures < len(hostile) / 2
+    assert reader._running == {worker}
+    assert worker.alive
+
+
+async def test_a_file_that_takes_too_much_memory_is_refused_and_others_go_on(reader: MediaReader) -> None:
+    rows = (b"\0" + bytes(3 * 2048)) * 2048
+    refusal = await prepared(reader, png(2048, 2048, rows))
+    assert isinstance(refusal, str)
+    assert "memory" in refusal
+    assert isinstance(await prepared(reader, file_of(picture())), PreparedMedium)
+
+
+async def test_a_process_that_takes_too_long_is_ended(reader: MediaReader) -> None:
+    [worker] = reader._running
+    worker._limits = MediaLimits(seconds=0.001)
+    assert await prepared(reader, file_of(picture(1000, 1000))) == (
+        f"{FIELD}, {FIELD}: preparing the image takes more than 0.001 s"
+    )
+    assert not worker.alive
+    assert reader.processes == 0
+
+
+async def test_a_checkpoint_without_a_processor_is_refused_when_it_loads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    reader = MediaReader(str(tmp_path), MediaLimits())
+    with pytest.raises(InvalidArgument, match=r"has no processor of images: no processor_config\.json or"):
+        await reader.load()
+    assert reader.processes == 0
+    with pytest.raises(Unavailable):
+        await reader._share(b"", file_of(picture()), FIELD)
