@@ -22,8 +22,15 @@ if TYPE_CHECKING:
     from .core.errors import ServerExiting as ServerExiting
     from .core.errors import Unavailable as Unavailable
     from .core.errors import Unsupported as Unsupported
+    from .inprocess.llm import LLM as LLM
+    from .inprocess.outputs import CompletionOutput as CompletionOutput
+    from .inprocess.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from .inprocess.outputs import Logprob as Logprob
+    from .inprocess.outputs import RequestOutput as RequestOutput
+    from .inprocess.outputs import ScoringRequestOutput as ScoringRequestOutput
     from .inprocess.requests import InferenceRequest as InferenceRequest
     from .inprocess.requests import InferenceResponse as InferenceResponse
+    from .inprocess.sampling_params import SamplingParams as SamplingParams
     from .inprocess.server import Model as Model
     from .inprocess.server import Server as Server
     from .inprocess.tensor import Tensor as Tensor
@@ -34,6 +41,9 @@ _ERRORS = (
 )
 _MODULES = {
     "core.errors": _ERRORS,
+    "inprocess.llm": "LLM",
+    "inprocess.outputs": "CompletionOutput EmbeddingRequestOutput Logprob RequestOutput ScoringRequestOutput",
+    "inprocess.sampling_params": "SamplingParams",
     "inprocess.requests": "InferenceRequest InferenceResponse",
     "inprocess.server": "Model Server",
     "inprocess.tensor": "Tensor",

@@ -89,11 +89,11 @@ class LoopThread:
     def stop(self, wait: bool = True) -> None:
         """End all that runs in the loop, and the loop; returns when its thread has ended. Without `wait`, which is for
         garbage collections, at once. May be called again."""
-        with self._gate:
-            was_open, self._open = self._open, False
         loop, thread = self._loop, self._thread
         if loop is None or thread is None or self._process != os.getpid():
             return
+        with self._gate:
+            was_open, self._open = self._open, False
         if was_open:
             loop.call_soon_threadsafe(self._begin_end)
         if wait and thread is not threading.current_thread():
@@ -119,8 +119,10 @@ class LoopThread:
 
     def call_soon(self, callback: Callable[..., object], *arguments: Any) -> None:
         """Have the loop call something; for any thread. Raises `Unavailable` where it does not run."""
+        if not self.running:
+            raise self.absence()
         with self._gate:
-            if not self.running or self._loop is None:
+            if not self._open or self._loop is None:
                 raise self.absence()
             self._loop.call_soon_threadsafe(callback, *arguments)
 
@@ -134,10 +136,12 @@ class LoopThread:
         """Call a function that may touch what belongs to the loop, and waits for nothing, in the calling thread while
         the loop stands still. Without `wait`, None while the loop computes. Raises as `call_soon`."""
         self.check_thread()
+        if not self.running:
+            raise self.absence()
         if not self._turn.acquire(wait):
             return None
         try:
-            if not self.running:
+            if not self._open:  # it was stopped meanwhile
                 raise self.absence()
             return function(*arguments)
         finally:

@@ -54,7 +54,8 @@ class Server:
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         """`model`: a checkpoint, a hub id or a repository, as `charonia serve` takes it. Raises `InvalidArgument`."""
         self._model = None if model is None else os.fspath(model)
-        self._options = read_options(options)
+        self.options = read_options(options)
+        """What the arguments said."""
         self._running: _RunningServer | None = None
         self._end: weakref.finalize[..., Server] | None = None
 
@@ -86,7 +87,7 @@ class Server:
     def _begin(self) -> "_RunningServer":
         if self._running is not None:
             raise InvalidArgument("the server is started already")
-        self._running = running = _RunningServer(self._model, self._options)
+        self._running = running = _RunningServer(self._model, self.options)
         self._end = weakref.finalize(self, running.thread.stop, False)
         self._end.atexit = False
         running.thread.start(running.close)
@@ -122,11 +123,11 @@ class Server:
 
     def ready(self) -> bool:
         """Whether it runs, and every model that it is to have is ready."""
-        return self.live() and self._look(InProcessGateway.ready)
+        return self.live() and self.look(InProcessGateway.ready)
 
     def metadata(self) -> dict[str, Any]:
         """The server's name, version and extensions, as v2 has them."""
-        return server_metadata(ServerInfo(self._options.server.id, __version__))
+        return server_metadata(ServerInfo(self.options.server.id, __version__))
 
     def metrics(self) -> str:
         """What is measured, in Prometheus's text format."""
@@ -167,7 +168,7 @@ class Server:
             raise Unavailable("the server is not started" if self._end is None else "the server was stopped")
         return self._running
 
-    def _look(self, ask: Callable[[InProcessGateway], T]) -> T:
+    def look(self, ask: Callable[[InProcessGateway], T]) -> T:
         """What the gateway says of itself at once."""
         answer = self.running.thread.call_between_turns(True, lambda: (ask(self.running.gateway),))
         assert answer is not None
@@ -237,21 +238,21 @@ class Model:
 
     def ready(self) -> bool:
         """Whether it can be asked."""
-        return self._server.live() and self._server._look(
+        return self._server.live() and self._server.look(
             lambda gateway: gateway.is_model_ready(self.name, self.version)
         )
 
     def metadata(self) -> dict[str, Any]:
         """Its tensors and versions, as v2 has them. Raises `NotFound`, and `Unavailable` if it is not served."""
-        return self._server._look(lambda gateway: model_metadata(gateway, self.name, self.version))
+        return self._server.look(lambda gateway: model_metadata(gateway, self.name, self.version))
 
     def config(self) -> dict[str, Any]:
         """Its completed config, as JSON has it. Raises as `metadata`."""
-        return self._server._look(lambda gateway: dict(gateway.model_config(self.name, self.version).raw))
+        return self._server.look(lambda gateway: dict(gateway.model_config(self.name, self.version).raw))
 
     def statistics(self) -> dict[str, Any]:
         """Its counters, as v2 has them. Raises `InvalidArgument` if it is not served."""
-        counted = self._server._look(lambda gateway: gateway.model_statistics(self.name, self.version))
+        counted = self._server.look(lambda gateway: gateway.model_statistics(self.name, self.version))
         return {"model_stats": [model_stats_json(version) for version in counted]}
 
     def __repr__(self) -> str:

@@ -85,6 +85,7 @@ class ChildProcess:
             self.sentinel = process
         self._exit_code: int | None = None
         self._lock = threading.Lock()
+        self._parent = os.getpid()
         atexit.register(self.kill)
 
     def wait(self, seconds: float | None = None) -> int | None:
@@ -94,7 +95,10 @@ class ChildProcess:
         return self._reap()
 
     def kill(self) -> None:
-        """End the process with SIGKILL; does not wait for its end."""
+        """End the process with SIGKILL; does not wait for its end. A process that was forked from its parent lets it
+        be."""
+        if os.getpid() != self._parent:
+            return
         with self._lock:
             if self._exit_code is None:
                 self._kill()

@@ -120,7 +120,7 @@ BUDGETS = {
     "bench": 6_340,
     "cli": 2_770,
     "extras/optimizer": 3_960,
-    "inprocess": 1_300,
+    "inprocess": 1_400,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}

@@ -7,6 +7,7 @@ Knows nothing of requests: the listener that has them hears when the core is los
 import asyncio
 import atexit
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -251,10 +252,15 @@ class CoreProcess:
                 socket.bind(endpoint)
             self._process = python_child(CORE_NAME, main, config, directory)
             self._resources = resources.pop_all()
-        atexit.register(self._resources.close)
+        self._parent = os.getpid()
+        atexit.register(self._close_resources)
         self._loop.add_reader(self._inbox.FD, self._receive_all)
         self._loop.add_reader(self._process.sentinel, self._on_exit)
         self._receive_all()
+
+    def _close_resources(self) -> None:
+        if os.getpid() == self._parent:  # a process that was forked from this one would take them away from it
+            self._resources.close()
 
     @property
     def pid(self) -> int | None:
@@ -308,5 +314,5 @@ class CoreProcess:
             self._loop.remove_reader(self._inbox.FD)
             exit_code = self._process.close()
             self._resources.close()
-            atexit.unregister(self._resources.close)
+            atexit.unregister(self._close_resources)
             self.ended.set_result(exit_code)

@@ -52,7 +52,7 @@ def server(repository: Path) -> Iterator[charonia.Server]:
 
 
 def in_flight(server: charonia.Server) -> int:
-    return server._look(lambda gateway: gateway.requests_in_flight())
+    return server.look(lambda gateway: gateway.requests_in_flight())
 
 
 def wait_until_idle(server: charonia.Server) -> None:
@@ -213,7 +213,7 @@ async def test_models_are_loaded_and_unloaded(server: charonia.Server, repositor
 
 def test_sequences_and_limits_are_parameters(server: charonia.Server) -> None:
     request = server.model("echo").create_request(correlation_id=7, flags=3, timeout=5, parameters={"a": 1})
-    assert request.to_request(server._look(lambda gateway: gateway.model_config("echo"))).parameters == {
+    assert request.to_request(server.look(lambda gateway: gateway.model_config("echo"))).parameters == {
         "sequence_id": 7,
         "sequence_start": True,
         "sequence_end": True,

@@ -248,3 +248,15 @@ def prelude() -> None:
 
 def tell() -> None:
     os._exit(9 if _seen else 1)
+
+
+def test_a_forked_process_does_not_end_the_children_of_its_parent() -> None:
+    child = ChildProcess(["sleep", "60"])
+    try:
+        if not (forked := os.fork()):
+            child.kill()
+            os._exit(0)
+        os.waitpid(forked, 0)
+        assert child.wait(0) is None
+    finally:
+        assert child.close() == -signal.SIGKILL

@@ -1,0 +1,261 @@
+"""A language model, or an encoder, within a program, in the shape of vLLM's offline `LLM`.
+
+See https://docs.vllm.ai/en/latest/api/vllm/entrypoints/llm.
+"""
+
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any, Self, TypeAlias, TypeVar
+
+from ..api.openai.encoder_calls import encode_inputs, score_pairs
+from ..core.encoder_tensors import EMBEDDING
+from ..core.errors import InvalidArgument
+from ..core.gateway import ModelHandle
+from ..core.request import TokenizeRequest
+from ..repository.gateway import InProcessGateway
+from .generation import Generator
+from .loop_thread import BridgedStream
+from .outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoringOutput, ScoringRequestOutput
+from .prompts import AskedPrompt, asked_prompts, given_conversations, given_prompts
+from .requests import ENDPOINT
+from .sampling_params import SamplingParams
+from .server import Server
+
+T = TypeVar("T")
+Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, or one for each; None is the model's own."""
+Progress: TypeAlias = bool | Callable[..., Any]
+"""Whether there is a bar, or the class of one, such as tqdm's."""
+
+_WAITING_PROMPTS = 256
+"""Prompts in the engine's hands beyond those that it runs."""
+_USUAL_ROWS = 256
+
+
+class LLM:
+    """A checkpoint, loaded when it is made, between that and `shutdown`, or in a block. It takes the arguments of
+    `charonia serve`, as `Server` does, and its methods may be called by any thread; those that wait have an `async_`
+    form for any event loop. It ends with the program, or with the last reference to it."""
+
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        """`model`: a directory, a file in GGUF, or a hub id. Raises as `Server` and its `start`."""
+        self.server = Server(model, **options)
+        """The server of that one model: its metrics, statistics and health."""
+        self.server.start()
+        configs = self.server.look(InProcessGateway.model_configs)
+        if len(configs) != 1:
+            self.server.stop()
+            raise InvalidArgument(f"'{model}' has {len(configs)} models: a repository is for Server", field="model")
+        self.model_name = configs[0].name
+        rows = self.server.options.engine.max_num_seqs or _USUAL_ROWS
+        self._generator = Generator(self.server.running.gateway, self.model_name, rows + _WAITING_PROMPTS)
+
+    def generate(
+        self, prompts: Any, sampling_params: Sampling = None, *, use_tqdm: Progress = False, lora_request: Any = None
+    ) -> list[RequestOutput]:
+        """The answers to prompts, in their order.
+
+        `prompts`: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these.
+        `lora_request`: an adapter's name, or an object with `lora_name` and `lora_path`, which is loaded if need be.
+
+        Raises:
+            CharoniaError: a prompt is refused or fails; the others are cancelled.
+        """
+        asked = list(asked_prompts(given_prompts(prompts), sampling_params, self._adapter(lora_request)))
+        return self._run(lambda: self._answer(asked, use_tqdm, lora_request))
+
+    async def async_generate(
+        self, prompts: Any, sampling_params: Sampling = None, *, use_tqdm: Progress = False, lora_request: Any = None
+    ) -> list[RequestOutput]:
+        """As `generate`."""
+        asked = list(asked_prompts(given_prompts(prompts), sampling_params, self._adapter(lora_request)))
+        return await self._run_from_loop(lambda: self._answer(asked, use_tqdm, lora_request))
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Sampling = None,
+        *,
+        use_tqdm: Progress = False,
+        lora_request: Any = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """The answers to conversations, each a list of messages as OpenAI has them, rendered by the chat template.
+        `template`: `tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt` and
+        `continue_final_message`. Raises as `generate`."""
+        asked = self._asked_chats(messages, sampling_params, lora_request, template)
+        return self._run(lambda: self._answer(asked, use_tqdm, lora_request))
+
+    async def async_chat(
+        self,
+        messages: Any,
+        sampling_params: Sampling = None,
+        *,
+        use_tqdm: Progress = False,
+        lora_request: Any = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """As `chat`."""
+        asked = self._asked_chats(messages, sampling_params, lora_request, template)
+        return await self._run_from_loop(lambda: self._answer(asked, use_tqdm, lora_request))
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **template: Any) -> "OutputStream":
+        """The answer to one prompt, or to one conversation, as it grows: each item has the text and the tokens that are
+        new. A thread iterates over it, or a task of any event loop. Raises as `chat`; an adapter is loaded already."""
+        adapter = self._adapter(template.pop("lora_request", None))
+        is_chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(item, dict) for item in prompt)
+        given = given_conversations(prompt, **template) if is_chat else given_prompts(prompt)
+        asked = list(asked_prompts(given, sampling_params, adapter))
+        if len(asked) != 1:
+            raise InvalidArgument(f"a stream answers one prompt, got {len(asked)}", field="prompt")
+        return OutputStream(self, BridgedStream(self.server.running.thread, partial(self._generator.stream, asked[0])))
+
+    def embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
+        """The vectors of texts, or of lists of token ids, by an encoder. Raises `InvalidArgument` for another model."""
+        return self._run(partial(self._embed, prompts))
+
+    async def async_embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
+        """As `embed`."""
+        return await self._run_from_loop(partial(self._embed, prompts))
+
+    def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[ScoringRequestOutput]:
+        """How well the texts of one side go with those of the other, pair by pair, or one with all, by a model that
+        ranks. Raises `InvalidArgument` for another model, and for sides of different lengths."""
+        one, other = ([side] if isinstance(side, str) else list(side) for side in (text_1, text_2))
+        one = one * len(other) if len(one) == 1 else one
+        if len(one) != len(other):
+            raise InvalidArgument(f"there are {len(one)} texts on one side and {len(other)} on the other")
+        return self._run(partial(self._score, list(zip(one, other, strict=True))))
+
+    def tokenize(self, text: str) -> list[int]:
+        """The token ids of a text, as `generate` would have them."""
+        return self._run(lambda: self._ask(lambda handle: _token_ids(handle, text)))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self._run(lambda: self._ask(lambda handle: handle.detokenize(list(ids))))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of the checkpoint's generation_config.json."""
+        return SamplingParams.of_model()
+
+    def shutdown(self) -> None:
+        """End running requests, and the engine. May be called again."""
+        self.server.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.async_stop()
+
+    def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return self.server.running.thread.run(make)
+
+    async def _run_from_loop(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await self.server.running.thread.run_from_loop(make)
+
+    def _asked_chats(
+        self, messages: Any, sampling: Sampling, lora_request: Any, template: dict[str, Any]
+    ) -> list[AskedPrompt]:
+        return list(asked_prompts(given_conversations(messages, **template), sampling, self._adapter(lora_request)))
+
+    @staticmethod
+    def _adapter(lora_request: Any) -> str:
+        name = lora_request if isinstance(lora_request, str) else getattr(lora_request, "lora_name", "")
+        if lora_request is not None and not (isinstance(name, str) and name):
+            raise InvalidArgument("lora_request must be a name, or have lora_name and lora_path", field="lora_request")
+        return name
+
+    async def _answer(self, asked: list[AskedPrompt], bar: Progress, lora_request: Any) -> list[RequestOutput]:
+        path = getattr(lora_request, "lora_path", "")
+        if path and all(served.adapter.name != lora_request.lora_name for served in self._gateway.adapters()):
+            await self._gateway.load_adapter(lora_request.lora_name, str(path), self.model_name)
+        if not bar or not asked:
+            return await self._generator.answer_all(asked, None)
+        make = bar if callable(bar) else import_module("tqdm.auto").tqdm
+        with make(total=len(asked), desc="Prompts") as shown:
+            return await self._generator.answer_all(asked, partial(shown.update, 1))
+
+    @property
+    def _gateway(self) -> InProcessGateway:
+        return self.server.running.gateway
+
+    async def _ask(self, use: Callable[[ModelHandle], Coroutine[Any, Any, T]]) -> T:
+        with self._gateway.open_request(ENDPOINT) as context:
+            return await use(await self._gateway.acquire(context, self.model_name))
+
+    async def _embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
+        given = given_prompts(prompts)
+        inputs = [list(prompt.prompt) if isinstance(prompt.prompt, tuple) else prompt.prompt for prompt in given]
+        if len({type(value) for value in inputs}) > 1:
+            raise InvalidArgument("embed takes texts, or lists of token ids, not both at once", field="prompts")
+        if not inputs:
+            return []
+        vectors, _ = await self._ask(lambda handle: encode_inputs(handle, inputs, EMBEDDING, "embeddings"))
+        return [
+            EmbeddingRequestOutput(str(index), EmbeddingOutput(vector), value if isinstance(value, list) else [])
+            for index, (vector, value) in enumerate(zip(vectors.astype(float).tolist(), inputs, strict=True))
+        ]
+
+    async def _score(self, pairs: list[tuple[str, str]]) -> list[ScoringRequestOutput]:
+        if not pairs:
+            return []
+        values, _ = await self._ask(lambda handle: score_pairs(handle, pairs, "scores", "a pair"))
+        scores: list[float] = values.astype(float).tolist()
+        return [ScoringRequestOutput(str(index), ScoringOutput(score)) for index, score in enumerate(scores)]
+
+
+async def _token_ids(handle: ModelHandle, text: str) -> list[int]:
+    return (await handle.tokenize(TokenizeRequest(prompt=text))).ids
+
+
+class OutputStream:
+    """An answer as it grows, for a thread or a task. The end of its block, `close`, and the last reference to it cancel
+    what is left; so does the cancellation of the task that reads it."""
+
+    def __init__(self, model: LLM, stream: BridgedStream[RequestOutput]) -> None:
+        self._model = model  # which ends with the last reference to it
+        self._stream = stream
+
+    def close(self) -> None:
+        self._stream.close()
+
+    async def aclose(self) -> None:
+        self._stream.close()
+
+    def cancel(self) -> None:
+        """End it: its reader gets `Cancelled`."""
+        self._stream.interrupt()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        return self._stream.next_item()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        return await self._stream.next_awaited()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,247 @@
+"""A language model within this process: it counts, so that its answers are known, or computes."""
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import charonia
+from charonia import SamplingParams
+from charonia.bench.load.fake_model import VOCAB, write_words
+from charonia.core.request import GuidedDecoding
+
+FAKE: dict[str, Any] = {"executor": "fake", "fake_vocab_size": VOCAB, "fake_max_model_len": 4096}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without weights."""
+    directory = tmp_path_factory.mktemp("checkpoint") / "words"
+    write_words(directory)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(words: Path) -> Iterator[charonia.LLM]:
+    """Its next token is the last one plus one."""
+    with charonia.LLM(words, max_num_seqs=4, max_queued_requests=8, fake_step_seconds=0.002, **FAKE) as loaded:
+        yield loaded
+
+
+def running(llm: charonia.LLM) -> int:
+    return llm.server.look(lambda gateway: gateway.requests_in_flight())
+
+
+def wait_until_idle(llm: charonia.LLM) -> None:
+    for _ in range(1000):
+        if not running(llm):
+            return
+        time.sleep(0.005)
+    raise AssertionError("a request is in flight")
+
+
+def test_prompts_of_every_form_are_answered_in_order(llm: charonia.LLM) -> None:
+    prompts = ["a", [7, 8], {"prompt": "b"}, {"prompt_token_ids": [9], "prompt": "said"}]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=3, temperature=0))
+    assert [output.prompt for output in outputs] == ["a", None, "b", "said"]
+    for output in outputs:
+        last = output.prompt_token_ids[-1]
+        [answer] = output.outputs
+        assert answer.token_ids == [last + 1, last + 2, last + 3]
+        assert answer.text == llm.detokenize(answer.token_ids)
+        assert (answer.finish_reason, output.finished, answer.logprobs) == ("length", True, None)
+    assert llm.generate("a", SamplingParams(max_tokens=3))[0].outputs[0].text == outputs[0].outputs[0].text
+    assert llm.generate([]) == []
+    assert len(llm.generate([1, 2])) == 1
+
+
+def test_more_prompts_than_may_wait_are_answered(llm: charonia.LLM) -> None:
+    prompts = [[number % 500] for number in range(60)]
+    shown: list[int] = []
+
+    class Bar:
+        def __init__(self, total: int, desc: str) -> None:
+            shown.append(-total)
+
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def update(self, count: int) -> None:
+            shown.append(count)
+
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=Bar)
+    assert [output.outputs[0].token_ids[0] for output in outputs] == [prompt[0] + 1 for prompt in prompts]
+    assert shown == [-60, *[1] * 60]
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: charonia.LLM) -> None:
+    params = [SamplingParams(max_tokens=2, n=2), SamplingParams(max_tokens=4, stop_token_ids=[11])]
+    two, one = llm.generate([[5], [9]], params)
+    assert [answer.index for answer in two.outputs] == [0, 1]
+    assert [answer.token_ids for answer in two.outputs] == [[6, 7], [6, 7]]
+    assert (one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("stop", 11)
+    with pytest.raises(charonia.InvalidArgument, match="there are 2 sampling_params for 1 prompts"):
+        llm.generate("a", params)
+
+
+def test_messages_are_rendered(llm: charonia.LLM) -> None:
+    messages = [{"role": "user", "content": "ab"}]
+    [output] = llm.chat(messages, SamplingParams(max_tokens=1))
+    assert output.prompt_token_ids == llm.tokenize("ab\n")
+    assert len(llm.chat([messages, messages], SamplingParams(max_tokens=1))) == 2
+    [other] = llm.chat(messages, SamplingParams(max_tokens=1), chat_template="{{ messages[0].content }}c")
+    assert other.prompt_token_ids == llm.tokenize("abc")
+    with pytest.raises(charonia.InvalidArgument, match=r"messages\[0\].role must be one of"):
+        llm.chat([{"role": "nobody", "content": "a"}])
+
+
+async def test_a_stream_has_what_is_new(llm: charonia.LLM) -> None:
+    params = SamplingParams(max_tokens=20)
+    [whole] = await llm.async_generate([[5]], params)
+    pieces = [*await asyncio.to_thread(list, llm.stream([5], params))]
+    assert "".join(piece.outputs[0].text for piece in pieces) == whole.outputs[0].text
+    assert [token for piece in pieces for token in piece.outputs[0].token_ids] == whole.outputs[0].token_ids
+    assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(piece.prompt_token_ids == [5] for piece in pieces)
+    chat = [piece async for piece in llm.stream([{"role": "user", "content": "a"}], SamplingParams(max_tokens=9, n=2))]
+    assert sum(len(piece.outputs[0].token_ids) for piece in chat) == 18
+    assert [piece.finished for piece in chat].count(True) == 1
+    [answered] = await llm.async_chat([{"role": "user", "content": "a"}])
+    assert len(answered.outputs[0].token_ids) == 16
+
+
+LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+
+
+async def test_whoever_leaves_frees_the_engine(llm: charonia.LLM) -> None:
+    with llm.stream([1], LONG) as stream:
+        next(stream)
+        assert running(llm) == 1
+    wait_until_idle(llm)
+    async with llm.stream([1], LONG) as left:
+        await anext(left)
+    dropped = llm.stream([1], LONG)
+    next(dropped)
+    del dropped
+    gc.collect()
+    task = asyncio.create_task(llm.async_generate([[1]], LONG))
+    await asyncio.to_thread(_wait_for_work, llm)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(wait_until_idle, llm)
+    cancelled = llm.stream([1], LONG)
+    next(cancelled)
+    cancelled.cancel()
+    with pytest.raises(charonia.Cancelled):
+        list(cancelled)
+    await asyncio.to_thread(wait_until_idle, llm)
+
+
+def test_one_prompt_that_fails_ends_the_others(llm: charonia.LLM) -> None:
+    with pytest.raises(charonia.ContextLengthExceeded):
+        llm.generate([[1], [2] * 5000], LONG)
+    wait_until_idle(llm)
+
+
+@dataclass
+class Structured:
+    json: Any = None
+    regex: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(3), "prompts must be a text, a list of token ids"),
+        (lambda llm: llm.generate(["a", 3]), "prompts[1] must be a text"),
+        (lambda llm: llm.generate({"promt": "a"}), "prompts.promt is unknown"),
+        (lambda llm: llm.generate([[-1]]), "prompts[0]: token ids must be numbers of at least 0"),
+        (lambda llm: llm.generate("a", SamplingParams(top_p=7)), "top_p must be above 0 and at most 1, got 7"),
+        (lambda llm: llm.generate("a", SamplingParams(top_k="x")), "top_k must be an integer"),  # type: ignore[arg-type]
+        (lambda llm: llm.generate("a", SamplingParams(n=0)), "n must be between 1 and 128, got 0"),
+        (lambda llm: llm.generate("a", SamplingParams(structured_outputs=Structured({}, "a"))), "structured_outputs"),
+        (lambda llm: llm.generate("a", lora_request="nobody"), "'lora_name' is not supported by this model"),
+        (lambda llm: llm.generate("a", lora_request=3), "lora_request must be a name"),
+        (lambda llm: llm.stream(["a", "b"]), "a stream answers one prompt, got 2"),
+        (lambda llm: llm.embed("a"), "model 'words' makes no embeddings"),
+        (lambda llm: llm.embed(["a", [1]]), "embed takes texts, or lists of token ids"),
+        (lambda llm: llm.score("a", "b"), "model 'words' makes no scores"),
+        (lambda llm: llm.score(["a", "b"], ["c"] * 3), "there are 2 texts on one side and 3 on the other"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(
+    llm: charonia.LLM, call: Callable[[charonia.LLM], object], message: str
+) -> None:
+    with pytest.raises(charonia.InvalidArgument) as refused:
+        call(llm)
+    assert message in str(refused.value)
+
+
+def test_the_end_is_told(words: Path) -> None:
+    with charonia.LLM(words, fake_step_seconds=0.01, **FAKE) as llm:
+        threading.Thread(target=lambda: (_wait_for_work(llm), llm.shutdown())).start()
+        with pytest.raises(charonia.ServerExiting):
+            llm.generate([1], LONG)
+    with pytest.raises(charonia.Unavailable, match="the server was stopped"):
+        llm.generate("a")
+    with pytest.raises(charonia.Unavailable, match="failed to load"):
+        charonia.LLM(words)
+
+
+def _wait_for_work(llm: charonia.LLM) -> None:
+    while not running(llm):
+        time.sleep(0.002)
+
+
+def test_a_model_that_computes(making: ModuleType, tmp_path: Path) -> None:
+    checkpoint = making.write_checkpoint(tmp_path / "tiny")
+    with charonia.LLM(checkpoint, threads=1, kv_cache_bytes=1 << 20) as llm:
+        params = SamplingParams(max_tokens=6, temperature=0, logprobs=2, prompt_logprobs=0, ignore_eos=True)
+        one, two = llm.generate([[5, 6, 7], [9]], params)
+        assert llm.generate([[9]], params)[0].outputs == two.outputs
+        [answer] = one.outputs
+        assert answer.logprobs is not None
+        assert answer.cumulative_logprob == pytest.approx(
+            sum(known[token].logprob for known, token in zip(answer.logprobs, answer.token_ids, strict=True))
+        )
+        assert all(known[token].rank == 1 for known, token in zip(answer.logprobs, answer.token_ids, strict=True))
+        assert one.prompt_logprobs is not None
+        assert [None if known is None else [*known] for known in one.prompt_logprobs] == [None, [6], [7]]
+        default = llm.get_default_sampling_params()
+        assert (default.temperature, default.max_tokens) == (None, 16)
+
+
+def test_answers_are_held_to_a_form() -> None:
+    held = SamplingParams(structured_outputs={"choice": ["yes", "no"]}).constraint()
+    assert held is not None
+    assert (held.kind, held.text) == ("choice", '["yes","no"]')
+    assert SamplingParams(structured_outputs=Structured(regex="a+")).constraint() == GuidedDecoding(
+        "regex", "a+", "structured_outputs.regex"
+    )
+    assert SamplingParams().constraint() is None
+
+
+@pytest.mark.proof
+def test_an_encoder_makes_vectors(sibling: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    sibling("encoder_models.py").write_embedder(tmp_path / "mini")
+    with charonia.LLM(tmp_path / "mini") as llm:
+        one, two = llm.embed(["the ferry", "a river"])
+        assert one.outputs.hidden_size == len(one.outputs.embedding) > 8
+        assert one.outputs.embedding != two.outputs.embedding
+        assert llm.embed("a river")[0].outputs.embedding == pytest.approx(two.outputs.embedding, abs=1e-5)
+        [ids] = asyncio.run(llm.async_embed([[4, 5]]))
+        assert ids.prompt_token_ids == [4, 5]
+        assert llm.embed([]) == []
+        with pytest.raises(charonia.InvalidArgument, match="'mini' does not generate text"):
+            llm.generate("a")
