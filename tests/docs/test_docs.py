@@ -54,6 +54,7 @@ PAGES = (
     "explain.md",
     "batches.md",
     "clients.md",
+    "in-process.md",
     "responses.md",
     "structured-outputs.md",
     "speculation.md",
