@@ -19,7 +19,7 @@ ExtensionT = TypeVar("ExtensionT")
 
 @cache
 def route_extensions() -> Mapping[str, RoutesExtension[Any]]:
-    """Those that can be loaded, by their names, which are those of the fields of `extension_options`."""
+    """The extensions that can be loaded, by their names, which are those of the fields of `extension_options`."""
     return {re.sub(r"\W", "_", name): extension for name, extension in _loaded("charonia.routes", RoutesExtension)}
 
 

@@ -108,7 +108,7 @@ class FrontendServers:
     def _own_servers(
         self, info: ServerInfo, app: ASGIApp, rpcs: Mapping[str, BoundRpc]
     ) -> "list[HttpServer | GrpcServer]":
-        """Those of a process that does all by itself."""
+        """The servers of a process that does all by itself."""
         gateway = self._gateway
         settings = self._plan.endpoints
         ports = self._ports

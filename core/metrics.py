@@ -289,7 +289,7 @@ class EngineTotals(msgspec.Struct, array_like=True):
     prefix_hits: int = 0
     """Prompt tokens found there."""
     restored: int = 0
-    """Those of them that were in the host's memory."""
+    """Restored tokens: those that were in the host's memory."""
     grammars_compiled: int = 0
     grammar_seconds: float = 0.0
     """Spent compiling."""
@@ -297,19 +297,19 @@ class EngineTotals(msgspec.Struct, array_like=True):
     """Grammars that were compiled already."""
     masks: int = 0
     mask_seconds: float = 0.0
-    """Of the step loop, spent on masks."""
+    """Seconds that the step loop spent on masks."""
     forced_tokens: int = 0
     """Tokens that constraints forced."""
     drafters_off: int = 0
     """Times that a drafter was turned off."""
     drafters: dict[str, DrafterTotals] = {}
-    """Of drafters that did anything."""
+    """The totals of the drafters that did anything, by name."""
     eager_steps: int = 0
     """Decode steps without a CUDA graph, the warm-up's included."""
     recomputed_tokens: int = 0
     """Tokens computed again after preemptions."""
     sequence_seconds: dict[str, float] = {}
-    """Of steps, that sequences spent in each `SequenceState`, all of them together."""
+    """Seconds of steps that all sequences together spent in each `SequenceState`."""
     failed_captures: int = 0
     """CUDA graphs that could not be captured, the warm-up's included."""
     state_evictions: int = 0
@@ -323,7 +323,7 @@ class EngineTotals(msgspec.Struct, array_like=True):
     event_batches: int = 0
     """Batches of cache events that were published, the warm-up's included."""
     event_batches_dropped: int = 0
-    """Those that were not, because too many waited."""
+    """Batches that were not published, because too many waited."""
 
     def count_seconds(self, states: Mapping[SequenceState, int], seconds: float) -> None:
         """A step took so long, while so many sequences were in each state."""

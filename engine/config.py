@@ -21,15 +21,16 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     """The model's if "auto"; "int8" and "fp8" halve what bfloat16 takes."""
     memory_fraction: float | None = None
-    """Of the memory left after the weights, unless `bytes` or `blocks` says exactly; None is the default of
-    `share_of_free`."""
+    """The cache's share of the memory that weights leave, unless `bytes` or `blocks` says exactly; None is the default
+    of `share_of_free`."""
     gpu_utilization: float | None = None
-    """Of a GPU's whole memory, weights and steps included; the cache takes all of it that they leave."""
+    """The share of a GPU's whole memory that weights, steps and the cache may take; the cache takes what the others
+    leave."""
     bytes: int | None = None
     blocks: int | None = None
     prefix_caching: bool = True
     host_bytes: int = 0
-    """Of the host's memory, over all ranks, for what the cache has no room for."""
+    """Bytes of the host's memory, over all ranks, for what the cache has no room for."""
     state_fraction: float = 0.25
     """The part of the cache, and of `host_bytes`, for snapshots of recurrent states, if the model has any."""
     layer_groups: bool = False
@@ -51,13 +52,13 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: int = 1
     """Stages that follow each other."""
     layers: tuple[int, ...] = ()
-    """Of each stage; empty for as even as can be."""
+    """The layers of each stage; empty for as even as can be."""
     whole_experts: bool = False
     """A rank has some experts of a mixture whole, instead of a slice of each."""
     backend: str = "mp"
     """What places the ranks: "mp" as processes of this machine, "ray" on the machines of a cluster."""
     ray_address: str = ""
-    """Of the cluster; "" is the one that Ray finds by itself."""
+    """The cluster's address; "" is the one that Ray finds by itself."""
 
     @property
     def world(self) -> int:
@@ -122,7 +123,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     draft_tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     """Taken from vLLM's users: one rank computes, whatever it says."""
     quantization: Literal["none", "int8", "int4"] | None = None
-    """Of the drafting model; None: the target's, unless its matrices are quantised already."""
+    """The drafting model's; None: the target's, unless its matrices are quantised already."""
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
     """Whether it proposes the likeliest tokens, or those that a request's sampling chooses."""
     use_heterogeneous_vocab: bool | None = None
@@ -164,7 +165,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def suffix_limits(self) -> dict[str, Any]:
-        """Those of `SuffixDrafter` that are given."""
+        """The limits of `SuffixDrafter` that are given."""
         names = "depth", "remembered", "factor", "least_probability"
         given = zip(names, self._suffix_values, strict=True)
         return {name: value for name, value in given if value is not None}
@@ -187,8 +188,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     publisher: Literal["zmq", "null"] | None = None
     """None: zmq, where events are enabled."""
     endpoint: str = "tcp://*:5557"
-    """Of the publishing socket: bound if it names any address (* or ::), ipc or inproc, else connected. A replica adds
-    its number to the port."""
+    """The address of the publishing socket: bound if it names any address (* or ::), ipc or inproc, else connected. A
+    replica adds its number to the port."""
     replay_endpoint: str | None = None
     """Where missed batches are asked for, bound; None: nowhere. A replica adds its number to the port."""
     buffer_steps: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 10_000
@@ -255,7 +256,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`inline` computes in the core process, `ranks` in processes of their own, `auto` in the core while one rank of
     this machine is enough; `fake` counts (next token = last + 1), to measure everything around the engine."""
     threads: int = 0
-    """Of each replica; 0 means every usable core, divided over the replicas, and the client fills it in then."""
+    """The threads of each replica; 0 means every usable core, divided over the replicas, and the client fills it in
+    then."""
     enforce_eager: bool = False
     """Decode steps are launched kernel by kernel on a GPU, without graphs."""
     warm_up_graphs: bool = True
@@ -279,7 +281,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     default_request_timeout: float = 0.0
     """Seconds that a request may take that says nothing else; 0 is no limit."""
     target_tenants: tuple[str, ...] = ()
-    """Those whose requests may have targets of their own, `*` for all."""
+    """The tenants whose requests may have targets of their own, `*` for all."""
     cache: CacheConfig = CacheConfig()
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

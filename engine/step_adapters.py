@@ -72,7 +72,7 @@ class StepAdapters:
 
     @classmethod
     def on_device(cls, blocks: AdapterBlocks) -> "StepAdapters":
-        """Of a step that is recorded: whose rows they are stands in `blocks` alone, and changes."""
+        """The adapters of a recorded step: whose rows they are stands in `blocks` alone, and changes."""
         adapters = cls((), np.zeros(1, np.int64), np.zeros(0, np.int64))
         adapters._blocks = blocks
         return adapters

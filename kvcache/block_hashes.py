@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HASH_BYTES = 32
-"""Of a hash: it is a SHA-256."""
+"""The size of a hash, a SHA-256."""
 
 HashExtras = tuple[str, ...]
 """Adapter, tenant and salt, which set equal tokens apart: they enter at the root and so mark the whole chain."""
@@ -35,5 +35,5 @@ def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
 
 
 def group_key(block_hash: bytes, group: int) -> bytes:
-    """That of one block. Group 0 has the hash itself."""
+    """The key of one group's block. Group 0 has the hash itself."""
     return block_hash + bytes((group,)) if group else block_hash

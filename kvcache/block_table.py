@@ -26,7 +26,7 @@ class BlockTable:
         self.slid = 0
         """Leading spans without the blocks of sliding groups."""
         self.restored = 0
-        """Those of `cached` that came back from the host's memory."""
+        """Tokens of `cached` that came back from the host's memory."""
         self.snapshot = -1
         """The snapshot that the sequence's state begins as; -1: as nothing."""
         self.states: list[bytes] = []

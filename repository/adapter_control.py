@@ -20,7 +20,7 @@ class AdapterControl:
         self._registry = registry
 
     def served(self) -> list[ServedAdapter]:
-        """Those of all models."""
+        """The adapters of all models."""
         return [adapter for entry in self._registry.entries.values() for adapter in self._served_of(entry)]
 
     def _served_of(self, entry: ModelEntry) -> Iterator[ServedAdapter]:

@@ -116,7 +116,7 @@ def _kind(backend: str) -> type:
 
 
 def checkpoint_backends() -> Iterator[str]:
-    """Those that may serve a checkpoint on its own."""
+    """The backends that may serve a checkpoint on its own."""
     yield LANGUAGE_MODEL_BACKEND
     for name in installed_backends():
         if is_text_backend(name) and _text_backend(name).serves_checkpoints:

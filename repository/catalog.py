@@ -80,7 +80,7 @@ class RepositoryCatalog:
         return [*single, *sorted(names - set(single))]
 
     def empty_repositories(self) -> list[str]:
-        """Those that can be read, and hold no model."""
+        """The repositories that can be read, and hold no model."""
         local = [str(path) for path in self._repositories if _model_folders(path) == []]
         return local + [bucket.url for bucket in self._buckets if bucket.is_known and not bucket.model_names()]
 

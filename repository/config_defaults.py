@@ -58,7 +58,7 @@ _ENCODER_CLASS = re.compile(r".*ForSequenceClassification|(?!.*LMHead).*Model|HF
 """The names of transformers' classes that classify, or give the vectors of a text's tokens, and of ColBERT's own."""
 
 _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
-"""Of these fields a config has one."""
+"""A config has one of these fields."""
 
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 

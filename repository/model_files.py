@@ -21,7 +21,7 @@ from .request_validation import validate_request
 
 _WARMUP_SOURCES = ("zero_data", "random_data", "input_data_file")
 _STATE_SOURCES = ("zero_data", "data_file")
-"""Of these fields one says where data comes from; the last names a file."""
+"""One of these fields says where data comes from; the last names a file."""
 
 _STATE_FIELD = "sequence_batching.state.initial_state"
 

@@ -157,7 +157,7 @@ class ModelEntry:
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """Those of the latest version."""
+        """The adapters of the latest version."""
         return self._latest_adapters or {}
 
     @property
@@ -319,7 +319,7 @@ class ModelRegistry:
         return version.loaded
 
     def find_config(self, name: str, number: str = "") -> ModelConfig:
-        """That of a version, in memory or not. Raises as `find_served`."""
+        """The config of a version, in memory or not. Raises as `find_served`."""
         config = self.find_served(name, number).config
         assert config is not None
         return config

@@ -69,13 +69,13 @@ class ModelSource:
 
     @property
     def optional_steps(self) -> frozenset[str]:
-        """Those of the steps that may be missing."""
+        """The steps that may be missing."""
         is_pipeline = self.backend == PIPELINE_BACKEND
         return DeclaredModels.of(self.parameters).optional if is_pipeline else frozenset()
 
     @property
     def parameters(self) -> dict[str, str]:
-        """Those that are for the backend."""
+        """The parameters that are for the backend."""
         return {key: text for key, text in parameters_of(self.config).items() if key != _PIN}
 
 
@@ -152,8 +152,8 @@ def _read_config(directory: Path, override: RawConfig | None, config_name: str) 
 def read_served_versions(
     directory: Path, override: RawConfig | None, config_name: str, present: Sequence[int], routed: Collection[int] = ()
 ) -> list[int]:
-    """Of these versions of a model those that are served, lowest first; `directory` has its config. Raises as
-    `read_model` does."""
+    """The versions that are served of these, lowest first; `directory` has the model's config. Raises as `read_model`
+    does."""
     config, file = _read_config(directory, override, config_name)
     try:
         return _with_routed(_choose_versions(config, present, ()), present, routed)

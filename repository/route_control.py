@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _STATE = "routes"
 _MAX_ROUTES = 1000
-"""Of files and of requests together: each is a series of metrics, and all are kept with each change."""
+"""The most routes of files and of requests together: each is a series of metrics, and all are kept with each change."""
 
 
 class RouteRecord(msgspec.Struct, frozen=True):

@@ -146,7 +146,7 @@ class ServedRoute:
             yield Measurement({"model": model, "version": version}, tuple(arm.readings(self.name)))
 
     def statistics(self) -> list[ModelStatistics]:
-        """Of the requests for the route, by the arms that are served, in their order."""
+        """The statistics of the requests for the route, by the arms that are served, in their order."""
         arms = dict.fromkeys((config.name, config.version) for config in self.configs())
         counted = {arm: self._counted.get(arm) or ArmMetrics() for arm in arms}
         return [
@@ -155,7 +155,7 @@ class ServedRoute:
         ]
 
     def versions(self) -> Iterator[ModelVersion | None]:
-        """Those that the arms stand for now; None for one that is not known."""
+        """The versions that the arms stand for now; None for one that is not known."""
         for arm in self.route.arms:
             entry = self._registry.find(arm.model)
             yield None if entry is None else entry.find_version(str(arm.version or ""))
@@ -175,14 +175,14 @@ class ServedRoute:
         return all(version is not None and version.ready for arm, version in versions if arm.weight)
 
     def config(self) -> ModelConfig:
-        """That of the first arm that is served; raises the first arm's error if none is."""
+        """The config of the first arm that is served; raises the first arm's error if none is."""
         served, first = self.configs(), self.route.arms[0]
         return self._own_config(
             served[0] if served else self._registry.find_config(first.model, str(first.version or ""))
         )
 
     def configs(self) -> list[ModelConfig]:
-        """Those of the arms that are served, in memory or not."""
+        """The configs of the arms that are served, in memory or not."""
         return [version.config for version in self.versions() if version is not None and version.config is not None]
 
 

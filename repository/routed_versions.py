@@ -34,7 +34,8 @@ class RoutedVersions:
         catalog.routed_versions = self.of
 
     def of(self, model: str) -> frozenset[int]:
-        """Those of a model, and those where sequences of a route go on. Of any thread."""
+        """The versions of a model that routes stand for, and those where sequences of a route go on. From any
+        thread."""
         return self._named(model) | {int(number) for number in self._table.open_versions(model)}
 
     def _named(self, model: str) -> frozenset[int]:

@@ -22,7 +22,7 @@ class PendingPrefill(NamedTuple):
 def half_computed(
     rows: RunningSet, fairness: Fairness, step: int, rank_step_tokens: int
 ) -> tuple[list[PendingPrefill], list[PendingPrefill]]:
-    """Those of short prompts and those of long ones, that may be in a plan now; the next one to go on is the last."""
+    """The pending prompts, short ones and long ones, that may be in a plan now; the next one to go on is the last."""
     full = rows.full_rows()
     prefilling = [row for row in rows.prefilling if full is None or not full[row]]
     several = len({rows.sequences[row].tenant_slot for row in prefilling}) > 1  # else rank alone decides

@@ -128,7 +128,7 @@ class Sequence:
     rank: int
     """Its order in the waiting queue, see `Scheduler.add`."""
     hashes: list[bytes]
-    """Of its full blocks: the prompt's, then those of generated ones."""
+    """The hashes of its full blocks: the prompt's, then those of generated ones."""
     tenant_slot: int = 0
     arrived_at: float = 0.0
     """When it arrived, by the scheduler's clock."""

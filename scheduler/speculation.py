@@ -279,7 +279,7 @@ class Speculation:
             self.costs.observe_passes(rows, proposals.seconds / proposals.passes)
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Of `drafted` tokens of the sequence the first `accepted` were right."""
+        """Note that of `drafted` tokens of the sequence the first `accepted` were right."""
         guess, self._reported = sequence.draft_guess, None
         own = min(guess.own, drafted)
         if own:

@@ -86,7 +86,7 @@ class EngineState(NamedTuple):
     most_running: int = 0
     """Sequences that may run at once."""
     prefilling: int = 0
-    """Of the running ones, those that have no token yet."""
+    """Running sequences that have no token yet."""
     waiting: Mapping[str, int] = {}
     """Requests not begun, by priority class."""
     queue_age: float = 0.0
@@ -99,7 +99,7 @@ class EngineState(NamedTuple):
     state_snapshots: int = 0
     """Snapshots of recurrent states that can be found."""
     host_snapshots: int = 0
-    """Those in the host's memory, of which some are on the device too."""
+    """Snapshots in the host's memory; some are on the device too."""
     totals: EngineTotals = EngineTotals()
 
     def readings(self) -> Iterator[Reading]:

@@ -246,7 +246,7 @@ _PICKED_BY = {
     _LORA_INFO,
 }
 PICKER_FAMILIES = tuple(family for family in VLLM_FAMILIES if family.name in _PICKED_BY)
-"""Those of vLLM's by which gateways pick a server, always shown."""
+"""The families of vLLM's by which gateways pick a server, always shown."""
 
 _VLLM_FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 """Our outcomes -> vLLM's `finished_reason`; it does not count the others."""

@@ -104,7 +104,7 @@ class RequestLogFilter:
 
 
 request_filter = RequestLogFilter()
-"""That of this process; `logging_setup` says what passes."""
+"""The filter of this process; `logging_setup` says what passes."""
 
 
 def log_request(context: RequestContext) -> None:

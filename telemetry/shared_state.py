@@ -26,7 +26,7 @@ class SharedState:
     waits: WaitGraph = field(default_factory=WaitGraph)
     """The waits of models that ask others."""
     rooflines: Mapping[str, StepRoofline] = field(default_factory=dict)
-    """Those of language models by name, for explanations."""
+    """The rooflines of language models by name, for explanations."""
 
 
 class ServerLookup(ModelLookup, Protocol):

@@ -81,7 +81,7 @@ class ResponseEvents:
         self._begun = False
         self._message: TextItem | None = None
         self._before = self._after = b""
-        """Of the JSON of the message's deltas: what stands before the text, and behind it up to the event's number."""
+        """The JSON of the message's deltas: what stands before the text, and behind it up to the event's number."""
 
     def encode_item(self, chunk: GenerateChunk) -> bytes:
         begin = [] if self._begun else self._output.begin()

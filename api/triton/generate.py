@@ -22,7 +22,7 @@ from ..size_limits import MAX_RESPONSE_BYTES
 _SAMPLING = "sampling_parameters"
 
 SHORT_TEXT_BYTES = 4096
-"""Of a string that is encoded by itself, whatever else a response may have."""
+"""The most bytes of a string that is encoded by itself, whatever else a response may have."""
 
 
 class JsonObjectPairs(list[tuple[str, Any]]):

@@ -58,9 +58,9 @@ class BatchingConfig:
     priority_levels: int = 1
     """Levels run from 1, the highest, to this one."""
     default_level: int = 1
-    """Of requests that ask for no level, or one that does not exist."""
+    """The level of requests that ask for none, or for one that does not exist."""
     policy: QueuePolicy = NO_POLICY
-    """Of levels that `policies` does not have."""
+    """The policy of levels that `policies` does not have."""
     policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
 
     @property

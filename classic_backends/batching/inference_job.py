@@ -37,9 +37,9 @@ class InferenceJob:
     requested_outputs: Sequence[str] | None = None
     """None: all of them."""
     sequence_flags: SequenceFlags | None = None
-    """Of a stateful model's request, as it gave them."""
+    """The flags of a stateful model's request, as it gave them."""
     sequence: SequenceContext | None = None
-    """Of a stateful model's request, once it is known; a job without it is an idle row of a batch."""
+    """The sequence of a stateful model's request, once it is known; a job without it is an idle row of a batch."""
 
     @property
     def batch_size(self) -> int:

@@ -45,13 +45,13 @@ class QueuedRequest:
     """It has its last response or error, and nothing more is taken. Set by the event loop, read by the instance's
     thread too."""
     execution: OpenExecution | None = None
-    """Of a runtime that takes requests as they are, from the first execution on."""
+    """The execution by a runtime that takes requests as they are, from the first one on."""
     arrived_at: int = 0
     """Set by the queue, as all fields below. Nanoseconds of `time.monotonic_ns`, as all times here."""
     queued_at: int = 0
     """The last time that it was queued: one that is rescheduled is queued several times."""
     level: int = 0
-    """Of priority."""
+    """Its level of priority."""
     queued: bool = False
     queue_deadline: int | None = None
     """Until when it may wait."""

@@ -63,7 +63,7 @@ _MAX_BATCH_TOKENS_ON_CPU = 1024
 """What an MLP makes of so many tokens stays in a processor's caches: of 8,192 each pass reads it from memory again."""
 
 _MAX_OUTPUT_BYTES = 1 << 30
-"""Of one execution: bge-m3's vectors of a text of 8,192 tokens take 32 MiB."""
+"""The bytes of one execution's outputs: bge-m3's vectors of a text of 8,192 tokens take 32 MiB."""
 
 _MIN_FILLED = 0.75
 """The least share of a batch's tokens that is no padding, unless the batch is small."""

@@ -24,7 +24,7 @@ _QUERY_LENGTH = 32
 """Tokens of a query if its files do not say."""
 
 _SIZE = 128
-"""Of Stanford's vectors if their files do not say."""
+"""The size of Stanford's vectors if their files do not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
 
 MAX_TEXT_BYTES = 1 << 16
-"""Of an error, or of what a model logs."""
+"""The longest text of an error, or of what a model logs."""
 
 MAX_UNREAD_ANSWERS = 64
 """Responses to one `Infer` that the server sends before the model has read any of them."""

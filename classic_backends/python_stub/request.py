@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 0.5
 """How long an answer may take before the server is told that the execution waits for it."""
 
 _MAX_KEPT_ANSWERS, _MAX_KEPT_BYTES = 1024, 1 << 16
-"""Of a stream that can be read once more."""
+"""What a stream keeps that can be read once more."""
 
 T = TypeVar("T")
 

@@ -73,7 +73,7 @@ class SlotRules(NamedTuple):
     iterative: bool = False
     """Each request is a sequence, which ends with it."""
     ids: range = range(1 << 62, 1 << 63)
-    """Of an iterative model's requests that bring none: such as clients do not choose."""
+    """The ids of an iterative model's requests that bring none: such as clients do not choose."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ _OTHER_PARTS = re.compile(
 
 _SINGLE = "model.safetensors"
 _DTYPES = ("F32", "F16", "BF16", "I64")
-"""Of stored tensors, as safetensors names them; old checkpoints have the numbers of places among them."""
+"""The dtypes of stored tensors, as safetensors names them; old checkpoints have the numbers of places among them."""
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 

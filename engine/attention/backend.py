@@ -17,7 +17,7 @@ class CacheSpec(NamedTuple):
     """One rank's cache of keys and values."""
 
     attention: tuple[LayerAttention, ...]
-    """That of each layer with keys and values of its own."""
+    """The attention of each layer with keys and values of its own."""
     heads: int
     """Query heads."""
     kv_heads: int
@@ -31,7 +31,7 @@ class CacheSpec(NamedTuple):
     kv_cache_dtype: str = "auto"
     """"auto" stores `dtype`, "int8" and "fp8" (e4m3) a byte for each number and a scale for each token and head."""
     places: tuple[LayerPlace, ...] = ()
-    """That of each layer. Empty: all have one group, and a place each."""
+    """The place of each layer. Empty: all have one group, and a place each."""
 
     @property
     def layers(self) -> int:

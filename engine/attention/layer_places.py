@@ -14,7 +14,7 @@ _USUAL_WINDOWS = 8
 """Sequences of so many windows are those that groups are chosen for."""
 
 _LEAST_GAIN = 0.1
-"""Of the memory of such a sequence: with less, all layers stay in one group."""
+"""The share of such a sequence's memory that groups must save: with less, all layers stay in one."""
 
 
 class LayerPlace(NamedTuple):

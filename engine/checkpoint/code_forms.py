@@ -66,7 +66,7 @@ class StoredForm(NamedTuple):
     name: str
     """For people."""
     bits: float
-    """Of a number, with its share of scales."""
+    """The bits of a number, with its share of scales."""
     codes: CodeForm | None = None
     """None: it can only be read as floats."""
     plain: bool = False

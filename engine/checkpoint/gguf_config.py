@@ -292,7 +292,7 @@ def _kin(architecture: str) -> Callable[[GgufFile], dict[str, Any]]:
 
 
 def _smollm3(fields: GgufFile) -> dict[str, Any]:
-    """That every fourth layer does not rotate is a constant there."""
+    """Fields of SmolLM3: that every fourth layer does not rotate is a constant there."""
     return {**_kin("SmolLM3ForCausalLM")(fields), "no_rope_layer_interval": 4}
 
 

@@ -65,8 +65,8 @@ _NORMS_BEHIND = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""Of layers that normalise what attention, or both parts, give. The norm before an MLP of Seed-OSS and GLM-4.5 has the
-first name, too."""
+"""Names in layers that normalise what attention, or both parts, give. The norm before an MLP of Seed-OSS and GLM-4.5
+has the first name, too."""
 _GEMMA_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",

@@ -10,7 +10,8 @@ from .model_spec import LatentSpec, LayerAttention
 
 
 def latent_attention(fields: ConfigFields, latent: LatentSpec) -> tuple[LayerAttention, ...]:
-    """That of each layer. Where yarn says so, scores are multiplied by the square of its factor (arXiv 2405.04434)."""
+    """The attention of each layer. Where yarn says so, scores are multiplied by the square of its factor (arXiv
+    2405.04434)."""
     values = fields.config.get("rope_parameters") or fields.config.get("rope_scaling") or {}
     all_dim, factor = (values.get(name) or 0.0 for name in ("mscale_all_dim", "factor"))
     stretch = 1.0
@@ -77,7 +78,7 @@ def _indexed_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _dense_layers(fields: ConfigFields) -> list[int] | None:
-    """Those of `mlp_layer_types`; None where it is left out."""
+    """The dense layers of `mlp_layer_types`; None where it is left out."""
     kinds = fields.texts("mlp_layer_types")
     return [layer for layer, kind in enumerate(kinds) if kind == "dense"] if kinds else None
 

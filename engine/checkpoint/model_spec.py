@@ -39,9 +39,9 @@ class RopeSpec(NamedTuple):
     """One of ROPE_TYPES, or NO_ROPE."""
     theta: float = 10000.0
     factor: float = 1.0
-    """Of all scaled kinds, as `original_max_position`."""
+    """All scaled kinds have it, and `original_max_position`."""
     low_freq_factor: float = 1.0
-    """Of llama3, as the next."""
+    """llama3 has this and the next."""
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     partial_rotary_factor: float = 1.0
@@ -49,11 +49,11 @@ class RopeSpec(NamedTuple):
     attention_factor: float = 1.0
     """Multiplies cosines and sines."""
     beta_fast: float = 32.0
-    """Of yarn, as the next two."""
+    """yarn has this and the next two."""
     beta_slow: float = 1.0
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
-    """Of longrope, as the next."""
+    """longrope has this and the next."""
     long_factor: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
@@ -168,7 +168,7 @@ class DecoderShape:
     kv_heads: int
     head_dim: int
     attention: tuple[LayerAttention | None, ...]
-    """That of each layer; None: it has none, and keeps no keys and values."""
+    """The attention of each layer; None: it has none, and keeps no keys and values."""
     states: tuple[LayerState | None, ...] = ()
     """What each layer keeps of a sequence beside them, if anything; empty: no layer keeps a state."""
     cache_owners: tuple[int, ...] = ()
@@ -189,7 +189,7 @@ class DecoderShape:
 
     @property
     def cached_attention(self) -> tuple[LayerAttention, ...]:
-        """That of the layers that have keys and values of their own: the cache counts these alone."""
+        """The attention of the layers that have keys and values of their own: the cache counts these alone."""
         attending = ((layer, kind) for layer, kind in enumerate(self.attention) if kind is not None)
         return tuple(kind for layer, kind in attending if self.owns_cache(layer))
 
@@ -292,7 +292,7 @@ class ModelSpec(DecoderShape):
     feeds: tuple[bool, ...] = ()
     """Whether each layer has an MLP or experts; empty: all have."""
     mlp_matrices: int = 3
-    """Of an MLP and of an expert; two where they have no gate."""
+    """The matrices of an MLP and of an expert; two where they have no gate."""
     attention_out_bias: bool = False
     """Whether the matrix behind attention has a bias, where it need not be as those before it (`attention_bias`)."""
     normed_heads: bool = False

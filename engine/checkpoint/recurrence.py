@@ -92,7 +92,7 @@ class Mamba2Spec(NamedTuple):
     """B and C are of a group, which serves equally many heads, one after the other."""
     kernel: int
     bias: bool
-    """Of the projection into the layer."""
+    """Whether the projection into the layer has a bias."""
     convolution_bias: bool
     step_limits: tuple[float, float]
     """Steps are held between these."""

@@ -32,7 +32,7 @@ class StackedMatrix(NamedTuple):
     """Its inputs come before its outputs."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the matrix, in a tensor with the shape `stored`."""
+        """The shape of the matrix, in a tensor with the shape `stored`."""
         own = stored[:0:-1] if self.transposed else stored[1:]
         return own[0] // self.step, *own[1:]
 

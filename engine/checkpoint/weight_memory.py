@@ -33,10 +33,10 @@ _CODE_BYTES = {True: 0.625, False: 1.125}
 """Whether a code has at most four bits -> its bytes, in groups of 32."""
 
 _FLOAT4_BYTES = 0.5625
-"""Of a float of four bits, in groups of 32, for the C kernels."""
+"""The bytes of a float of four bits, in groups of 32, for the C kernels."""
 
 _WORD_BITS = {"I32": 32, "U8": 8}
-"""Of what numbers are packed into, by its dtype."""
+"""The bits of what numbers are packed into, by its dtype."""
 
 _WEIGHT_NAMES = (".weight", ".bias", ".qweight", ".weight_packed", "_blocks", "_bias", ".sinks")
 """Ends of the names of tensors that hold numbers, as opposed to scales."""
@@ -49,7 +49,7 @@ class WeightUse(NamedTuple):
     """The options that weights are loaded with."""
 
     dtype: str = "auto"
-    """Of floats; "auto": the checkpoint's."""
+    """The dtype of floats; "auto": the checkpoint's."""
     quantization: str = "none"
     """What matrices become, if it is one of ours."""
     capability: int | None = None

@@ -89,7 +89,7 @@ class AdapterTable:
         self._model = model
         self._named: dict[AdapterKey, Adapter] = {}
         self._shown: dict[str, Adapter] = {}
-        """Those of `_named` that no client sent: each request for one looks it up."""
+        """The adapters of `_named` that no client sent: each request for one looks it up."""
         self._held: dict[str, HeldAdapter] = {}
         """By digest, the most recently named at the end."""
         self._leaving: dict[str, HeldAdapter] = {}

@@ -22,7 +22,7 @@ class TokenizerBundle:
     async_tokenizer: AsyncTokenizer
     """The tokenizer for texts that may take long."""
     fingerprint: str = ""
-    """Of the checkpoint's files."""
+    """A digest of the checkpoint's files."""
     checkpoint: str = ""
     """The directory that they were found in."""
     tokenizer_of: str = ""

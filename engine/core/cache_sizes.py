@@ -17,7 +17,7 @@ _USEFUL_SNAPSHOTS = 32
 """For each row, in the same way."""
 
 _NUMBERED_BLOCKS = 1 << 20
-"""Of a model that keeps no tokens. Its blocks are numbers alone, by which prefixes are found; so many take 20 MB."""
+"""The blocks of a model that keeps no tokens: numbers alone, by which prefixes are found; so many take 20 MB."""
 
 _DRAFTING_ROWS = 8
 """So many rows may verify all the drafts that a step may have, at once, where they have states: with more rows a step

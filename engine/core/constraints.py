@@ -197,7 +197,7 @@ class ConstraintTotals:
 
     masks: int = 0
     seconds: float = 0.0
-    """Of the step loop."""
+    """Seconds of the step loop."""
     forced: int = 0
     """Tokens that were forced and so not sampled."""
 

@@ -27,7 +27,7 @@ _NO_MORE = b"\xff" * 8
 """-1, which no batch has as its number."""
 
 _WAITING_REPLIES = 2
-"""Of a reader that does not read: so many times the buffer may wait for it; more is lost to it."""
+"""Replies that may wait for a reader that does not read, in buffers; more is lost to it."""
 
 
 class NumberedBatch(NamedTuple):
@@ -52,7 +52,7 @@ class EventPublisher:
         """The numbers and payloads of the last batches."""
         self._sending = threading.Lock()
         self.next_number = 0
-        """Of the batch to come."""
+        """The number of the batch to come."""
         self._full = 0
         self._failed = 0
         self._context = zmq.Context()

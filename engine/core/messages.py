@@ -100,14 +100,14 @@ class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
     state_snapshots: int = 0
     """Snapshots of recurrent states that can be found."""
     host_snapshots: int = 0
-    """Those in the host's memory, of which some are on the device too."""
+    """Snapshots in the host's memory; some are on the device too."""
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True):
     """The step that a turn of the loop waited for; all zero if there was none."""
 
     seconds: float = 0.0
-    """Of the whole turn."""
+    """Seconds of the whole turn."""
     tokens: int = 0
     sequences: int = 0
 

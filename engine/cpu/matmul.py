@@ -184,12 +184,12 @@ class GroupedFormat(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Of an output; the last may be shorter."""
+        """The groups of an output; the last may be shorter."""
         return -(-self.inputs // self.group_size)
 
     @property
     def line_bytes(self) -> int:
-        """Of all packed weights with their scales and zero points or offsets."""
+        """The bytes of all packed weights with their scales and zero points or offsets."""
         together = 1 if self.zero_points or self.offsets else 2  # groups that share a line of scales
         steps = -(-self.groups // together)
         return -(-self.outputs // LANES) * steps * (1 + together * self.group_size * self.bits // 32) * LINE_BYTES

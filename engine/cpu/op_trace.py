@@ -143,7 +143,7 @@ class TraceIO(NamedTuple):
     embeds_tokens: bool
     """Whether the source is token ids, not hidden states."""
     logits: SymbolicTensor | None = None
-    """Those of selected places; None if the trace ends before them."""
+    """The logits of selected places; None if the trace ends before them."""
     kept: tuple[SymbolicTensor, ...] = ()
     """Other tensors that are read from outside."""
 

@@ -78,9 +78,9 @@ class ProgramInputs(NamedTuple):
     listener: Callable[[ProgramTimings], None] | None = None
     """Called with the step's times when it is finished."""
     adapters: StepAdapters | None = None
-    """Of rows that have one."""
+    """The adapters of rows that have one."""
     states: StepSlots | None = None
-    """Of layers that keep some."""
+    """Where layers keep the states of rows."""
 
 
 Head: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]

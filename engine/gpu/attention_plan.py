@@ -38,7 +38,7 @@ class LayerCache(NamedTuple):
     keys: Tensor
     values: Tensor
     scales: Tensor | None = None
-    """Of codes: the number that the largest code stands for in each line, float32 [blocks, kv_heads, block_size, keys
+    """For codes, the number that the largest code stands for in each line, float32 [blocks, kv_heads, block_size, keys
     and values]."""
 
     @property
@@ -81,7 +81,7 @@ SHAPES = (
     CacheShape(32, 4, 512, 16),  # Gemma 4 31B, layers that see all
     CacheShape(64, 8, 64, 16),  # gpt-oss
 )
-"""Of published models, for proofs."""
+"""Shapes of published models, for proofs."""
 CODED_SHAPES = tuple(shape._replace(codes=codes) for shape in SHAPES for codes in LARGEST_CODES)
 
 
@@ -89,7 +89,7 @@ class StepTiles(NamedTuple):
     """A step's rows as the kernels of one attention take them."""
 
     places: int
-    """Of a decoding tile; 0: no row decodes."""
+    """The places of a decoding tile; 0: no row decodes."""
     parts: int
     """The most parts of a decoding row's context."""
     chunks: Tensor | None

@@ -179,7 +179,7 @@ class StaticStep(NamedTuple):
     context: int
     """The most tokens of a sequence."""
     adapters: StepAdapters | None = None
-    """Those of places that have one; None where none has."""
+    """The adapters of places that have one; None where none has."""
 
 
 class DecodeGraphs:

@@ -18,7 +18,7 @@ class GrammarLimits(NamedTuple):
     """How much a grammar may cost, in the library's units: beyond, it is refused, or its sequence ends."""
 
     text_bytes: int = 1 << 18
-    """Of the constraint as it was sent."""
+    """The bytes of the constraint as it was sent."""
     symbols: int = 200_000
     compile_fuel: int = 1_000_000
     step_fuel: int = 60_000

@@ -72,8 +72,8 @@ def _mixed_parts(net: DeltaNetSpec, keys: slice, values: slice) -> list[slice]:
 
 
 def _projections(name: str, net: DeltaNetSpec, heads: slice) -> tuple[list[OutputShard], list[OutputShard]]:
-    """Of these key heads, and the value heads that they serve: queries, keys and values in one matrix, and the outputs'
-    gates; and decays and betas."""
+    """The projections of these key heads, and of the value heads that they serve: queries, keys and values in one
+    matrix, and the outputs' gates; and decays and betas."""
     served = net.value_heads // net.key_heads
     value_heads = slice(heads.start * served, heads.stop * served)
     keys = slice(heads.start * net.key_dim, heads.stop * net.key_dim)
@@ -91,7 +91,7 @@ def _grouped_projections(name: str, net: DeltaNetSpec, heads: slice) -> tuple[li
     values = served * net.value_dim
 
     def parts(matrix: str, sizes: list[int]) -> list[list[OutputShard]]:
-        """Of each part with these sizes in a key head's lines, those of the key heads."""
+        """The rows of each part with these sizes in a key head's lines, for these key heads."""
         line = sum(sizes)
         firsts = [sum(sizes[:number]) for number in range(len(sizes))]
         shard = OutputShard(f"{name}.{matrix}", net.key_heads * line, slice(0))

@@ -16,7 +16,7 @@ GROUP_SIZE = 32
 """Inputs that share a scale; a larger one saves three eighths of a bit at most."""
 
 BYTES = 0.5625
-"""Of a packed weight, its share of the scale included."""
+"""The bytes of a packed weight, its share of the scale included."""
 
 _LARGEST = (-8.25, -8.0, -7.75, -7.25, -6.75, -6.25)
 """What a group's largest number may become before it is rounded: its scale is the best of these."""

@@ -20,7 +20,7 @@ from .rotary import Rotary
 from .step_context import StepContext
 
 _LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever config.json says of the others."""
+"""The epsilon of the norms of latents, whatever config.json says of the others."""
 
 
 class LatentAttention:
@@ -108,7 +108,7 @@ _HeadProducts: TypeAlias = FusedHeadProducts | TorchHeadProducts
 
 
 def _head_products(loader: WeightLoader, weights: Tensor, passed: int = 0) -> _HeadProducts:
-    """Of `weights` [heads, outputs, inputs]."""
+    """The products of heads with `weights` [heads, outputs, inputs]."""
     if library.supports(loader.dtype, loader.device):
         return FusedHeadProducts(weights, passed, loader.memory)
     return TorchHeadProducts(weights, passed)

@@ -43,7 +43,7 @@ class StateSlots:
         self._dtype = dtype
         self._device = device
         self.layers: list[LayerSlots] = []
-        """Of the layers that keep a state."""
+        """The slots of the layers that keep a state."""
         self._addresses = LayerStates([], [])
 
     @property

@@ -25,9 +25,9 @@ class AttentionProjections(NamedTuple):
     fused: bool = False
     """Queries, keys and values are in one matrix, and not in three."""
     norm: NormFactory | None = None
-    """Of each query and key head before rotation (arXiv 2302.05442)."""
+    """The norm of each query and key head before rotation (arXiv 2302.05442)."""
     whole_norms: bool = False
-    """It is of all query heads of a token together, and of all key heads (arXiv 2501.00656)."""
+    """Whether the norm is one of all query heads of a token, and one of all key heads (arXiv 2501.00656)."""
     gated: bool = False
     """The matrix of queries has a gate behind each head's, whose sigmoid multiplies the head's output
     (arXiv 2505.06708)."""

@@ -63,7 +63,7 @@ class StepContext:
 
     @property
     def states(self) -> StepSlotStates:
-        """Of a model whose layers keep some."""
+        """The states of a model whose layers keep some."""
         assert self._states is not None, "who computes a model with states has a store of them"
         return self._states
 

@@ -28,7 +28,7 @@ def build_whole_norms(
 
 
 class WholeNorms:
-    """Of one rank, which has all heads."""
+    """The norms of one rank, which has all heads."""
 
     def __init__(self, weights: tuple[Tensor, Tensor], factory: NormFactory, eps: float) -> None:
         self._queries, self._keys = (factory(weight, eps) for weight in weights)
@@ -40,8 +40,8 @@ class WholeNorms:
 
 
 class SplitNorms:
-    """Of heads that ranks share: they exchange sums of squares. `totals`: numbers of queries and of keys of all ranks.
-    With more ranks than key heads several have the same ones."""
+    """The norms of heads that ranks share: they exchange sums of squares. `totals`: numbers of queries and of keys of
+    all ranks. With more ranks than key heads several have the same ones."""
 
     def __init__(self, weights: tuple[Tensor, Tensor], totals: tuple[int, int], eps: float, group: TensorGroup) -> None:
         self._weight = torch.cat(weights)

@@ -23,7 +23,7 @@ from ..step_batch import StepBatch
 from .interfaces import BuiltDecoder, CheckpointBuilder
 
 HIGHER_SHARE = 0.1
-"""Of the numbers in layers, those that may stay at eight bits: a tenth makes the weights read a twelfth larger."""
+"""The share of the numbers in layers that may stay at eight bits: a tenth makes the weights read a twelfth larger."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -152,7 +152,7 @@ class _Reader:
         self._device = context.device
 
     def logits(self, tokens: Tensor, places: range) -> Iterator[Tensor]:
-        """Those of what follows the tokens at `places`, float32 [n, vocabulary], piece by piece."""
+        """The logits of what follows the tokens at `places`, float32 [n, vocabulary], piece by piece."""
         step = StepBatch.from_tokens(tokens.to(self._device), [0], [len(tokens)], self._blocks, _BLOCK)
         context = StepContext(step, self._attention.begin_step(step), states=self._states.begin_step(step))
         some = slice(places.start, places.stop)

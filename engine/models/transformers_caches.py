@@ -32,7 +32,7 @@ class KeptTensor(NamedTuple):
     part: int | None
     """Its key where a layer has several of the name; None: it has one."""
     shape: torch.Size
-    """Of a state, and of what one token leaves."""
+    """The shape of a state, and of what one token leaves."""
     dtype: torch.dtype
 
     @property

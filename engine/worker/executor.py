@@ -31,7 +31,7 @@ class Capacity(NamedTuple):
     on_gpu: bool = False
     """Whether `free_bytes` are a GPU's."""
     groups: LayerGroups = ONE_GROUP
-    """Of the layers that have a cache: each has blocks of its own for the same tokens."""
+    """The groups of the layers that have a cache: each has blocks of its own for the same tokens."""
     latent: bool = False
     """Whether they keep latents (MLA) in place of keys and values."""
 

@@ -52,9 +52,9 @@ class LoadedRank:
     config: EngineConfig
     context: BuildContext
     shape: DecoderShape
-    """Of the whole model."""
+    """The shape of the whole model."""
     groups: LayerGroups
-    """Of the whole model's layers."""
+    """The groups of the whole model's layers."""
     rows: RowStates
     runner: ModelRunner
     adapters: RankAdapters | None = None

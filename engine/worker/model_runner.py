@@ -85,7 +85,7 @@ class ModelRunner:
 
     @property
     def all_graphs(self) -> list[DecodeGraphs]:
-        """Those of the computer, and those of the model that drafts."""
+        """The graphs of the computer, and of the model that drafts."""
         recorded = self.computer.graphs, None if self.draft is None else self.draft.graphs
         return [graphs for graphs in recorded if graphs is not None]
 

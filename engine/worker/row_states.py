@@ -58,7 +58,7 @@ class StepInputs(NamedTuple):
     scored: ScoredTokens | None
     """The prompts' tokens whose log-probability is wanted, if any is."""
     adapters: StepAdapters | None = None
-    """Those of rows that have one."""
+    """The adapters of rows that have one."""
 
     @property
     def needs_host(self) -> bool:

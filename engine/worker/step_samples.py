@@ -27,7 +27,7 @@ class StepSamples(NamedTuple):
     tokens: IntArray
     """[S] those of `StepInputs.rows`."""
     logprobs: Sequence[Logprobs | None] = ()
-    """Those of each token, None where the row wants none; empty where no row wants any."""
+    """The log-probabilities of each token, None where the row wants none; empty where no row wants any."""
     prompt_logprobs: Sequence[tuple[int, PromptLogprobs]] = ()
     """(row, those of the prompt's tokens that follow computed ones)."""
 

@@ -37,7 +37,7 @@ _FILES = "files"
 _BATCHES = "batches"
 _RECORD = ".json"
 _MAX_RECORD_BYTES = 8 << 20
-"""Of a batch with the errors of a hundred lines it may be a megabyte."""
+"""The most bytes of a record: that of a batch with the errors of a hundred lines may have a megabyte."""
 
 _THREADS = 4
 

@@ -72,7 +72,7 @@ def _label(lines: list[str]) -> str:
 
 
 _CHARACTER, _LINE, _PADDING, _GAP, _TITLE = 6.6, 16.0, 12.0, 28.0, 24.0
-"""Of the drawing, in pixels: a character's width, a line's height, and the room around things."""
+"""Pixels of the drawing: a character's width, a line's height, and the room around things."""
 
 _STYLE = (
     "text{font:11px system-ui,sans-serif;fill:#222}.name{font-weight:600}.edge{fill:none;stroke:#667}"

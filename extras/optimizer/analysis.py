@@ -99,7 +99,7 @@ def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, c
 
 
 def _least_seconds(search_for: SearchOptions, effort: SearchEffort, levels: int) -> float:
-    """Of load of the first measurement. Raises `InvalidArgument` where the budget has no room for it."""
+    """The seconds of load of the first measurement. Raises `InvalidArgument` where the budget has no room for it."""
     least = (effort.short if search_for.search != "exhaustive" and not search_for.url else effort.seconds) * levels
     if least > (budget := parse_budget(search_for.budget)):
         message = f"the budget of {budget:g} s is too small for one measurement, which takes {least:g} s and the load"

@@ -46,7 +46,7 @@ from .simulation import EngineShape
 from .step_fit import fit_machine
 
 _SERVED_SHARE = 0.35
-"""Of the budget, for what a server adds."""
+"""The share of the budget for what a server adds."""
 
 _ESTIMATED: dict[str, Precision] = {"none": "bf16", "int8": "int8", "fp8": "int8"}
 """What is estimated of a quantization."""

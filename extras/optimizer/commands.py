@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _FILE_WIDTH = 160
-"""Of what is written to a file, in characters."""
+"""The width of what is written to a file, in characters."""
 
 
 def _group(name: str, position: int) -> Parameter:

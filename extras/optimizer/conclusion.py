@@ -149,7 +149,7 @@ def conclude(
 
 
 def conclude_levels(model: str, space: SearchSpace, goal: SearchGoal, trial: ConfigurationTrial) -> Conclusion:
-    """Of a server that was measured once and not searched; a row for each level of load."""
+    """The conclusion on a server that was measured once and not searched; a row for each level of load."""
     sentences = [
         f"{level.level}: "
         + ", ".join(

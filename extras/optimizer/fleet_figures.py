@@ -15,7 +15,7 @@ from .simulation import SimulatedResult, Simulation
 LATENCIES = ("ttft", "itl", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
-"""Of each unit that a bound on a latency may have."""
+"""The seconds of each unit that a bound on a latency may have."""
 
 _IDLE, _GAIN = 0.3, 0.02
 """Replicas that compute for less of the time are idle enough; what comes nearer by less does not."""
@@ -77,11 +77,11 @@ class FleetFigures(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     all: SimulatedTraffic
     tenants: dict[str, SimulatedTraffic]
-    """Of several tenants each one's; empty for one."""
+    """The traffic of each of several tenants; empty for one."""
 
 
 def compute_fleet_figures(simulation: Simulation, results: Sequence[SimulatedResult]) -> FleetFigures:
-    """Of a simulation that ran once. Of several tenants each has figures of its own."""
+    """The figures of a simulation that ran once. Each of several tenants has figures of its own."""
     seconds = simulation.now - results[0].arrival.at if results else 0.0
     fleet = simulation.replicas
     tenants = sorted({result.arrival.tenant for result in results})

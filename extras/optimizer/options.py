@@ -56,7 +56,7 @@ class LevelOptions:
     shape: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """Dimensions of an input where its config leaves them free, as NAME:8,128; may be given several times."""
     seed: int = 0
-    """Of arrivals and prompts."""
+    """The seed of arrivals and prompts."""
     timeout: float = 60.0
     """Seconds a request may take."""
 
@@ -91,7 +91,7 @@ class SearchOptions:
     """Allow --url to be another machine's."""
 
     def full_seconds(self) -> float:
-        """Of load of a full measurement. Raises `InvalidArgument` if it is no time."""
+        """The seconds of load of a full measurement. Raises `InvalidArgument` if it is no time."""
         budget = parse_budget(self.budget)
         if self.seconds is None:
             return min(_MOST_SECONDS, max(_LEAST_SECONDS, budget / _TURNS_IN_BUDGET))
@@ -174,7 +174,7 @@ class FleetLoad:
     duration: float | None = None
     """Seconds after which no request begins."""
     seed: int = 0
-    """Of arrivals, lengths, prefixes and tenants."""
+    """The seed of arrivals, lengths, prefixes and tenants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

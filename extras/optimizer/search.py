@@ -75,7 +75,7 @@ class SearchRun:
         self.trials: list[ConfigurationTrial] = []
         self.measured: set[Configuration] = set()
         self.broken: list[Configuration] = []
-        """Those that did not load, or took more memory than they may."""
+        """The configurations that did not load, or took more memory than they may."""
 
     def measure(self, configuration: Configuration, seconds: float) -> ConfigurationTrial:
         trial = self._measure(configuration, seconds)

@@ -44,7 +44,7 @@ class LevelFigures(msgspec.Struct, frozen=True, kw_only=True):
     memory: float | None = None
     """Bytes of all processes at the most, where that is known."""
     e2e: Spread | None = None
-    """Of whole requests."""
+    """The times of whole requests."""
     ttft: Spread | None = None
     itl: Spread | None = None
     generator: float = 0.0

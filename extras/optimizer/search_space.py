@@ -107,7 +107,8 @@ class SearchSpace:
         return self.canonical((*configuration[:number], parameter.values[index], *configuration[number + 1 :]))
 
     def neighbours(self, configuration: Configuration) -> Iterator[Configuration]:
-        """Those that differ in one parameter: by the next value if they are ordered, in any other value if not."""
+        """The configurations that differ in one parameter: by the next value if they are ordered, in any other value if
+        not."""
         for number, parameter in enumerate(self.parameters):
             reach = 1 if parameter.ordered else len(parameter.values)
             for by in range(-reach, reach + 1):

@@ -42,12 +42,12 @@ class StepLoad(NamedTuple):
 
     @classmethod
     def of_decoding(cls, rows: int, context: int) -> "StepLoad":
-        """Of sequences that decode, with so many tokens of context each."""
+        """The load of sequences that decode, with so many tokens of context each."""
         return cls(StepWork(rows, rows * context), rows, sequences=rows)
 
     @classmethod
     def of_prompt(cls, tokens: int) -> "StepLoad":
-        """Of one whole prompt."""
+        """The load of one whole prompt."""
         return cls(StepWork(0, 0, tokens, tokens * tokens // 2), 1, tokens, sequences=1)
 
     @property
@@ -86,7 +86,7 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     token: NotNegative = 1.8e-3
     """The products of one token, of the head apart."""
     head: NotNegative = 0.7e-3
-    """Those of the head, of one sampled place."""
+    """Seconds of the head for one sampled place."""
     decode_context: NotNegative = 0.8e-6
     """Attention of decoding rows, for each token attended to."""
     prompt_context: NotNegative = 0.3e-6
@@ -119,7 +119,7 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             require_ascending(name, table)
 
     def seconds(self, load: StepLoad) -> float:
-        """Of a step, on average."""
+        """The seconds of a step, on average."""
         work = load.work
         computing = interpolate(self.products, load.rows) if self.products else self.token * load.rows
         sampling = interpolate(self.heads, load.samples) if self.heads else self.head * load.samples

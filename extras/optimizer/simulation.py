@@ -42,15 +42,15 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     scheduler: SchedulerConfig
     blocks: _AtLeastOne
-    """Of the cache, each for one of the `groups` of layers."""
+    """The blocks of the cache, each for one of the `groups` of layers."""
     snapshots: _NotNegative = 0
-    """Of recurrent states, if the model has any."""
+    """Snapshots of recurrent states, if the model has any."""
     host_blocks: _NotNegative = 0
     """Blocks in the host's memory. Copies there and back take no time in a simulation."""
     host_snapshots: _NotNegative = 0
     """Snapshots in the host's memory, in the same way."""
     groups: LayerGroups = ONE_GROUP
-    """Of the model's layers."""
+    """The groups of the model's layers."""
     block_size: _AtLeastOne = 16
     """Tokens of a block."""
     prefix_caching: bool = True

@@ -112,7 +112,7 @@ def _knots(counts: Iterable[int]) -> list[int]:
 
 
 def _features(load: StepLoad, rows: Sequence[int], sampled: Sequence[int]) -> Iterator[float]:
-    """Of each stretch between two knots how much a count covers, and what attention reads."""
+    """The features of a step: how much of each stretch between two knots a count covers, and what attention reads."""
     for knots, count in ((rows, load.rows), (sampled, load.samples)):
         for low, high in pairwise(knots):
             yield min(max(count - low, 0), high - low)

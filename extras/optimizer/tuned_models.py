@@ -46,7 +46,7 @@ class TunedModels(NamedTuple):
 
 
 def _stamps(checkpoint: str) -> Hashable:
-    """Of a checkpoint on its own; none of a hub id, whose files nobody changes."""
+    """The stamps of a checkpoint on its own; none of a hub id, whose files nobody changes."""
     path = Path(checkpoint)
     return tuple(file_stamps(path, path.parent)) if path.exists() else checkpoint
 

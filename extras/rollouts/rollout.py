@@ -28,7 +28,7 @@ _EARLY = 0.01
 Journal of Radiology 44, 1971). There are few: each is at twice as many requests as the one before."""
 
 _FIRST_LOOK = 1 / 6
-"""Of the requests that an interval needs."""
+"""The first look comes after this share of the requests that an interval needs."""
 
 
 class Decision(StrEnum):
@@ -140,8 +140,8 @@ class RolloutWatch:
 
     @property
     def _level(self) -> float:
-        """Of each of a guard's two tests in this interval. A step's first has four fifths of the step's share, and all
-        that repeat it have the rest."""
+        """The level of each of a guard's two tests in this interval. A step's first has four fifths of the step's
+        share, and all that repeat it have the rest."""
         tests = 2 * len(self.plan.steps) * max(len(self.guards), 1)
         part = 0.2 / (self.repeats * (self.repeats + 1)) if self.repeats else 0.8
         return part * _LEVEL / tests

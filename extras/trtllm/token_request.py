@@ -41,7 +41,7 @@ class TokenQuestion(NamedTuple):
 
     @property
     def requests(self) -> Sequence[GenerateRequest]:
-        """Those of all rows."""
+        """The requests of all rows."""
         return [request for row in self.rows for request in row]
 
 

@@ -34,7 +34,7 @@ _CHANGES = 3
 """How often a model may change while it is read."""
 
 _MAX_FILE_BYTES = 1 << 20
-"""Of a file beside the models."""
+"""The most bytes of a file beside the models."""
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _MAX_PART_BYTES = 255

@@ -102,7 +102,7 @@ def _is_prefix(prefix: str, location: BucketLocation) -> bool:
 
 
 def _of_environment(location: BucketLocation, environment: Mapping[str, str]) -> CloudCredentials:
-    """Of Triton's variables those whose names the libraries do not know."""
+    """Triton's variables whose names the libraries do not know."""
     if location.scheme != "as":
         return CloudCredentials()
     return CloudCredentials(
