@@ -247,6 +247,10 @@ class HttpOptions:
     allowed_hosts: _Texts = ()
     """Name under which requests without keys may change this server, or * for any, beside localhost, addresses and
     names within a network; may be given several times."""
+    trust_gateway_headers: _Texts = ()
+    """Headers of a gateway in front that are believed, over gRPC too: names apart by commas, or all."""
+    gateway_objectives: _Texts = ()
+    """Priority classes of a gateway's objectives, as NAME=CLASS, apart by commas; 0 is the most urgent one."""
     api_docs: Annotated[bool, Parameter(negative=())] = False
     """Serve a page about all endpoints at /docs, and their description (OpenAPI) at /openapi.json."""
 

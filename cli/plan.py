@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..api.api_keys import Keyring, load_keyring
+from ..api.gateway_headers import parse_gateway_headers
 from ..api.grpc.settings import GrpcCallPolicy, GrpcSettings, build_call_policy
 from ..api.header_rules import HeaderForwarding, read_restrictions
 from ..api.http.access import HttpRules, parse_allowed_origins
@@ -131,9 +132,11 @@ def endpoint_settings(options: ServeOptions) -> EndpointSettings:
     grpc = parse_grpc_settings(options.grpc)
     tls = parse_key_pair(options.server.http_server_cert, options.server.http_server_key, "--http-server")
     keys = load_keyring(options.keys.api_key, options.keys.api_key_file)
-    policy = build_call_policy(options.grpc.grpc_restricted_protocol, options.grpc.grpc_header_forward_pattern, keys)
+    gateway = parse_gateway_headers(options.http.trust_gateway_headers, options.http.gateway_objectives)
+    grpc_flags = options.grpc.grpc_restricted_protocol, options.grpc.grpc_header_forward_pattern
+    policy = build_call_policy(*grpc_flags, keys, gateway)
     clouds = parse_clouds(options.cloud, os.environ)
-    http = replace(parse_http_rules(options.http), lora_root=parse_lora_root(options.adapters))
+    http = replace(parse_http_rules(options.http), lora_root=parse_lora_root(options.adapters), gateway=gateway)
     return EndpointSettings(keys, http, grpc, policy, tls, clouds)
 
 

@@ -121,6 +121,21 @@ class ExecutionTimes(msgspec.Struct, frozen=True):
     spent: tuple[int, int, int]
 
 
+class GatewayHints(msgspec.Struct, frozen=True, array_like=True):
+    """What a gateway that is believed says of a request to a language model."""
+
+    priority: int | None = None
+    """Its class, in place of the request's own."""
+    target_ttft_ms: float = 0.0
+    """Milliseconds to the first token that are wanted, where the request says nothing; 0 is no target."""
+    target_itl_ms: float = 0.0
+    """Likewise between tokens."""
+    session: str = ""
+
+
+NO_HINTS = GatewayHints()
+
+
 @dataclass(slots=True, eq=False)
 class RequestContext:
     """One request from arrival to end; a context manager that closes itself, in one event loop. An exception in its
@@ -138,6 +153,7 @@ class RequestContext:
     tenant: str = ""
     tenant_weight: float = 1.0
     """The tenant's fair share beside other tenants."""
+    hints: GatewayHints = NO_HINTS
     model: str = ""
     """The name that was asked for."""
     version: str = ""
@@ -206,6 +222,7 @@ class RequestContext:
             self.client,
             self.tenant,
             self.tenant_weight,
+            self.hints,
             trace_id=self.trace_id,
             all_sequences=self.all_sequences,
             depth=self.depth + 1,
@@ -221,6 +238,7 @@ class RequestContext:
         child.client = self.client
         child.tenant = self.tenant
         child.tenant_weight = self.tenant_weight
+        child.hints = self.hints
         child.trace_id = self.trace_id
         child.all_sequences = self.all_sequences
         child.depth = self.depth + 1

@@ -12,7 +12,7 @@ import msgspec
 
 from ..core.errors import SentError
 from ..core.request import FinishReason, GenerateChunk, GenerateRequest, ParameterValue
-from ..core.request_context import RequestContext, RequestEnd, SequenceRecord
+from ..core.request_context import NO_HINTS, GatewayHints, RequestContext, RequestEnd, SequenceRecord
 from ..core.sampling import SamplingParams
 from ..engine.core.messages import decode_tokens
 from .sequence_messages import AbortSequence, CancelRequests, SequenceSteps, SubmitSequence
@@ -39,6 +39,7 @@ class RequestOrigin(msgspec.Struct, array_like=True, frozen=True):
     client_id: str = ""
     headers: list[tuple[bytes, bytes]] = []
     client: str = ""
+    hints: GatewayHints = NO_HINTS
 
     @classmethod
     def of(cls, context: RequestContext, with_headers: bool) -> "RequestOrigin":
@@ -51,6 +52,7 @@ class RequestOrigin(msgspec.Struct, array_like=True, frozen=True):
             context.client_id,
             [(_bytes(name), _bytes(value)) for name, value in context.headers] if with_headers else [],
             context.client,
+            context.hints,
         )
 
     def note_in(self, context: RequestContext, logged: bool) -> None:
@@ -61,6 +63,7 @@ class RequestOrigin(msgspec.Struct, array_like=True, frozen=True):
         context.id = self.id
         context.client_id = self.client_id
         context.client = self.client
+        context.hints = self.hints
         context.logged = logged
 
 

@@ -32,6 +32,8 @@ class RequestLogFields(NamedTuple):
     request_id: str
     x_request_id: str
     """The header X-Request-Id, unless `request_id` ends with it."""
+    session: str
+    """The header X-Session-Id, where a gateway's is believed."""
     trace_id: str
     client: str
     door: str
@@ -118,6 +120,7 @@ def request_log_fields(context: RequestContext) -> RequestLogFields:
     return RequestLogFields(
         request_id=context.id[:_MAX_NAME_LENGTH],
         x_request_id=_x_request_id(context),
+        session=context.hints.session,
         trace_id=context.trace_id,
         client=context.client,
         door=context.endpoint,
@@ -151,6 +154,8 @@ def request_log_line(context: RequestContext) -> str:
         whole = f"client={_as_word(context.client)} {whole}"
     if context.trace_id:
         whole = f"trace_id={context.trace_id} {whole}"
+    if context.hints.session:
+        whole = f"session={_as_word(context.hints.session)} {whole}"
     if other := _x_request_id(context):
         whole = f"x_request_id={_as_word(other)} {whole}"
     return f"request_id={_as_word(context.id[:_MAX_NAME_LENGTH])} {whole}" if context.id else whole

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 from ...core.errors import Unavailable
-from ...core.request_context import RequestContext
+from ...core.request_context import NO_HINTS, GatewayHints, RequestContext
 from ..api_keys import ANONYMOUS, Keyring, Tenant
+from ..gateway_headers import GatewayHeaders
 from ..header_rules import HeaderForwarding, RequiredHeader, read_restrictions
 from ..size_limits import MAX_RESPONSE_BYTES
 from ..tls import TlsFiles
@@ -73,11 +74,13 @@ class Caller(NamedTuple):
     request_id: str = ""
     address: str = ""
     max_response_size: int = MAX_RESPONSE_BYTES
+    hints: GatewayHints = NO_HINTS
 
     def note_in(self, context: RequestContext) -> None:
-        """Note the tenant, the id and the address in the context of a request."""
+        """Note the tenant, the id, the address and what a gateway says in the context of a request."""
         context.tenant, context.tenant_weight = self.tenant
         context.client_id, context.client = self.request_id, self.address
+        context.hints = self.hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +92,22 @@ class GrpcCallPolicy:
     required_headers: Mapping[str, RequiredHeader] = field(default_factory=dict)
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
     max_response_size: int = MAX_RESPONSE_BYTES
+    gateway: GatewayHeaders = field(default_factory=GatewayHeaders)
 
     def identify_caller(self, rpc: str, metadata: Sequence[tuple[str, Any]], address: str = "") -> Caller:
-        """The client of an inference call; raises as `authorize`, and `InvalidArgument` as the forwarding does."""
+        """The client of an inference call. Raises as `authorize` does, and `InvalidArgument` for what the forwarding or
+        a gateway's headers do not take."""
         request_id = str(dict(metadata).get("x-request-id", ""))
-        if not (self.keys or self.required_headers or self.forwarding):
+        if not (self.keys or self.required_headers or self.forwarding or self.gateway):
             return Caller(request_id=request_id, address=address, max_response_size=self.max_response_size)
         texts = {name: value for name, value in metadata if isinstance(value, str)}
         tenant = self.authorize(rpc, texts)
-        return Caller(tenant, self.forwarding.select(texts.items()), request_id, address, self.max_response_size)
+        noted = RequestContext(rpc, tenant=tenant.name, tenant_weight=tenant.weight)
+        if self.gateway:
+            pairs = ((name, value) for name, value in metadata if isinstance(value, str))
+            self.gateway.note_in(noted, pairs, has_key=bool(self.keys))
+        parameters, size = self.forwarding.select(texts.items()), self.max_response_size
+        return Caller(Tenant(noted.tenant, noted.tenant_weight), parameters, request_id, address, size, noted.hints)
 
     def authorize(self, rpc: str, metadata: Mapping[str, str]) -> Tenant:
         """The tenant of a call. Raises `Unavailable` without the header that the RPC requires, `Unauthenticated`
@@ -108,9 +118,12 @@ class GrpcCallPolicy:
         return ANONYMOUS if rpc in UNAUTHENTICATED_RPCS else self.keys.authenticate(metadata.get("authorization"))
 
 
-def build_call_policy(restrictions: Sequence[str], forward_pattern: str, keys: Keyring) -> GrpcCallPolicy:
+def build_call_policy(
+    restrictions: Sequence[str], forward_pattern: str, keys: Keyring, gateway: GatewayHeaders | None = None
+) -> GrpcCallPolicy:
     """The policy that --grpc-restricted-protocol and --grpc-header-forward-pattern ask for. Raises `InvalidArgument`
     for a flag that means nothing."""
     required = read_restrictions(restrictions, "--grpc-restricted-protocol")
     by_rpc = {rpc: header for name, header in required.items() for rpc in _PROTOCOLS[name]}
-    return GrpcCallPolicy(keys, by_rpc, HeaderForwarding(forward_pattern, "--grpc-header-forward-pattern"))
+    forwarding = HeaderForwarding(forward_pattern, "--grpc-header-forward-pattern")
+    return GrpcCallPolicy(keys, by_rpc, forwarding, gateway=gateway or GatewayHeaders())

@@ -11,10 +11,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...core.errors import CharoniaError, InvalidArgument, Unauthenticated
 from ...core.extension_contracts import PathAccess
 from ..api_keys import Keyring, bearer, same_key
+from ..gateway_headers import GatewayHeaders
 from ..header_rules import HeaderForwarding, RequiredHeader, restricted_api_of
 from ..size_limits import BODY_TIMEOUT
 from .error_responses import anthropic_error_body, error_response, is_anthropic_path, json_response, v2_error_body
-from .request_context import record_error, record_tenant
+from .request_context import record_error, record_hints, record_tenant
 from .web_pages import WebPageRules
 
 _OPEN = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready", re.DOTALL)
@@ -42,6 +43,8 @@ class HttpRules:
     """Who may ask what extensions serve."""
     api_docs: bool = False
     """Whether there is a page about the endpoints, at `/docs`."""
+    gateway: GatewayHeaders = field(default_factory=GatewayHeaders)
+    """The headers of a gateway that are believed."""
 
     @property
     def web_pages(self) -> WebPageRules:
@@ -91,6 +94,7 @@ class AccessMiddleware:
         self._keys = keys or None
         self._required, self._api_of = rules.required_headers, rules.restricted_api_of
         self._pages, self._open = rules.web_pages, rules.open_paths
+        self._gateway = rules.gateway or None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
@@ -101,6 +105,8 @@ class AccessMiddleware:
                     self._pages.check(scope)
             elif not self._open.fullmatch(scope["path"]):
                 record_tenant(scope, self._keys.authenticate(_shown_key(scope)))
+            if self._gateway is not None:
+                record_hints(scope, self._gateway, has_key=self._keys is not None)
         except CharoniaError as error:
             record_error(scope, error)
             app = error_response(error, scope["path"])

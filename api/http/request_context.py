@@ -16,6 +16,7 @@ from ...core.gateway import ModelLookup
 from ...core.native_calls import CONTROL_FLOW
 from ...core.request_context import Headers, RequestContext
 from ..api_keys import ANONYMOUS, Tenant
+from ..gateway_headers import GatewayHeaders
 from .error_responses import error_response, is_anthropic_path, is_openai_path, unexpected_error
 from .request_cycle import add_response_header, flush_parts
 from .request_head import header_map
@@ -176,6 +177,15 @@ def record_tenant(scope: Scope, tenant: Tenant) -> None:
     if _CONTEXT in scope:
         context = context_of(scope)
         context.tenant, context.tenant_weight = tenant
+
+
+def record_hints(scope: Scope, gateway: GatewayHeaders, has_key: bool) -> None:
+    """Note what a gateway's headers say in the request's context, if it has one; raises as `GatewayHeaders.note_in`."""
+    if _CONTEXT in scope:
+        context = context_of(scope)
+        headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        gateway.note_in(context, headers, has_key)
+        scope[_TENANT] = Tenant(context.tenant, context.tenant_weight)
 
 
 def tenant_of(scope: Scope) -> Tenant:

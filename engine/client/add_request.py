@@ -53,7 +53,8 @@ def build_add_request(
         ContextLengthExceeded: prompt and new tokens are more than the model's length.
     """
     check_vocabulary(prompt, engine.vocab_size)
-    sampling = request.sampling
+    sampling, hints = request.sampling, context.hints
+    priority = request.priority if hints.priority is None else hints.priority
     tokens = np.array(prompt, np.int32)
     stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *defaults.eos)
     stops = tuple(token for token in sorted(set(stops)) if token < engine.vocab_size)
@@ -73,14 +74,14 @@ def build_add_request(
             prompt_logprobs=sampling.prompt_logprobs,
         ),
         stop_token_ids=frozenset(stops),
-        priority=_LEAST_URGENT if context.background else min(request.priority, _LEAST_URGENT),
+        priority=_LEAST_URGENT if context.background else min(priority, _LEAST_URGENT),
         tenant=_unicode(context.tenant, "tenant"),
         weight=context.tenant_weight,
         salt=_unicode(request.cache_salt, "cache_salt"),
         adapter=_unicode(adapter, "lora_name"),
         adapter_name=request.adapter,
-        target_ttft=_target(request.target_ttft_ms, context),
-        target_itl=_target(request.target_itl_ms, context),
+        target_ttft=_target(request.target_ttft_ms or hints.target_ttft_ms, context),
+        target_itl=_target(request.target_itl_ms or hints.target_itl_ms, context),
         drafts_wanted=None if request.drafts is None else request.drafts.most,
         prediction=np.array(prediction[: engine.max_model_len], np.int32) if prediction else None,
         snapshot_at=_message_ends(tokens, defaults.eos),

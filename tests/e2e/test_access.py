@@ -150,3 +150,34 @@ def test_a_timeout_is_a_finish_reason_or_triton_s_error(server: Any) -> None:
             assert "Request timeout expired" in client.post("/v1/completions", json=chat).json()["error"]["message"]
             *_, last = lines
         assert '"finish_reason":"timeout"' in last
+
+
+@pytest.mark.parametrize("frontends", [pytest.param("1", marks=pytest.mark.proof), "2"])
+def test_a_gateways_headers_are_believed_where_a_flag_says_so(serve: Any, tokenizer_only: Path, frontends: str) -> None:
+    flags = ["--trust-gateway-headers", "all", "--gateway-objectives", "batch=5", "--frontends", frontends]
+    headers = {
+        "x-request-id": "r-1",
+        "x-gateway-inference-fairness-id": "team-a",
+        "x-gateway-inference-objective": "batch",
+        "x-slo-ttft-ms": "900",
+        "x-slo-tpot-ms": "50",
+        "x-session-id": "s-1",
+    }
+    with serve(str(tokenizer_only), *FLAGS, *flags) as server:
+        url = f"{server.url}/v1/completions"
+        body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2}
+        answer = httpx.post(url, json=body, headers=headers, timeout=60)
+        assert (answer.status_code, answer.headers["x-request-id"]) == (200, "r-1")
+        server.until(lambda: 'tenant="team-a"' in httpx.get(server.metrics_url).text)
+        refusal = httpx.post(url, json=body, headers=headers | {"x-slo-ttft-ms": "soon"}, timeout=60)
+        assert refusal.status_code == 400
+        assert "x-slo-ttft-ms must be a number of milliseconds above 0" in refusal.json()["error"]["message"]
+        assert refusal.json()["error"]["param"] == "x-slo-ttft-ms"
+        v2 = httpx.post(f"{server.url}/v2/models/m/generate", json=BODY, headers={"x-gateway-inference-objective": "x"})
+        assert (v2.status_code, v2.json()["error"]) == (
+            400,
+            "x-gateway-inference-objective: unknown objective 'x'; known are batch",
+        )
+        assert server.stop() == 0
+        [line] = [line for line in server.said.splitlines() if "session=s-1" in line and "outcome=length" in line]
+        assert "tenant=team-a" in line

@@ -6,7 +6,7 @@ from copy import copy
 import pytest
 
 from charonia.core.errors import NotFound
-from charonia.core.request_context import RequestContext
+from charonia.core.request_context import GatewayHints, RequestContext
 from charonia.telemetry.request_log import (
     RequestLogFields,
     RequestLogRecord,
@@ -91,6 +91,13 @@ def test_a_clients_own_id_is_told_unless_ours_has_it() -> None:
     assert "x_request_id" not in str(request_log_fields(context))
     context.id = "7"
     assert str(request_log_fields(context)).startswith("request_id=7 x_request_id=ab ")
+
+
+def test_a_session_that_a_gateway_names_is_told() -> None:
+    context = refused("m")
+    context.id, context.client_id, context.hints = "7", "ab", GatewayHints(session="s 1")
+    assert str(request_log_fields(context)).startswith('request_id=7 x_request_id=ab session="s 1" ')
+    assert request_log_line(context) == str(request_log_fields(context))
 
 
 def test_a_record_has_all_attributes_for_handlers_that_ask() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from charonia.core.errors import ContextLengthExceeded, InvalidArgument
 from charonia.core.request import ChatMessage, Conversation, GenerateRequest, Prompt
-from charonia.core.request_context import RequestContext
+from charonia.core.request_context import GatewayHints, RequestContext
 from charonia.core.sampling import SamplingParams
 from charonia.engine.client.add_request import build_add_request, prompt_tokens_to_keep
 from charonia.engine.core.messages import AddRequest, CoreReady, decode_tokens, encode_tokens
@@ -149,3 +149,12 @@ def test_stop_tokens_join_eos_unless_it_is_ignored() -> None:
     model = GenerationDefaults((1, 2))
     assert add(model, stop_token_ids=(9, 2, 100)).stop_token_ids == {1, 2, 9}
     assert add(model, stop_token_ids=(9,), ignore_eos=True).stop_token_ids == {9}
+
+
+def test_a_gateways_hints_stand_in_for_what_a_request_does_not_say() -> None:
+    hints = GatewayHints(priority=5, target_ttft_ms=800.0, target_itl_ms=40.0)
+    request = GenerateRequest(id="", prompt="", sampling=SamplingParams(), priority=1, target_ttft_ms=100.0)
+    spec = build_add_request(request, RequestContext("test", hints=hints), [1], MODEL, READY).spec
+    assert (spec.priority, spec.target_ttft, spec.target_itl) == (5, 0.1, 0.04)
+    spec = build_add_request(request, RequestContext("test"), [1], MODEL, READY).spec
+    assert (spec.priority, spec.target_ttft, spec.target_itl) == (1, 0.1, None)
