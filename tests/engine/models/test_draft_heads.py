@@ -205,6 +205,9 @@ class PublishedMtpLayer(ABC):
         config: Any = AutoConfig.from_pretrained(target)
         written = json.loads((target / "config.json").read_text())
         join, of_tokens, of_states, block, last = (name.format(layers=config.num_hidden_layers) for name in self.names)
+        for name in ("layer_types", "indexer_types"):
+            if getattr(config, name, None):
+                setattr(config, name, getattr(config, name)[:1])
         for name, value in self.sizes.items():
             setattr(config, name, value)
         torch.manual_seed(4)
