@@ -1,6 +1,7 @@
 """Tiny models in GGUF, written by the public gguf package from checkpoints, as llama.cpp's converter would."""
 
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from tests import gguf_converters
+
 ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
@@ -20,6 +23,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "glm4_moe": "glm4moe",
     "minimax_m2": "minimax-m2",
+    "olmo3": "olmo2",
 }
 """model_type in config.json -> llama.cpp's architecture, where that has another name."""
 
@@ -89,9 +93,10 @@ EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gat
 def write_gguf(checkpoint: Path, target: Path, kind: str = "F32", extra: Mapping[str, Any] | None = None) -> Path:
     """Write the model in `checkpoint` with its matrices of that type; `extra`: more metadata, such as a tokenizer."""
     config = AutoConfig.from_pretrained(checkpoint)
-    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    changed = gguf_converters.architecture_of(config)
+    architecture = changed or ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(target, architecture)
-    describe(writer, config, architecture)
+    (gguf_converters if changed else sys.modules[__name__]).describe(writer, config, architecture)
     if architecture == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if architecture == "qwen35":
@@ -100,13 +105,22 @@ def write_gguf(checkpoint: Path, target: Path, kind: str = "F32", extra: Mapping
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-    for key, value in (extra or {}).items():
+    extra = dict(extra or {})
+    halved = not extra.pop("keep_kv_b", False)
+    for key, value in extra.items():
         write_value(writer, key, value)
     files = [load_file(file) for file in checkpoint.glob("*.safetensors")]
     weights = {name: value.float() for file in files for name, value in file.items()}
-    weights = {name: value.squeeze(1) if value.ndim == 3 else value for name, value in weights.items()}
-    for name, values in stored_tensors(weights, config, architecture):
-        own = stored_type(name, values, kind)
+    if not changed:
+        weights = {name: value.squeeze(1) if value.ndim == 3 else value for name, value in weights.items()}
+    tensors = stored_tensors(weights, config, architecture)
+    if changed:
+        tensors = gguf_converters.stored_tensors(weights, config, architecture, halved)
+    for name, values in tensors:
+        if kind.startswith(FLOAT4):
+            values, own = float4_experts(name, values, kind)
+        else:
+            own = stored_type(name, values, kind)
         writer.add_tensor(name, encoded(values, own), raw_dtype=own)
     for name, factors in rope_tensors(config).items():
         writer.add_tensor(name, np.array(factors, np.float32))
@@ -126,12 +140,40 @@ def rounded_checkpoint(checkpoint: Path, target: Path, kind: str) -> Path:
     return target
 
 
+PLAIN_PARTS = "_inp", "conv.conv", "conv1d", "norm", "_bias", "exp_probs"
+PLAIN_ENDINGS = (
+    ".mlp.gate.weight",
+    "block_sparse_moe.gate.weight",
+    "mixer.gate.weight",
+    "feed_forward.gate.weight",
+    "shared_expert_gate.weight",
+    "router.layer.weight",
+    "router.weight",
+    ".bias",
+    "ssm_a",
+    "ssm_d",
+)
+"""Of names here and there."""
+
+
+FLOAT4 = "MXFP4"
+
+
+def float4_experts(name: str, values: Any, kind: str) -> tuple[Any, gguf.GGMLQuantizationType]:
+    """Experts' matrices as gpt-oss has them, and of kind "MXFP4 as floats" the same numbers as floats."""
+    types = gguf.GGMLQuantizationType
+    if not name.endswith("_exps.weight"):
+        return values, types.F32
+    if kind == FLOAT4:
+        return values, types.MXFP4
+    return gguf.quants.dequantize(gguf.quants.quantize(values, types.MXFP4), types.MXFP4), types.F32
+
+
 def stored_type(name: str, values: Any, kind: str) -> gguf.GGMLQuantizationType:
     """Vectors and routers stay as they are; in Q4_K_M values and the way down are Q6_K."""
     if kind == "Q4_K_M":
         kind = "Q6_K" if any(part in name for part in ("attn_v", "v_proj", "ffn_down", "down_proj")) else "Q4_K"
-    plain = values.ndim == 1 or "_inp" in name or any(part in name for part in ("conv.conv", "conv1d"))
-    plain = plain or name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight"))
+    plain = values.ndim == 1 or any(part in name for part in PLAIN_PARTS) or name.endswith(PLAIN_ENDINGS)
     return gguf.GGMLQuantizationType["F32" if plain else kind]
 
 
@@ -196,6 +238,8 @@ def describe(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_value_length(head_dim)
     if getattr(config, "sliding_window", None) and architecture not in ("llama", "qwen2"):
         writer.add_sliding_window(config.sliding_window)
+    if getattr(config, "sliding_window", None) and architecture in ("olmo2", "exaone4"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -230,7 +274,7 @@ def describe(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
 
 
 def rope_tensors(config: Any) -> dict[str, Any]:
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{each}.weight": rope[f"{each}_factor"] for each in ("long", "short")}
     if rope.get("rope_type") != "llama3":

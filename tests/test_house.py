@@ -106,7 +106,7 @@ BUDGETS = {
     "tokenization": 3_620,
     "media": 900,
     "scheduler": 2_170,
-    "engine": 23_075,
+    "engine": 23_500,
     "classic_backends": 8_380,
     "ensembles": 1_200,
     "routing": 250,

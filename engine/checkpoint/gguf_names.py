@@ -1,7 +1,7 @@
 """What GGUF files call a checkpoint's tensors, by architecture. Knows no tensors and no files."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 
 _OUTER = {
@@ -9,6 +9,7 @@ _OUTER = {
     "model.norm": "output_norm",
     "lm_head": "output",
     "model.embedding_norm": "token_embd_norm",
+    "model.final_layernorm": "output_norm",
 }
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -28,6 +29,15 @@ _LAYER = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
 }
 _LFM2 = {
     "operator_norm": "attn_norm",
@@ -41,6 +51,7 @@ _LFM2 = {
     "feed_forward.w1": "ffn_gate",
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
 }
 _QWEN35 = {
     "post_attention_layernorm": "post_attention_norm",
@@ -51,12 +62,57 @@ _QWEN35 = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_SCAN = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
+_MIXER = {
+    "norm": "attn_norm",
+    **{f"mixer.{part}": own for part, own in _SCAN.items()},
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+}
+"""Of Mamba's own line and Nemotron."""
+_MAMBA = {f"mamba.{part}": own for part, own in _SCAN.items()}
+_GRANITE = _MAMBA | {
+    "post_attention_layernorm": "ffn_norm",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+}
+_GRANITE_MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "output_linear": "ffn_down"}
+"""Of its shared MLP, which has the names of one where there are no experts beside it."""
+_FALCON = _MAMBA | {
+    "pre_ff_layernorm": "ffn_norm",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
 }
 _BARE = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "self_attn.sinks": "attn_sinks.weight",
+    **{
+        f"{mixer}.{part}": own
+        for mixer in ("mamba", "mixer")
+        for part, own in (("A_log", "ssm_a"), ("dt_bias", "ssm_dt.bias"), ("D", "ssm_d"))
+    },
 }
 """Tensors of a layer that are not a module's weight or bias, there or here."""
 
@@ -79,18 +135,29 @@ _EXPERT = {
     "w1": "ffn_gate_exps",
     "w3": "ffn_up_exps",
     "w2": "ffn_down_exps",
+    "output_linear": "ffn_down_exps",
+    "gate_up_proj": "ffn_gate_up_exps",
 }
 
 _OF_ARCHITECTURE = {
-    "lfm2": _LFM2,
-    "qwen35": _QWEN35,
+    **dict.fromkeys(("lfm2", "lfm2moe"), _LFM2),
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _QWEN35),
+    **dict.fromkeys(("mamba2", "nemotron_h", "nemotron_h_moe"), _MIXER),
+    "granitehybrid": _GRANITE,
+    "falcon-h1": _FALCON,
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     **dict.fromkeys(("olmo2", "exaone4", "seed_oss", "glm4moe"), _NORMS_BEHIND),
 }
 """What an architecture's layers have beside `_LAYER`, by general.architecture."""
 
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(\d+)\.(\w+)")
 _ROTATED = ("attn_q", "attn_k")
+_PERMUTED = frozenset({"llama", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe"})
+"""Architectures whose converter permutes the rows of queries and keys."""
+
+_OFFSET = frozenset({"gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next"})
+"""Those whose converter adds one to the weights of norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +176,20 @@ class StoredName:
 class GgufNames:
     """The names of one architecture."""
 
-    def __init__(self, architecture: str) -> None:
-        """`architecture`: general.architecture of the file."""
+    def __init__(self, architecture: str, tensors: Container[str]) -> None:
+        """`architecture`: general.architecture of the file; `tensors`: the names of those in it."""
         gemma = architecture.startswith("gemma")
-        self._layer: Mapping[str, str] = _LAYER | _OF_ARCHITECTURE.get(
+        self._layer: dict[str, str] = _LAYER | _OF_ARCHITECTURE.get(
             architecture, _GEMMA_NORMS if gemma else _LLAMA_NORMS
         )
-        self._permuted = architecture in ("llama", "smollm3")
-        self._plus_one = gemma or architecture == "qwen35"
+        if architecture == "granitehybrid":
+            suffix = "_shexp" if "blk.0.ffn_gate_shexp.weight" in tensors else ""
+            self._layer |= {f"shared_mlp.{part}": f"{own}{suffix}" for part, own in _GRANITE_MLP.items()}
+        self._bare = _BARE
+        if "blk.0.ffn_norm" in tensors:  # as the converter calls it in Falcon-H1
+            self._bare = _BARE | {"pre_ff_layernorm.weight": "ffn_norm"}
+        self._permuted = architecture in _PERMUTED
+        self._plus_one = architecture in _OFFSET
 
     def stored(self, name: str) -> StoredName | None:
         """The place of the tensor that a checkpoint calls `name`; None if it has none."""
@@ -126,7 +199,7 @@ class GgufNames:
             outer = _OUTER.get(module)
             plus_one = self._plus_one and module.endswith("norm")
             return None if outer is None else StoredName(f"{outer}.{kind}", plus_one=plus_one)
-        if bare := _BARE.get(f"{layer[2]}.{kind}"):
+        if bare := self._bare.get(f"{layer[2]}.{kind}"):
             return StoredName(f"blk.{layer[1]}.{bare}")
         if (expert := _EXPERT_NAME.fullmatch(layer[2])) and expert[2] in _EXPERT:
             return StoredName(f"blk.{layer[1]}.{_EXPERT[expert[2]]}.{kind}", int(expert[1]))

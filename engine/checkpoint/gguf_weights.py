@@ -6,6 +6,7 @@ experts of a layer are one tensor."""
 
 import mmap
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,9 @@ from ...core.regular_files import open_regular
 from ...tokenization.gguf_file import GgufFile, GgufTensor
 from ..cpu import library
 from ..cpu.matmul import GroupedRows
-from .code_forms import CodeForm, StoredForm, Zeros, dequantise_codes
+from .code_forms import FLOAT4_CODES, CodeForm, StoredForm, Zeros, dequantise_codes
 from .gguf_config import ROPE_TENSORS
+from .gguf_fields import drafting_blocks
 from .gguf_names import GgufNames, StoredName
 from .model_spec import CheckpointError
 from .recurrence import DeltaNetSpec, RecurrenceSpec
@@ -27,7 +29,7 @@ from .weights import TensorSlice
 def decode_rows(kind: str, rows: Tensor) -> GroupedRows:
     """The codes of `rows` uint8 [n, bytes], whole blocks of a type in BLOCKS, in that type's form."""
     block = BLOCKS[kind]
-    if rows.device.type != "cpu" or library.level() is None:
+    if rows.device.type != "cpu" or library.level() is None or block.form.float4:
         return block.decode(_split(rows, -1, block.bytes))
     rows = rows.contiguous()
     numbers = rows.shape[1] // block.bytes * block.numbers
@@ -125,6 +127,14 @@ def _q6_k(blocks: Tensor) -> GroupedRows:
     return GroupedRows(codes, scales.flatten(1))
 
 
+def _mxfp4(blocks: Tensor) -> GroupedRows:
+    exponents = blocks[..., 0].to(torch.int32)
+    if bool((exponents == 255).any()):
+        raise CheckpointError("a scale of MXFP4 is no number")
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents - 128)
+    return GroupedRows(FLOAT4_CODES[_halves(blocks[..., 1:]).int()].flatten(1), scales)
+
+
 class BlockType(NamedTuple):
     """A type of blocks: its bytes, and the form of its codes, which `decode` makes where C does not."""
 
@@ -146,9 +156,10 @@ BLOCKS: Mapping[str, BlockType] = {
     "Q4_K": BlockType(_q4_k, 144, CodeForm(4, 32, Zeros.OFFSETS, exact=False)),
     "Q5_K": BlockType(_q5_k, 176, CodeForm(8, 32, Zeros.OFFSETS, exact=False)),
     "Q6_K": BlockType(_q6_k, 210, CodeForm(8, 16, exact=False)),
+    "MXFP4": BlockType(_mxfp4, 17, CodeForm(8, 32, float4=True)),
 }
-"""By ggml's names, in the order of gguf_blocks.c. Codes of five and six bits become eight. In the last three types a
-scale is a product of two numbers, longer than eleven bits."""
+"""By ggml's names, in the order of gguf_blocks.c, which lacks the last. Codes of five and six bits become eight. In the
+last three types before it a scale is a product of two numbers, longer than eleven bits."""
 
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -183,16 +194,18 @@ class GgufWeights:
     def __init__(self, file: GgufFile, head_dim: int, recurrence: RecurrenceSpec | None = None) -> None:
         """`recurrence`: what the layers are like that keep a state, if some do."""
         self._file, self._head_dim = file, head_dim
+        architecture = file.text("general.architecture")
         self._tiles: TiledHeads | None = None
-        if isinstance(recurrence, DeltaNetSpec) and recurrence.value_heads != recurrence.key_heads:
+        tiled = isinstance(recurrence, DeltaNetSpec) and recurrence.value_heads != recurrence.key_heads
+        if tiled and architecture != "qwen3next":
             self._tiles = TiledHeads(recurrence)
-        self._names = GgufNames(file.text("general.architecture"))
+        self._names = GgufNames(architecture, file.tensors)
         self._mapped = {path: _mapped(path) for path in file.files}
-        self._unread = set(file.tensors) - set(ROPE_TENSORS)
+        drafting = tuple(f"blk.{layer}." for layer in drafting_blocks(file))
+        self._unread = {name for name in file.tensors if not name.startswith(drafting)} - set(ROPE_TENSORS)
 
     def __contains__(self, name: str) -> bool:
-        stored = self._names.stored(name)
-        return stored is not None and stored.name in self._file.tensors
+        return self._stored_in(name) is not None
 
     @property
     def files(self) -> list[Path]:
@@ -212,6 +225,8 @@ class GgufWeights:
         return " and ".join(sorted(kinds)) or None
 
     def form(self, piece: TensorSlice) -> StoredForm:
+        if (halves := self._halves_of_latents(piece)) is not None:
+            return self.form(halves[1])._replace(codes=None, plain=False)
         tensor = self._find(piece)[1]
         kind = tensor.type
         block = BLOCKS.get(kind.name)
@@ -230,10 +245,12 @@ class GgufWeights:
         return GroupedRows(codes.weights[:, of_codes], codes.scales[:, of_groups], None, offsets)
 
     def read(self, piece: TensorSlice) -> Tensor:
+        if (halves := self._halves_of_latents(piece)) is not None:
+            return self._join_halves(piece, *halves)
         place, tensor = self._find(piece)
         rows, block = self._rows(piece, place, tensor), BLOCKS.get(tensor.type.name)
         if block is not None:
-            numbers = dequantise_codes(decode_rows(tensor.type.name, rows), block.form)
+            numbers = dequantise_codes(decode_rows(tensor.type.name, rows.flatten(0, -2)), block.form)
         else:
             numbers = rows.view(_PLAIN[tensor.type.name])
         if place.plus_one:
@@ -244,7 +261,37 @@ class GgufWeights:
             numbers = numbers[:, tiles.places(0, numbers.shape[1])]
         if len(piece.shape) == 1:
             return numbers.flatten()
-        return numbers[:, piece.columns] if len(piece.shape) == 2 else numbers.view(len(numbers), *piece.shape[1:])
+        return numbers[:, piece.columns] if len(piece.shape) == 2 else numbers.view(-1, *piece.shape[1:])
+
+    def _halves_of_latents(self, piece: TensorSlice) -> tuple[TensorSlice, TensorSlice] | None:
+        """The matrices [heads, latent, keys] and [heads, values, latent] that newer files have in place of the one that
+        makes keys and values of latents; None: it is another matrix, or stored as that one."""
+        if not piece.name.endswith(".kv_b_proj.weight") or piece.name in self:
+            return None
+        names = [piece.name.replace(".kv_b_proj.", f".{part}_b_proj.") for part in "kv"]
+        shapes = [self._file.tensors[stored.name].shape for name in names if (stored := self._stored_in(name))]
+        if len(shapes) < 2 or any(len(shape) != 3 for shape in shapes):
+            return None
+        keys, values = shapes
+        if (keys[0] * (keys[2] + values[1]), keys[1]) != piece.shape or (values[0], values[2]) != keys[:2]:
+            meant = f"its metadata means {list(piece.shape)}"
+            raise CheckpointError(f"{self._file.path}: {names[0]} and its like have {keys} and {values}, but {meant}")
+        key_slice, value_slice = (TensorSlice(name, shape) for name, shape in zip(names, shapes, strict=True))
+        return key_slice, value_slice
+
+    def _join_halves(self, piece: TensorSlice, keys: TensorSlice, values: TensorSlice) -> Tensor:
+        made = keys.shape[2] + values.shape[1]
+        rows = piece.row_range
+        heads = slice(rows.start // made, -(-rows.stop // made))
+        by_head = self.read(keys._replace(rows=heads)).float().transpose(1, 2), self.read(values._replace(rows=heads))
+        joined = torch.cat((by_head[0], by_head[1].float()), 1).flatten(0, 1)
+        first = heads.start * made
+        return joined[rows.start - first : rows.stop - first, piece.columns]
+
+    def _stored_in(self, name: str) -> StoredName | None:
+        """The place of a tensor that the file has."""
+        stored = self._names.stored(name)
+        return stored if stored is not None and stored.name in self._file.tensors else None
 
     def _find(self, piece: TensorSlice) -> tuple[StoredName, GgufTensor]:
         place = self._names.stored(piece.name)
@@ -255,10 +302,11 @@ class GgufWeights:
         shape = tensor.shape
         if place.expert is not None and len(shape) == len(piece.shape) + 1 and place.expert < shape[0]:
             shape = shape[1:]
-        if shape != _without_ones(piece.shape):
+        vector = len(piece.shape) == 1 and prod(shape) == piece.shape[0]  # some are kept group by group
+        if not vector and _without_ones(shape) != _without_ones(piece.shape):
             meant = f"its metadata means {list(piece.shape)}"
             raise CheckpointError(f"{tensor.file}: tensor {tensor.name} has shape {list(shape)}, but {meant}")
-        if len(shape) == 1 and tensor.type.name not in _PLAIN:
+        if len(piece.shape) == 1 and tensor.type.name not in _PLAIN:
             raise CheckpointError(
                 f"{tensor.file}: tensor {tensor.name} is a vector in blocks, of type {tensor.type.name}"
             )
@@ -271,8 +319,8 @@ class GgufWeights:
     def _rows(self, piece: TensorSlice, place: StoredName, tensor: GgufTensor) -> Tensor:
         """The bytes of the piece's rows, uint8 [rows, bytes of a row]; numbers of a vector are rows, too."""
         data = self._mapped[tensor.file][tensor.offset : tensor.offset + tensor.bytes]
-        sizes = tensor.shape if len(piece.shape) == 1 else tensor.shape[:-1]
-        table = data.view(*sizes, -1) if place.expert is None else data.view(*sizes, -1)[place.expert]
+        sizes = piece.shape[: max(len(piece.shape) - 1, 1)]
+        table = data.view(*sizes, -1) if place.expert is None else data.view(tensor.shape[0], *sizes, -1)[place.expert]
         if self._tiles is not None and (own := _own_name(tensor)) in _TILED_ROWS:
             first = self._tiles.keyed if own in _MIXED else 0
             return table[self._tiles.places(first, len(table))[piece.rows]]
@@ -290,8 +338,8 @@ def _own_name(tensor: GgufTensor) -> str:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape [channels, 1, kernel] of a convolution's weights as that of a matrix."""
-    return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
+    """As a convolution's weights [channels, 1, kernel] are a matrix, and a matrix of one output a vector."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _mapped(path: Path) -> Tensor:

@@ -20,8 +20,7 @@ from .step_context import StepContext
 class GatedDeltaNet:
     """x [N, hidden] -> [N, hidden], layer `index` of the model."""
 
-    def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, name: str, grouped: bool = False) -> None:
-        """`grouped`: as `_grouped_projections` has it."""
+    def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, name: str) -> None:
         net = spec.recurrence
         assert isinstance(net, DeltaNetSpec), "config.json was read for such layers"
         number = spec.state_index(index, loader.stage.layers(spec.layers).start)
@@ -31,7 +30,12 @@ class GatedDeltaNet:
         value_heads = rank_slice(net.value_heads, loader.group)
         keys = slice(heads.start * net.key_dim, heads.stop * net.key_dim)
         values = slice(value_heads.start * net.value_dim, value_heads.stop * net.value_dim)
-        inputs, gates = (_grouped_projections if grouped else _projections)(name, net, heads)
+        inputs, gates = _projections(name, net, heads)
+        grouped_inputs, grouped_gates = _grouped_projections(name, net, heads)
+        if loader.has(f"{name}.in_proj_qkvz.weight"):
+            inputs = grouped_inputs
+        if loader.has(f"{name}.in_proj_ba.weight"):
+            gates = grouped_gates
         self._input = column_linear(loader, inputs, hidden, bias=False)
         # Few numbers, and the decays are exponents of theirs: not quantised.
         self._gates = build_matmul(loader, column_slices(gates, hidden), use=SMALL_LAYER)

@@ -36,6 +36,8 @@ def build_feed_forward(spec: ModelSpec, loader: WeightLoader, index: int) -> Fee
         fused="input_linear",
         down="output_linear",
     )
+    if loader.has(f"{shared.name}.gate_proj.weight"):  # as GGUF has them
+        shared = shared._replace(fused=None)
     if spec.experts is None:
         return GatedMLP(loader, shared)
     expert = shared._replace(name=f"{name}.block_sparse_moe", intermediate=spec.experts.intermediate_size)

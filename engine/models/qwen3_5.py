@@ -17,17 +17,9 @@ from .pre_norm_layer import Mixer, PreNormLayer
 
 
 def build_qwen3_5(spec: ModelSpec, loader: WeightLoader) -> Decoder:
-    return _build(spec, loader, grouped=False)
-
-
-def build_qwen3_next(spec: ModelSpec, loader: WeightLoader) -> Decoder:
-    """Qwen 3-Next, which came before: its matrices are stored in another order."""
-    return _build(spec, loader, grouped=True)
-
-
-def _build(spec: ModelSpec, loader: WeightLoader, grouped: bool) -> Decoder:
+    """And Qwen 3-Next, which came before: its matrices are stored in another order."""
     rotary = shared_rotary(spec.rope, spec, loader)
-    layers = [build_qwen3_5_layer(spec, loader, index, rotary, grouped) for index in loader.stage.layers(spec.layers)]
+    layers = [build_qwen3_5_layer(spec, loader, index, rotary) for index in loader.stage.layers(spec.layers)]
     return NativeDecoder(build_ends(spec, loader, offset_rms_norm), layers)
 
 
@@ -44,16 +36,13 @@ def build_feed_forward(spec: ModelSpec, loader: WeightLoader, index: int) -> Fee
     return SharedExpert(loader, experts, shared, gate=f"{dense.name}.shared_expert_gate")
 
 
-def build_qwen3_5_layer(
-    spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary, grouped: bool = False
-) -> PreNormLayer:
-    """`grouped`: see `GatedDeltaNet`."""
+def build_qwen3_5_layer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotary) -> PreNormLayer:
     name = f"model.layers.{index}"
     hidden = spec.hidden_size
     before_mixer = offset_rms_norm(loader.vector(f"{name}.input_layernorm.weight", hidden), spec.norm_eps)
     mixer: Mixer
     if spec.attention[index] is None:
-        mixer = GatedDeltaNet(loader, spec, index, f"{name}.linear_attn", grouped)
+        mixer = GatedDeltaNet(loader, spec, index, f"{name}.linear_attn")
     else:
         bias = spec.attention_bias
         projections = AttentionProjections(qkv_bias=bias, out_bias=bias, norm=offset_rms_norm, gated=True)

@@ -46,7 +46,7 @@ from .minimax_m2 import build_minimax_m2
 from .mtp import MTP_PREFIX
 from .nemotron_h import build_nemotron_h
 from .olmo import build_exaone4, build_olmo
-from .qwen3_5 import build_qwen3_5, build_qwen3_next
+from .qwen3_5 import build_qwen3_5
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Phi3ForCausalLM": build_phi3,
     "Qwen2ForCausalLM": build_qwen2,
     "Qwen3ForCausalLM": build_qwen3,
-    "Qwen3NextForCausalLM": build_qwen3_next,
+    "Qwen3NextForCausalLM": build_qwen3_5,
     "Qwen3_5ForCausalLM": build_qwen3_5,
     "Qwen3_5MoeForCausalLM": build_qwen3_5,
     "Qwen3MoeForCausalLM": build_qwen3_moe,

@@ -56,7 +56,9 @@ def test_blocks_are_decoded_to_the_last_bit(kind: str) -> None:
     size = gguf.GGML_QUANT_SIZES[numbers][1]
     drawn = np.random.default_rng(0)
     blocks = drawn.integers(0, 256, (5, 3, size), np.uint8)
-    for at in (208,) if kind == "Q6_K" else (0, 2):
+    if kind == "MXFP4":
+        blocks[..., 0] = drawn.integers(110, 140, (5, 3))
+    for at in (208,) if kind == "Q6_K" else (0, 2) if kind != "MXFP4" else ():
         if at == 0 or kind[3] == "1" or kind.endswith("K"):
             blocks[..., at : at + 2] = drawn.normal(size=(5, 3, 1)).astype(np.float16).view(np.uint8)
     rows = blocks.reshape(5, -1)
@@ -111,6 +113,33 @@ def test_every_tensor_is_the_checkpoint_s_whole_and_in_part(
     assert "model.layers.0.mlp.nonsense.weight" not in weights
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_matrices_that_make_heads_of_latents_are_read_whole_and_in_part(
+    older: bool, written: Callable[..., Path], checkpoint: Callable[..., Path], writing: ModuleType
+) -> None:
+    """Newer files have its halves by themselves, one of them transposed."""
+    extra = {"keep_kv_b": True} if older else None
+    opened = open_checkpoint(written("deepseek-v3", extra=extra))
+    assert opened.gguf is not None
+    assert ("blk.0.attn_kv_b.weight" in opened.gguf.tensors) is older
+    weights = GgufWeights(opened.gguf, opened.spec.head_dim)
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    right = torch.from_numpy(saved_tensors(checkpoint("deepseek-v3"))[name])
+    whole = TensorSlice(name, tuple(right.shape))
+    assert torch.equal(weights.read(whole), right)
+    assert torch.equal(weights.read(whole._replace(rows=slice(50, 140), columns=slice(3, 9))), right[50:140, 3:9])
+    assert weights.form(whole).codes is None
+    with pytest.raises(CheckpointError, match=r"kv_b|k_b_proj"):
+        weights.read(TensorSlice(name, (right.shape[0] + 4, right.shape[1])))
+
+
+def test_blocks_that_draft_are_left_out(written: Callable[..., Path]) -> None:
+    opened = open_checkpoint(written("glm4-moe"))
+    assert opened.gguf is not None
+    assert any("nextn" in name for name in opened.gguf.tensors)
+    assert not any("nextn" in name for name in GgufWeights(opened.gguf, opened.spec.head_dim).unread)
+
+
 def saved_tensors(directory: Path) -> dict[str, Any]:
     return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
 
@@ -130,7 +159,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(written: Callable
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported: llama, lfm2"),
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported: llama, qwen2"),
         ({"llama.attention.value_length": 8}, "keys and values have different lengths"),
         ({"llama.rope.dimension_count": 10}, "partial_rotary_factor 0.625 of heads of 16 is not supported"),
         ({"llama.attention.causal": False}, "llama.attention.causal False is not supported"),

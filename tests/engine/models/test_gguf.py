@@ -27,6 +27,7 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
+from tests.checkpoints import YARN_ROPE
 
 from .transformers_choices import chosen_after
 
@@ -35,6 +36,13 @@ LENGTHS = (1, 23, 90)
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
 """Rows of whole blocks of 256."""
+MIXED = {
+    "linear_value_head_dim": 32,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+GRANITE = {"intermediate_size": 64, "shared_intermediate_size": 64, "position_embedding_type": None}
+LFM2 = {"moe_intermediate_size": 64, "routed_scaling_factor": 1.0, "conv_bias": False, "tie_word_embeddings": True}
 GEMMA2 = {"query_pre_attn_scalar": 32}
 GEMMA3 = GEMMA2 | {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
 
@@ -65,6 +73,22 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma3", "Q4_0", GEMMA3),
     ("qwen3.5", "Q8_0", {"linear_value_head_dim": 32}),
     ("lfm2", "Q8_0", {"block_auto_adjust_ff_dim": False, "conv_bias": False}),
+    ("granite-hybrid", "F32", {}),
+    ("granite-hybrid-moe", "Q8_0", GRANITE),
+    ("falcon-h1", "F32", {}),
+    ("nemotron-h", "F32", {}),
+    ("nemotron-3", "Q8_0", {"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64}),
+    ("mamba2", "Q8_0", {}),
+    ("lfm2-moe", "Q8_0", LFM2),
+    ("qwen3.5-moe", "Q8_0", MIXED | {"linear_num_value_heads": 4}),
+    ("qwen3-next", "Q8_0", MIXED | {"mlp_only_layers": []}),
+    ("deepseek-v3", "F32", {"rope_parameters": YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}}),
+    ("deepseek-v2-lite", "F32", {"rope_parameters": YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}}),
+    ("glm4-lite", "F32", {}),
+    ("gpt-oss", "F32", {}),
+    ("ernie-moe", "Q8_0", {}),
+    ("olmo3", "F32", {}),
+    ("exaone4", "F32", {}),
 ]
 """Every architecture, and every type of tensors."""
 
@@ -114,6 +138,17 @@ def test_greedy_tokens_are_transformers_with_the_same_weights(
     model = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.float32)
     assert [chosen_after(model, *each) for each in zip(asked, texts, strict=True)] == texts
     assert len({token for text in texts for token in text}) > 2
+
+
+def test_experts_of_four_bits_are_what_their_numbers_say(
+    checkpoint: Callable[..., Path], sibling: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    """As gpt-oss is published."""
+    writing, original = sibling("gguf_models.py"), checkpoint("gpt-oss")
+    small = writing.write_gguf(original, tmp_path / "small.gguf", "MXFP4")
+    floats = writing.write_gguf(original, tmp_path / "floats.gguf", "MXFP4 as floats")
+    assert small.stat().st_size < 0.6 * floats.stat().st_size
+    assert generated(small, prompts(), None) == generated(floats, prompts(), None)
 
 
 KERNELS = pytest.mark.skipif(library.level() is None, reason="no C kernels here")
