@@ -33,7 +33,7 @@ def hidden_states(target: PreTrainedModel, ids: Tensor, layers: tuple[int, ...])
         found = target.model(input_ids=ids[None], use_cache=False, output_hidden_states=True).hidden_states
     finally:
         hook.remove()
-    return torch.stack([(*found[:-1], last[0])[each][0] for each in layers], 1)
+    return torch.stack([(*found[:-1], last[0])[layer][0] for layer in layers], 1)
 
 
 def loss_mask(ids: list[int], begin: int, end: int) -> Tensor:

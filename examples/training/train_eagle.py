@@ -122,7 +122,7 @@ class Head(nn.Module):
 def read_target(target: LlamaForCausalLM, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The features of each token of `rows` [B, T], and the logits after it."""
     found = target(input_ids=rows, use_cache=False, output_hidden_states=True)
-    return torch.cat([found.hidden_states[each] for each in LAYERS], -1), found.logits
+    return torch.cat([found.hidden_states[layer] for layer in LAYERS], -1), found.logits
 
 
 def chosen_tokens(target: LlamaForCausalLM, ids: np.ndarray, most: int) -> Tensor:
@@ -233,7 +233,9 @@ def token_ids(scratch: Path, target: Path, seed: int) -> tuple[np.ndarray, np.nd
     for split in ("train", "held_out"):
         path = scratch / f"eagle_{split}.bin"
         if not path.exists():
-            encode(tokenizer, [each for each in read_documents(scratch) if each["split"] == split], seed).tofile(path)
+            encode(
+                tokenizer, [document for document in read_documents(scratch) if document["split"] == split], seed
+            ).tofile(path)
         found.append(np.fromfile(path, dtype=np.uint16))
     return found[0], found[1]
 
@@ -264,7 +266,7 @@ def main() -> None:
     with torch.no_grad():
         sample = zip(batches(held_out, 4096, 256, seed=2), range(24), strict=False)
         seen = [one_step(target, head, rows, kept, options.steps_ahead)[1] for rows, _ in sample]
-    parameters = sum(each.numel() for each in head.parameters())
+    parameters = sum(parameter.numel() for parameter in head.parameters())
     shares = np.mean(seen, 0).round(4).tolist()
     print(json.dumps({"parameters": parameters, "steps": steps, "right_on_held_out": shares}))
 

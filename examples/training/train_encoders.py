@@ -137,8 +137,8 @@ def embed(model: BertModel, batch: dict[str, Tensor]) -> Tensor:
 
 def embedder_loss(model: BertModel, read: Reader, pairs: Sequence[Pair]) -> Tensor:
     """Of each short text, to find its long one among those of the batch; and the other way round."""
-    shorts, longs = embed(model, read([each.short for each in pairs])), embed(model, read([p.long for p in pairs]))
-    groups = [each.group for each in pairs]
+    shorts, longs = embed(model, read([pair.short for pair in pairs])), embed(model, read([p.long for p in pairs]))
+    groups = [pair.group for pair in pairs]
     same = torch.tensor([[a == b for b in groups] for a in groups]) & ~torch.eye(len(groups), dtype=torch.bool)
     scores = (20 * shorts @ longs.T).masked_fill(same, -torch.inf)
     wanted = torch.arange(len(pairs))
@@ -254,7 +254,7 @@ def train_reranker(
     read: Reader, words: Words, embedder: BertModel, asked: dict[str, list[str]], steps: int, rng: random.Random
 ) -> BertForSequenceClassification:
     model, library = new_reranker(words), library_pairs()
-    near = Neighbours(embedder, read, [each.text for each in passages()], rng)
+    near = Neighbours(embedder, read, [passage.text for passage in passages()], rng)
     far = Neighbours(embedder, read, [each.long for each in library], rng)
 
     def losses() -> Iterator[Tensor]:
@@ -298,7 +298,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     rng, asked = random.Random(options.seed), questions()
-    texts = [*library_texts(), *[each.text for each in passages()] * 8]
+    texts = [*library_texts(), *[passage.text for passage in passages()] * 8]
     folder = options.out / options.model / "1"
     if options.model == "embedder":
         tokenizer = train_tokenizer(texts)

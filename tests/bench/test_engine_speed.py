@@ -176,5 +176,5 @@ def test_the_report_tells_limit_speeds_shares_and_ratios(
         assert text in said
     write_json(tmp_path / "seen.json", comparison)
     content = json.loads((tmp_path / "seen.json").read_bytes())
-    assert [each["ours_over_this"] for each in content["medians"]] == [1.0, 1.8]
+    assert [median["ours_over_this"] for median in content["medians"]] == [1.0, 1.8]
     assert len(content["comparison"]["turns"]) == 6

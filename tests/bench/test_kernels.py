@@ -54,7 +54,7 @@ def test_a_step_reads_or_computes_whichever_takes_longer() -> None:
 def test_rows_are_timed_over_the_same_weights() -> None:
     seconds = kernels.row_seconds("int4", (1, 4), 0.01)
     assert list(seconds) == [1, 4]
-    assert all(0 < each < math.inf for each in seconds.values())
+    assert all(0 < value < math.inf for value in seconds.values())
 
 
 def test_four_bits_are_read_with_their_scales_beside_a_head_of_eight() -> None:

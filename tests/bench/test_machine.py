@@ -67,7 +67,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def row_seconds(precision: str, rows: tuple[int, ...], enough: float) -> dict[int, float]:
         seen.append(f"products {precision}")
-        return {each: 1.0 + each / 10 for each in rows}
+        return {row: 1.0 + row / 10 for row in rows}
 
     def start(*what: str) -> ServerStart:
         seen.append("kept" if list(Path(what[-1]).iterdir()) else "start")

@@ -35,8 +35,8 @@ def test_held_out_is_what_the_training_held_out(root: Path, monkeypatch: pytest.
     spec.loader.exec_module(prepare)
     selection = json.loads((root / "examples" / "training" / "selection.json").read_text())
     origins = [f"stdlib/{number}.py" for number in range(500)]
-    assert [perplexity.is_held_out(each) for each in origins] == [
-        prepare.split_of(each, selection) == "held_out" for each in origins
+    assert [perplexity.is_held_out(origin) for origin in origins] == [
+        prepare.split_of(origin, selection) == "held_out" for origin in origins
     ]
 
 

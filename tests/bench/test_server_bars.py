@@ -92,4 +92,4 @@ def test_a_load_whose_requests_fail_is_no_measurement(asked: TrialTarget) -> Non
 
 def test_speed_counts_every_token_to_the_last_end(asked: TrialTarget) -> None:
     outcome = asked.put(uniform_jobs([0.0, 0.0], 8, 5), concurrency=2)
-    assert speed(outcome) == pytest.approx(10 / max(each.ended for each in outcome.records))
+    assert speed(outcome) == pytest.approx(10 / max(record.ended for record in outcome.records))

@@ -117,14 +117,14 @@ async def test_repeat_answers_once_for_each_element() -> None:
         responses = await answers(model, ask(config, IN=[4, 2, 7], DELAY=[0, 1, 0], WAIT=[0]))
         assert await answers(model, ask(config, IN=[], DELAY=[], WAIT=[0])) == []
         told = model.statistics()
-    assert [[tensor.data.tolist() for tensor in each.outputs] for each in responses] == [
+    assert [[tensor.data.tolist() for tensor in response.outputs] for response in responses] == [
         [[4], [0]],
         [[2], [1]],
         [[7], [2]],
     ]
     assert (told.inference.success.count, told.execution_count) == (2, 2)
     # Each request ends with one response more, which is empty.
-    assert [(each.success.count, each.empty_response.count) for each in told.responses.values()] == [
+    assert [(value.success.count, value.empty_response.count) for value in told.responses.values()] == [
         (1, 1),
         (1, 0),
         (1, 0),
@@ -150,7 +150,7 @@ async def test_square_answers_as_often_as_it_is_told() -> None:
     # Beyond a thousand places nothing grows.
     assert len(booked) == 1024
     assert booked["1023"].success.count == 2000 - 1023
-    assert {int(each.outputs[0].data.item()) for each in responses} == {2000}
+    assert {int(response.outputs[0].data.item()) for response in responses} == {2000}
 
 
 async def test_a_reader_who_leaves_ends_what_never_would() -> None:

@@ -153,7 +153,7 @@ async def test_shapes_that_differ_do_not_share_and_the_statistics_say_so() -> No
 async def test_a_preferred_size_ends_the_wait() -> None:
     async with serving(Gated(), config({"preferred_batch_size": [2], "max_queue_delay_microseconds": DELAY})) as model:
         assert await asyncio.gather(answer(model, 1), answer(model, 2)) == [[2], [4]]
-        assert [each.batch_size for each in model.statistics().batches] == [2]
+        assert [batch.batch_size for batch in model.statistics().batches] == [2]
 
 
 async def test_the_delay_ends_the_wait_too() -> None:
@@ -173,7 +173,7 @@ async def test_statistics_count_requests_items_and_executions() -> None:
         assert model.stats().success == 3
     assert (told.inference_count, told.execution_count) == (4, 2)
     assert [each.count for each in told.inference[:6]] == [3, 0, 3, 3, 3, 3]
-    assert [(each.batch_size, each.compute_infer.count) for each in told.batches] == [(1, 1), (3, 1)]
+    assert [(batch.batch_size, batch.compute_infer.count) for batch in told.batches] == [(1, 1), (3, 1)]
     # Each member of a batch adds all of the batch's time.
     assert told.inference.compute_infer.ns == sum(
         each.compute_infer.ns * requests for each, requests in zip(told.batches, (1, 2), strict=True)
@@ -610,7 +610,9 @@ async def test_inline_models_count_requests_without_a_context() -> None:
         assert answer[0].outputs[0].data.tolist() == [[2]]
         with pytest.raises(CharoniaError, match="negative"):
             handle.answer_now(ask(-1))
-        ended = {each.labels["outcome"]: each.value for each in model.readings() if "outcome" in each.labels}
+        ended = {
+            reading.labels["outcome"]: reading.value for reading in model.readings() if "outcome" in reading.labels
+        }
     assert (ended["done"], ended["error"]) == (1, 1)
     assert (model.stats().success, model.stats().failure) == (1, 1)
     await gateway.lifecycle.close()

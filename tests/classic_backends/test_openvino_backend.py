@@ -179,7 +179,7 @@ def test_a_process_of_its_own(version: Path, described: Describe) -> None:
 def test_memory_is_counted_once_for_all_instances(version: Path) -> None:
     write_ir(version / "model.xml")
     needs = OPENVINO.needs(version, {"instance_group": [{"kind": "KIND_CPU", "count": 3}]}, {})
-    assert sum(each.size for each in needs) == (version / "model.bin").stat().st_size
+    assert sum(need.size for need in needs) == (version / "model.bin").stat().st_size
 
 
 WRONG = {

@@ -47,7 +47,7 @@ def texts(*rows: Sequence[str]) -> np.ndarray[Any, Any]:
 
 def prompts(*queries: str, **others: Any) -> dict[str, Any]:
     lengths = np.full((len(queries), 1), 5, "i4")
-    return {"QUERY": texts(*[[each] for each in queries]), "REQUEST_OUTPUT_LEN": lengths, **others}
+    return {"QUERY": texts(*[[query] for query in queries]), "REQUEST_OUTPUT_LEN": lengths, **others}
 
 
 def test_a_batch_of_prompts(load: Callable[..., Runtime], tokenizer_dir: Path) -> None:

@@ -94,5 +94,5 @@ def test_what_cannot_be_explained_is_told(
     measured = json.loads((RECORDED / "machine.json").read_text())
     (tmp_path / "other.json").write_text(json.dumps({**measured, "format": "x"}))
     places = {"after": RECORDED / "rows_taken.after.txt", "classic": RECORDED / "shapes.after.txt", "tmp": tmp_path}
-    assert app(["explain", *(each.format(**places) for each in arguments)]) == 1
+    assert app(["explain", *(argument.format(**places) for argument in arguments)]) == 1
     assert error.format(**places) in capsys.readouterr().err

@@ -22,7 +22,7 @@ def test_quantiles_are_right_to_a_hundredth() -> None:
         summary.observe(value)
     assert (summary.count, summary.sum) == (20_000, pytest.approx(sum(values)))
     ordered = sorted(values)
-    exact = [ordered[int(each * (len(values) - 1))] for each in summary.quantiles]
+    exact = [ordered[int(quantile * (len(values) - 1))] for quantile in summary.quantiles]
     assert summary.values() == pytest.approx(exact, rel=0.0101)
 
 

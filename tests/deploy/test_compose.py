@@ -28,7 +28,7 @@ def services(text: str) -> Any:
 
 def mounts(service: Any) -> dict[str, str]:
     """Path in the container -> file, directory or volume."""
-    return {path: source for source, path, *_ in (each.split(":") for each in service["volumes"])}
+    return {path: source for source, path, *_ in (volume.split(":") for volume in service["volumes"])}
 
 
 def test_it_is_a_compose_file(text: str) -> None:
@@ -56,7 +56,7 @@ def test_the_server_is_locked_up(services: Any, sibling: Callable[[str], ModuleT
     [seconds] = [int(word.partition("=")[2]) for word in server["command"] if word.startswith("--exit-timeout")]
     assert int(server["stop_grace_period"].removesuffix("s")) >= seconds + 35
     assert (root / server["build"]["dockerfile"]).is_file()
-    assert all(port.startswith("127.0.0.1:") for each in services.values() for port in each["ports"])
+    assert all(port.startswith("127.0.0.1:") for value in services.values() for port in value["ports"])
 
 
 def test_prometheus_scrapes_the_server(services: Any, root: Path) -> None:
@@ -77,4 +77,4 @@ def test_grafana_shows_the_dashboard(services: Any, root: Path) -> None:
     [provider] = yaml.safe_load((provisioning / "dashboards" / "charonia.yaml").read_text())["providers"]
     assert mounted[provider["options"]["path"] + "/charonia.json"] == "./grafana/charonia.json"
     choices = json.loads((folder / "charonia.json").read_text())["templating"]["list"]
-    assert source["type"] in [each["query"] for each in choices if each["type"] == "datasource"]
+    assert source["type"] in [choice["query"] for choice in choices if choice["type"] == "datasource"]

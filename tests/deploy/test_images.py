@@ -45,14 +45,17 @@ def test_both_images_are_built_alike(image: Callable[[str], Any]) -> None:
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_asks_for_its_base_and_index(name: str, image: Callable[[str], Any], images: ModuleType) -> None:
     file = image(name)
-    assert [each.word for each in file.arguments] == ["ARG"]
+    assert [argument.word for argument in file.arguments] == ["ARG"]
     assert all(stage[0].rest.startswith("${PYTHON_IMAGE}") for stage in file.stages)
     named = {each.rest.partition("=")[0] for each in file.of(0, "ARG")}
     assert named == {"PIP_INDEX_URL", "TORCH_INDEX_URL", "TORCH", "EXTRAS", "PACKAGES", "CONSTRAINTS"}
     used = set(re.findall(r"\$\{?(\w+)", " ".join(each.rest for each in file.of(0, "RUN"))))
     assert used == (named | {"VENV"}) - {"PIP_INDEX_URL"}, "pip itself reads the index's variable"
     assert all(
-        each.startswith(OF_OTHERS) for stage in (0, 1) for each in images.settings(file, stage) if each not in named
+        setting.startswith(OF_OTHERS)
+        for stage in (0, 1)
+        for setting in images.settings(file, stage)
+        if setting not in named
     )
 
 

@@ -38,7 +38,7 @@ class Pod(NamedTuple):
         return found
 
     def servers(self) -> list[dict[str, Any]]:
-        return [each for each in self.containers() if each.get("args", [""])[0] == "serve"]
+        return [container for container in self.containers() if container.get("args", [""])[0] == "serve"]
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +70,17 @@ def validated() -> list[Any]:
 
 
 def pods(resources: list[Any]) -> Iterator[Pod]:
-    for each in resources:
-        spec = each.get("spec", {})
-        if each["kind"] == "ServingRuntime":
-            yield Pod(each["kind"], {}, {name: spec[name] for name in ("containers", "volumes")})
-        groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]] if each["kind"] == "RayCluster" else [spec]
+    for resource in resources:
+        spec = resource.get("spec", {})
+        if resource["kind"] == "ServingRuntime":
+            yield Pod(resource["kind"], {}, {name: spec[name] for name in ("containers", "volumes")})
+        groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]] if resource["kind"] == "RayCluster" else [spec]
         for template in (group["template"] for group in groups if "template" in group):
-            yield Pod(each["kind"], template["metadata"]["labels"], template["spec"])
+            yield Pod(resource["kind"], template["metadata"]["labels"], template["spec"])
 
 
 def of_kind(resources: list[Any], kind: str) -> Any:
-    [found] = [each for each in resources if each["kind"] == kind]
+    [found] = [resource for resource in resources if resource["kind"] == kind]
     return found
 
 
@@ -102,8 +102,8 @@ def test_resources_are_as_their_schemas_say(
 ) -> None:
     validator = pytest.importorskip("kubernetes_validate")
     resources = rendered(overlay)
-    built_in = [each for each in resources if each["kind"] not in CUSTOM]
-    for each in (each for each in resources if each["kind"] in CUSTOM):
+    built_in = [resource for resource in resources if resource["kind"] not in CUSTOM]
+    for each in (resource for resource in resources if resource["kind"] in CUSTOM):
         schema = root / "tests" / "deploy" / "schemas" / f"{CUSTOM[each['kind']]}.yaml"
         jsonschema.Draft202012Validator(yaml.safe_load(schema.read_text())).validate(each)
     for pod in (pod for pod in pods(resources) if pod.owner in CUSTOM):
@@ -130,20 +130,22 @@ def test_a_wrong_resource_is_found(rendered: Callable[[str], list[Any]], root: P
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_command_line_is_this_versions(overlay: str, rendered: Callable[[str], list[Any]]) -> None:
-    servers = [each for pod in pods(rendered(overlay)) for each in pod.servers()]
+    servers = [server for pod in pods(rendered(overlay)) for server in pod.servers()]
     assert servers
-    for each in servers:
-        _, bound, _ = app.parse_args(each["args"], exit_on_error=False, print_error=False)
+    for server in servers:
+        _, bound, _ = app.parse_args(server["args"], exit_on_error=False, print_error=False)
         options = bound.arguments["options"]
         assert isinstance(options, ServeOptions)
-        assert (bound.arguments.get("model") is None) == bool(options.repository.model_repository), each["args"]
+        assert (bound.arguments.get("model") is None) == bool(options.repository.model_repository), server["args"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_variables_are_read_by_somebody(overlay: str, rendered: Callable[[str], list[Any]], root: Path) -> None:
     told = (root / "docs" / "flags.md").read_text().partition("## Environment\n")[2].partition("\n## ")[0]
     known = set(re.findall(r"`([A-Z][A-Z_]+)`", told))
-    named = [v["name"] for pod in pods(rendered(overlay)) for each in pod.containers() for v in each.get("env", [])]
+    named = [
+        v["name"] for pod in pods(rendered(overlay)) for container in pod.containers() for v in container.get("env", [])
+    ]
     assert [name for name in named if name not in known and not name.startswith(RAYS_OWN)] == []
 
 
@@ -152,17 +154,17 @@ def test_pods_may_do_little(overlay: str, rendered: Callable[[str], list[Any]]) 
     for pod in pods(rendered(overlay)):
         of_pod = pod.spec.get("securityContext", {})
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-        for each in pod.containers():
-            may = of_pod | each["securityContext"]
+        for container in pod.containers():
+            may = of_pod | container["securityContext"]
             assert may["runAsNonRoot"]
             assert may["runAsUser"] == 10001
             assert may["seccompProfile"] == {"type": "RuntimeDefault"}
             assert may["allowPrivilegeEscalation"] is False
             assert may["readOnlyRootFilesystem"] is True
             assert may["capabilities"] == {"drop": ["ALL"]}
-            assert each["resources"]["limits"]["memory"] == each["resources"]["requests"]["memory"]
-            assert "cpu" in each["resources"]["requests"]
-            mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in each["volumeMounts"]}
+            assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+            assert "cpu" in container["resources"]["requests"]
+            mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
             assert mounts.keys() >= WRITTEN_TO
             assert all(volume["emptyDir"]["sizeLimit"] for path, volume in mounts.items() if path in WRITTEN_TO)
             assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
@@ -174,23 +176,23 @@ def test_pods_may_do_little(overlay: str, rendered: Callable[[str], list[Any]]) 
 def test_a_server_has_the_time_to_end(overlay: str, rendered: Callable[[str], list[Any]]) -> None:
     ending = instance._CLOSE_SECONDS + instance._INTERRUPT_SECONDS
     for pod in pods(rendered(overlay)):
-        for each in pod.servers():
-            running = float(value_of(each, "--exit-timeout-secs", "30"))
+        for server in pod.servers():
+            running = float(value_of(server, "--exit-timeout-secs", "30"))
             if pod.owner == "ServingRuntime":  # the seconds are the InferenceService's, and stand in the docs
                 continue
-            before = each["lifecycle"]["preStop"]["sleep"]["seconds"]
+            before = server["lifecycle"]["preStop"]["sleep"]["seconds"]
             assert pod.spec["terminationGracePeriodSeconds"] >= before + running + ending
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_probes_ask_what_there_is(overlay: str, rendered: Callable[[str], list[Any]], served: Any) -> None:
     for pod in pods(rendered(overlay)):
-        for each in pod.servers():
-            ports = {port["name"]: port["containerPort"] for port in each["ports"]}
-            serving = int(value_of(each, "--http-port", 8000))
+        for server in pod.servers():
+            ports = {port["name"]: port["containerPort"] for port in server["ports"]}
+            serving = int(value_of(server, "--http-port", 8000))
             assert serving in ports.values()
-            probes = [probe for name, probe in each.items() if name.endswith("Probe")]
-            assert {"readinessProbe", "livenessProbe"} <= each.keys()
+            probes = [probe for name, probe in server.items() if name.endswith("Probe")]
+            assert {"readinessProbe", "livenessProbe"} <= server.keys()
             for asked in (probe["httpGet"] for probe in probes):
                 assert ports.get(asked["port"], asked["port"]) == serving
                 assert httpx.get(served.url + asked["path"]).status_code == 200
@@ -202,7 +204,7 @@ def test_what_belongs_together_finds_each_other(overlay: str, rendered: Callable
     [pod] = [pod for pod in pods(resources) if pod.servers()]
     [server] = pod.servers()
     service, budget = (of_kind(resources, kind) for kind in ("Service", "PodDisruptionBudget"))
-    policy, *_ = [each for each in resources if each["kind"] == "NetworkPolicy"]
+    policy, *_ = [resource for resource in resources if resource["kind"] == "NetworkPolicy"]
     selectors = (
         service["spec"]["selector"],
         budget["spec"]["selector"]["matchLabels"],
@@ -217,18 +219,20 @@ def test_what_belongs_together_finds_each_other(overlay: str, rendered: Callable
     assert all(port["port"] == ports[port["targetPort"]] for port in service["spec"]["ports"])
     opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
     assert opened == ports.keys()
-    for monitor in (each for each in resources if each["kind"] == "ServiceMonitor"):
+    for monitor in (resource for resource in resources if resource["kind"] == "ServiceMonitor"):
         assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-        assert {each["port"] for each in monitor["spec"]["endpoints"]} == {"metrics"}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} == {"metrics"}
     claimed = {v["persistentVolumeClaim"]["claimName"] for v in pod.spec["volumes"] if "persistentVolumeClaim" in v}
-    assert claimed == {each["metadata"]["name"] for each in resources if each["kind"] == "PersistentVolumeClaim"}
+    assert claimed == {
+        resource["metadata"]["name"] for resource in resources if resource["kind"] == "PersistentVolumeClaim"
+    }
 
 
 def test_the_autoscaler_goes_by_metrics_that_there_are(
     kubernetes: Path, rendered: Callable[[str], list[Any]], scraped: str
 ) -> None:
     autoscaler = of_kind(rendered("autoscaling"), "HorizontalPodAutoscaler")["spec"]
-    asked = {each["pods"]["metric"]["name"] for each in autoscaler["metrics"]}
+    asked = {metric["pods"]["metric"]["name"] for metric in autoscaler["metrics"]}
     adapter = yaml.safe_load((kubernetes / "components" / "autoscaling" / "prometheus-adapter.yaml").read_text())
     rules = {rule["seriesQuery"].partition("{")[0]: rule for rule in adapter["rules"]["custom"]}
     assert asked == rules.keys()

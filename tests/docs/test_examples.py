@@ -40,7 +40,7 @@ def examples(name: str) -> list[Any]:
 PAGES = ("clients.md", "responses.md", "messages.md", "structured-outputs.md", "metrics.md", "../README.md")
 
 
-@pytest.mark.parametrize(("language", "code", "answer"), [each for name in PAGES for each in examples(name)])
+@pytest.mark.parametrize(("language", "code", "answer"), [example for name in PAGES for example in examples(name)])
 def test_an_example(
     language: str, code: str, answer: tuple[str, str], demo: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

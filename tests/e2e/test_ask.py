@@ -62,9 +62,9 @@ def test_passages_and_questions_are_told_apart(
     examples: Path, code: dict[str, ModuleType], held_out: dict[str, dict[str, str]]
 ) -> None:
     passages = code["passages"].read_passages(examples / "model_repository/ask/1")
-    titles = {each.title for each in passages}
-    assert len(passages) == len(titles) == len({each.body for each in passages}) >= 80
-    assert all(len(each.body.split()) > 15 for each in passages)
+    titles = {passage.title for passage in passages}
+    assert len(passages) == len(titles) == len({passage.body for passage in passages}) >= 80
+    assert all(len(passage.body.split()) > 15 for passage in passages)
     trained = json.loads((examples / "model_repository/ask/1/questions.json").read_text())
     words = [set(re.findall(r"\w+", question.lower())) for asked in trained.values() for question in asked]
     assert set(trained) == titles
@@ -72,7 +72,7 @@ def test_passages_and_questions_are_told_apart(
         for question, title in asked.items():
             own = set(re.findall(r"\w+", question.lower()))
             assert title in titles
-            assert max(len(own & each) / len(own | each) for each in words) <= 0.6, question
+            assert max(len(own & word) / len(own | word) for word in words) <= 0.6, question
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])

@@ -20,7 +20,7 @@ def content(model: str, count: int) -> bytes:
     asked = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     requests = [{"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": asked} for n in range(count)]
     requests[3]["body"] = asked | {"temperature": -1}
-    return b"".join(json.dumps(each).encode() + b"\n" for each in requests)
+    return b"".join(json.dumps(request).encode() + b"\n" for request in requests)
 
 
 def connect(server: Server) -> openai.OpenAI:

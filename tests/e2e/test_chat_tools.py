@@ -50,12 +50,12 @@ def test_streamed_calls_are_those_of_the_whole_answer(server: Any) -> None:
         chunks = list(client.chat.completions.create(**ASKED, tool_choice="required", n=2, stream=True))
     for choice in whole.choices:
         assert choice.message.tool_calls
-        deltas = [each.choices[0] for each in chunks if each.choices[0].index == choice.index]
-        calls = [call for each in deltas for call in each.delta.tool_calls or ()]
+        deltas = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        calls = [call for delta in deltas for call in delta.delta.tool_calls or ()]
         names = [call.function.name for call in calls if call.function and call.function.name]
         arguments = "".join(call.function.arguments or "" for call in calls if call.function)
         [told] = choice.message.tool_calls
         assert told.type == "function"
         assert (names, arguments) == ([told.function.name], told.function.arguments)
         assert {call.index for call in calls} == {0}
-        assert [each.finish_reason for each in deltas if each.finish_reason] == ["tool_calls"]
+        assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["tool_calls"]

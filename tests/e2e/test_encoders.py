@@ -74,8 +74,8 @@ def test_documents_are_ranked_by_what_infer_gives(served: Any) -> None:
     body = {"model": "ranker", "query": query, "documents": TEXTS, "top_n": 2}
     results = httpx.post(f"{served.url}/v1/rerank", json=body, timeout=60).json()["results"]
     scores = infer(served, "ranker", "score", text_input=[query] * len(TEXTS), text_pair=TEXTS)[:, 0]
-    assert [each["index"] for each in results] == np.argsort(-scores)[:2].tolist()
-    assert [each["relevance_score"] for each in results] == pytest.approx(np.sort(scores)[::-1][:2], abs=1e-5)
+    assert [result["index"] for result in results] == np.argsort(-scores)[:2].tolist()
+    assert [result["relevance_score"] for result in results] == pytest.approx(np.sort(scores)[::-1][:2], abs=1e-5)
 
 
 @pytest.mark.proof

@@ -197,7 +197,7 @@ def test_large_tensors_cross_whole_side_by_side(server: Server) -> None:
     with triton.InferenceServerClient(server.http_address, concurrency=8) as client:
         for turn in range(3):
             batches = [np.full((1, 1 << 21), turn * 8 + number, np.float32) for number in range(8)]
-            pending = [client.async_infer("large", [given(triton, "INPUT0", each)]) for each in batches]
+            pending = [client.async_infer("large", [given(triton, "INPUT0", batch)]) for batch in batches]
             for sent, answer in zip(batches, pending, strict=True):
                 assert np.array_equal(answer.get_result().as_numpy("OUTPUT0"), sent)
 
@@ -226,9 +226,9 @@ def test_streams_of_text_are_alike_and_counted_once(server: Server) -> None:
         assert texts == [whole["choices"][0]["text"]] * 2
         assert whole["usage"]["completion_tokens"] == 12
         chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True}
-        ends = [events(each, "/v1/chat/completions", chat)[-1] for each in connections.values()]
+        ends = [events(value, "/v1/chat/completions", chat)[-1] for value in connections.values()]
         assert [end["choices"][0]["finish_reason"] for end in ends] == ["length", "length"]
-        assert len({json.loads(ask(each, "/v1/models")[1])["data"][0]["id"] for each in connections.values()}) == 1
+        assert len({json.loads(ask(value, "/v1/models")[1])["data"][0]["id"] for value in connections.values()}) == 1
     server.until(lambda: metric(server, "charonia_generation_tokens_total", model="fake") >= before + 44)
     assert metric(server, "charonia_generation_tokens_total", model="fake") == before + 44
     server.until(lambda: server.said.count("door=chat model=fake version=1 outcome=length") == 2)

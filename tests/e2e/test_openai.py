@@ -153,7 +153,7 @@ def test_how_a_chat_is_rendered(server: Any) -> None:
                 model="tiny", messages=begun, max_tokens=1, extra_body=asked | {"return_token_ids": True}
             )
             used.append(answer.prompt_token_ids)
-        texts = [http.post("/detokenize", json={"model": "tiny", "tokens": each}).json()["prompt"] for each in tokens]
+        texts = [http.post("/detokenize", json={"model": "tiny", "tokens": token}).json()["prompt"] for token in tokens]
         with pytest.raises(openai.BadRequestError, match="can't both be true"):
             client.chat.completions.create(
                 model="tiny", messages=begun, extra_body=goes_on | {"add_generation_prompt": True}

@@ -209,7 +209,7 @@ def test_graphs_say_where_the_time_goes(server: Server) -> None:
     stream(server, "guide", question="hello", max_tokens=3)
     graph = httpx.get(f"{server.url}/v2/models/guide/graph?statistics=1").json()
     names = {node["id"]: node["model"] for node in graph["nodes"]}
-    assert {(names[each["source"]], names[each["target"]]) for each in graph["edges"]} == {
+    assert {(names[edge["source"]], names[edge["target"]]) for edge in graph["edges"]} == {
         ("guide", "echo"),
         ("guide", "fake"),
     }

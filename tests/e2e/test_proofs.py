@@ -128,7 +128,7 @@ async def test_everything_at_once_for_a_moment(place: ServerAddress) -> None:
     soaked = await soak.soak(place, "tiny", seconds=2, seed=11)
     assert soaked.faults == []
     assert {kind for kind, _ in soaked.verdicts} == set(soak._KINDS)
-    assert all(each.mean > 0 for each in soaked.trends().values())
+    assert all(value.mean > 0 for value in soaked.trends().values())
 
 
 def test_an_overload_is_answered_or_refused() -> None:

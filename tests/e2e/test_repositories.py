@@ -112,7 +112,7 @@ def test_the_tensors_are_the_backends(server: Server) -> None:
     metadata = httpx.get(f"{server.url}/v2/models/vllm").json()
     assert metadata["inputs"][0] == {"name": "text_input", "datatype": "BYTES", "shape": [1]}
     assert len(metadata["inputs"]) == 11
-    assert {each["name"]: each["datatype"] for each in metadata["outputs"]} == {
+    assert {output["name"]: output["datatype"] for output in metadata["outputs"]} == {
         "text_output": "BYTES",
         "finish_reason": "BYTES",
         "cumulative_logprob": "FP32",
@@ -145,7 +145,7 @@ def test_logprobs_are_json_beside_each_token(server: Server) -> None:
     chosen = [next(iter(token.values())) for token in tokens]
     assert sum(each["logprob"] for each in chosen) == pytest.approx(answer["cumulative_logprob"], abs=1e-4)
     assert all(each["rank"] >= 1 for each in chosen)
-    assert {each["rank"] for token in tokens for each in token.values()} > {1, 2}
+    assert {value["rank"] for token in tokens for value in token.values()} > {1, 2}
     assert generate(server, "vllm", text_input=PROMPT, return_logprobs=True, **SAMPLING)["logprobs"] == "null"
 
 

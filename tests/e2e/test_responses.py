@@ -79,8 +79,8 @@ def test_logprobs_add_up_to_the_text(client: openai.OpenAI) -> None:
     whole = client.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=2)
     message: Any = whole.output[0]
     [part] = message.content
-    assert "".join(each.token for each in part.logprobs) == whole.output_text
-    assert {len(each.top_logprobs) for each in part.logprobs} == {2}
+    assert "".join(logprob.token for logprob in part.logprobs) == whole.output_text
+    assert {len(logprob.top_logprobs) for logprob in part.logprobs} == {2}
 
 
 class Order(BaseModel):

@@ -55,7 +55,7 @@ def statistics(server: Any, model: str) -> Any:
 
 async def test_requests_share_executions_and_get_their_own_answers(server: Any) -> None:
     answers = await ask_all(server, "batched", 8)
-    assert [each.json()["outputs"][0]["data"] for each in answers] == [[float(number)] for number in range(8)]
+    assert [answer.json()["outputs"][0]["data"] for answer in answers] == [[float(number)] for number in range(8)]
     stats = statistics(server, "batched")
     assert stats["inference_count"] == 8
     assert stats["execution_count"] < 8
@@ -64,18 +64,18 @@ async def test_requests_share_executions_and_get_their_own_answers(server: Any) 
 
 async def test_a_full_queue_is_told_in_tritons_words(server: Any) -> None:
     answers = await ask_all(server, "short", 8)
-    refused = [each for each in answers if each.status_code == 503]
+    refused = [answer for answer in answers if answer.status_code == 503]
     assert refused
     assert {each.json()["error"] for each in refused} == {"[request id: <id_unknown>] Exceeds maximum queue size"}
-    assert {each.status_code for each in answers} == {200, 503}
+    assert {answer.status_code for answer in answers} == {200, 503}
 
 
 async def test_time_that_ran_out_in_the_queue_is_told_in_tritons_words(server: Any) -> None:
     answers = await ask_all(server, "hasty", 24)
-    late = [each for each in answers if each.status_code == 503]
+    late = [answer for answer in answers if answer.status_code == 503]
     assert late
     assert {each.json()["error"] for each in late} == {"Request timeout expired"}
-    assert {each.status_code for each in answers} == {200, 503}
+    assert {answer.status_code for answer in answers} == {200, 503}
     assert statistics(server, "hasty")["inference_stats"]["fail"]["count"] == len(late)
 
 

@@ -130,7 +130,7 @@ def test_a_batch_of_requests_is_no_request_of_a_sequence(client: Any) -> None:
 def test_a_client_sees_neither_controls_nor_states(client: Any) -> None:
     metadata = client.get_model_metadata("oldest")
     assert [each["name"] for each in metadata["inputs"]] == ["X"]
-    assert [each["name"] for each in metadata["outputs"]] == ["SUM", "TOLD", "WHO"]
+    assert [output["name"] for output in metadata["outputs"]] == ["SUM", "TOLD", "WHO"]
     shown = client.get_model_config("oldest")["sequence_batching"]
     assert (shown["oldest"]["max_candidate_sequences"], shown["max_sequence_idle_microseconds"]) == (3, 600000000)
     assert "sequence" in client.get_server_metadata()["extensions"]

@@ -32,7 +32,9 @@ class Collector:
     def take(self, body: bytes) -> None:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             self.services |= {
-                each.value.string_value for each in resource.resource.attributes if each.key == "service.name"
+                attribute.value.string_value
+                for attribute in resource.resource.attributes
+                if attribute.key == "service.name"
             }
             self.spans += [span for scope in resource.scope_spans for span in scope.spans]
 
@@ -67,7 +69,9 @@ def collector() -> Iterator[Collector]:
 
 
 def attributes(span: Span) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in span.attributes
+    }
 
 
 def records(said: str) -> list[dict[str, Any]]:

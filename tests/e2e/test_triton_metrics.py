@@ -114,8 +114,8 @@ SAME = (("_team", "ferry"), ("model", "same"), ("version", "1"))
 @pytest.mark.parametrize("name", PER_MODEL)
 def test_each_model_has_a_series(samples: Any, name: str) -> None:
     labels = [dict(each) for each in samples[name]]
-    assert {(each["model"], each["version"]) for each in labels} == {("same", "1"), ("square", "1"), ("kept", "1")}
-    assert {each.get("_team") for each in labels} == {"ferry", None}
+    assert {(label["model"], label["version"]) for label in labels} == {("same", "1"), ("square", "1"), ("kept", "1")}
+    assert {label.get("_team") for label in labels} == {"ferry", None}
 
 
 def test_ours_have_the_tags_of_the_config_too(samples: Any) -> None:

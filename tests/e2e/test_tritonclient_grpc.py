@@ -80,7 +80,7 @@ def test_tensors_come_back(client: Any) -> None:
         response = result.get_response()
         assert (response.id, response.model_name, response.model_version) == ("7", "identity", "1")
     result = client.infer("identity", [numbers()], outputs=[triton.InferRequestedOutput("OUTPUT0")])
-    assert [each.name for each in result.get_response().outputs] == ["OUTPUT0"]
+    assert [output.name for output in result.get_response().outputs] == ["OUTPUT0"]
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
@@ -146,13 +146,13 @@ def test_statistics(client: Any) -> None:
 
 
 def states(client: Any) -> dict[str, str]:
-    return {each.name: each.state for each in client.get_model_repository_index().models}
+    return {model.name: model.state for model in client.get_model_repository_index().models}
 
 
 def test_models_are_loaded_and_unloaded(server: Any, client: Any) -> None:
     assert states(client) == {"identity": "READY", "llm": "READY", "spare": ""}
     assert not any(
-        each.name == "spare" for each in client.get_model_repository_index(as_json=False).models if each.state
+        model.name == "spare" for model in client.get_model_repository_index(as_json=False).models if model.state
     )
     with refused("NOT_FOUND", "Request for unknown model: 'spare'"):
         client.infer("spare", [numbers()])
@@ -235,8 +235,8 @@ def test_trace_settings(client: Any, trace_file: Path) -> None:
     for number in range(3):
         client.infer("identity", [numbers()], request_id=f"t{number}")
     traces = json.loads(trace_file.with_name("trace.json.0").read_text())
-    assert [each["request_id"] for each in traces if "request_id" in each] == ["t0", "t1"]
-    stamps = [each["timestamps"] for each in traces if "timestamps" in each]
+    assert [trace["request_id"] for trace in traces if "request_id" in trace] == ["t0", "t1"]
+    stamps = [trace["timestamps"] for trace in traces if "timestamps" in trace]
     assert all(each == sorted(each, key=lambda stamp: stamp["ns"]) for each in stamps)
     assert [(each[0]["name"], each[-1]["name"]) for each in stamps] == [("GRPC_WAITREAD_START", "GRPC_SEND_END")] * 2
     assert {"GRPC_WAITREAD_END", "REQUEST_START", "COMPUTE_END", "REQUEST_END"} <= {each["name"] for each in stamps[0]}
@@ -286,7 +286,7 @@ async def test_the_aio_client(server: Any) -> None:
         assert (await client.get_model_metadata("identity")).name == "identity"
         assert (await client.get_model_config("identity")).config.max_batch_size == 8
         assert (await client.get_inference_statistics("identity")).model_stats[0].name == "identity"
-        assert {each.name for each in (await client.get_model_repository_index()).models} >= {"identity", "spare"}
+        assert {model.name for model in (await client.get_model_repository_index()).models} >= {"identity", "spare"}
         await client.load_model("spare")
         await client.unload_model("spare")
         with refused("INTERNAL", "Unable to open shared memory region: '/charonia_no_such_key'"):

@@ -104,7 +104,7 @@ def test_classes_with_labels(client: Any) -> None:
 def test_many_at_once(client: Any) -> None:
     asked = [client.async_infer("identity", [numbers()], request_id=str(number)) for number in range(8)]
     answers = [each.get_result() for each in asked]
-    assert [each.get_response()["id"] for each in answers] == [str(number) for number in range(8)]
+    assert [answer.get_response()["id"] for answer in answers] == [str(number) for number in range(8)]
 
 
 def test_a_raw_request(server: Any) -> None:

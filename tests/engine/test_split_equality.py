@@ -283,7 +283,9 @@ def test_sampled_tokens_are_those_of_one_rank(
         found = serve(executor, Asked(sampling=SHAPED), split.stages, {}).outcome
     assert texts(found) == texts(right)
     for key, logprobs in found.logprobs.items():
-        assert np.allclose([each.chosen for each in logprobs], [each.chosen for each in right.logprobs[key]], atol=1e-3)
+        assert np.allclose(
+            [logprob.chosen for logprob in logprobs], [each.chosen for each in right.logprobs[key]], atol=1e-3
+        )
 
 
 NATIVE = pytest.mark.skipif(library.level() is None, reason="torch's own products promise no such thing")

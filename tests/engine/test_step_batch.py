@@ -46,7 +46,7 @@ def test_the_device_derives_what_the_host_does(rows: list[tuple[int, int, int]],
 def test_columns_begin_at_16_bytes() -> None:
     """By which Triton distinguishes the forms of a kernel."""
     columns = upload_columns([np.arange(5), np.arange(5, 10, dtype=np.int32)], torch.device("cpu"))
-    assert [each.tolist() for each in columns] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [column.tolist() for column in columns] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert (columns[1].data_ptr() - columns[0].data_ptr()) % 16 == 0
 
 

@@ -65,7 +65,7 @@ def ensemble(
         }
     }
     as_spec = [spec(each) if isinstance(each, str) else each for each in inputs]
-    made = [spec(each) if isinstance(each, str) else each for each in outputs]
+    made = [spec(output) if isinstance(output, str) else output for output in outputs]
     return ModelConfig("whole", "1", "ensemble", "ensemble", batch, inputs=tuple(as_spec), outputs=tuple(made), raw=raw)
 
 
@@ -181,7 +181,7 @@ def handles(built: EnsemblePlan, delays: Sequence[int] = (), inline: bool = Fals
 
 
 def values(response: InferResponse) -> dict[str, int]:
-    return {each.name: int(each.data[0]) for each in response.outputs}
+    return {output.name: int(output.data[0]) for output in response.outputs}
 
 
 def make_run(built: EnsemblePlan, used: Mapping[int, Any], **inputs: int) -> EnsembleRun:

@@ -78,7 +78,9 @@ async def test_first_response_of_a_stream_is_measured_once() -> None:
     model = await made(Answers(fail))
     with pytest.raises(ZeroDivisionError):
         await read(model)
-    [first] = [each.value for each in model.readings() if each.family == "nv_inference_first_response_histogram_ms"]
+    [first] = [
+        reading.value for reading in model.readings() if reading.family == "nv_inference_first_response_histogram_ms"
+    ]
     assert sum(first.counts) == 1
 
 

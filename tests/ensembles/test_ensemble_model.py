@@ -100,7 +100,7 @@ class Served:
                     yield int(response.outputs[0].data.item())
 
     async def ask(self, model: str, x: int) -> list[int]:
-        return [each async for each in self.responses(model, X=np.array([x], np.int32))]
+        return [response async for response in self.responses(model, X=np.array([x], np.int32))]
 
     def counts(self, model: str) -> tuple[int, int, int]:
         """Requests that succeeded and failed, and those that a cache had."""
@@ -145,8 +145,10 @@ async def test_an_ensemble_is_decoupled_if_a_step_is_whatever_its_config_says(se
     config = served.gateway.model_config(name)
     assert (config.decoupled, config.raw["model_transaction_policy"]) == (True, {"decoupled": True})
     assert list(config.raw) == list(served.gateway.model_config("squares").raw)
-    first = [each for each in served.gateway.measurements() if each.labels.get("model") == name]
-    histogram = [each for each in first[0].readings if each.family == "nv_inference_first_response_histogram_ms"]
+    first = [measurement for measurement in served.gateway.measurements() if measurement.labels.get("model") == name]
+    histogram = [
+        reading for reading in first[0].readings if reading.family == "nv_inference_first_response_histogram_ms"
+    ]
     assert [sum(each.value.counts) for each in histogram] == [1]
 
 
@@ -159,7 +161,7 @@ async def test_answers_are_cached_whole_and_by_step(served: Served) -> None:
 async def test_a_failing_step_counts_as_such_and_for_the_ensemble(served: Served) -> None:
     wrong = {"IN": np.array([1, 2], np.int32), "DELAY": np.array([0], np.uint32), "WAIT": np.array([0], np.uint32)}
     with pytest.raises(InvalidArgument, match="in ensemble 'delayed', expected IN and DELAY shape to match"):
-        [each async for each in served.responses("delayed", **wrong)]
+        [response async for response in served.responses("delayed", **wrong)]
     assert served.counts("repeat") == served.counts("delayed") == (0, 1, 0)
     failures = {
         (at.labels["model"], reading.labels["reason"]): reading.value
@@ -180,10 +182,10 @@ async def test_steps_stand_in_the_trace_of_their_request(tmp_path: Path) -> None
     assert await served.ask("squares", 2) == [2, 2]
     await served.gateway.lifecycle.close()
     writer.close()
-    models = [each for each in json.loads(path.read_text()) if "model_name" in each]
-    first, *others = [(each["model_name"], each.get("parent_id")) for each in models]
+    models = [load for load in json.loads(path.read_text()) if "model_name" in load]
+    first, *others = [(model["model_name"], model.get("parent_id")) for model in models]
     assert (first, sorted(others)) == (("squares", None), [("echo", 1), ("echo", 1), ("square", 1)])
-    assert [each["id"] for each in models] == [1, 2, 3, 4]
+    assert [model["id"] for model in models] == [1, 2, 3, 4]
 
 
 async def test_a_span_for_every_request_to_a_step(tmp_path: Path) -> None:
@@ -245,4 +247,4 @@ async def test_a_reader_may_leave_while_a_step_is_unloaded(served: Served) -> No
     await asyncio.wait_for(unloading, 10)
     await served.load("repeat", "echo")
     assert await served.ask("squares", 2) == [2, 2]
-    assert [each async for each in served.responses("delayed", **delays)] == [0, 1, 2, 3]
+    assert [response async for response in served.responses("delayed", **delays)] == [0, 1, 2, 3]

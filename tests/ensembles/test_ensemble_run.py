@@ -103,7 +103,7 @@ async def test_a_batch_dimension_of_one_comes_and_goes_between_models_that_batch
     used: dict[int, Handle] = {0: Lone("lone"), 1: Handle("identity"), 2: Lone("lone")}
     response = await make_run(built, used, x=2).answer()
     assert [used[number].requests[0].inputs["IN"].shape for number in used] == [(1, 1), (1,), (1, 1)]
-    assert [each.shape for each in response.outputs] == [(1,)]
+    assert [output.shape for output in response.outputs] == [(1,)]
 
 
 class Lone(Handle):
@@ -185,8 +185,8 @@ async def test_a_stream_of_ten_thousand_takes_no_more_memory_than_one_of_a_thous
         read = 0
         async for _ in responses:
             read += 1
-            for each in used.values():
-                each.requests.clear()
+            for value in used.values():
+                value.requests.clear()
             if read in (1_000, 9_000):
                 taken.append(sys.getallocatedblocks())
                 tasks = max(tasks, len(asyncio.all_tasks()))

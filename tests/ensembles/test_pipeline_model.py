@@ -130,7 +130,7 @@ async def test_without_decoupled_there_is_one_answer(tmp_path: Path) -> None:
 
     one = await loaded(tmp_path, "async def run(request, lookup):\n    return {'Y': 7}", decoupled=False)
     async with aclosing(one.infer(request(), RequestContext("test"))) as responses:
-        assert [(each.outputs[0].scalar, each.final) async for each in responses] == [(7, True)]
+        assert [(response.outputs[0].scalar, response.final) async for response in responses] == [(7, True)]
     assert (one.statistics().inference.success.count, one.stats().success) == (1, 1)
     assert await failure("return; yield") == "pipeline 'glue' has not yielded an answer"
     twice = "pipeline 'glue' has yielded twice (glue/1/pipeline.py:2), and its config is not decoupled"
@@ -150,7 +150,7 @@ async def test_only_wanted_outputs_leave(tmp_path: Path) -> None:
     glue = await loaded(tmp_path, code)
     asked = InferRequest("id", request().inputs, ("U",))
     async with aclosing(glue.infer(asked, RequestContext("test"))) as responses:
-        found = [[tensor.scalar for tensor in each.outputs] async for each in responses]
+        found = [[tensor.scalar for tensor in response.outputs] async for response in responses]
     assert found == [[b"a"], [b"b"]]
 
 
@@ -162,7 +162,9 @@ async def test_a_models_response_passes_as_far_as_there_are_outputs_for_it(
         await answers(glue)
     monkeypatch.setattr("tests.ensembles.pipelines.OUT", "U")
     async with aclosing(glue.infer(request(), RequestContext("test"))) as responses:
-        assert [(each.outputs[0].scalar, each.parameters) async for each in responses] == [(b"a", {"shouted": False})]
+        assert [(response.outputs[0].scalar, response.parameters) async for response in responses] == [
+            (b"a", {"shouted": False})
+        ]
 
 
 async def test_leaving_runs_what_the_code_has_to_clean_up(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class RpcSender:
 def _said(responses: list[bytes]) -> str:
     from tritonclient.grpc import service_pb2 as pb
 
-    errors = [pb.ModelStreamInferResponse.FromString(each).error_message for each in responses]
+    errors = [pb.ModelStreamInferResponse.FromString(response).error_message for response in responses]
     if any("Internal Server Error" in error for error in errors):
         return f"INTERNAL: {errors}"
     return "INVALID_ARGUMENT" if any(errors) else "OK"

@@ -255,7 +255,7 @@ def to_raw_request(document: Mapping[str, Any]) -> RawRequest:
 
 def _raw(datatype: str, values: list[Any]) -> bytes:
     if datatype == "BYTES":
-        return b"".join(struct.pack("<I", len(each.encode())) + each.encode() for each in values)
+        return b"".join(struct.pack("<I", len(value.encode())) + value.encode() for value in values)
     return struct.pack("<" + {"FP32": "f", "INT32": "i", "BOOL": "?"}[datatype] * len(values), *values)
 
 

@@ -260,7 +260,7 @@ def test_experts(tokens: int, kind: torch.dtype | str, group: int, dtype: torch.
     chosen = torch.rand(tokens, 7, generator=torch.Generator().manual_seed(tokens)).topk(2).indices.to(DEVICE)
     routing, x = random(tokens, 2).abs(), random(tokens, hidden, dtype=dtype)
     stacks = [random(count * 2 * inner, hidden, dtype=dtype) / 16, random(count * hidden, inner, dtype=dtype) / 16]
-    codes, wide = zip(*(coded(each, kind, group) for each in stacks), strict=True)
+    codes, wide = zip(*(coded(stack, kind, group) for stack in stacks), strict=True)
     found = TritonExperts(*codes, "silu", range(first, first + count))(x, chosen, routing, None)
 
     def through(rows: Tensor) -> Tensor:

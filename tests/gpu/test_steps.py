@@ -110,7 +110,7 @@ def load(checkpoint: Path, enforce_eager: bool, **changes: Any) -> InlineExecuto
 def prompts() -> list[np.ndarray]:
     generator = torch.Generator().manual_seed(5)
     lengths = 1, 7, 16, 33, 60, 90, 120
-    return [torch.randint(1, 384, (each,), generator=generator, dtype=torch.int32).numpy() for each in lengths]
+    return [torch.randint(1, 384, (length,), generator=generator, dtype=torch.int32).numpy() for length in lengths]
 
 
 def generate(
@@ -134,10 +134,10 @@ def captured(checkpoint: Path, **changes: Any) -> InlineExecutor:
     executor = load(checkpoint, enforce_eager=False, **changes)
     if not executor.rank.runner.computer.attention.recordable_places:
         pytest.skip("steps with the device's attention cannot be recorded")
-    missing = sum(len(each.buckets.keys) for each in executor.rank.runner.all_graphs)
+    missing = sum(len(graph.buckets.keys) for graph in executor.rank.runner.all_graphs)
     for _ in range(missing):
         executor.use_idle_time()
-    assert all(each.capture_one() is False for each in executor.rank.runner.all_graphs)
+    assert all(graph.capture_one() is False for graph in executor.rank.runner.all_graphs)
     return executor
 
 

@@ -60,9 +60,9 @@ def test_a_datatype_that_does_not_exist_stays_bytes() -> None:
 
 
 ALL_ERRORS = [
-    each
-    for each in vars(errors).values()
-    if isinstance(each, type) and issubclass(each, CharoniaError) and each is not QueueFull
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, CharoniaError) and value is not QueueFull
 ]
 
 

@@ -71,7 +71,7 @@ def test_limits_by_device_and_of_the_server() -> None:
     with pytest.raises(InvalidArgument, match='"s" is present as both global and device-specific'):
         limiter.claim(InstanceRate(((Resource("s", 0), 1),)))
     [first, second] = limiter.measure()
-    assert {each.family: each.value for each in first.readings} == {
+    assert {reading.family: reading.value for reading in first.readings} == {
         "charonia_resource_limit": 5,
         "charonia_resource_used": 0,
         "charonia_resource_waiting": 0,

@@ -145,7 +145,7 @@ def main(count: int = 10_000, seed: int = 0, first: int = 0) -> None:
         f"{len(found.verdicts):,} mutants, {len(found.faults)} answered wrongly, {len(broken)} tracebacks, "
         f"core {'alive throughout' if same else 'LOST'}"
     )
-    sys.exit(bool(found.faults or broken) or not same or not all(each.flat for each in trends.values()))
+    sys.exit(bool(found.faults or broken) or not same or not all(value.flat for value in trends.values()))
 
 
 if __name__ == "__main__":

@@ -114,9 +114,10 @@ class DisconnectsResult(NamedTuple):
     def faults(self) -> list[str]:
         """What the disconnects left behind."""
         whole = sum(
-            each.plan.moment not in (LeaveMoment.CONNECTED, LeaveMoment.HEAD, LeaveMoment.BODY) for each in self.visits
+            visit.plan.moment not in (LeaveMoment.CONNECTED, LeaveMoment.HEAD, LeaveMoment.BODY)
+            for visit in self.visits
         )
-        stayed = sum(each.ended_by_text for each in self.visits)
+        stayed = sum(visit.ended_by_text for visit in self.visits)
         found = [*self.hung, *self.after.beyond(self.before)]
         if self.outcomes.get("length", 0) < stayed:
             found.append(f"{stayed} stayed to the end, {self.outcomes.get('length', 0)} were answered to the end")
@@ -204,7 +205,7 @@ def _ended(pid: int) -> bool:
 
 def show(console: Console, remains: DisconnectsResult) -> None:
     """Print the moments of the disconnects, and the resources before and after."""
-    counts = Counter((each.plan.moment, each.plan.door) for each in remains.visits)
+    counts = Counter((visit.plan.moment, visit.plan.door) for visit in remains.visits)
     doors = sorted({door for _, door in counts})
     left = Table("left", *doors)
     for moment in LeaveMoment:

@@ -193,7 +193,7 @@ def run_loads(repository: Path, place: ServerAddress, only: str = "", tries: int
     """Have a server that serves `repository`, which has the good model, load each: of several tries, the one with the
     smallest gap."""
     with gap_watcher(place) as watch:
-        for number, hostile in enumerate(each for each in CHECKPOINTS if only in each.name):
+        for number, hostile in enumerate(checkpoint for checkpoint in CHECKPOINTS if only in checkpoint.name):
             name = f"hostile{number}"
             (repository / name).mkdir()
             shutil.copy(repository / NAME / "config.pbtxt", repository / name)

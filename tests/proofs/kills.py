@@ -72,7 +72,7 @@ class KillsResult(NamedTuple):
     @property
     def faults(self) -> list[str]:
         """The failed checks."""
-        lost = Counter(_fate(each) for each in self.records if not (_answered(each) or _told(each)))
+        lost = Counter(_fate(record) for record in self.records if not (_answered(record) or _told(record)))
         found = [f"{count} streams ended otherwise: {status}" for status, count in lost.items()]
         counted = Counter({_WORDS.get(name, name): 0 for name in self.outcomes})
         for name, count in self.outcomes.items():

@@ -105,13 +105,13 @@ def _percentiles(seconds: Sequence[float] | np.ndarray) -> tuple[float, float, f
 
 
 def sped_up(requests: Sequence[SimulatedRequest], factor: float) -> list[SimulatedRequest]:
-    return [each._replace(at=each.at / factor) for each in requests]
+    return [request._replace(at=request.at / factor) for request in requests]
 
 
 def capacity(machine: SimulatedMachine, requests: Sequence[SimulatedRequest]) -> float:
     """The speed-up at which requests come as fast as the machine can answer them if all are there at once."""
     simulation = Simulation(machine, UNBOUNDED)
-    simulation.run([each._replace(at=0.0) for each in requests])
+    simulation.run([request._replace(at=0.0) for request in requests])
     return requests[-1].at / simulation.now
 
 

@@ -217,7 +217,7 @@ def main(seconds: float = 120.0, every: float = 5.0, seed: int = 0, fake: bool =
     for who, each in trends.items():
         print(f"{who}: {format_memory(each)}")
     print(f"{kills} kills; streams: {', '.join(f'{count:,} {end}' for end, count in result.ends.most_common())}")
-    sys.exit(bool(result.faults) or not all(each.flat for each in trends.values()))
+    sys.exit(bool(result.faults) or not all(value.flat for value in trends.values()))
 
 
 if __name__ == "__main__":

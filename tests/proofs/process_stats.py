@@ -122,7 +122,7 @@ class MetricsScrape:
     def total(self, name: str, **labels: str) -> float:
         """The sum of all series of this name that have these labels; 0 without any."""
         wanted = labels.items()
-        return sum(each.value for each in self._samples if each.name == name and wanted <= each.labels.items())
+        return sum(sample.value for sample in self._samples if sample.name == name and wanted <= sample.labels.items())
 
     def outcomes(self) -> dict[str, int]:
         """Ended requests by outcome."""

@@ -128,7 +128,7 @@ def _descendants(place: ServerAddress) -> list[int]:
     assert place.pid is not None
     below = children(place.pid)
     with suppress(FileNotFoundError):  # who ends meanwhile has none
-        return below + [each for pid in below for each in children(pid)]
+        return below + [child for pid in below for child in children(pid)]
     return below
 
 

@@ -175,7 +175,7 @@ class Askers:
         answer = await self._answers.http.post(f"/v2/models/{DOUBLE}/infer", orjson.dumps({"inputs": inputs}))
         if answer.status != 200:
             return read_error(answer)
-        made = {each["name"]: each["data"] for each in orjson.loads(answer.body)["outputs"]}
+        made = {output["name"]: output["data"] for output in orjson.loads(answer.body)["outputs"]}
         right = {"Y": [_int32(2 * each) for each in x], "TURNED": [text[::-1]]}
         return "" if made == right else f"it made {str(made)[:200]}"
 
@@ -268,7 +268,7 @@ async def abandon_many(place: ServerAddress, count: int, seed: int, tell: Tell =
         tell()
 
     result.faults.extend(await run_clients(place, visits, one_left))
-    result.ends.update(each.plan.moment.value for each in visits)
+    result.ends.update(visit.plan.moment.value for visit in visits)
     await until_idle(place)
     return result
 

@@ -119,7 +119,7 @@ def main(*, trials: int = 2000) -> int:
     for said, counts in zip(("equal", "equal, at its bounds"), alarms, strict=True):
         table.add_row(said, *map(str, counts))
     Console().print(table)
-    holds = all(each.back >= 0.99 * trials for each in found) and all(each.back <= 0.05 * trials for each in alarms)
+    holds = all(each.back >= 0.99 * trials for each in found) and all(alarm.back <= 0.05 * trials for alarm in alarms)
     return 0 if holds else 1
 
 

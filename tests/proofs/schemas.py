@@ -155,7 +155,7 @@ def ask(place: ServerAddress, asked: CorpusSchema, seed: int, max_tokens: int) -
     if response.status != 200:
         raise ValueError(f"{asked.name}: {response.status} {content[:300]}")
     choices = (
-        [each["choices"][0] for each in _events(content) if each["choices"]]
+        [event["choices"][0] for event in _events(content) if event["choices"]]
         if stream
         else json.loads(content)["choices"]
     )
@@ -210,8 +210,8 @@ def main(answers: int = 2000, max_tokens: int = 600) -> None:
     with own_server(*flags) as place, Progress() as progress:
         task = progress.add_task("answers", total=answers)
         result = prove(place, corpus, answers, max_tokens, lambda: progress.advance(task))
-    for each in result.faults[:20]:
-        print(each)
+    for fault in result.faults[:20]:
+        print(fault)
     ends = ", ".join(f"{count:,} {end}" for end, count in result.ends.most_common())
     print(f"{len(corpus)} schemas, {answers:,} answers: {ends} ({result.ended:.1%} ended); {len(result.faults)} faults")
     sys.exit(bool(result.faults) or result.ended < _LEAST_ENDED)

@@ -68,9 +68,9 @@ class RunFigures(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, due: Sequence[float], times: Sequence[Sequence[float]], tokens: int) -> "RunFigures":
         """Requests by when they were due, with the times of their tokens."""
-        gaps = np.concatenate([np.diff(each) for each in times])
+        gaps = np.concatenate([np.diff(time) for time in times])
         ttft = [each[0] - at for at, each in zip(due, times, strict=True)]
-        seconds = max(each[-1] for each in times) - min(due)
+        seconds = max(time[-1] for time in times) - min(due)
         itl_p50, itl_p99 = np.percentile(gaps, (50, 99)).tolist()
         ttft_p50, ttft_p90 = np.percentile(ttft, (50, 90)).tolist()
         return cls(tokens / seconds, itl_p50, itl_p99, ttft_p50, ttft_p90)
@@ -102,10 +102,10 @@ class SimulationRecord(msgspec.Struct, kw_only=True):
             capacity = find_capacity(machine.machine, machine.engine, jobs[:_CAPACITY_REQUESTS])
             self.speedups[name] = find_speedup(jobs, load * capacity, seconds)
         speedup = self.speedups[name]
-        return due_within([msgspec.structs.replace(each, due=each.due / speedup) for each in jobs], seconds)
+        return due_within([msgspec.structs.replace(job, due=job.due / speedup) for job in jobs], seconds)
 
     def of(self, trace: TraceName, load: float) -> list[MeasuredRun]:
-        return [each for each in self.runs if (each.trace, each.load) == (trace, load)]
+        return [run for run in self.runs if (run.trace, run.load) == (trace, load)]
 
 
 class FigureVerdict(NamedTuple):
@@ -126,12 +126,12 @@ def simulate_load(
     machine: SimulatedMachine, engine: EngineShape, jobs: Sequence[PlannedRequest]
 ) -> tuple[Simulation, list[SimulatedResult]]:
     simulation = Simulation(machine, engine)
-    return simulation, simulation.run([SimulatedRequest(each.due, each.prompt, each.new) for each in jobs])
+    return simulation, simulation.run([SimulatedRequest(job.due, job.prompt, job.new) for job in jobs])
 
 
 def simulated_figures(machine: SimulatedMachine, engine: EngineShape, jobs: Sequence[PlannedRequest]) -> RunFigures:
     _, results = simulate_load(machine, engine, jobs)
-    served = [each for each in results if each.tokens]
+    served = [result for result in results if result.tokens]
     times = [each.tokens for each in served]
     return RunFigures.of([each.arrival.at for each in served], times, sum(map(len, times)))
 
@@ -140,10 +140,10 @@ def find_capacity(machine: SimulatedMachine, engine: EngineShape, jobs: Sequence
     """New tokens a second while the queue is never empty: requests that are all there at once, until the last one
     starts."""
     open_queue = msgspec.structs.replace(engine, max_queued_requests=len(jobs) + 1, max_queued_tokens=1 << 60)
-    _, results = simulate_load(machine, open_queue, [msgspec.structs.replace(each, due=0.0) for each in jobs])
-    end = max(each.tokens[0] for each in results)
+    _, results = simulate_load(machine, open_queue, [msgspec.structs.replace(job, due=0.0) for job in jobs])
+    end = max(result.tokens[0] for result in results)
     begin = _PAUSE_SHARE * end
-    return sum(begin < at <= end for each in results for at in each.tokens) / (end - begin)
+    return sum(begin < at <= end for result in results for at in result.tokens) / (end - begin)
 
 
 def find_speedup(jobs: Sequence[PlannedRequest], rate: float, seconds: float) -> float:
@@ -151,7 +151,7 @@ def find_speedup(jobs: Sequence[PlannedRequest], rate: float, seconds: float) ->
     low, high = 1e-3, 1e3
     for _ in range(40):
         middle = (low * high) ** 0.5
-        asked = sum(each.new for each in jobs if each.due / middle < seconds) / seconds
+        asked = sum(job.new for job in jobs if job.due / middle < seconds) / seconds
         low, high = (middle, high) if asked < rate else (low, middle)
     return low
 
@@ -160,7 +160,7 @@ def judge(runs: Sequence[RunFigures], simulated: RunFigures, changed: Sequence[R
     """The figures of a simulation beside those of runs; beyond capacity `changed` has what it is with other steps."""
     verdicts = []
     for name in RunFigures.__struct_fields__:
-        measured = tuple(float(getattr(each, name)) for each in runs)
+        measured = tuple(float(getattr(run, name)) for run in runs)
         mean, found = sum(measured) / len(measured), float(getattr(simulated, name))
         bound = NARROW if name in ("throughput", "itl_p50") else WIDE
         if bound == WIDE:
@@ -194,10 +194,10 @@ class ServedLoad(NamedTuple):
 
 def figures_of(records: Sequence[LoadRecord]) -> RunFigures:
     """Raises `Unavailable` if a request failed."""
-    if failed := next((each.status for each in records if each.status != OK), ""):
+    if failed := next((record.status for record in records if record.status != OK), ""):
         raise Unavailable(f"a request failed, and nothing can be compared: {failed}")
-    due, times = [each.due for each in records], [each.times for each in records]
-    return RunFigures.of(due, times, sum(each.tokens for each in records))
+    due, times = [record.due for record in records], [record.times for record in records]
+    return RunFigures.of(due, times, sum(record.tokens for record in records))
 
 
 def calibrated(checkpoint: Path, arguments: Sequence[str], scratch: Path, budget: str, log: Log) -> MachineFile:

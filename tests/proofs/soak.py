@@ -223,7 +223,7 @@ def main(seconds: float = 600.0, seed: int = 0, plot: Path | None = None) -> Non
         print(f"{who}: {format_memory(each)}, {each.slope * 60 / 1024:+.1f} KiB a minute")
     asked = sum(soaked.verdicts.values())
     print(f"{asked:,} requests in {seconds:g} s, {len(soaked.faults)} went wrong, {len(broken)} tracebacks")
-    sys.exit(bool(soaked.faults or broken) or not all(each.flat for each in trends.values()))
+    sys.exit(bool(soaked.faults or broken) or not all(value.flat for value in trends.values()))
 
 
 if __name__ == "__main__":

@@ -321,7 +321,7 @@ def main(new: int = 400, seeds: int = 3) -> None:
         for guesses in GUESSES:
             said = []
             for count in STREAMS:
-                own = [each for each in runs if (each.machine, each.guesses, each.streams) == (machine, guesses, count)]
+                own = [run for run in runs if (run.machine, run.guesses, run.streams) == (machine, guesses, count)]
                 middle = own[0]._replace(
                     speed=median(each.speed for each in own), tpot=median(each.tpot for each in own)
                 )

@@ -30,8 +30,8 @@ FIGURES = proof.RunFigures(100.0, 0.05, 0.2, 1.0, 2.0)
 def test_a_load_asks_for_its_share_of_the_capacity() -> None:
     capacity = proof.find_capacity(MACHINE.machine, MACHINE.engine, JOBS)
     simulation = Simulation(MACHINE.machine, MACHINE.engine)
-    simulation.run([SimulatedRequest(0.0, each.prompt, each.new) for each in JOBS])
-    assert capacity == pytest.approx(sum(each.new for each in JOBS) / simulation.now, rel=0.1)
+    simulation.run([SimulatedRequest(0.0, job.prompt, job.new) for job in JOBS])
+    assert capacity == pytest.approx(sum(job.new for job in JOBS) / simulation.now, rel=0.1)
     for load in (0.5, 1.2):
         planned = proof.SimulationRecord(asked="").plan(MACHINE, "code", JOBS, load, 3.0)
         assert sum(each.new for each in planned) / 3.0 == pytest.approx(load * capacity, rel=0.1)
@@ -41,7 +41,7 @@ def test_a_load_asks_for_its_share_of_the_capacity() -> None:
 def test_figures_of_a_client_and_of_a_simulation_are_the_same_figures() -> None:
     """The records are what a client of the simulated server would have noted."""
     results = Simulation(MACHINE.machine, MACHINE.engine).run(
-        [SimulatedRequest(each.due, each.prompt, each.new) for each in JOBS]
+        [SimulatedRequest(job.due, job.prompt, job.new) for job in JOBS]
     )
     records = [
         LoadRecord(
@@ -75,7 +75,7 @@ def test_figures_of_a_client_and_of_a_simulation_are_the_same_figures() -> None:
 )
 def test_what_is_off_by_more_than_its_bound_is_told(changes: dict[str, float], off: Sequence[str]) -> None:
     verdicts = proof.judge([FIGURES, FIGURES], replace(FIGURES, **changes))
-    assert [each.name for each in verdicts if not each.holds] == list(off)
+    assert [verdict.name for verdict in verdicts if not verdict.holds] == list(off)
 
 
 def test_runs_that_differ_allow_for_more_and_so_does_the_queue_beyond_capacity() -> None:

@@ -110,7 +110,7 @@ async def test_a_name_that_several_have_is_the_models_or_needs_one() -> None:
     assert (await found(gateway, "b:sql"))[0] == "b"
     with pytest.raises(NotFound, match="several models have such an adapter: ask for 'a:sql' or 'b:sql'"):
         await found(gateway, "sql")
-    assert [(each.name, each.config.name) for each in gateway.adapters()] == [
+    assert [(adapter.name, adapter.config.name) for adapter in gateway.adapters()] == [
         ("a:sql", "a"),
         ("a:b", "a"),
         ("b:sql", "b"),
@@ -128,7 +128,7 @@ async def test_adapters_come_and_go() -> None:
     model = Writer("base")
     gateway = await gateway_of(model, Writer("plain", takes=False))
     assert (await gateway.load_adapter("sql", "/loras/sql")).path == "/loras/sql"
-    assert [each.name for each in gateway.adapters()] == ["sql"]
+    assert [adapter.name for adapter in gateway.adapters()] == ["sql"]
     assert (await gateway.load_adapter("sql", "/loras/new", replace=True)).path == "/loras/new"
     assert (await gateway.unload_adapter("base:sql")).adapter.path == "/loras/new"
     assert model.named == {}

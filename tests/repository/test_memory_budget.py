@@ -130,7 +130,7 @@ def test_who_holds_what_is_measured() -> None:
     for _ in range(2):  # one that replaces itself
         cards.budget.reserve("m", "3", [MemoryNeed(1), MemoryNeed(2 * MIB, 1)])
     cards.budget.reserve("n", "1", [])
-    assert [(*each.labels.values(), each.readings[0]) for each in cards.budget.measurements()] == [
+    assert [(*measurement.labels.values(), measurement.readings[0]) for measurement in cards.budget.measurements()] == [
         ("m", "3", Reading("charonia_memory_held_bytes", 2, {"memory": "host"})),
         ("n", "1", Reading("charonia_memory_held_bytes", 0, {"memory": "host"})),
         ("m", "3", Reading("charonia_memory_held_bytes", 4 * MIB, {"memory": "gpu1"})),

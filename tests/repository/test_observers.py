@@ -54,7 +54,9 @@ async def test_an_observer_is_told_of_routes_and_follows_their_requests() -> Non
     assert diary.notes == ["asks r", "test ended"]
     gateway.routes.replace({"s": shares(1)["r"]})  # as before: it is not told again
     assert diary.notes[2:] == ["keeps r: False"]
-    assert ("notes", 3) in [(each.family, each.value) for made in gateway.measurements() for each in made.readings]
+    assert ("notes", 3) in [
+        (reading.family, reading.value) for made in gateway.measurements() for reading in made.readings
+    ]
     gateway.begin_exit()
     assert diary.notes[-1] == "closes"
 

@@ -54,7 +54,7 @@ async def test_a_model_is_known_before_anybody_asks_for_it_and_loaded_then(world
     assert await gateway.unready_reason("a") == ""
     assert gateway.model_config("a").inputs[0].name == "A"
     assert gateway.served_versions("a") == ("1",)
-    assert [each.name for each in gateway.model_configs()] == ["a", "b", "c"]
+    assert [config.name for config in gateway.model_configs()] == ["a", "b", "c"]
     assert gateway.model_statistics("a") == []
     (shown, *_) = await gateway.repository_index()
     assert (shown.name, shown.version, shown.state, shown.reason) == ("a", "1", ModelState.UNAVAILABLE, ON_DEMAND)
@@ -97,7 +97,7 @@ async def test_models_that_take_turns_are_told_of(world: World, caplog: pytest.L
     await world.start()
     for name in ("a", "b", "a", "b"):
         await world.ask(name)
-    assert [each.args for each in caplog.records if "take turns" in each.msg] == [("a", pytest.approx(0, abs=60))]
+    assert [record.args for record in caplog.records if "take turns" in record.msg] == [("a", pytest.approx(0, abs=60))]
     await world.gateway.lifecycle.close()
 
 
@@ -288,5 +288,5 @@ async def test_an_arm_that_a_field_chooses_is_loaded_for_it(world: World) -> Non
     assert await world.ask("r", sequence_id=7, sequence_start=True) == 0
     assert await world.ask("r", tier="gold", sequence_id=7, sequence_end=True) == 0
     assert resident(world) == {"a"}
-    assert all(not each.in_flight.count for each in world.gateway.registry.entries["a"].loaded_versions.values())
+    assert all(not value.in_flight.count for value in world.gateway.registry.entries["a"].loaded_versions.values())
     await world.gateway.lifecycle.close()

@@ -67,7 +67,7 @@ class Server:
         served = {
             name: tuple(arm.weight for arm in each.route.arms) for name, each in self.gateway.routes.served.items()
         }
-        assert sorted(served) == [each.name for each in self.control.entries()]
+        assert sorted(served) == [entry.name for entry in self.control.entries()]
         return served
 
     def version(self, name: str) -> int:
@@ -222,7 +222,7 @@ async def test_so_many_routes_there_may_be_of_files_and_of_requests_together(
     await server.poll()
     puts = (server.control.put(name, share(1), "x") for name in "cde")
     outcomes = await asyncio.gather(*puts, return_exceptions=True)
-    refused = [each for each in outcomes if isinstance(each, InvalidArgument)]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, InvalidArgument)]
     assert len(refused) == 2
     assert "4 routes, of routes.yaml and of requests, are more than there may be: 3" in str(refused[0])
     served = server.served
@@ -335,7 +335,7 @@ async def follow(steps: list[tuple[str, str, int | None]]) -> None:
         if kind == "restart":
             control = start()
         elif kind == "file" and route != files.get(name):
-            files = {**files, name: route} if route else {each: files[each] for each in files if each != name}
+            files = {**files, name: route} if route else {file: files[file] for file in files if file != name}
             await control.follow_files(files)
         elif kind == "request" and route is not None:
             await control.put(name, route, "x")

@@ -59,7 +59,7 @@ async def test_requests_are_divided_and_answered_by_the_name_of_the_route() -> N
     assert [(each.name, each.version, each.arm) for each in counted] == [("r", "1", "m:1"), ("r", "2", "m:2")]
     assert [each.statistics.inference.success.count for each in counted] == [6, 2]
     assert gateway.model_statistics("r", "2") == counted[1:]
-    assert [each.name for each in gateway.model_configs()] == ["m", "r"]
+    assert [config.name for config in gateway.model_configs()] == ["m", "r"]
     with pytest.raises(NotFound, match="'r' is a route, which has no versions"), gateway.open_request("t") as context:
         await gateway.acquire(context, "r", "1")
 

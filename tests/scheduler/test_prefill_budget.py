@@ -170,7 +170,7 @@ def test_a_prompt_that_nobody_waits_for_does_not_hurry_the_line() -> None:
 
 
 def test_streams_that_nobody_waits_for_are_not_spared() -> None:
-    background = [each._replace(target_itl=inf) for each in STREAMS]
+    background = [stream._replace(target_itl=inf) for stream in STREAMS]
     late = [SimulatedRequest(2.0, 2048, 1)]
     assert gaps_beside(PACED, background, late) > 2 * gaps_beside(PACED, STREAMS, late)
 

@@ -85,7 +85,7 @@ class Predicting:
     """Drafts what requests bring."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        return [[] if each.prediction is None else each.prediction.tolist()[: each.k] for each in requests]
+        return [[] if request.prediction is None else request.prediction.tolist()[: request.k] for request in requests]
 
 
 def test_each_drafter_has_totals_of_its_own() -> None:

@@ -90,12 +90,12 @@ def test_shares_are_parts_of_one_whole(
     values |= {"charonia_event_loop_delay_seconds_sum": loop[0], "charonia_event_loop_delay_seconds_count": 100}
     values |= {"charonia_event_loop_cpu_seconds_total": loop[1], 'charonia_requests_total{outcome="stop"}': 5}
     [report] = reports_of(values)
-    shares = [each.share for each in report.bottlenecks]
+    shares = [bottleneck.share for bottleneck in report.bottlenecks]
     assert shares == sorted(shares, reverse=True)
     assert all(0 < share <= 1 + 1e-9 for share in shares)
     # Causes of less than a hundredth are left out, and there are thirteen at most.
     assert 1 - 0.13 < sum(shares) < 1 + 1e-9
-    assert len({each.cause for each in report.bottlenecks}) == len(shares)
+    assert len({bottleneck.cause for bottleneck in report.bottlenecks}) == len(shares)
 
 
 def first_of(values: Mapping[str, float]) -> Cause:
@@ -188,7 +188,7 @@ def test_steps_without_graphs_are_a_cold_start_as_long_as_there_are_more_of_them
     computed = {"charonia_step_seconds_count": 100, "charonia_step_seconds_sum": 9, "charonia_step_tokens_sum": 100}
     running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **computed, **LANGUAGE}
     [report] = reports_of(running | {"charonia_eager_steps_total": 80})
-    assert [(each.cause, each.share) for each in report.bottlenecks] == [
+    assert [(bottleneck.cause, bottleneck.share) for bottleneck in report.bottlenecks] == [
         (Cause.COLD_START, pytest.approx(0.8)),
         (Cause.COMPUTATION, pytest.approx(0.2)),
     ]
@@ -201,13 +201,13 @@ def test_prompts_without_a_state_to_go_on_from_are_told_with_what_would_spare_th
     states = {"charonia_state_missed_tokens_total": 800, "charonia_state_snapshot_evictions_total": evicted}
     begun = {"charonia_state_snapshot_hits_total": 3, "charonia_state_snapshots": 2}
     [report] = reports_of(running | computed | states | begun | LANGUAGE)
-    shares = {each.cause: each.share for each in report.bottlenecks}
+    shares = {bottleneck.cause: bottleneck.share for bottleneck in report.bottlenecks}
     assert shares == {
         Cause.PREEMPTIONS: pytest.approx(0.5),
         Cause.NO_SNAPSHOT: pytest.approx(0.4),
         Cause.COMPUTATION: pytest.approx(0.1),
     }
-    [claim] = (each for each in report.bottlenecks if each.cause is Cause.NO_SNAPSHOT)
+    [claim] = (bottleneck for bottleneck in report.bottlenecks if bottleneck.cause is Cause.NO_SNAPSHOT)
     assert claim.turn.startswith(turn)
     assert "800 tokens" in claim.text
 
@@ -238,7 +238,7 @@ def test_requests_of_several_items_could_share_batches_too() -> None:
     }
     seen |= {'charonia_batches_total{reason="what_a_later_version_knows"}': 125}
     [report] = reports_of(seen)
-    assert [(each.cause, each.share) for each in report.bottlenecks[:2]] == [
+    assert [(bottleneck.cause, bottleneck.share) for bottleneck in report.bottlenecks[:2]] == [
         (Cause.BATCHING, pytest.approx(0.5625)),
         (Cause.COMPUTATION, pytest.approx(0.25)),
     ]
@@ -246,7 +246,9 @@ def test_requests_of_several_items_could_share_batches_too() -> None:
 
 def test_an_ensemble_is_told_to_look_at_its_models() -> None:
     [report] = reports_of({"nv_inference_request_duration_us": 9e6})
-    assert [(each.cause, each.turn) for each in report.bottlenecks] == [(Cause.COMPUTATION, "explain those")]
+    assert [(bottleneck.cause, bottleneck.turn) for bottleneck in report.bottlenecks] == [
+        (Cause.COMPUTATION, "explain those")
+    ]
 
 
 def test_an_engine_that_counts_no_states_is_judged_by_its_phases() -> None:

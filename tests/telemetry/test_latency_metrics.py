@@ -45,6 +45,6 @@ def test_times_are_cut_to_microseconds_and_milliseconds() -> None:
     latencies.record_success(9_999, 1_000, ExecutionTiming(2_000, 3_500, 4_000))
     latencies.record_first_response(9_900_000)
     *summaries, first = (reading.value for reading in latencies.readings())
-    assert [each.sum for each in summaries if isinstance(each, QuantileSummary)] == [9, 1, 2, 3, 4]
+    assert [summary.sum for summary in summaries if isinstance(summary, QuantileSummary)] == [9, 1, 2, 3, 4]
     assert isinstance(first, Histogram)
     assert (first.counts, first.sum) == ([0, 1, 0], 9.9)

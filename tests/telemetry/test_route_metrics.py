@@ -16,8 +16,8 @@ def test_answers_have_latencies_and_others_have_not() -> None:
     assert arm.statistics().last_inference == 0
     for end, seconds in ((DONE, 0.002), (DONE, 0.2), (failed, 3.0)):
         arm.count(end, ended(end, seconds))
-    found = {(each.family, each.labels.get("outcome")): each.value for each in arm.readings("r")}
-    assert {each.labels["route"] for each in arm.readings("r")} == {"r"}
+    found = {(reading.family, reading.labels.get("outcome")): reading.value for reading in arm.readings("r")}
+    assert {reading.labels["route"] for reading in arm.readings("r")} == {"r"}
     assert found["charonia_route_requests_total", "done"] == 2
     assert found["charonia_route_requests_total", "error"] == 1
     seconds, first = (found[f"charonia_route_{name}_seconds", None] for name in ("request", "time_to_first_token"))

@@ -55,7 +55,7 @@ def test_a_trace_says_what_was_asked_and_when(path: Path) -> None:
     asked, times = json.loads(path.read_text())
     assert asked == {"id": 1, "model_name": "m", "model_version": 3, "request_id": "r1"}
     assert times["id"] == 1
-    stamps = {each["name"]: each["ns"] for each in times["timestamps"]}
+    stamps = {timestamp["name"]: timestamp["ns"] for timestamp in times["timestamps"]}
     arrived, answered, ended_ = (int(1e9 * at) for at in (context.arrived_at, context.answered_at, context.ended_at))
     assert stamps == {
         "HTTP_RECV_START": arrived,
@@ -78,7 +78,7 @@ def test_what_was_refused_has_no_answer(path: Path) -> None:
     file.close()
     [_, times] = json.loads(path.read_text())
     names = ["GRPC_WAITREAD_START", "REQUEST_START", "REQUEST_END", "GRPC_SEND_END"]
-    assert [each["name"] for each in times["timestamps"]] == names
+    assert [timestamp["name"] for timestamp in times["timestamps"]] == names
 
 
 def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_trace_of_a_classic_model_says_what_was_done_when(path: Path) -> None:
     file(context)
     file.close()
     [_, times] = json.loads(path.read_text())
-    assert [(each["name"], each["ns"]) for each in times["timestamps"][1:8]] == [
+    assert [(timestamp["name"], timestamp["ns"]) for timestamp in times["timestamps"][1:8]] == [
         ("HTTP_RECV_END", 100),
         ("REQUEST_START", 100),
         ("QUEUE_START", 100),

@@ -428,14 +428,14 @@ async def test_errors_before_the_handler(client: httpx.AsyncClient) -> None:
     long = await client.post(MESSAGES, json=HI | {"system": "x" * 2000})
     wrong, missing = await client.get(MESSAGES), await client.post(f"{MESSAGES}/batches", json=HI)
     answers = (unknown, long, wrong, missing, await client.post(COUNT, content=b"{"))
-    assert [(each.status_code, each.json()["error"]["type"]) for each in answers] == [
+    assert [(answer.status_code, answer.json()["error"]["type"]) for answer in answers] == [
         (404, "not_found_error"),
         (413, "request_too_large"),
         (405, "invalid_request_error"),
         (404, "not_found_error"),
         (400, "invalid_request_error"),
     ]
-    assert {each.json()["type"] for each in answers} == {"error"}
+    assert {answer.json()["type"] for answer in answers} == {"error"}
 
 
 async def test_a_model_of_tensors_answers(client: httpx.AsyncClient, gateway: Any) -> None:
@@ -497,7 +497,7 @@ async def test_blocks_of_anthropics_own_tools_are_left_out(client: httpx.AsyncCl
     hits = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [searched, hits, TEXT]}]
     answer = await client.post(MESSAGES, json=HI | {"messages": [*turns, {"role": "user", "content": "so?"}]})
-    assert [each.content for each in gateway.asked[0].prompt.messages] == ["hi", "x", "so?"]
+    assert [message.content for message in gateway.asked[0].prompt.messages] == ["hi", "x", "so?"]
     assert answer.headers["x-charonia-warning"] == (
         "messages[1].content[0]: server_tool_use is of Anthropic's own tools, and is left out; "
         "messages[1].content[1]: web_search_tool_result is of Anthropic's own tools, and is left out"

@@ -82,7 +82,7 @@ async def test_index(stub: Any, gateway: Any) -> None:
         ("b", "2", "UNAVAILABLE", "unloaded"),
         ("c", "", "", ""),
     ]
-    assert [each.name for each in (await stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=True))).models] == ["a"]
+    assert [model.name for model in (await stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=True))).models] == ["a"]
 
 
 Value = pb.ModelRepositoryParameter

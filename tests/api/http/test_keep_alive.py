@@ -41,7 +41,7 @@ class Client:
 
     @property
     def parts(self) -> list[bytes]:
-        return [each["body"] for each in self.messages if each["type"] == "http.response.body"]
+        return [message["body"] for message in self.messages if message["type"] == "http.response.body"]
 
     async def seen(self, part: bytes, times: int = 1) -> None:
         async with asyncio.timeout(30):
@@ -70,10 +70,10 @@ async def test_pauses_have_events_and_the_response_one_beginning() -> None:
     await client.seen(PING, times=2)
     go.set()
     await task
-    assert [each["type"] for each in client.messages].count("http.response.start") == 1
+    assert [message["type"] for message in client.messages].count("http.response.start") == 1
     assert client.messages[0]["status"] == 200
     assert [part for part in client.parts if part != PING] == [b"one", b"two", b"end"]
-    assert [each["more_body"] for each in client.messages[1:]] == [True] * (len(client.parts) - 1) + [False]
+    assert [message["more_body"] for message in client.messages[1:]] == [True] * (len(client.parts) - 1) + [False]
 
 
 async def test_a_stream_that_is_in_time_has_none() -> None:

@@ -42,7 +42,10 @@ async def keyed(gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def ends(gateway: Any) -> list[tuple[str, str, str, str]]:
-    return [(each.endpoint, each.tenant, each.end.outcome.value, each.end.reason) for each in gateway.contexts]
+    return [
+        (context.endpoint, context.tenant, context.end.outcome.value, context.end.reason)
+        for context in gateway.contexts
+    ]
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -123,7 +126,7 @@ async def test_a_unary_call_is_one_request(stub: Any, gateway: Any) -> None:
             await asyncio.wait_for(stub.ModelInfer(message(model, "7"), metadata=metadata), 60)
     refused = [(UNARY, "", "rejected", "unauthenticated"), (UNARY, "alice", "rejected", "not_found")]
     assert ends(gateway) == refused
-    assert [each.id for each in gateway.contexts] == ["", "7"]
+    assert [context.id for context in gateway.contexts] == ["", "7"]
     assert ("authorization", "Bearer k") in gateway.contexts[1].headers
 
 
@@ -138,7 +141,7 @@ async def test_bytes_that_are_no_message_are_a_request_too(served: Served, gatew
 async def test_each_message_of_a_stream_is_a_request_and_an_idle_stream_is_none(stub: Any, gateway: Any) -> None:
     async for _ in stub.ModelStreamInfer(iter([message("nope", "a"), message("nope", "b")]), metadata=METADATA):
         pass
-    assert sorted(each.id for each in gateway.contexts) == ["a", "b"]
+    assert sorted(context.id for context in gateway.contexts) == ["a", "b"]
     assert ends(gateway) == [(STREAM, "alice", "rejected", "not_found")] * 2
     async for _ in stub.ModelStreamInfer(iter([]), metadata=METADATA):
         pass

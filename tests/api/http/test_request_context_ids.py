@@ -64,4 +64,4 @@ async def test_a_call_over_grpc_records_it(gateway: Any) -> None:
             await served.stub.ModelInfer(message, metadata=metadata, timeout=60)
         async for _ in served.stub.ModelStreamInfer(iter([message]), metadata=metadata, timeout=60):
             pass
-    assert [(each.id, each.client_id) for each in gateway.contexts] == [("q", "mine-2")] * 2
+    assert [(context.id, context.client_id) for context in gateway.contexts] == [("q", "mine-2")] * 2

@@ -170,7 +170,7 @@ async def test_late_interaction_sums_the_best_products(client: httpx.AsyncClient
     query, documents = "ab", ["b", "xyz", "ba"]
     expected = [sum(max(np.dot(direction(a), direction(b)) for b in document) for a in query) for document in documents]
     ranked = await client.post("/rerank", json={"model": "tokens", "query": query, "documents": documents})
-    results = {each["index"]: each["relevance_score"] for each in ranked.json()["results"]}
+    results = {result["index"]: result["relevance_score"] for result in ranked.json()["results"]}
     assert [results[index] for index in range(3)] == pytest.approx(expected, abs=1e-6)
     assert ranked.json()["usage"]["prompt_tokens"] == 2 + 6
     roles = [request.inputs["prompt_name"].data.ravel().tolist() for request in gateway.asked]
@@ -295,8 +295,8 @@ async def rank(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
 
 async def test_documents_come_back_best_first(client: httpx.AsyncClient, gateway: Any) -> None:
     body = (await rank(client)).json()
-    assert [each["index"] for each in body["results"]] == [1, 2, 0]
-    assert [each["relevance_score"] for each in body["results"]] == pytest.approx([0.05, 0.03, 0.02])
+    assert [result["index"] for result in body["results"]] == [1, 2, 0]
+    assert [result["relevance_score"] for result in body["results"]] == pytest.approx([0.05, 0.03, 0.02])
     assert (body["model"], body["usage"]) == ("ranker", {"prompt_tokens": 10, "total_tokens": 10})
     assert {request.inputs["text_input"].data[0, 0] for request in gateway.asked} == {b"q"}
 
@@ -305,7 +305,7 @@ async def test_documents_come_back_best_first(client: httpx.AsyncClient, gateway
 async def test_a_ranking_is_where_other_servers_have_it(client: httpx.AsyncClient, path: str) -> None:
     asked = {"model": "ranker", "query": "q", "documents": ["a", "abc"], "top_n": 1, "truncate_prompt_tokens": -1}
     answered = await client.post(path, json=asked)
-    assert [each["index"] for each in answered.json()["results"]] == [1]
+    assert [result["index"] for result in answered.json()["results"]] == [1]
     refused = await client.post(path, json=asked | {"top_n": 0})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "top_n")
 
@@ -313,7 +313,7 @@ async def test_a_ranking_is_where_other_servers_have_it(client: httpx.AsyncClien
 async def test_the_best_documents_with_their_texts(client: httpx.AsyncClient) -> None:
     documents = ["a", {"text": "abc"}]
     body = (await rank(client, documents=documents, top_n=1, return_documents=True)).json()
-    assert [(each["index"], each["document"]) for each in body["results"]] == [(1, {"text": "abc"})]
+    assert [(result["index"], result["document"]) for result in body["results"]] == [(1, {"text": "abc"})]
 
 
 @pytest.mark.parametrize(

@@ -368,7 +368,7 @@ async def test_how_a_chat_is_rendered(client: httpx.AsyncClient, gateway: Any) -
 async def test_the_only_model_need_not_be_named(
     client: httpx.AsyncClient, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only = [each for each in gateway.model_configs() if each.name == "llm"]
+    only = [config for config in gateway.model_configs() if config.name == "llm"]
     monkeypatch.setattr(gateway, "model_configs", lambda: only)
     for path, body in ((TEXT, {"prompt": "hi"}), (CHAT, HI | {"model": ""})):
         assert (await client.post(path, json=body)).json()["model"] == "llm"

@@ -130,7 +130,7 @@ async def test_an_answer_is_taken_back_as_input(client: httpx.AsyncClient, gatew
     gateway.asked.clear()
     given = [{"role": "user", "content": "hi"}, *first["output"], {"role": "user", "content": "more"}]
     await client.post(PATH, json=HI | {"input": given})
-    assert [each.content for each in messages(gateway)] == ["hi", "one two", "more"]
+    assert [message.content for message in messages(gateway)] == ["hi", "one two", "more"]
 
 
 async def test_sampling_and_limits_are_those_of_a_chat(client: httpx.AsyncClient, gateway: Any) -> None:
@@ -148,8 +148,8 @@ async def test_sampling_and_limits_are_those_of_a_chat(client: httpx.AsyncClient
 )
 async def test_logprobs_stand_beside_the_text(client: httpx.AsyncClient, asked: dict[str, Any]) -> None:
     part = (await client.post(PATH, json=HI | asked)).json()["output"][0]["content"][0]
-    assert [each["token"] for each in part["logprobs"]] == ["one", " two"]
-    assert [len(each["top_logprobs"]) for each in part["logprobs"]] == [2, 2]
+    assert [logprob["token"] for logprob in part["logprobs"]] == ["one", " two"]
+    assert [len(logprob["top_logprobs"]) for logprob in part["logprobs"]] == [2, 2]
     told = events(await client.post(PATH, json=HI | asked | {"stream": True}))
     deltas = [each["logprobs"] for each in told if each["type"] == "response.output_text.delta"]
     assert [*deltas[0], *deltas[1]] == part["logprobs"] == told[-1]["response"]["output"][0]["content"][0]["logprobs"]
@@ -207,12 +207,12 @@ async def test_functions_are_the_tools_of_a_chat(
     asked = HI | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
     answer = await client.post(PATH, json=asked)
     [request] = gateway.asked
-    assert [(each.name, each.strict) for each in request.prompt.tools] == [("find", True), ("add", False)]
+    assert [(tool.name, tool.strict) for tool in request.prompt.tools] == [("find", True), ("add", False)]
     assert (request.tools.choice, request.tools.named, request.tools.parallel) == (choosing, named, False)
-    assert tuple(each.name for each in request.tools.tools) == callable_ones
+    assert tuple(tool.name for tool in request.tools.tools) == callable_ones
     assert request.reads_answer
     Response.model_validate(answer.json())
-    assert [each["name"] for each in answer.json()["tools"]] == ["find", "add"]
+    assert [tool["name"] for tool in answer.json()["tools"]] == ["find", "add"]
     assert answer.json()["tool_choice"] == (choice or "auto")
 
 
@@ -250,7 +250,7 @@ async def test_reasoning_effort_is_that_of_a_chat(client: httpx.AsyncClient, gat
     body = (await client.post(PATH, json=asked)).json()
     assert gateway.asked[0].prompt.variables["reasoning_effort"] == "low"
     assert body["reasoning"] == {"effort": "low", "summary": None}
-    assert [each.reasoning for each in messages(gateway)] == ["a", "b", ""]
+    assert [message.reasoning for message in messages(gateway)] == ["a", "b", ""]
     refused = await client.post(PATH, json=HI | {"reasoning": {"effort": "bogus"}})
     assert refused.json()["error"]["param"] == "reasoning.effort"
     assert "reasoning.effort must be one of" in refused.json()["error"]["message"]
@@ -372,7 +372,7 @@ def test_warnings_do_not_grow_with_what_they_tell_of() -> None:
     encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
     given = [encrypted] * 1000 + [{"role": "user", "content": "hi"}]
     parsed = parse_responses(HI | {"input": given, "tools": [{"type": "mcp"}, {"type": "shell"}] * 500}, "1")
-    assert [each.partition(":")[0] for each in parsed.warnings] == ["tools[0]", "tools[1]", "input[0]"]
+    assert [warning.partition(":")[0] for warning in parsed.warnings] == ["tools[0]", "tools[1]", "input[0]"]
 
 
 async def test_an_empty_input_is_answered_as_openai_does(client: httpx.AsyncClient) -> None:
@@ -401,7 +401,7 @@ async def test_custom_tools_and_the_shell_go_round(client: httpx.AsyncClient, ga
         (ToolCallDelta(0, arguments='\\ude00\\""}'), ToolCallDelta(1, "call_b", "local_shell", '{"command": ["ls"]}')),
     ]
     end = GenerateChunk(text="", token_ids=(), usage=usage, finish_reason=FinishReason.STOP)
-    gateway.chunks = (*(GenerateChunk(text="", tool_calls=each, token_ids=(1,), usage=usage) for each in pieces), end)
+    gateway.chunks = (*(GenerateChunk(text="", tool_calls=piece, token_ids=(1,), usage=usage) for piece in pieces), end)
     asked = HI | {"tools": [PATCH | {"format": LARK}, SHELL]}
     answer = await client.post(PATH, json=asked)
     assert answer.headers["x-charonia-warning"].startswith("tools[0].format: not enforced: a lark grammar")
@@ -410,13 +410,13 @@ async def test_custom_tools_and_the_shell_go_round(client: httpx.AsyncClient, ga
     patch, shell = body["output"]
     assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", 'a\n\u00e9 \U0001f600"')
     assert (shell["type"], shell["action"]["command"]) == ("local_shell_call", ["ls"])
-    assert [each["type"] for each in body["tools"]] == ["custom", "local_shell"]
+    assert [tool["type"] for tool in body["tools"]] == ["custom", "local_shell"]
     told = events(await client.post(PATH, json=asked | {"stream": True}))
     deltas = [each["delta"] for each in told if each["type"] == "response.custom_tool_call_input.delta"]
     assert deltas == ["a\n", "\u00e9 ", '\U0001f600"']
     assert [item["type"] for item in told[-1]["response"]["output"]] == ["custom_tool_call", "local_shell_call"]
     tools = gateway.asked[0].prompt.tools
-    assert [(each.name, each.custom, each.strict) for each in tools] == [
+    assert [(tool.name, tool.custom, tool.strict) for tool in tools] == [
         ("patch", True, True),
         ("local_shell", False, True),
     ]
@@ -430,7 +430,7 @@ async def test_custom_tools_and_the_shell_go_round(client: httpx.AsyncClient, ga
     first, second = messages(gateway)[1].tool_calls
     assert (first.name, json.loads(first.arguments)) == ("patch", {"input": patch["input"]})
     assert (second.name, json.loads(second.arguments)) == ("local_shell", {"command": ["ls"], "env": {}})
-    assert [(each.content, each.tool_call_id) for each in messages(gateway)[2:]] == [
+    assert [(message.content, message.tool_call_id) for message in messages(gateway)[2:]] == [
         ("done", "call_a"),
         ("file", "call_b"),
     ]
@@ -486,7 +486,7 @@ async def test_who_counts_on_state_is_told_what_to_send(client: httpx.AsyncClien
 async def test_the_input_can_be_counted(client: httpx.AsyncClient, gateway: Any) -> None:
     counted = await client.post(f"{PATH}/input_tokens", json=HI | {"instructions": "be brief"})
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": 3}
-    assert [each.role for each in gateway.tokenized[0].prompt.messages] == ["system", "user"]
+    assert [message.role for message in gateway.tokenized[0].prompt.messages] == ["system", "user"]
 
 
 async def test_errors_of_the_model_name_the_fields_of_the_body(client: httpx.AsyncClient, gateway: Any) -> None:

@@ -138,7 +138,7 @@ def test_logprobs_are_those_of_the_text_alone() -> None:
         {"text": ""} | token("<e>"),
     ]
     events = told(chunks(*pieces), logprobs=True)
-    deltas = [entry["token"] for each in events if "output_text.delta" in each["type"] for entry in each["logprobs"]]
+    deltas = [entry["token"] for event in events if "output_text.delta" in event["type"] for entry in event["logprobs"]]
     whole = events[-1]["response"]["output"][1]["content"][0]["logprobs"]
     assert deltas == [each["token"] for each in whole] == ["\xc3", "\xa9", "<e>"]
 

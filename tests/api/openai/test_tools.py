@@ -147,7 +147,7 @@ async def test_calls_alone_have_no_content(client: httpx.AsyncClient, gateway: A
 async def test_deltas_add_up_to_the_answer(client: httpx.AsyncClient, gateway: Any) -> None:
     gateway.chunks = ANSWER
     *chunks, last = events(await client.post(CHAT, json=ASKING | {"stream": True, "stream_options": USAGE}))
-    assert [each["choices"][0]["delta"] for each in chunks] == [
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
         {"role": "assistant", "content": ""},
         {"reasoning": "let me", "reasoning_content": "let me"},
         {"reasoning": " see", "reasoning_content": " see"},
@@ -162,7 +162,7 @@ async def test_deltas_add_up_to_the_answer(client: httpx.AsyncClient, gateway: A
         {"tool_calls": [{"index": 1, "function": {"arguments": '{"city":"x"}'}}]},
         {},
     ]
-    assert [each["choices"][0]["finish_reason"] for each in chunks] == [None] * 6 + ["tool_calls"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 6 + ["tool_calls"]
     assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
 
 
@@ -178,7 +178,7 @@ async def test_reasoning_can_be_left_out(client: httpx.AsyncClient, gateway: Any
 async def test_each_choice_has_its_own_end(client: httpx.AsyncClient, gateway: Any) -> None:
     gateway.chunks = ANSWER
     chunks = events(await client.post(CHAT, json=ASKING | {"stream": True, "n": 2}))
-    ends = {(each["choices"][0]["index"], each["choices"][0]["finish_reason"]) for each in chunks}
+    ends = {(chunk["choices"][0]["index"], chunk["choices"][0]["finish_reason"]) for chunk in chunks}
     assert ends == {(0, None), (1, None), (0, "tool_calls"), (1, "tool_calls")}
 
 
@@ -333,7 +333,7 @@ async def test_custom_tools_take_a_text(client: httpx.AsyncClient, gateway: Any)
         deltas((0, "", "", '\\n b"}')),
         deltas((1, "c2", "clock", "{}")),
     ]
-    gateway.chunks = (*(chunk(tool_calls=each) for each in pieces), chunk(end=FinishReason.STOP))
+    gateway.chunks = (*(chunk(tool_calls=piece) for piece in pieces), chunk(end=FinishReason.STOP))
     asked = HI | {"tools": [PATCH, CLOCK]}
     custom = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "a\n b"}}
     message = (await client.post(CHAT, json=asked)).json()["choices"][0]["message"]

@@ -70,7 +70,7 @@ async def test_a_model_whose_machine_is_known_is_held_against_it(gateway: Any) -
     gateway.shared_state = SharedState(rooflines={"numbers": StepRoofline(weights=0.9)})
     async with served(gateway, Busy("running")) as client:
         [report] = (await client.get("/v2/models/numbers/explain")).json()["reports"]
-    told = [(each["cause"], each["share"]) for each in report["bottlenecks"]]
+    told = [(bottleneck["cause"], bottleneck["share"]) for bottleneck in report["bottlenecks"]]
     assert told == [("memory_bandwidth", pytest.approx(0.9)), ("computation", pytest.approx(0.1))]
 
 

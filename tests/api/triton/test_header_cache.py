@@ -47,7 +47,7 @@ def test_numbers_are_those_of_each_request() -> None:
         assert inputs["A"].data.ravel().tolist() == [number, -number]
         assert inputs["B"].data.tolist() == [number]
         assert not inputs["A"].data.flags.writeable
-        assert [(each.name, each.datatype, each.shape) for each in inputs.values()] == [
+        assert [(value.name, value.datatype, value.shape) for value in inputs.values()] == [
             ("A", "FP32", (2, 1)),
             ("B", "INT64", (1,)),
         ]

@@ -45,10 +45,10 @@ OURS: dict[type[CharoniaError], int] = {
 
 def errors(kind: type[CharoniaError] = CharoniaError) -> Iterator[type[CharoniaError]]:
     """Every class of errors of the server's process."""
-    for each in kind.__subclasses__():
-        if not issubclass(each, ApiError):  # says its own status, on OpenAI's paths and the console's
-            yield each
-            yield from errors(each)
+    for subclass in kind.__subclasses__():
+        if not issubclass(subclass, ApiError):  # says its own status, on OpenAI's paths and the console's
+            yield subclass
+            yield from errors(subclass)
 
 
 def test_every_error_has_tritons_status_and_body() -> None:

@@ -58,7 +58,7 @@ def request(kind: int = 0, size: int = 1) -> QueuedRequest:
 
 def sizes(dispatcher: Dispatcher, worker: Any) -> list[int]:
     batch = dispatcher.next_batch(worker)
-    return [] if batch is None else [each.batch_size for each in batch.requests]
+    return [] if batch is None else [request.batch_size for request in batch.requests]
 
 
 async def test_what_comes_until_a_woken_instance_runs_joins_its_batch() -> None:

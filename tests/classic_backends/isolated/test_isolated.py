@@ -391,7 +391,11 @@ async def test_a_crash_fails_its_requests_and_the_next_ones_wait_for_nobody(
         first, second = processes(tmp_path)
         assert await pid_that_answers(model) == second
         assert restarts(model) == [1]
-        failures = {each.labels["reason"]: each.value for each in model.readings() if "request_failure" in each.family}
+        failures = {
+            reading.labels["reason"]: reading.value
+            for reading in model.readings()
+            if "request_failure" in reading.family
+        }
         assert (failures["BACKEND"], failures["REJECTED"]) == (1, 1)
     assert not alive(first, second)
 

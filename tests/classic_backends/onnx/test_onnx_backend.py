@@ -274,7 +274,7 @@ def test_instances_share_one_session_until_the_last_is_closed(
     gc.collect()  # what earlier tests did not close
     onnx_models.write_mlp(version / "model.onnx", [5, 3])
     first, second = load(version, described(MLP)), load(version, described(MLP))
-    (session,) = (weakref.ref(each) for each in onnx_backend.ONNX._models.values())
+    (session,) = (weakref.ref(value) for value in onnx_backend.ONNX._models.values())
     onnx_models.write_mlp(version / "model.onnx", [5, 3], seed=1)
     changed = load(version, described(MLP))
     assert len(onnx_backend.ONNX._models) == 2
@@ -520,5 +520,5 @@ def test_a_run_without_end_is_ended_and_the_next_one_is_not(
         run(instances[0], ["Y"], GO=np.array([True]), X=one)
     over.set()
     ending.join()
-    for each in instances:
-        assert run(each, ["Y"], GO=np.array([False]), X=one)["Y"] == 1
+    for instance in instances:
+        assert run(instance, ["Y"], GO=np.array([False]), X=one)["Y"] == 1

@@ -648,7 +648,7 @@ async def test_the_pause_before_a_restart_begins_anew_after_a_served_batch(
 
 
 def restarts(model: ClassicModel) -> float:
-    return next(each.value for each in model.readings() if each.family == "charonia_instance_restarts_total")
+    return next(reading.value for reading in model.readings() if reading.family == "charonia_instance_restarts_total")
 
 
 async def test_a_hung_execution_is_ended_in_time(tmp_path: Path) -> None:

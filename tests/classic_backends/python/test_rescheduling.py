@@ -77,7 +77,7 @@ def settings(sequences: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 
 def used_slots(model: ClassicModel) -> float:
-    [found] = [each.value for each in model.readings() if each.family == "charonia_sequences_open"]
+    [found] = [reading.value for reading in model.readings() if reading.family == "charonia_sequences_open"]
     assert isinstance(found, int | float)
     return found
 
@@ -114,7 +114,7 @@ async def test_a_process_that_dies_tells_each_request_once(tmp_path: Path) -> No
         await until(lambda: model.statistics().execution_count > 4)
         (tmp_path / "model" / "1" / "die").touch()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        texts = [str(each) for each in results]
+        texts = [str(result) for result in results]
         assert texts.count("Stub process 'model_0_0' is not healthy.") == 16
         assert sum("being restarted" in text for text in texts) == 4
         assert model.stats().failure == 20
@@ -205,7 +205,7 @@ async def test_coroutines_of_a_decoupled_model_say_later_what_comes_again(tmp_pa
         async with aclosing(model.infer(ask(10**6), RequestContext("test"))) as responses:  # type: ignore[type-var]
             await anext(responses)
         await until(lambda: used_slots(model) == 0)
-    assert [[values(each)["Y"] for each in responses] for responses in several] == [
+    assert [[values(response)["Y"] for response in responses] for responses in several] == [
         [[number] for number in range(19, -1, -1)]
     ] * 8
 
@@ -260,7 +260,7 @@ async def test_the_last_response_with_a_state_counts(tmp_path: Path) -> None:
         several = await asyncio.gather(*(answers(model, step(1, 5, start=not each)) for each in range(4)))
         await answers(model, msgspec.structs.replace(step(1, 5), outputs=("T",)))
         last = await answers(model, step(1, 5))
-    assert [[values(each)["Y"] for each in responses] for responses in (*several, last)] == [
+    assert [[values(response)["Y"] for response in responses] for responses in (*several, last)] == [
         [[3 * index + 1], [3 * index + 2], [3 * index + 3]] for index in (0, 1, 2, 3, 5)
     ]
 
@@ -314,5 +314,5 @@ async def test_requests_of_all_lengths_share_a_batch_where_the_config_allows_it(
     raw = {"input": [{"name": "X", "allow_ragged_batch": True}], "dynamic_batching": batching, "max_batch_size": 4}
     async with python_model(tmp_path, body, **raw) as model:
         tensors = [Tensor.from_values("X", "INT32", [list(range(length))]) for length in (1, 2, 3, 4)]
-        several = await asyncio.gather(*(answers(model, InferRequest("", {"X": each})) for each in tensors))
+        several = await asyncio.gather(*(answers(model, InferRequest("", {"X": tensor})) for tensor in tensors))
     assert [values(response)["Y"] for [response] in several] == [[4]] * 4

@@ -67,7 +67,7 @@ def test_the_first_request_must_start_the_sequence() -> None:
 def test_instances_share_sequences_and_the_first_rows_go_first() -> None:
     asked = Asked("ab", seats=2)
     requests = [asked.start(name) for name in (1, 2, 3, 4, 5)]
-    assert [asked.seat(each) for each in requests] == [("a", 0), ("b", 0), ("a", 1), ("b", 1), None]
+    assert [asked.seat(request) for request in requests] == [("a", 0), ("b", 0), ("a", 1), ("b", 1), None]
     asked.answer(asked.ask(2, end=True))
     assert asked.seat(requests[4]) is None
     asked.answer(requests[1])
@@ -77,7 +77,7 @@ def test_instances_share_sequences_and_the_first_rows_go_first() -> None:
 def test_seats_cost_nothing_until_they_are_taken() -> None:
     asked = Asked("ab", seats=2**31 - 1)
     requests = [asked.start(name) for name in range(4)]
-    assert [asked.seat(each) for each in requests] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert [asked.seat(request) for request in requests] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     asked.answer(asked.ask(0, end=True))
     asked.answer(requests[0])
     assert (asked.table.used_slots, asked.table.total_slots) == (3, 2**32 - 2)

@@ -77,7 +77,7 @@ def test_a_model_that_runs_tells_its_tensors(
 ) -> None:
     found = guess_tensors(script(module, tmp_path))
     assert found.inputs == tuple(FoundTensor(f"INPUT__{index}", *each) for index, each in enumerate(inputs))
-    assert found.outputs == tuple(FoundTensor(*each) for each in outputs)
+    assert found.outputs == tuple(FoundTensor(*output) for output in outputs)
 
 
 def test_the_config_is_batched(tmp_path: Path) -> None:

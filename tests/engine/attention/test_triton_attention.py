@@ -143,7 +143,7 @@ def test_rotation_and_write_are_those_of_torch(kept: str) -> None:
     angles = rotary(batch.positions)
     mine = pair.backends[0]
     codes, scales = lines_of(mine).view(torch.uint8).clone(), scales_of(mine).view(torch.int32).clone()
-    found, right = (each.begin_step(batch).apply_rope_and_attend(0, packed, angles) for each in pair.backends)
+    found, right = (backend.begin_step(batch).apply_rope_and_attend(0, packed, angles) for backend in pair.backends)
     torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-3)
     lines = batch.size * 2 * 2
     assert (lines_of(mine).view(torch.uint8) != codes).any(-1).sum() == lines
@@ -193,7 +193,7 @@ def test_a_block_of_codes_takes_half_of_one_in_half_precision_and_its_scales() -
     for kept in KEPT:
         backend = TritonAttention(spec((PLAIN, PLAIN), kv_cache_dtype=kept)._replace(attention=(PLAIN,) * 3))
         backend.allocate(5)
-        assert sum(each[0].nbytes for each in backend.device_blocks) == backend.block_bytes
+        assert sum(block[0].nbytes for block in backend.device_blocks) == backend.block_bytes
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -265,7 +265,7 @@ def test_a_new_cache_has_numbers_everywhere(kept: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "empty", lambda *sizes, **how: empty(*sizes, **how).fill_(torch.nan))
     backend = TritonAttention(spec(kv_cache_dtype=kept))
     backend.allocate(3)
-    assert all(each.float().isfinite().all() for each in backend.device_blocks)
+    assert all(block.float().isfinite().all() for block in backend.device_blocks)
 
 
 def test_beside_chunks_only_places_that_decode_have_states() -> None:

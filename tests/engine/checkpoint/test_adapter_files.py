@@ -39,7 +39,7 @@ def test_matrices_come_with_their_scale(write: Write) -> None:
         LAYER: (4, 16, 24),
         OTHER: (4, 16, 40),
     }
-    assert {each.scale for each in files.modules.values()} == {1.5}
+    assert {value.scale for value in files.modules.values()} == {1.5}
 
 
 @pytest.mark.parametrize("pattern", ["up_proj", "layers.1.mlp.up_proj", OTHER, r"^model\.layers\.1.*", "mlp.+"])

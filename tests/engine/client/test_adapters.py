@@ -62,7 +62,7 @@ class World(NamedTuple):
             return digest
 
     def readings(self) -> dict[str, object]:
-        return {each.family: each.labels or each.value for each in self.table.readings()}
+        return {reading.family: reading.labels or reading.value for reading in self.table.readings()}
 
 
 @pytest.fixture
@@ -272,11 +272,17 @@ async def test_routers_see_which_adapters_run_and_wait(world: World, monkeypatch
     families = {family.name for family in (*CHARONIA_FAMILIES, *VLLM_FAMILIES)}
     monkeypatch.setattr(time, "time", lambda: 5000.0)
     since = [
-        [each.value for each in world.table.readings() if each.family == "vllm:lora_requests_info"] for _ in range(2)
+        [reading.value for reading in world.table.readings() if reading.family == "vllm:lora_requests_info"]
+        for _ in range(2)
     ]
     monkeypatch.setattr(time, "time", lambda: 6000.0)
     assert since == [[5000.0]] * 2, "nobody uses any since then"
-    assert [each.value for each in world.table.readings() if each.family == "vllm:lora_requests_info"] == [5000.0]
-    assert {each.family for each in world.table.readings()} <= families
-    sequences = [each for each in world.table.readings() if each.family == "charonia_adapter_sequences_total"]
-    assert [(each.labels, each.value) for each in sequences] == [({"adapter": "a"}, 1), ({"adapter": "b"}, 1)]
+    assert [reading.value for reading in world.table.readings() if reading.family == "vllm:lora_requests_info"] == [
+        5000.0
+    ]
+    assert {reading.family for reading in world.table.readings()} <= families
+    sequences = [reading for reading in world.table.readings() if reading.family == "charonia_adapter_sequences_total"]
+    assert [(sequence.labels, sequence.value) for sequence in sequences] == [
+        ({"adapter": "a"}, 1),
+        ({"adapter": "b"}, 1),
+    ]

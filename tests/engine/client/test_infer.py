@@ -40,9 +40,9 @@ class Streams:
     ) -> AsyncGenerator[GenerateChunk, None]:
         self.open += 1
         try:
-            for each in chunks:
+            for chunk in chunks:
                 await asyncio.sleep(0)
-                yield each
+                yield chunk
             if error is not None:
                 raise error
         finally:

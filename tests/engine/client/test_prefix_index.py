@@ -13,7 +13,7 @@ prompts = st.integers(0, 2000).map(lambda length: list(range(7, 7 + length)))
 
 @given(prompts)
 def test_a_prompt_has_few_beginnings_and_the_last_is_all_of_it(prompt: list[int]) -> None:
-    found = [each.tokens for each in prompt_prefixes(prompt, EXTRAS)]
+    found = [prefix.tokens for prefix in prompt_prefixes(prompt, EXTRAS)]
     assert found == sorted(set(found))
     assert len(found) <= 30
     assert found[-1:] == ([len(prompt)] if prompt else [])
@@ -78,7 +78,9 @@ def test_it_holds_what_a_cache_of_that_size_would_and_no_more(asked: list[tuple[
 def _check_no_gap(known: PrefixIndex, beginnings: list[PromptPrefix]) -> None:
     """What is held of a prompt is held from its beginning."""
     longest = known.longest_match(beginnings)
-    assert all(known.longest_match([each]) == each.tokens for each in beginnings if each.tokens <= longest)
+    assert all(
+        known.longest_match([beginning]) == beginning.tokens for beginning in beginnings if beginning.tokens <= longest
+    )
 
 
 def test_any_token_id_has_a_place() -> None:

@@ -13,21 +13,21 @@ prospect_lists = st.lists(st.builds(ReplicaCandidate, tokens, tokens, tokens, st
 @given(prospect_lists, tokens)
 def test_nobody_gets_much_more_than_the_least_busy_has(prospects: list[ReplicaCandidate], prompt: int) -> None:
     chosen = prospects[choose_replica(prospects, prompt)]
-    assert chosen.work - min(each.work for each in prospects) <= MAX_EXTRA_WORK
+    assert chosen.work - min(prospect.work for prospect in prospects) <= MAX_EXTRA_WORK
 
 
 @given(prospect_lists, tokens)
 def test_with_nothing_cached_the_least_busy_gets_it_and_of_these_the_emptiest(
     prospects: list[ReplicaCandidate], prompt: int
 ) -> None:
-    blank = [each._replace(cached_tokens=0, has_sibling=False) for each in prospects]
+    blank = [prospect._replace(cached_tokens=0, has_sibling=False) for prospect in prospects]
     chosen = blank[choose_replica(blank, prompt)]
     assert (chosen.work, chosen.kept_tokens) == min((each.work, each.kept_tokens) for each in blank)
 
 
 @given(prospect_lists, tokens)
 def test_of_equally_busy_ones_the_one_with_most_of_it_cached(prospects: list[ReplicaCandidate], prompt: int) -> None:
-    even = [each._replace(work=0, has_sibling=False) for each in prospects]
+    even = [prospect._replace(work=0, has_sibling=False) for prospect in prospects]
     chosen, most = even[choose_replica(even, prompt)], max(each.cached_tokens for each in even)
     if most * 4 >= prompt:
         assert min(2 * chosen.cached_tokens, MAX_EXTRA_WORK) == min(2 * most, MAX_EXTRA_WORK)
@@ -40,7 +40,7 @@ def test_the_order_decides_nothing_but_between_equals(
     shuffled = data.draw(st.permutations(prospects))
     first, second = prospects[choose_replica(prospects, prompt)], shuffled[choose_replica(shuffled, prompt)]
     assert (_cost(first, prompt), first.kept_tokens) == (_cost(second, prompt), second.kept_tokens)
-    assert _cost(first, prompt) == min(_cost(each, prompt) for each in prospects)
+    assert _cost(first, prompt) == min(_cost(prospect, prompt) for prospect in prospects)
 
 
 def _cost(prospect: ReplicaCandidate, prompt: int) -> int:

@@ -61,7 +61,7 @@ def test_a_sequence_is_of_its_request_and_ends_with_its_block() -> None:
     with pytest.raises(GeneratorExit):
         request()
     record_request(metrics, context)
-    assert [each.end for each in context.sequences] == [RequestEnd(Outcome.STOP), RequestEnd(Outcome.CANCELLED)]
+    assert [sequence.end for sequence in context.sequences] == [RequestEnd(Outcome.STOP), RequestEnd(Outcome.CANCELLED)]
     assert ended(metrics) == {RequestEnd(Outcome.CANCELLED): 1}
 
 

@@ -57,7 +57,7 @@ class FileEngine:
         self.paths.append(Path(path))
         self.configs.append(json.loads((Path(path) / "adapter_config.json").read_text()))
         tensors = load_file(Path(path) / "adapter_model.safetensors")
-        digest = str(sum(float(np.abs(each).sum()) for each in tensors.values()))
+        digest = str(sum(float(np.abs(value).sum()) for value in tensors.values()))
         self.held[digest] = tensors
         return Adapter(name, path, digest, 8, 1000)
 

@@ -228,7 +228,7 @@ def test_logprobs_are_the_models_own_beside_a_mask(plain: Served) -> None:
     assert len(answer.logprobs) == len(answer.tokens)
     assert set(answer.runs) == {1}
     assert any(token not in each.ids for token, each in zip(answer.tokens, answer.logprobs, strict=True))
-    assert all(each.rank >= 1 for each in answer.logprobs)
+    assert all(logprob.rank >= 1 for logprob in answer.logprobs)
 
 
 def test_what_has_to_come_is_not_sampled(plain: Served) -> None:
@@ -312,7 +312,7 @@ def test_ranks_choose_under_masks_where_they_choose(
     requests = [ask(1, sampling=greedy), ask(2, None, greedy, max_tokens=20), ask(3, sampling=greedy)]
     right = {key: each.tokens for key, each in plain.run(*requests).items()}
     try:
-        for drafts in ({}, {tuple(each.spec.prompt.tolist()): right[each.spec.key] for each in requests}):
+        for drafts in ({}, {tuple(request.spec.prompt.tolist()): right[request.spec.key] for request in requests}):
             drafter.answers = drafts
             answers = split.run(*requests)
             assert {key: each.tokens for key, each in answers.items()} == right
@@ -401,7 +401,7 @@ def every_kind(served: Served) -> list[AddRequest]:
 
 
 def reported(answer: Answer) -> list[list[int]]:
-    return [each.ids for each in answer.logprobs if each is not None]
+    return [logprob.ids for logprob in answer.logprobs if logprob is not None]
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_drafts_change_no_guided_text(plain: Served, model: Path, others: dict[s
     """Nor where thinking ends, a grammar begins, or something is forced within what is accepted."""
     requests, drafter = every_kind(plain), HalfRight()
     without = plain.run(*requests)
-    drafter.answers = {tuple(each.spec.prompt.tolist()): without[each.spec.key].tokens for each in requests}
+    drafter.answers = {tuple(request.spec.prompt.tolist()): without[request.spec.key].tokens for request in requests}
     served = Served(model, drafter=drafter, **others)
     served.draft_always()
     try:

@@ -190,8 +190,8 @@ class EmulatedLibrary:
         return partial(self._call, name)
 
     def _call(self, name: str, *arguments: Any) -> int:
-        number = next((each for each in arguments if isinstance(each, float)), 0.0)
-        numbers = [each or 0 for each in arguments if not isinstance(each, float)]
+        number = next((argument for argument in arguments if isinstance(argument, float)), 0.0)
+        numbers = [argument or 0 for argument in arguments if not isinstance(argument, float)]
         memory = Memory(numbers)
         attach_all(memory, name, numbers)
         places = struct.pack(f"{len(memory.places)}q", *memory.places)

@@ -35,7 +35,7 @@ def adapter(dtype: torch.dtype, ranks: Sequence[int], seed: int) -> tuple[RankAd
 
 def step(adapters: Sequence[RankAdapter], places: Sequence[Sequence[int]]) -> StepAdapters:
     begins = np.cumsum([0, *map(len, places)], dtype=np.int64)
-    return StepAdapters(adapters, begins, np.concatenate([np.array(each, np.int64) for each in places]))
+    return StepAdapters(adapters, begins, np.concatenate([np.array(place, np.int64) for place in places]))
 
 
 def add(x: Tensor, out: Tensor, adapted: StepAdapters) -> Tensor:

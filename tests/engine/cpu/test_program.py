@@ -37,7 +37,7 @@ def _spans(tape: OpTrace, marks: TraceIO) -> dict[SymbolicTensor, range]:
     """From the operation that makes a slot to past the last that needs it, found the slow way."""
     spans = {}
     for slot in {slot for use in tape.ops for slot in use.tensors}:
-        met = [number for number, use in enumerate(tape.ops) if any(slot is each for each in use.tensors)]
+        met = [number for number, use in enumerate(tape.ops) if any(slot is tensor for tensor in use.tensors)]
         read = any(slot is each for each in (marks.residual, marks.delta, marks.logits))
         spans[slot] = range(min(met), len(tape.ops) + 1 if read else max(met) + 1)
     return spans

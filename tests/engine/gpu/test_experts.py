@@ -53,7 +53,7 @@ def test_a_mixture(
     dtype: torch.dtype,
 ) -> None:
     (first, count), (hidden, inner), module = mine, sizes, kernels["experts"]
-    chosen = torch.tensor([each[:PER_TOKEN] for each in choices], dtype=torch.int64).view(-1, PER_TOKEN)
+    chosen = torch.tensor([choice[:PER_TOKEN] for choice in choices], dtype=torch.int64).view(-1, PER_TOKEN)
     x, weights = random(len(choices), hidden, dtype=dtype), random(len(choices), PER_TOKEN, dtype=torch.float32).abs()
     gate_up, down = random(count, 2 * inner, hidden, dtype=dtype) / 8, random(count, hidden, inner, dtype=dtype) / 8
     stacks = gate_up.flatten(0, 1), down.flatten(0, 1)
@@ -86,7 +86,7 @@ def test_a_mixture_of_codes(
     """Tokens, weights, and what is between the two products, each in codes; rounded elsewhere by float32 alone, so a
     code may be the next one."""
     (first, count), (kind, group, hidden, inner), module = mine, form, kernels["experts"]
-    chosen = torch.tensor([each[:PER_TOKEN] for each in choices], dtype=torch.int64).view(-1, PER_TOKEN)
+    chosen = torch.tensor([choice[:PER_TOKEN] for choice in choices], dtype=torch.int64).view(-1, PER_TOKEN)
     x, weights = random(len(choices), hidden, dtype=dtype), random(len(choices), PER_TOKEN, dtype=torch.float32).abs()
     gate_up, down = random(count * 2 * inner, hidden, dtype=dtype) / 8, random(count * hidden, inner, dtype=dtype) / 8
     stacks = (module.quantise_rows(each, kind, group) for each in (gate_up, down))

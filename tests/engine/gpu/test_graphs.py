@@ -75,7 +75,7 @@ class SomeRight:
         self._random = Random(7)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        return [self._guess(each) for each in requests]
+        return [self._guess(request) for request in requests]
 
     def _guess(self, request: DraftRequest) -> list[int]:
         done, most = len(request.outputs), self._random.randint(0, request.k)
@@ -134,7 +134,7 @@ class Setting:
         if adapters and table is not None:
             self.executor.rank.loaded_adapters._targets._table = table  # type: ignore[method-assign]
         self.paths = adapters
-        self.adapters = ["", *(self.executor.load_adapter(str(each)).result().digest for each in adapters)]
+        self.adapters = ["", *(self.executor.load_adapter(str(adapter)).result().digest for adapter in adapters)]
         self.set_pace(1.0)
         self.prompts = prompts()
         self.right = transformers_tokens(checkpoint)
@@ -202,7 +202,7 @@ def adapted(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     written = [write_adapter(directory / "all", layers, 1), write_adapter(directory / "some", some, 2, r=3)]
     with loaded(checkpoint("llama"), written) as setting:
         held = setting.executor.rank.loaded_adapters.held
-        DeviceLora.known.update({each.address: each for each in held.values()})
+        DeviceLora.known.update({value.address: value for value in held.values()})
         setting.right = setting.eager_answers()
         yield setting
 
@@ -358,7 +358,7 @@ def test_what_can_be_recorded_is(drafting: Setting, adapted: Setting, caplog: py
     assert rank.runner.all_graphs[0].buckets.most == DeviceAttention.recordable_places
     while any(graphs.capture_one() for graphs in rank.runner.all_graphs):
         pass
-    assert all(len(each._replays) == len(each.buckets.keys) for each in rank.runner.all_graphs)
+    assert all(len(graph._replays) == len(graph.buckets.keys) for graph in rank.runner.all_graphs)
     drafting.computer.graphs = None
     with caplog.at_level("INFO"):
         eager = msgspec.structs.replace(drafting.config, enforce_eager=True)
@@ -440,7 +440,7 @@ def test_an_idle_engine_captures_the_rest_short_contexts_first() -> None:
     graphs, recorder = table(compute, lambda: 0.0)
     assert [graphs.capture_one() for _ in range(11)] == [True] * 10 + [False]
     sizes = (1, 1), (1, 2), (1, 4), (3, 2), (3, 8)
-    assert asked[::2] == [(context, *each) for context in (16, 64) for each in sizes]
+    assert asked[::2] == [(context, *size) for context in (16, 64) for size in sizes]
     assert recorder.captures == 10
     graphs.forget()
     assert not graphs._replays

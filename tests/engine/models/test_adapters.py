@@ -68,7 +68,9 @@ class FirstRight:
         self._answers = {tuple(prompts()[key]): answer for key, answer in answers.items()}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        found = [(self._answers[tuple(each.prompt.tolist())], len(each.outputs), each.k) for each in requests]
+        found = [
+            (self._answers[tuple(request.prompt.tolist())], len(request.outputs), request.k) for request in requests
+        ]
         return [[*answer[done : done + k - 1], 0] for answer, done, k in found]
 
 

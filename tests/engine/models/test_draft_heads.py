@@ -351,7 +351,7 @@ def run(
         before_step(executor)
         result = executor.execute(plan).result()
         tokens = iter(result.proposals.tokens.tolist())
-        for row, position, count in zip(*(each.tolist() for each in result.proposals[:3]), strict=True):
+        for row, position, count in zip(*(proposal.tolist() for proposal in result.proposals[:3]), strict=True):
             found.append((keys[row], position, [next(tokens) for _ in range(count)]))
         updates = scheduler.apply(result)
         stream = iter(updates.tokens)
@@ -635,7 +635,7 @@ def test_a_head_goes_on_from_the_states_of_replayed_steps(
             computer = compute_on_queue(rank)
             executor.allocate(BLOCKS)
             record_decode_steps(config, rank.context, computer, rank.runner.draft, recorder)
-            while any(each.capture_one() for each in rank.runner.all_graphs):
+            while any(graph.capture_one() for graph in rank.runner.all_graphs):
                 pass
         eager.append(executor.eager_steps)
 

@@ -173,8 +173,8 @@ def bench(checkpoint: Callable[..., Path]) -> Iterator[Callable[[str, str], Benc
         return made[name, backend]
 
     yield make
-    for each in made.values():
-        each.executor.close()
+    for value in made.values():
+        value.executor.close()
 
 
 @pytest.mark.one_in(5)
@@ -197,7 +197,7 @@ def test_greedy_tokens_are_transformers(
     outcome, events = bench(name, backend).run(setting)
     texts = [outcome.tokens[key] for key in range(len(LENGTHS))]
     assert texts == followed(name, texts)
-    assert {len(each) for each in texts} == {NEW}
+    assert {len(text) for text in texts} == {NEW}
     assert set(outcome.finished.values()) == {"length"}
     assert_it_happened(setting, outcome, events)
 

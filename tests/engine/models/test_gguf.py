@@ -223,7 +223,7 @@ def test_a_repository_may_have_the_file_in_a_version_of_its_model(served: Path, 
     for shard in shards:
         shard.touch()
     found = plan_import(shards[1])
-    assert (found.name, [each.source for each in found.files]) == ("big", shards)
+    assert (found.name, [file.source for file in found.files]) == ("big", shards)
     model = tmp_path / "repository" / "tiny"
     (model / "1").mkdir(parents=True)
     served.rename(model / "1" / "model.gguf")

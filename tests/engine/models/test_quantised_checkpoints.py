@@ -224,7 +224,7 @@ def test_memory_is_reserved_for_what_the_weights_become(
     """Codes stay codes where kernels multiply with them, on a GPU as on a CPU."""
     small, plain = quantised("llama", style)
     right = load_file(plain / "model.safetensors")
-    floats = sum(each.numel() for each in right.values())
+    floats = sum(value.numel() for value in right.values())
 
     def needed(dtype: str = "auto", capability: int = 90) -> int:
         monkeypatch.setattr(Gpus, "capability", lambda gpus, number: capability)

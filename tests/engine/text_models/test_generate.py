@@ -255,10 +255,13 @@ async def test_what_was_predicted_is_counted_or_refused(load: Load, engine: str)
 async def test_logprobs_come_with_their_tokens(load: Load) -> None:
     model = await load()
     whole = join_chunks(await generate(model, ask("w1", max_tokens=2, logprobs=2)))
-    assert [(each.id, each.text, each.logprob) for each in whole.logprobs] == [(2, " w2", -1.0), (3, " w3", -1.0)]
+    assert [(logprob.id, logprob.text, logprob.logprob) for logprob in whole.logprobs] == [
+        (2, " w2", -1.0),
+        (3, " w3", -1.0),
+    ]
     assert [(top.id, top.logprob) for top in whole.logprobs[0].top] == [(2, -1.0), (3, -2.0)]
     chosen = join_chunks(await generate(model, ask("w1", max_tokens=2, logprobs=0)))
-    assert [(each.logprob, each.top) for each in chosen.logprobs] == [(-1.0, ()), (-1.0, ())]
+    assert [(logprob.logprob, logprob.top) for logprob in chosen.logprobs] == [(-1.0, ()), (-1.0, ())]
     assert join_chunks(await generate(model, ask("w1", max_tokens=2))).logprobs == ()
 
 

@@ -61,7 +61,7 @@ class Drafting:
         """Rows with the `computed` (start, count), which `sampled` tokens; `new`: their tokens and blocks, of which
         they have `shared` tokens computed. Two tokens are to be proposed for each."""
         rows = ints(*computed)
-        starts, counts = (ints(*(each[at] for each in computed.values())) for at in (0, 1))
+        starts, counts = (ints(*(value[at] for value in computed.values())) for at in (0, 1))
         fresh = tuple(NewSequence(row, ints(*tokens), shared, ResolvedSampling()) for row, (tokens, _) in new.items())
         pairs = [(row, block) for row, (_, blocks) in new.items() for block in blocks]
         appended = np.array(pairs, np.int32).reshape(-1, 2)

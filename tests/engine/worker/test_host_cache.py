@@ -73,7 +73,7 @@ def test_memory_is_pinned_in_pieces_that_waste_none(most: int, monkeypatch: pyte
     before = [view[: len(slots)].clone() for view in views]
     cache.make_copies(np.array([[69 - block, slot, 1] for block, slot in enumerate(slots)], np.int32))
     assert all(torch.equal(view[70 - len(slots) :].flip(0), kept) for view, kept in zip(views, before, strict=True))
-    pieces = [piece for each in cache._host_tensors for piece in each.pieces]
+    pieces = [piece for tensor in cache._host_tensors for piece in tensor.pieces]
     pinned = sum(1 << (piece.nbytes - 1).bit_length() for piece in pieces)
     assert sum(piece.nbytes for piece in pieces) == 140 * (60 + 8)
     assert pinned < 1.05 * 140 * (60 + 8)

@@ -124,7 +124,7 @@ def test_a_step_that_needs_the_host_is_followed_when_its_token_is_there(
     assert model.said == [kernels, "finished", kernels]
     assert first.tokens.tolist() == [token]
     assert rows.gather_inputs(plan(1, 3)).batch.tokens.tolist() == [token]
-    assert [each and each.ids for each in first.logprobs] == ([[1]] if sampling.logprobs else [])
+    assert [logprob and logprob.ids for logprob in first.logprobs] == ([[1]] if sampling.logprobs else [])
 
 
 def test_the_other_rows_of_a_step_are_sampled_by_kernels() -> None:

@@ -131,8 +131,8 @@ def executor(checkpoint: Callable[..., Path]) -> Iterator[Callable[[str], Inline
         return made[name]
 
     yield make
-    for each in made.values():
-        each.close()
+    for value in made.values():
+        value.close()
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))

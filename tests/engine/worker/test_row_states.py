@@ -104,7 +104,7 @@ def test_an_adapter_that_is_unloaded_is_nobodys_when_its_sequences_have_ended() 
     rows = RowStates(32, 4, torch.device("cpu"), held)
     sequences = (new(0, ints(1, 2))._replace(adapter="a"), new(1, ints(3))._replace(adapter="b"))
     rows.apply_plan(plan(ints(0, 1), ints(0, 0), ints(2, 1), new=sequences, appended=pairs((0, 1), (1, 2))))
-    gone, stays = (weakref.ref(each) for each in held.values())
+    gone, stays = (weakref.ref(value) for value in held.values())
     rows.forget_adapter(held["a"])
     held.clear()
     assert gone() is None

@@ -110,7 +110,7 @@ async def test_tenants_know_nothing_of_each_other(client: httpx.AsyncClient, run
         await client.post(f"/v1/batches/{batch}/cancel"),
         await client.post("/v1/batches", json=BATCH | {"input_file_id": file}),
     ]
-    assert [each.status_code for each in answers] == [404] * 6
+    assert [answer.status_code for answer in answers] == [404] * 6
     for path in ("/v1/files", "/v1/batches"):
         assert (await client.get(path)).json()["data"] == []
     client.headers["authorization"] = "Bearer c"

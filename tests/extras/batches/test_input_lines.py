@@ -53,7 +53,7 @@ def test_lines_are_found_and_read_again(check: Any, line: Any, tmp_path: Path) -
 )
 def test_what_is_no_request_is_named_by_its_line(check: Any, line: Any, wrong: bytes, code: str, param: Any) -> None:
     found = check(line(0) + wrong + line(2))
-    assert [(each.line, each.code, each.param) for each in found.errors] == [(2, code, param)]
+    assert [(error.line, error.code, error.param) for error in found.errors] == [(2, code, param)]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_is_no_request_is_named_by_its_line(check: Any, line: Any, wrong: b
 )
 def test_what_does_not_fit_the_batch_is_named(check: Any, line: Any, members: Any, code: str, param: str) -> None:
     found = check(line(0) + line(1, **members))
-    assert [(each.line, each.code, each.param) for each in found.errors] == [(2, code, param)]
+    assert [(error.line, error.code, error.param) for error in found.errors] == [(2, code, param)]
 
 
 def test_a_file_may_have_as_many_lines_as_a_batch_and_no_more(check: Any, line: Any) -> None:
@@ -83,8 +83,8 @@ def test_a_file_may_have_as_many_lines_as_a_batch_and_no_more(check: Any, line: 
 
 
 def test_an_empty_file_and_endless_errors_are_told(check: Any) -> None:
-    assert [each.code for each in check(b"\n \n").errors] == ["empty_file"]
-    assert [(each.code, each.line) for each in check(b"\n" * 1000).errors] == [("too_many_requests", 500)]
+    assert [error.code for error in check(b"\n \n").errors] == ["empty_file"]
+    assert [(error.code, error.line) for error in check(b"\n" * 1000).errors] == [("too_many_requests", 500)]
     assert check(b"\n" * 498 + b"{}\n").errors[0].line == 499
     assert len(check(b"x\n" * 1000, most=5000).errors) == input_lines.MAX_LISTED_ERRORS
 
@@ -94,7 +94,7 @@ def test_a_line_that_is_too_long_is_passed_over(check: Any, line: Any, monkeypat
     monkeypatch.setattr(input_lines, "_READ_BYTES", 64)
     for size in (299, 300, 301, 700, 5000):
         found = check(line(0) + line(1, body={"model": "llm", "prompt": "x" * size}) + line(2))
-        assert [(each.line, each.code) for each in found.errors] == [(2, "line_too_long")]
+        assert [(error.line, error.code) for error in found.errors] == [(2, "line_too_long")]
         assert len(found.offsets) == 4
 
 
@@ -113,4 +113,4 @@ def test_any_bytes_are_checked_and_every_line_has_its_number(tmp_path_factory: A
     numbers = [number for number, _, text in input_lines.split_lines(path) if text]
     told = [number for number, text in enumerate(texts, 1) if text.strip() not in (b"", b"\xef\xbb\xbf")]
     assert numbers == told
-    assert [each.line for each in check_input(path, PATH, 50).errors if each.line] == told
+    assert [error.line for error in check_input(path, PATH, 50).errors if error.line] == told

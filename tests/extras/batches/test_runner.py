@@ -119,7 +119,7 @@ class Laboratory:
 
     def lines(self, file_id: str) -> list[Any]:
         path = self.store.path(file_id)
-        return [json.loads(each) for each in path.read_bytes().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     def outcomes(self, record: BatchRecord) -> dict[str, Any]:
         """What the files say of each custom id, which must be in them once: a status, or an error's code."""
@@ -155,7 +155,7 @@ async def test_every_request_is_answered_once(laboratory: Laboratory, lines: Any
     assert set(laboratory.asked.values()) == {1}
     assert [record.has_output, record.has_errors] == [True, False]
     contexts = laboratory.gateway.contexts
-    assert {(each.endpoint, each.background) for each in contexts} == {("completions", True)}
+    assert {(context.endpoint, context.background) for context in contexts} == {("completions", True)}
     view = record.view()
     reached = {name for name, value in view.items() if name.endswith("_at") and value}
     assert reached == {"created_at", "expires_at", "in_progress_at", "finalizing_at", "completed_at"}
@@ -183,8 +183,8 @@ async def test_a_wrong_file_runs_nothing(laboratory: Laboratory, line: Any) -> N
     record = await laboratory.ended(laboratory.add(line(0) + b"x\n"))
     unknown = await laboratory.ended(laboratory.add(line(0, body={"model": "nobody"})))
     assert [record.status, unknown.status] == [BatchStatus.FAILED] * 2
-    assert [(each.code, each.line) for each in record.errors] == [("invalid_json_line", 2)]
-    assert [each.code for each in unknown.errors] == ["model_not_found"]
+    assert [(error.code, error.line) for error in record.errors] == [("invalid_json_line", 2)]
+    assert [error.code for error in unknown.errors] == ["model_not_found"]
     assert not laboratory.asked
     await laboratory.runner.pause()
 
@@ -285,7 +285,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered(laboratory: Laboratory,
     assert len(told) == 20
     assert Counter(told.values())[200] == record.completed >= 4
     assert set(told.values()) == {200, "batch_cancelled"}
-    assert all(each.closed and each.end.outcome == "cancelled" for each in laboratory.gateway.contexts[-2:])
+    assert all(context.closed and context.end.outcome == "cancelled" for context in laboratory.gateway.contexts[-2:])
     await laboratory.runner.pause()
 
 
@@ -399,7 +399,7 @@ async def test_a_batch_without_room_fails_and_keeps_what_it_has(laboratory: Labo
     laboratory.runner.start()
     await laboratory.ended(record)
     assert record.status is BatchStatus.FAILED
-    assert [each.code for each in record.errors] == ["storage_quota_exceeded"]
+    assert [error.code for error in record.errors] == ["storage_quota_exceeded"]
     assert 5 < record.completed == len(laboratory.lines(record.output_id)) < 10
     assert laboratory.store.used <= laboratory.limits.total_bytes
     await laboratory.runner.pause()

@@ -51,5 +51,5 @@ def test_a_repository_is_drawn(repository: Path, capsys: pytest.CaptureFixture[s
 def test_what_cannot_be_drawn_is_told(
     repository: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
-    assert app(["graph", *(each.format(repository) for each in arguments)]) == 1
+    assert app(["graph", *(argument.format(repository) for argument in arguments)]) == 1
     assert error in capsys.readouterr().err

@@ -66,7 +66,7 @@ def graph(*names: str, models: Mapping[str, Any] = MODELS, times: Mapping[str, N
 
 def wired(drawn: ModelGraph) -> list[tuple[str, str, list[str]]]:
     names = {node.id: node.model or node.kind for node in drawn.nodes}
-    return [(names[edge.source], names[edge.target], [each.name for each in edge.tensors]) for edge in drawn.edges]
+    return [(names[edge.source], names[edge.target], [tensor.name for tensor in edge.tensors]) for edge in drawn.edges]
 
 
 def test_a_model_of_its_own_is_one_node() -> None:

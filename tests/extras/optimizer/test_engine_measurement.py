@@ -27,23 +27,23 @@ def measured() -> EngineMeasurement:
 
 
 def test_every_kind_of_step_comes_about(measured: EngineMeasurement) -> None:
-    loads = [each.load for each in measured.samples]
-    decoding = [each for each in loads if not each.work.prefill_tokens]
-    mixed = [each for each in loads if each.work.prefill_tokens and each.work.decode_tokens]
-    prompts = [each for each in loads if not each.work.decode_tokens]
+    loads = [sample.load for sample in measured.samples]
+    decoding = [load for load in loads if not load.work.prefill_tokens]
+    mixed = [load for load in loads if load.work.prefill_tokens and load.work.decode_tokens]
+    prompts = [load for load in loads if not load.work.decode_tokens]
     assert min(map(len, (decoding, mixed, prompts))) > 0
-    assert max(each.work.decode_tokens for each in loads) == 16
-    assert max(each.rows for each in loads) <= 256
+    assert max(load.work.decode_tokens for load in loads) == 16
+    assert max(load.rows for load in loads) <= 256
     assert {each.work.prefill_tokens for each in [*mixed, *prompts]} & set(range(1, 33)), "no small chunk"
-    assert any(each.rows > 128 for each in loads), "no large one"
+    assert any(load.rows > 128 for load in loads), "no large one"
     assert all(each.samples == each.rows for each in decoding)
-    assert all(each.chunk_reads >= each.work.prefill_tokens for each in loads)
+    assert all(load.chunk_reads >= load.work.prefill_tokens for load in loads)
 
 
 def test_time_between_steps_is_known_where_one_follows_another(measured: EngineMeasurement) -> None:
-    followed = [each for each in measured.samples if each.between is not None]
+    followed = [sample for sample in measured.samples if sample.between is not None]
     assert len(followed) > len(measured.samples) / 2
-    assert all(each.seconds > 0 for each in measured.samples)
+    assert all(sample.seconds > 0 for sample in measured.samples)
     assert all(0 < (each.between or 0) < 10 and each.brought <= 16 for each in followed)
 
 

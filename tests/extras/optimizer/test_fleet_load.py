@@ -47,7 +47,7 @@ def test_a_described_load_has_its_rate_lengths_tenants_and_prefixes() -> None:
 def test_burstiness_spreads_the_gaps_and_leaves_the_rate() -> None:
     for burstiness in (0.0, 0.5, 4.0):
         load = FleetLoad(rate=10, requests=20_000, prompt="8", new="1", burstiness=burstiness)
-        gaps = np.diff([each.at for each in make_requests(load, 64)])
+        gaps = np.diff([request.at for request in make_requests(load, 64)])
         assert np.mean(gaps) == pytest.approx(0.1, rel=0.1)
         assert np.std(gaps) / np.mean(gaps) == pytest.approx(burstiness, rel=0.1, abs=1e-9)
 
@@ -71,7 +71,10 @@ def test_with_a_rate_a_trace_gives_lengths_alone_again_and_again(trace: Path) ->
     found = make_requests(FleetLoad(trace=trace, rate=5, requests=4), 100)
     assert [(each.prompt, each.new) for each in found] == [(60, 40), (20, 5), (7, 1), (60, 40)]
     assert [each.at for each in found] == draw_arrivals(5, 0, 4)
-    assert [each.at for each in make_requests(FleetLoad(trace=trace, speedup=2, duration=1.0), 4096)] == [0.0, 0.75]
+    assert [request.at for request in make_requests(FleetLoad(trace=trace, speedup=2, duration=1.0), 4096)] == [
+        0.0,
+        0.75,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_a_logarithmic_axis_gives_each_decade_as_much_room() -> None:
     [line] = parts(chart, "polyline")
     first, second, third = (float(each.split(",")[0]) for each in line.attrib["points"].split())
     assert second - first == pytest.approx(third - second, abs=0.2)
-    assert {"1", "10", "100"} <= {each.text for each in parts(chart, "text")}
+    assert {"1", "10", "100"} <= {part.text for part in parts(chart, "text")}
 
 
 def test_a_logarithmic_height_shows_what_is_small_beside_what_is_large() -> None:
@@ -52,7 +52,7 @@ def test_lines_of_text_stand_below_the_picture() -> None:
 
 def test_text_is_text() -> None:
     chart = LineChart("<b> & 'c'", "x", "y", [ChartLine("</svg>", [(1, 1.0)])])
-    assert {"<b> & 'c'", "</svg>"} <= {each.text for each in parts(chart, "text")}
+    assert {"<b> & 'c'", "</svg>"} <= {part.text for part in parts(chart, "text")}
     page = write_page(chart, "a < b")
     assert "a &lt; b" in page
     assert "<b>" not in page

@@ -44,7 +44,7 @@ def waits(machine: SimulatedMachine, overhead: float = 0.0) -> list[ServedLoad]:
         ends = [each.tokens[-1] - each.arrival.at for each in simulation.run(requests)]
         [replica] = simulation.replicas
         waited = (sum(ends) if begun > 1 else max(ends)) - replica.busy - overhead * replica.steps
-        tokens = sum(each.new - 1 for each in requests)
+        tokens = sum(request.new - 1 for request in requests)
         found.append(ServedLoad(begun, begun * requests[0].prompt, replica.steps, tokens, waited))
     return found
 

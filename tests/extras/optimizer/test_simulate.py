@@ -48,7 +48,7 @@ def test_a_load_is_told_of_as_a_table_and_as_an_object(machine: str, capsys: pyt
     for word in ("TTFT", "ITL", "e2e", "cache in use", "requests, [/a]", "preemptions", "times as fast", "by hand"):
         assert word in said
     [fleet] = report(capsys, machine, "--tenant", "a=1", "--tenant", "b=2,4").fleets
-    assert fleet.all.requests == sum(each.requests for each in fleet.tenants.values())
+    assert fleet.all.requests == sum(value.requests for value in fleet.tenants.values())
     assert set(fleet.tenants) == {"a", "b"}
     assert fleet.replicas == 1
 
@@ -57,7 +57,7 @@ def test_the_fewest_replicas_that_keep_an_objective_are_the_answer(
     machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = report(capsys, machine, "--slo", "ttft_p95=60ms", "--plot", str(tmp_path / "slo.svg"))
-    assert found.replicas in [each.replicas for each in found.fleets]
+    assert found.replicas in [fleet.replicas for fleet in found.fleets]
     alone = report(capsys, machine, "--replicas", str(found.replicas)).fleets[0]
     fewer = report(capsys, machine, "--replicas", str((found.replicas or 0) - 1)).fleets[0]
     assert alone.all.ttft is not None
@@ -124,7 +124,7 @@ def test_engines_that_cannot_be_are_refused() -> None:
 def test_what_means_nothing_is_refused_in_a_line(
     machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
 ) -> None:
-    given = [each.format(tmp=tmp_path) for each in arguments]
+    given = [argument.format(tmp=tmp_path) for argument in arguments]
     status = app(["simulate", "--machine", machine, *LOAD, *given], result_action="return_value")
     assert status == 1
     assert says in capsys.readouterr().err

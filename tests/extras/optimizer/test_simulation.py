@@ -28,15 +28,15 @@ def run(
     simulation = Simulation(MACHINE, engine, replicas)
     results = simulation.run(requests)
     simulation.check_integrity()
-    assert all(len(each.tokens) == each.arrival.new or each.refused for each in results)
+    assert all(len(result.tokens) == result.arrival.new or result.refused for result in results)
     return simulation, results
 
 
 def test_every_request_gets_its_tokens_in_order_and_time_passes() -> None:
     _, results = run([SimulatedRequest(0.1 * at, 50 + 13 * at % 200, 5 + at % 7) for at in range(60)])
-    for each in results:
-        assert each.tokens == sorted(set(each.tokens))
-        assert each.ttft > 0
+    for result in results:
+        assert result.tokens == sorted(set(result.tokens))
+        assert result.ttft > 0
 
 
 def test_replicas_share_the_load_and_first_tokens_come_sooner() -> None:
@@ -52,8 +52,8 @@ def test_replicas_share_the_load_and_first_tokens_come_sooner() -> None:
 def test_a_shared_beginning_is_computed_once_and_goes_to_the_replica_that_has_it() -> None:
     requests = [SimulatedRequest(0.5 * at, 400, 4, shared=320, prefix=at % 2) for at in range(20)]
     simulation, results = run(requests, replicas=2)
-    assert [each.cached for each in results[:2]] == [0, 0]
-    assert {each.cached for each in results[2:]} == {320}
+    assert [result.cached for result in results[:2]] == [0, 0]
+    assert {result.cached for result in results[2:]} == {320}
     assert {replica.scheduler.totals.prefix_hits for replica in simulation.replicas} == {9 * 320}
     _, apart = run([each._replace(tenant=str(at)) for at, each in enumerate(requests)])
     assert {each.cached for each in apart} == {0}, "tenants share nothing"
@@ -88,7 +88,7 @@ def test_a_step_moves_the_state_of_each_sequence_once_whatever_its_tokens() -> N
 def test_a_full_queue_refuses_and_what_is_too_long_never_waits() -> None:
     engine = replace(ENGINE, max_queued_requests=4)
     _, results = run([SimulatedRequest(0.0, 100, 50) for _ in range(40)], engine)
-    assert [each.refused for each in results].count("max_queued_requests") == 40 - 4
+    assert [result.refused for result in results].count("max_queued_requests") == 40 - 4
     _, (short, long) = run([SimulatedRequest(0.0, 100, 5), SimulatedRequest(0.0, 1020, 5)])
     assert not short.refused
     assert long.refused == "tokens exceed the model's 1024"
@@ -102,14 +102,14 @@ def test_a_small_cache_preempts_and_all_end() -> None:
 
 def test_a_heavier_tenant_is_served_more_and_an_urgent_class_first() -> None:
     requests = [SimulatedRequest(0.0, 200, 20, tenant=name) for name in "ab" for _ in range(40)]
-    _, results = run([each._replace(weight=4.0) if each.tenant == "b" else each for each in requests])
+    _, results = run([request._replace(weight=4.0) if request.tenant == "b" else request for request in requests])
     assert mean_ttft(results, "b") < 0.7 * mean_ttft(results, "a")
-    _, results = run([each._replace(priority=int(each.tenant == "a")) for each in requests])
+    _, results = run([request._replace(priority=int(request.tenant == "a")) for request in requests])
     assert mean_ttft(results, "b") < 0.7 * mean_ttft(results, "a")
 
 
 def mean_ttft(results: list[SimulatedResult], tenant: str) -> float:
-    found = [each.ttft for each in results if each.arrival.tenant == tenant]
+    found = [result.ttft for result in results if result.arrival.tenant == tenant]
     return sum(found) / len(found)
 
 
@@ -193,7 +193,7 @@ def test_the_real_engine_core_computes_the_same_steps(ahead: int, blocks: int) -
         )
         for _ in range(16)
     ]
-    requests = [each._replace(shared=min(each.shared, each.prompt - 1)) for each in requests]
+    requests = [request._replace(shared=min(request.shared, request.prompt - 1)) for request in requests]
     simulated: list[PlannedRows] = []
     simulation = Simulation(MACHINE, engine, watch=lambda plan, seconds: simulated.append(rows_of(plan)))
     simulated.clear()  # the warm-up's

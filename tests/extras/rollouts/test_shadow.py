@@ -100,7 +100,7 @@ class World:
         self.arm, self.shadow = kind("1"), kind("2")
         self.shadow.config = replace(self.shadow.config, backend=backend)
         models: list[Any] = [self.arm, self.shadow]
-        self.loaded = {each.config.version: LoadedModel(each, each.config) for each in models}
+        self.loaded = {model.config.version: LoadedModel(model, model.config) for model in models}
         self.gateway.registry.get_or_add("m").publish(self.loaded)
         self.traffic = ShadowTraffic(self.gateway)
         self.gateway.routes.add_observer(self.traffic, SHADOWS.route_fields)
@@ -136,7 +136,7 @@ class World:
 
     def seconds(self) -> list[int]:
         """How many times were measured of the shadow, and of the arm."""
-        read = [each for measured in self.traffic.measure() for each in measured.readings]
+        read = [reading for measured in self.traffic.measure() for reading in measured.readings]
         return [sum(each.value.counts) for each in read if isinstance(each.value, Histogram)]
 
 
@@ -150,14 +150,14 @@ async def test_a_share_of_the_requests_is_copied_and_counts_for_no_client() -> N
     copied = world.shadow.asked[0]
     assert (copied.tenant, copied.background, copied.counted, copied.headers) == (SHADOW_TENANT, True, True, ())
     counted = {
-        tuple(each.labels.values())
-        for each in world.gateway.measurements()
-        for reading in each.readings
+        tuple(measurement.labels.values())
+        for measurement in world.gateway.measurements()
+        for reading in measurement.readings
         if reading.family == "charonia_route_requests_total"
     }
     assert counted == {("m", "1")}
     assert (world.traffic.copies, world.traffic.bytes) == (0, 0)
-    assert [each.in_flight.count for each in world.loaded.values()] == [0, 0]
+    assert [value.in_flight.count for value in world.loaded.values()] == [0, 0]
     assert world.gateway.in_flight.count == 0
     world.gateway.routes.replace({})
     assert (world.outcomes, list(world.traffic.measure())) == ({}, [])
@@ -238,7 +238,7 @@ async def test_a_shadow_that_hangs_holds_up_nobody_and_no_more_than_the_bound() 
     world.gateway.begin_exit()
     await until(lambda: world.traffic.copies == 0)
     assert world.traffic.bytes == 0
-    assert [each.in_flight.count for each in world.loaded.values()] == [0, 0]
+    assert [value.in_flight.count for value in world.loaded.values()] == [0, 0]
 
 
 async def test_what_copies_hold_is_bounded() -> None:

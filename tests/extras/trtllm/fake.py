@@ -127,7 +127,7 @@ class Llm(Fields):
             raise RuntimeError("LLM is shutting down")
         assert asked["streaming"]
         result = Result(self, list(asked["inputs"]), asked["sampling_params"])
-        result.cached_tokens = max((_shared(each, asked) for each in self.calls), default=0)
+        result.cached_tokens = max((_shared(call, asked) for call in self.calls), default=0)
         self.calls.append(asked)
         self.results.append(result)
         return result
@@ -223,7 +223,7 @@ def _checked(function: Any, its: inspect.Signature) -> Any:
 def _args(stub: Stub) -> type:
     """The pydantic model of a class's further keywords."""
     parameters = stub.methods["__init__"].parameters.values()
-    return type("Args", (), {"model_fields": {each.name: _field(each.default) for each in parameters}})
+    return type("Args", (), {"model_fields": {parameter.name: _field(parameter.default) for parameter in parameters}})
 
 
 def _field(default: Any) -> SimpleNamespace:

@@ -108,7 +108,7 @@ def test_a_signature_that_differs_is_found(package: Any) -> None:
     del llmapi.LoRARequest
     del llmapi.TorchLlmArgs.model_fields["enable_iter_perf_stats"]
     llm.__signature__ = llm.__signature__.replace(
-        parameters=[each for each in llm.__signature__.parameters.values() if each.name != "enable_iter_perf_stats"]
+        parameters=[value for value in llm.__signature__.parameters.values() if value.name != "enable_iter_perf_stats"]
     )
     assert {said.partition(" (")[0] for said in differences()} == {
         "tensorrt_llm.LLM: has no argument enable_iter_perf_stats",

@@ -146,7 +146,7 @@ def layout(**fields: Any) -> TokenLayout:
 
 async def answers(request: InferRequest, chosen: TokenLayout | None = None) -> list[dict[str, Any]]:
     responses = (chosen or layout()).infer(request, RequestContext("test"), Counting())
-    return [{each.name: each.data.tolist() for each in response.outputs} async for response in responses]
+    return [{output.name: output.data.tolist() for output in response.outputs} async for response in responses]
 
 
 async def test_a_whole_answer_has_the_prompt_and_no_end_token() -> None:
@@ -192,7 +192,7 @@ async def test_each_response_of_a_stream_of_several_has_tokens_of_one() -> None:
     streamed: dict[tuple[int, int], list[int]] = {}
     responses = [each async for each in layout().infer(question, RequestContext("test"), Counting())]
     for response in responses:
-        tokens, row, sequence = (each.data.ravel().tolist() for each in response.outputs)
+        tokens, row, sequence = (output.data.ravel().tolist() for output in response.outputs)
         streamed.setdefault((*row, *sequence), []).extend(tokens)
     assert streamed == {(0, 0): [2], (0, 1): [2], (1, 0): [4, 5, 6], (1, 1): [4, 5, 6]}
     assert [response.final for response in responses] == [False] * 7 + [True]

@@ -151,7 +151,7 @@ def test_what_came_before_a_break_is_not_read_again(model: Bucket, opened: OpenS
 def test_a_damaged_part_is_found_and_read_again(model: Bucket, opened: OpenServer, tmp_path: Path) -> None:
     """As a machine that lost its power may leave it."""
     server = opened()
-    [found] = [each for each in server.repository.stamps("m") if each.key == "m/2/weights"]
+    [found] = [stamp for stamp in server.repository.stamps("m") if stamp.key == "m/2/weights"]
     partial = server.cache.files.partial(server.repository._store, found)
     partial.write_bytes(b"?" * 2500)
     partial.with_suffix(".parts").write_bytes(b"\1\0\0")
@@ -402,12 +402,12 @@ def test_versions_that_routes_name_are_read_beside_those_of_the_policy(model: Bu
     catalog = RepositoryCatalog(buckets=[opened().repository])
     fetched = catalog.fetch("m", lambda *_: None)
     assert fetched.directory is not None
-    assert [each.number for each in catalog.read("m", None, fetched.directory).versions] == ["2"]
+    assert [version.number for version in catalog.read("m", None, fetched.directory).versions] == ["2"]
     catalog.routed_versions = lambda name: frozenset({1, 9})
     fetched = catalog.fetch("m", lambda *_: None)
     assert fetched.directory is not None
     source = catalog.read("m", None, fetched.directory)
-    assert ([each.number for each in source.versions], source.routed) == (["1", "2"], {"1"})
+    assert ([version.number for version in source.versions], source.routed) == (["1", "2"], {"1"})
 
 
 def test_a_check_reads_a_bucket_as_a_server_does(

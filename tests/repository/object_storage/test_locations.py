@@ -59,7 +59,7 @@ def test_the_longest_prefix_of_the_credentials_file_counts(tmp_path: Path) -> No
         url: find_credentials(parse_location(url), environment)
         for url in ("s3://b/models/x", "s3://b/modelsx", "s3://c", "gs://b/x", "gs://c", "as://x/y")
     }
-    assert [each.key_id for each in found.values()] == ["models", "b", "all", "", "", ""]
+    assert [value.key_id for value in found.values()] == ["models", "b", "all", "", "", ""]
     assert found["s3://b/models/x"].region == "eu"
     assert found["gs://b/x"].key_file == "/keys/b.json"
     assert not found["gs://c"].key_file
