@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from .gateway import ModelLookup
+from .media_models import MediaPart, MediaServices
 from .model import MemoryNeed, Model, ModelConfig, RawConfig
 from .request import InferRequest, InferResponse
 from .request_context import ExecutionTimes, RequestContext
@@ -19,7 +20,7 @@ class TextModelBuilder(Protocol):
     """Builds a language model without loading it. Raises `CharoniaError` for a wrong parameter.
 
     `written` is the config in the model's directory. A backend that estimates memory is given its allowance: `memory`
-    bytes of the host, `gpu_memory` of each GPU.
+    bytes of the host, `gpu_memory` of each GPU; one that finds a part for media, what serves that.
     """
 
     def __call__(
@@ -31,12 +32,17 @@ class TextModelBuilder(Protocol):
         *,
         memory: int | None = None,
         gpu_memory: int | None = None,
+        media: MediaServices | None = None,
     ) -> Model: ...
 
 
 MemoryEstimator: TypeAlias = Callable[[str, Mapping[str, str], Sequence[int]], Sequence[MemoryNeed]]
 """The least that a model takes of each memory, from its path, its parameters and the numbers of the GPUs. Raises as the
 builder does."""
+
+MediaPartFinder: TypeAlias = Callable[[str, Mapping[str, str], Sequence[int]], MediaPart | None]
+"""The part of a model for media, if any, from its path, its parameters and the numbers of the GPUs. Raises as a
+builder."""
 
 CheckpointExaminer: TypeAlias = Callable[[str, Mapping[str, str]], str]
 """Checks a model's files as its load would, and returns what only the load will find out. Raises as the load does."""
@@ -56,6 +62,8 @@ class TextBackend(NamedTuple):
     these."""
     serves_checkpoints: bool = False
     """Whether `--backend` may choose it for a checkpoint on its own."""
+    find_media_part: MediaPartFinder | None = None
+    """With it, models may take media in prompts."""
     check_library: Callable[[str | None], int] | None = None
     """Compares the installed library with what this backend expects of it, and with a checkpoint if a path is given.
     Prints the differences, and returns the exit status of `charonia check`."""

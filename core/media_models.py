@@ -47,6 +47,13 @@ class TowerSpec(NamedTuple):
     """Whether a tenant finds what was made for another."""
 
 
+class MediaPart(NamedTuple):
+    """The part of a language model for media."""
+
+    config: MediaConfig
+    tower: TowerSpec
+
+
 class EncodedMedium(NamedTuple):
     """What an encoder makes of a medium: the inputs of a language model at the places that stand for it."""
 
@@ -117,3 +124,10 @@ class MediaEncoder(Protocol):
 
     def readings(self) -> Iterator[Reading]:
         """Its series, for a scrape."""
+
+
+class MediaServices(NamedTuple):
+    """What a language model that sees has beside its engine."""
+
+    preparer: MediaPreparer
+    encoder: MediaEncoder

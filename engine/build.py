@@ -7,15 +7,20 @@ from typing import Any
 import msgspec
 
 from ..core.backends import OnProgress, TextBackend
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, NotFound
 from ..core.gguf_files import GGUF_SUFFIX
+from ..core.media_models import MediaPart, MediaServices, TowerSpec
 from ..core.model import MemoryNeed, ModelConfig, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
 from ..telemetry.host_metrics import Gpus
+from ..tokenization.checkpoint_files import locate_checkpoint
 from .checkpoint.adapter_files import read_adapter
+from .checkpoint.eyes import has_eyes, sees_both_ways
+from .checkpoint.hf_checkpoint import open_checkpoint
 from .checkpoint.weight_memory import WeightUse, count_weight_bytes
 from .client.client import own_engine_spec
 from .client.llm import LlmModel
+from .client.model_media import ModelMedia
 from .client.tokenizer_bundle import TokenizerBundle
 from .config import EngineConfig, LoraConfig
 from .options import EngineOptions, engine_config, parse_settings, read_speculation_config
@@ -31,14 +36,18 @@ def language_model(
     on_progress: OnProgress,
     memory: int | None = None,
     gpu_memory: int | None = None,
+    media: MediaServices | None = None,
 ) -> TextModel:
     """A language model over the checkpoint at `path`, which the parameter `model` may replace. `written`: its config.
     `memory`, `gpu_memory`: bytes of the host's memory, and of each GPU's, that it may take; None for all that is free.
+    `media`: of its `media_part`.
 
     Raises:
         InvalidArgument: a parameter is unknown or wrong; the message names it.
     """
-    return LlmModel(written.name, written.version, granted_config(path, parameters, memory, gpu_memory), on_progress)
+    config = granted_config(path, parameters, memory, gpu_memory)
+    seen = None if media is None else ModelMedia(media, sees_both_ways(locate_checkpoint(config.model)))
+    return LlmModel(written.name, written.version, config, on_progress, media=seen)
 
 
 def granted_config(
@@ -82,6 +91,25 @@ def memory_needed(path: str, parameters: Mapping[str, Any], gpus: Sequence[int])
 def computes_on_host(device: str | None, gpus: Sequence[int]) -> bool:
     """Whether an engine with this option `device` will compute on the host, where there are these GPUs."""
     return device == "cpu" or (device in (None, "auto") and not (gpus and torch_has_cuda()))  # as torch will choose
+
+
+def media_part(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) -> MediaPart | None:
+    """The part of a model that sees: its tower computes beside the first rank. None for another model, one whose
+    images are not served, or for which `limit_mm_per_prompt` allows none. Raises as `language_model`."""
+    checkpoint, options, lora_modules = _read(path, parameters)
+    if options.executor == "fake":
+        return None
+    media = engine_config(checkpoint, options, lora_modules).media
+    try:
+        if not media.per_prompt.get("image") or not has_eyes(locate_checkpoint(checkpoint)):
+            return None
+        directory = open_checkpoint(checkpoint).directory  # the tower's weights of one of the hub are there then, too
+    except NotFound:  # which its load tells
+        return None
+    _, _, number = (options.device or "").partition(":")
+    gpu = None if computes_on_host(options.device, gpus) else int(number) if number.isdecimal() else gpus[0]
+    tower = TowerSpec(str(directory), options.dtype or "auto", gpu, media.cache_bytes, media.share_cache)
+    return MediaPart(media, tower)
 
 
 def examine(path: str, parameters: Mapping[str, Any]) -> str:
@@ -149,4 +177,4 @@ def _read(path: str, parameters: Mapping[str, Any]) -> tuple[str, EngineOptions,
     return model, parse_settings(settings, EngineOptions), lora_modules
 
 
-TEXT_BACKEND = TextBackend(language_model, memory_needed, examine, serves_checkpoints=True)
+TEXT_BACKEND = TextBackend(language_model, memory_needed, examine, serves_checkpoints=True, find_media_part=media_part)

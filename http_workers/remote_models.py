@@ -20,6 +20,7 @@ from ..core.request import (
     InferResponse,
     TokenizedPrompt,
     TokenizeRequest,
+    prompt_media,
 )
 from ..core.request_context import ExecutionTimes, RequestContext
 from ..engine.client.llm import LlmModel
@@ -250,6 +251,14 @@ class TextHandle(RemoteModelHandle):
         self.context.finish()
         return text
 
+    def _generate_in_hub(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        """Have the hub answer a request as a whole."""
+        self.context.id = request.id
+        hub, key = self._hub, self._hub.next_key()
+        responses = hub.calls[key] = RemoteResponses[GenerateChunk](hub, self, key)
+        hub.send(TextCall(key, hub.key_of(self.context), request))
+        return responses
+
 
 class RemoteTextHandle(TextHandle):
     """A language model of the hub, whose text is read and written here by `model`."""
@@ -264,6 +273,8 @@ class RemoteTextHandle(TextHandle):
         return self._model.infer(request, self.context)
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
+        if prompt_media(request.prompt):  # the hub has what prepares and encodes them
+            return self._generate_in_hub(request)
         self.context.id = request.id
         return self._model.generate(request, self.context)
 
@@ -273,11 +284,7 @@ class ObservedTextHandle(TextHandle):
     shadow, or goes by what is read last. What no engine answers is read here, by `model`."""
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
-        self.context.id = request.id
-        hub, key = self._hub, self._hub.next_key()
-        responses = hub.calls[key] = RemoteResponses[GenerateChunk](hub, self, key)
-        hub.send(TextCall(key, hub.key_of(self.context), request))
-        return responses
+        return self._generate_in_hub(request)
 
 
 class TextModelHere:

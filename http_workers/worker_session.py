@@ -271,6 +271,8 @@ class WorkerSession:
         opened = self._open.get(call.request)
         if opened is None or opened.handle is None:
             return
+        if opened.tickets:  # the model takes a place itself
+            opened.tickets.pop().release()
         running = self._asked[call.key] = opened.calls[call.key] = OpenCall()
         running.task = start_eagerly(self._generate(call, opened, opened.handle, running))
 

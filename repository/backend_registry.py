@@ -14,6 +14,7 @@ from ..core.backends import CompositionBackend, NativeBackendFinder, TextBackend
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.extensions import absent_extensions, installed_extensions, is_own_extension
 from ..core.gateway import ModelLookup
+from ..core.media_models import MediaEncoder, MediaPart, MediaServices
 from ..core.model import MeasuredModel, ModelConfig, ModelSamples, RawConfig
 from ..core.optional_packages import missing_llm_package
 from ..core.runtime import RuntimeLoader
@@ -165,6 +166,14 @@ def classic_runtime_loader(
     if backend != PYTHON and directory is not None:
         loader = loader.with_code(directory / backend)
     return cast(RuntimeLoader, loader if services is None else loader.bound_to(services))
+
+
+def media_services(part: MediaPart, name: str, version: str) -> MediaServices:
+    """What serves the part for media of a language model. Raises `Unsupported` or `InvalidArgument` for one that is not
+    served."""
+    tower = cast(MediaEncoder, _import("classic_backends.vision.media_tower", "MediaTower")(name, version, part.tower))
+    limits = _import("media.limits", "MediaLimits")(part.config)
+    return MediaServices(_import("media.reader", "MediaReader")(part.tower.checkpoint, limits), tower)
 
 
 def composite_model(

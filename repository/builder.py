@@ -3,14 +3,17 @@
 Loads nothing. Knows backends only through backend_registry.py.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ..core.backends import OnProgress, TextBackend
-from ..core.errors import CharoniaError, InvalidArgument
+from ..core.errors import CharoniaError, InvalidArgument, Unsupported
+from ..core.media_models import MediaServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples, RawConfig
 from ..core.regular_files import refuse_special_files
 from ..core.runtime import RuntimeLoader
@@ -26,6 +29,7 @@ from .backend_registry import (
     composite_model,
     is_composition,
     is_written_in_python,
+    media_services,
     text_backend,
 )
 from .config_defaults import enable_default_batching, fill_defaults
@@ -41,6 +45,8 @@ from .memory_budget import MemoryBudget, MemoryReservation
 from .model_files import read_initial_states, read_label_files, read_warmup_requests, validate_warmup_requests
 from .model_source import ModelSource, VersionSource, parameters_of, with_config_position
 from .response_cache import CachedModel, ResponseCache
+
+log = logging.getLogger(__name__)
 
 _DEFAULT_BATCH_KEY = "default-max-batch-size"
 
@@ -138,21 +144,43 @@ class ModelBuilder:
         self, backend: TextBackend, source: ModelSource, version: VersionSource, sharers: int
     ) -> ModelFactory:
         parameters = {**self.backends.get(source.backend, {}), **source.parameters}
-        needs: Sequence[MemoryNeed] = ()
+        media = self._media_services(backend, source, version, parameters)
+        seen: Sequence[MemoryNeed] = () if media is None else media.encoder.needs
+        needs: Sequence[MemoryNeed] = seen
         granted: dict[str, int] = {}
+        held = 0
         if backend.estimate_memory is not None:
-            needs = backend.estimate_memory(version.path, parameters, usable_gpus())
+            needs = (*backend.estimate_memory(version.path, parameters, usable_gpus()), *seen)
             granted = self.budget.grant(needs, sharers)
-        reservation = self.budget.reserve(source.name, version.number, needs, granted.get("memory", 0))
+            held = granted["memory"]
+            for memory, bytes_seen in _by_memory(seen).items():  # the engine's part is what remains
+                if memory in granted:
+                    granted[memory] -= bytes_seen
+        reservation = self.budget.reserve(source.name, version.number, needs, held)
 
         def build(on_progress: OnProgress) -> Model:
             written = _to_model_config(source.config, version.number, {})
-            return backend.build(written, version.path, parameters, on_progress, **granted)
+            given: dict[str, Any] = granted if media is None else {**granted, "media": media}
+            return backend.build(written, version.path, parameters, on_progress, **given)
 
         def examine() -> str:
             return "" if backend.examine is None else backend.examine(version.path, parameters)
 
         return ModelFactory(build, reservation, examine)
+
+    def _media_services(
+        self, backend: TextBackend, source: ModelSource, version: VersionSource, parameters: Mapping[str, str]
+    ) -> MediaServices | None:
+        """What a model that sees has beside its engine. A model whose tower is not served gets texts alone, and the log
+        says so."""
+        part = backend.find_media_part and backend.find_media_part(version.path, parameters, usable_gpus())
+        if not part:
+            return None
+        try:
+            return media_services(part, source.name, version.number)
+        except (InvalidArgument, Unsupported) as error:
+            log.warning("model '%s' takes no images: %s", source.name, error.message)
+            return None
 
     def _prepare_composite_model(
         self, source: ModelSource, version: VersionSource, services: ModelServices
@@ -223,6 +251,14 @@ class ModelBuilder:
         gpus, backend = usable_gpus(), config["backend"]
         has_runtime = bool(backend) and not is_composition(backend)
         return fill_defaults(config, gpus, bool(gpus) and has_runtime and self._runtime_loader(backend).uses_gpus())
+
+
+def _by_memory(needs: Sequence[MemoryNeed]) -> dict[str, int]:
+    """The bytes of the host's memory and of GPUs', by the names of grants."""
+    return {
+        "memory": sum(need.size for need in needs if need.gpu is None),
+        "gpu_memory": sum(need.size for need in needs if need.gpu is not None),
+    }
 
 
 def _to_model_config(config: RawConfig, version: str, labels: Mapping[str, tuple[str, ...]]) -> ModelConfig:

@@ -99,18 +99,18 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 1_990,
+    "core": 2_010,
     "processes": 1_120,
     "telemetry": 2_745,
     "kvcache": 675,
     "tokenization": 3_620,
     "media": 900,
     "scheduler": 2_170,
-    "engine": 23_500,
+    "engine": 23_710,
     "classic_backends": 8_380,
     "ensembles": 1_200,
     "routing": 250,
-    "repository": 4_815,
+    "repository": 4_850,
     "api": 9_545,
     "http_workers": 2_530,
     "extras/trtllm": 1_960,

@@ -62,6 +62,8 @@ _USUAL_TEXT_PART = {
     "Gemma3nForConditionalGeneration": "gemma3n_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
+    "Idefics3ForConditionalGeneration": "llama",
+    "InternVLForConditionalGeneration": "qwen2",
     "KimiK25ForConditionalGeneration": "kimi_k2",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",
@@ -71,6 +73,7 @@ _USUAL_TEXT_PART = {
     "Qwen3VLForConditionalGeneration": "qwen3",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    "SmolVLMForConditionalGeneration": "llama",
 }
 """Architecture -> the `model_type` of a text_config that leaves it out."""
 
@@ -79,6 +82,7 @@ _SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embed
 
 _TEXT_PREFIXES = {
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }

@@ -6,7 +6,7 @@ Knows nothing of protocols, and of the engine only `Engine`. Imports no torch.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ import msgspec
 from ...core.adapter import Adapter
 from ...core.direct_stream import DirectStream
 from ...core.drafts import summarize_drafts
-from ...core.errors import Cancelled, InvalidArgument, Unavailable
+from ...core.errors import InvalidArgument, Unavailable
 from ...core.gateway import ResponseStream
 from ...core.metrics import Reading, VersionStatistics
 from ...core.model import Capabilities, ModelConfig, ModelStats
@@ -45,8 +45,10 @@ from .client import own_engine_spec
 from .constraint_checker import ConstraintChecker
 from .engine import Engine, EngineSpec
 from .infer import OWN_LAYOUT, InferLayout
+from .model_media import ModelMedia
+from .open_streams import OpenStreams
 from .task_adapters import TaskAdapters
-from .token_stream import SequenceStats, TokenStream, open_sequence, record_request, v2_statistics
+from .token_stream import SequenceStats, open_sequence, record_request, v2_statistics
 from .tokenizer_bundle import TokenizerBundle
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
@@ -91,7 +93,9 @@ class LlmModel:
         engine: EngineConfig | EngineSpec,
         on_progress: OnProgress = ignore_progress,
         layout: InferLayout = OWN_LAYOUT,
+        media: ModelMedia | None = None,
     ) -> None:
+        self._media = media or ModelMedia()
         self._spec = spec = engine if isinstance(engine, EngineSpec) else own_engine_spec(engine)
         self._layout = layout
         self._config = ModelConfig(
@@ -113,7 +117,7 @@ class LlmModel:
         """Has other processes that generate with this model end their requests with an id."""
         self._loaded: TokenizerBundle | None = None
         self._info = CoreReady(0, 0, 0, 0)
-        self._open: dict[str, set[TokenStream]] = {}
+        self._open = OpenStreams()
         self._constraints: ConstraintChecker | None = None
         self._background = BackgroundLimit(spec.most_in_background)
         self._adapters: AdapterTable | None = None
@@ -172,6 +176,7 @@ class LlmModel:
     def readings(self) -> Iterator[Reading]:
         """The model's series, for a scrape."""
         yield from self._metrics.readings(self._client.state())
+        yield from self._media.readings()
         if self._adapters is not None:
             yield from self._adapters.readings()
 
@@ -180,19 +185,22 @@ class LlmModel:
 
     @property
     def capabilities(self) -> Capabilities:
+        memory = self._client.capabilities.memory
         return Capabilities(
-            text=self, adapters=self, queue=self, memory=self._client.capabilities.memory, measured=self
+            text=self, adapters=self, queue=self, memory=self._media.memory_beside(memory), measured=self
         )
 
     async def load(self) -> None:
         """Return when the engine has generated a token. Raises a `CharoniaError` for a wrong checkpoint or
         configuration, and leaves nothing running."""
-        starting = asyncio.create_task(self._client.start())  # takes longest: the tokenizer is read meanwhile
+        starting = asyncio.create_task(self._client.start())  # takes longest: all else is read meanwhile
+        seeing = asyncio.create_task(self._media.load(self._config.name, self._on_progress))
         try:
             bundle = await asyncio.to_thread(
                 TokenizerBundle.load, self._spec.checkpoint, self._spec.chat_template, self._spec.tokenizer
             )
             info = await starting
+            await seeing
             self._loaded = replace(bundle, defaults=bundle.defaults.limited_to(info.vocab_size))
             self._info = info
             await self._load_first_adapters()
@@ -200,9 +208,11 @@ class LlmModel:
                 self._constraints = ConstraintChecker(bundle.tokenizer.added_tokens(info.vocab_size))
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters, fingerprint=bundle.fingerprint)
+            self._config = replace(self._config, media=self._media.kinds)
         except BaseException:
             starting.cancel()
-            await asyncio.gather(starting, self.unload(), return_exceptions=True)
+            seeing.cancel()
+            await asyncio.gather(starting, seeing, self.unload(), return_exceptions=True)
             raise
 
     async def unload(self) -> None:
@@ -212,6 +222,7 @@ class LlmModel:
         if self._adapters is not None:
             await self._adapters.close()
         await self._client.close()
+        await self._media.unload()
         if constraints is not None:
             await constraints.close()
         if bundle is not None:
@@ -261,7 +272,8 @@ class LlmModel:
             with self._admit(request, context) as ticket, await self.use_adapter(request, stats, context) as adapter:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 limit = TokenLimit(info.max_model_len)
-                prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept)
+                media = await self._media.read(request.prompt, context, request.cache_salt)
+                prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept, media=media.text)
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
                 echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
@@ -274,13 +286,14 @@ class LlmModel:
                     predicted = await tokenizer.text_ids(request.prediction, limit, "prediction")
                 defaults = bundle.defaults
                 add = build_add_request(request, context, plan.prompt, defaults, info, banned, adapter, predicted)
+                add = media.place(add, request.prompt)
                 if plan.constraint is not None:  # the most expensive check comes last
                     plan = replace(plan, constraint=await self._enforce(plan.constraint, context))
                 add = await tokenizer.call(plan.complete, add)
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
                 ends = TextEnds(bundle.defaults.eos, request.stop_word_ids)
                 builder = plan.builder(sampling, ends, echo, prompt_ids, predicted)
-                with self._client.open_stream(add, stats, ticket) as stream, self._cancellable(request.id, stream):
+                with self._client.open_stream(add, stats, ticket) as stream, self._open.cancellable(request.id, stream):
                     while (chunk := await stream.read_chunk(builder, output)).finish_reason is None:
                         yield chunk
             # The engine is aborted by now: a stop string may end a text long before its last token.
@@ -341,20 +354,6 @@ class LlmModel:
             context.warn(f"{constraint.parameter}: not enforced: {', '.join(left_out)}")
         return enforced
 
-    @contextmanager
-    def _cancellable(self, request_id: str, stream: TokenStream) -> Iterator[None]:
-        if not request_id:
-            yield
-            return
-        streams = self._open.setdefault(request_id, set())
-        streams.add(stream)
-        try:
-            yield
-        finally:
-            streams.discard(stream)
-            if not streams:
-                self._open.pop(request_id, None)
-
     def cancel(self, request_id: str) -> None:
         """End all generations with this request id; their readers get `Cancelled`."""
         if self.cancel_elsewhere is not None:
@@ -363,14 +362,13 @@ class LlmModel:
 
     def cancel_here(self, request_id: str) -> None:
         """As `cancel`, for streams that this process reads."""
-        for stream in self._open.get(request_id, ()):
-            if not stream.ended:
-                stream.interrupt(Cancelled("Request cancelled by client"))
+        self._open.cancel(request_id)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         limit = TokenLimit(self._max_counted, "what is only tokenized may have at most")
         tokenizer = self._bundle.async_tokenizer
-        ids = await tokenizer.prompt_ids(request.prompt, request.add_special_tokens, limit)
+        media = await self._media.text(request.prompt, RequestContext("tokenize"))
+        ids = await tokenizer.prompt_ids(request.prompt, request.add_special_tokens, limit, media=media)
         return TokenizedPrompt(ids, await tokenizer.token_strings(ids) if request.with_strings else None)
 
     async def detokenize(self, ids: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ parameters that a request leaves out have vLLM's defaults, not the checkpoint's.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...core.backends import OnProgress, TextBackend
 from ...core.model import MemoryNeed, Model, ModelConfig
@@ -59,7 +60,7 @@ def vllm_model(
     path: str,
     parameters: Mapping[str, str],
     on_progress: OnProgress,
-    **granted: int | None,
+    **granted: Any,
 ) -> Model:
     """The model that `model.json` in the directory `path` describes. Logs the arguments without effect. Raises as
     `read_model_json`."""

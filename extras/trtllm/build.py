@@ -4,6 +4,7 @@ installed, on our own engine. Imports no torch."""
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...core.backends import OnProgress, TextBackend
 from ...core.errors import InvalidArgument
@@ -56,7 +57,7 @@ def tensorrt_llm_model(
     path: str,
     parameters: Mapping[str, str],
     on_progress: OnProgress,
-    **granted: int | None,
+    **granted: Any,
 ) -> Model:
     """A language model: the checkpoint or prebuilt engine at `path`, which a parameter or `model.yaml` may replace.
     `written`: its config, whose tensors tell which of Triton's layouts it has; without any it has our own.

@@ -1,0 +1,198 @@
+"""The images of a language model's prompts: prepared and encoded while the request waits, then put at their places.
+
+Knows no processor, no tower and no protocol: both are contracts of core.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
+
+from ...core.backends import OnProgress
+from ...core.errors import InvalidArgument, Unsupported
+from ...core.media import MediaKind, MediaSource, PreparedMedium
+from ...core.media_models import EncodedMedium, MediaServices
+from ...core.metrics import Reading
+from ...core.model import MemoryHolder, ReservedMemory
+from ...core.request import Conversation, Prompt, prompt_media
+from ...core.request_context import RequestContext
+from ...scheduler.plan import EmbeddedSpan
+from ...tokenization.media_text import NO_MEDIA, MediaText
+from ..core.messages import AddRequest
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NO_GRID = (0, 0, 0)
+
+
+class PromptMedia(NamedTuple):
+    """The media of one prompt, ready to stand in it."""
+
+    text: MediaText = NO_MEDIA
+    token: int = -1
+    """The token at whose places their rows stand; none of a model that takes no media."""
+    prepared: Sequence[PreparedMedium] = ()
+    encoded: Sequence[EncodedMedium] = ()
+    bidirectional: bool = False
+
+    def place(self, add: AddRequest, prompt: Prompt) -> AddRequest:
+        """The request for a sequence, with the rows at the places of its prompt. Raises `InvalidArgument` by the field
+        of `prompt` unless it has a place for each row, and no other."""
+        if self.token < 0:
+            return add
+        places = np.flatnonzero(add.spec.prompt == self.token).tolist()
+        rows = sum(medium.length for medium in self.encoded)
+        if len(places) != rows:
+            field = "messages" if isinstance(prompt, Conversation) else "prompt"
+            message = f"it has {len(places)} tokens that stand for parts of images (id {self.token}), and {rows} of"
+            raise InvalidArgument(f"{field}: {message} its images", field=field)
+        spans: list[EmbeddedSpan] = []
+        begin = 0
+        for prepared, encoded in zip(self.prepared, self.encoded, strict=True):
+            spans.extend(self._runs(places[begin : begin + encoded.length], prepared, encoded))
+            begin += encoded.length
+        return replace(add, spec=replace(add.spec, embedded=tuple(spans))) if spans else add
+
+    def _runs(self, places: list[int], prepared: PreparedMedium, encoded: EncodedMedium) -> Iterator[EmbeddedSpan]:
+        """A span for each run of neighbouring places of a medium."""
+        length = len(places)
+        ends = [index for index in range(1, length) if places[index] != places[index - 1] + 1]
+        if ends and prepared.grid != _NO_GRID:
+            raise InvalidArgument("messages: the places of an image are not side by side", field="messages")
+        if not ends:
+            yield self._span(places[0], encoded, prepared)
+            return
+        width = len(encoded.rows) // length
+        layers = range(0, len(encoded.deepstack) // width, length)
+        for first, end in zip([0, *ends], [*ends, length], strict=True):
+            part = EncodedMedium(
+                end - first,
+                encoded.rows[first * width : end * width],
+                encoded.dtype,
+                b"".join(encoded.deepstack[(at + first) * width : (at + end) * width] for at in layers),
+            )
+            bounds = first.to_bytes(4, "little") + end.to_bytes(4, "little")
+            digest = sha256(prepared.digest + bounds).digest()
+            yield self._span(places[first], part, replace(prepared, digest=digest))
+
+    def _span(self, start: int, encoded: EncodedMedium, prepared: PreparedMedium) -> EmbeddedSpan:
+        return EmbeddedSpan(
+            start,
+            encoded.length,
+            prepared.digest,
+            encoded.rows,
+            encoded.dtype,
+            prepared.grid,
+            self.bidirectional,
+            encoded.deepstack,
+        )
+
+
+class ModelMedia:
+    """The media of a model's prompts, from its load to its unload. Without `services` it takes none. `bidirectional`:
+    the places of an image see one another."""
+
+    def __init__(self, services: MediaServices | None = None, bidirectional: bool = False) -> None:
+        self._services = services
+        self._bidirectional = bidirectional
+
+    @property
+    def kinds(self) -> frozenset[MediaKind]:
+        """The kinds that prompts may have."""
+        return frozenset() if self._services is None else frozenset({"image"})
+
+    async def load(self, name: str, on_progress: OnProgress) -> None:
+        """Load what images need. A model `name` that lacks some of it serves texts alone, and the log says why. Raises
+        what else the parts do, and leaves nothing running."""
+        if self._services is None:
+            return
+        began = time.monotonic()
+        try:
+            await _all([self._services.preparer.load(), self._services.encoder.load()])
+        except (InvalidArgument, Unsupported) as error:
+            log.warning("model '%s' takes no images: %s", name, error.message)
+            await self.unload()
+            self._services = None
+        except BaseException:
+            await self.unload()
+            raise
+        else:
+            on_progress("images", 1.0, time.monotonic() - began, "processor and tower")
+
+    async def unload(self) -> None:
+        if self._services is not None:
+            await asyncio.gather(self._services.preparer.unload(), self._services.encoder.unload())
+
+    def memory_beside(self, engine: MemoryHolder | None) -> MemoryHolder | None:
+        """The holder of the engine's memory and that of media together; None if the engine's is not known."""
+        return engine if engine is None or self._services is None else _JointMemory(engine, self._services.encoder)
+
+    def readings(self) -> Iterator[Reading]:
+        if self._services is not None:
+            yield from self._services.preparer.readings()
+            yield from self._services.encoder.readings()
+
+    async def text(self, prompt: Prompt, context: RequestContext) -> MediaText:
+        """What stands for the media of a prompt in its text. Raises as `read`."""
+        services = self._checked(prompt_media(prompt))
+        if services is None:
+            return NO_MEDIA
+        return _text_of(services, await self._prepare(services, prompt_media(prompt), context))
+
+    async def read(self, prompt: Prompt, context: RequestContext, salt: str) -> PromptMedia:
+        """Prepare and encode the media of a prompt, together with those of others. Cancelling it ends all that nobody
+        else waits for. Raises as the parts do, and `InvalidArgument` for media that the model does not take."""
+        media = prompt_media(prompt)
+        services = self._checked(media)
+        if services is None:
+            return PromptMedia()
+        token = services.preparer.facts.token_ids[0]
+        if not media:
+            return PromptMedia(token=token)
+        prepared = await self._prepare(services, media, context)
+        encoded = await _all([services.encoder.encode(medium, context, salt) for medium in prepared])
+        return PromptMedia(_text_of(services, prepared), token, prepared, encoded, self._bidirectional)
+
+    def _checked(self, media: Sequence[MediaSource]) -> MediaServices | None:
+        if self._services is None and media:
+            raise InvalidArgument(f"{media[0].field}: this model takes no {media[0].kind}", field=media[0].field)
+        return self._services
+
+    async def _prepare(
+        self, services: MediaServices, media: Sequence[MediaSource], context: RequestContext
+    ) -> list[PreparedMedium]:
+        services.preparer.check(media)
+        return await _all([services.preparer.prepare(medium, context) for medium in media])
+
+
+class _JointMemory:
+    """The host's memory that several parts of a model hold: a `MemoryHolder`."""
+
+    def __init__(self, *holders: MemoryHolder) -> None:
+        self._holders = holders
+
+    def reserved_memory(self) -> ReservedMemory:
+        parts = [holder.reserved_memory() for holder in self._holders]
+        return ReservedMemory(sum(part.promised for part in parts), sum(part.resident for part in parts))
+
+
+def _text_of(services: MediaServices, prepared: Sequence[PreparedMedium]) -> MediaText:
+    return MediaText(services.preparer.facts.token, tuple(medium.placeholder for medium in prepared))
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; the first error ends the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

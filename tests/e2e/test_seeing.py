@@ -1,0 +1,151 @@
+"""Models that see, over HTTP with images in the request: what they say is what transformers says by the checkpoint's
+own processor, whole and streamed, and a second turn computes neither the images nor the prompt again."""
+
+import base64
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from charonia.core.media import MediaSource
+from charonia.core.request import ChatMessage, Conversation
+from charonia.media.processor import ImageProcessor
+from charonia.telemetry.scrape import Interval, parse_scrape
+from charonia.tokenization.media_text import MediaText
+from charonia.tokenization.tokenizer import Tokenizer
+from tests.seeing_models import picture, write_seeing
+
+from .models import write_model
+from .serving import Server, serving
+
+NAME = "llava-next"
+NAMES = [NAME]
+OTHERS = ["llava", "mistral3", "idefics3", "smolvlm", "internvl"]
+"""Whose tower, and its way into the prompt, the suite compares with transformers itself."""
+NEW = 12
+IMAGES = picture(90, 50, 1), picture(60, 120, 2)
+
+
+def png(pixels: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def part(pixels: Any) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(png(pixels)).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+CHAT: list[Any] = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "What is "},
+            part(IMAGES[0]),
+            {"type": "text", "text": " beside "},
+            part(IMAGES[1]),
+            {"type": "text", "text": "?"},
+        ],
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
+    """Of the models that are asked in this run."""
+    folder = tmp_path_factory.mktemp("seeing")
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = {
+        item.callspec.params["name"]
+        for item in items
+        if isinstance(item, pytest.Function) and "name" in item.fixturenames
+    }
+    return {name: write_seeing(folder / name, name) for name in sorted({NAME, *chosen})}
+
+
+def serve_all(folder: Path, checkpoints: dict[str, Path], *flags: str) -> Any:
+    for name, checkpoint in checkpoints.items():
+        write_model(folder / "models", name, checkpoint, max_num_seqs=4, dtype="float32")
+    return serving(folder / "t", "--model-repository", str(folder / "models"), *flags)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Iterator[Server]:
+    with serve_all(tmp_path_factory.mktemp("s"), checkpoints) as running:
+        yield running
+        assert running.stop() == 0, running.said
+
+
+@pytest.fixture(scope="module")
+def right(checkpoints: dict[str, Path]) -> Callable[[str], str]:
+    """What transformers generates greedily for the chat, through the checkpoint's processor."""
+
+    def generate(name: str) -> str:
+        model: Any = AutoModelForImageTextToText.from_pretrained(checkpoints[name], dtype=torch.float32)
+        model.generation_config.eos_token_id = None
+        processor = ImageProcessor(checkpoints[name])
+        tokenizer = Tokenizer.load(checkpoints[name])
+        media = MediaSource("image", offset=8), MediaSource("image", offset=16)
+        chat = Conversation((ChatMessage("user", "What is  beside ?", media=media),))
+        text = tokenizer._render(chat, MediaText(processor.token, ("", "")))
+        features = processor._processor(images=[*map(Image.fromarray, IMAGES)], text=[text], return_tensors="pt")
+        out = model.generate(**features, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        return tokenizer.decode(out[0, features["input_ids"].shape[1] :].tolist())
+
+    return generate
+
+
+def said(server: Server, name: str, messages: list[Any] = CHAT, stream: bool = False) -> Any:
+    """The answer, or the text of all chunks of a stream."""
+    extra = {"ignore_eos": True}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        answer: Any = client.chat.completions.create(
+            model=name, messages=messages, max_tokens=NEW, temperature=0, extra_body=extra, stream=stream
+        )
+        if not stream:
+            return answer
+        return "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.proof) for name in OTHERS)])
+def test_they_say_what_transformers_says(seeing: Server, right: Callable[[str], str], name: str) -> None:
+    expected = right(name)
+    before = parse_scrape(httpx.get(seeing.metrics_url).text, "the server")
+    first = said(seeing, name)
+    assert first.choices[0].message.content == expected
+    again = [{"role": "assistant", "content": expected}, {"role": "user", "content": "And now?"}]
+    second = said(seeing, name, [*CHAT, *again])
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens // 16 * 16
+    grown = Interval(before, parse_scrape(httpx.get(seeing.metrics_url).text, "the server"))
+    assert grown.grown("charonia_tower_images_total", name) == 2
+    assert grown.grown("charonia_tower_cache_hits_total", name) == 2
+    assert said(seeing, name, stream=True) == expected
+
+
+def test_what_is_no_image_is_named(seeing: Server) -> None:
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for messages, complaint in (
+        ([{"role": "user", "content": [broken]}], r"messages\[0\].content\[0\].image_url"),
+        ([{"role": "user", "content": "an <image> of words"}], "tokens that stand for parts of images"),
+        ([{"role": "user", "content": [part(IMAGES[0]), {"type": "text", "text": "<image>"}]}], "<image>"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=complaint):
+            said(seeing, NAME, messages)
+    assert said(seeing, NAME, [{"role": "user", "content": "no image"}]).usage.prompt_tokens < 20
+
+
+def test_several_frontends_see(checkpoints: dict[str, Path], right: Callable[[str], str], tmp_path: Path) -> None:
+    with serve_all(tmp_path, {NAME: checkpoints[NAME]}, "--frontends", "2") as running:
+        answers = [said(running, NAME) for _ in range(4)]
+        assert [answer.choices[0].message.content for answer in answers] == [right(NAME)] * 4
+        assert said(running, NAME, stream=True) == right(NAME)
+        assert said(running, NAME, [{"role": "user", "content": "no image"}]).usage.prompt_tokens < 20
+        assert running.stop() == 0, running.said

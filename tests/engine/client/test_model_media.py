@@ -1,0 +1,143 @@
+"""Images at their places in a prompt: spans by runs of neighbouring places, and refusals by name."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from charonia.core.errors import InvalidArgument, QueueFull
+from charonia.core.media import MediaSource, PreparedMedium
+from charonia.core.media_models import EncodedMedium, MediaFacts, MediaServices
+from charonia.core.metrics import Reading
+from charonia.core.model import MemoryNeed, ReservedMemory
+from charonia.core.request import ChatMessage, Conversation
+from charonia.core.request_context import RequestContext
+from charonia.engine.client.model_media import ModelMedia, PromptMedia
+from charonia.engine.core.messages import AddRequest
+from charonia.scheduler.sequence import SequenceSpec
+
+TOKEN, HIDDEN = 9, 2
+
+
+def medium(name: bytes, grid: tuple[int, int, int] = (0, 0, 0)) -> PreparedMedium:
+    return PreparedMedium("image", name, "<i>", {}, grid)
+
+
+def rows(length: int, first: float, layers: int = 0) -> EncodedMedium:
+    numbers = np.arange(length * HIDDEN, dtype=np.float32) + first
+    deep = np.concatenate([numbers + 100 * (layer + 1) for layer in range(layers)]) if layers else numbers[:0]
+    return EncodedMedium(length, numbers.tobytes(), "float32", deep.tobytes())
+
+
+def placed(media: PromptMedia, ids: list[int]) -> AddRequest:
+    spec = SequenceSpec(key=0, prompt=np.array(ids, np.int32), max_tokens=1)
+    return media.place(AddRequest(spec), Conversation((ChatMessage("user", ""),)))
+
+
+def test_a_span_is_a_run_of_places_of_one_medium() -> None:
+    media = PromptMedia(
+        token=TOKEN, prepared=(medium(b"a"), medium(b"b", (1, 1, 2))), encoded=(rows(3, 0.0, layers=2), rows(2, 50.0))
+    )
+    spans = placed(media, [1, TOKEN, TOKEN, 2, TOKEN, TOKEN, TOKEN, 3]).spec.embedded
+    assert [(span.start, span.length) for span in spans] == [(1, 2), (4, 1), (5, 2)]
+    assert [np.frombuffer(span.rows, np.float32).tolist() for span in spans] == [[0, 1, 2, 3], [4, 5], [50, 51, 52, 53]]
+    assert np.frombuffer(spans[0].deepstack, np.float32).tolist() == [100, 101, 102, 103, 200, 201, 202, 203]
+    assert np.frombuffer(spans[1].deepstack, np.float32).tolist() == [104, 105, 204, 205]
+    assert spans[2].digest == b"b"
+    assert spans[2].grid == (1, 1, 2)
+    assert all(one.digest != other.digest for one, other in pairwise(spans))
+    whole = placed(media._replace(prepared=media.prepared[:1], encoded=media.encoded[:1]), [TOKEN] * 3).spec.embedded
+    assert [(span.digest, span.rows is media.encoded[0].rows) for span in whole] == [(b"a", True)]
+
+
+@pytest.mark.parametrize("ids", [[1, TOKEN], [TOKEN] * 3, []])
+def test_places_and_rows_are_as_many(ids: list[int]) -> None:
+    media = PromptMedia(token=TOKEN, prepared=(medium(b"a"),), encoded=(rows(2, 0.0),))
+    with pytest.raises(InvalidArgument, match=rf"messages: it has {len(ids) - ids.count(1)} tokens .* and 2 of"):
+        placed(media, ids)
+    assert placed(PromptMedia(), ids).spec.embedded == ()
+
+
+def test_an_image_with_a_grid_is_in_one_piece() -> None:
+    media = PromptMedia(token=TOKEN, prepared=(medium(b"a", (1, 1, 2)),), encoded=(rows(2, 0.0),))
+    with pytest.raises(InvalidArgument, match="side by side"):
+        placed(media, [TOKEN, 1, TOKEN])
+
+
+class _Parts:
+    """A preparer and an encoder, which fail as they are told."""
+
+    facts = MediaFacts("<i>", (TOKEN,), b"")
+    needs: Sequence[MemoryNeed] = (MemoryNeed(5),)
+
+    def __init__(self, failure: Exception | None = None, full: bool = False) -> None:
+        self.failure, self.full = failure, full
+        self.unloads = 0
+
+    async def load(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    async def unload(self) -> None:
+        self.unloads += 1
+
+    def check(self, media: Sequence[MediaSource]) -> None:
+        if self.full:
+            raise QueueFull("too many", retry_after=1.0)
+
+    async def prepare(self, source: MediaSource, context: RequestContext) -> PreparedMedium:
+        return medium(source.uuid.encode())
+
+    async def encode(self, prepared: PreparedMedium, context: RequestContext, salt: str = "") -> EncodedMedium:
+        return rows(1, float(prepared.digest))
+
+    def reserved_memory(self) -> ReservedMemory:
+        return ReservedMemory(5, 3)
+
+    def readings(self) -> Iterator[Reading]:
+        yield Reading("a", 1)
+
+
+def ignore(*_: Any) -> None:
+    pass
+
+
+SOURCE = MediaSource("image", uuid="1", field="messages[0].content[0]")
+CHAT = Conversation((ChatMessage("user", "", media=(SOURCE,)),))
+
+
+async def test_a_model_reads_the_media_of_its_prompts() -> None:
+    parts = _Parts()
+    media = ModelMedia(MediaServices(parts, parts), bidirectional=True)
+    await media.load("m", ignore)
+    assert media.kinds == {"image"}
+    read = await media.read(CHAT, RequestContext("chat"), "")
+    assert (read.text.token, read.text.placeholders) == ("<i>", ("<i>",))
+    [span] = placed(read, [TOKEN]).spec.embedded
+    assert span.bidirectional
+    joint = media.memory_beside(parts)
+    assert joint is not None
+    assert joint.reserved_memory() == ReservedMemory(10, 6)
+    with pytest.raises(InvalidArgument, match="it has 1 tokens"):
+        placed(await media.read("text", RequestContext("chat"), ""), [TOKEN])
+    parts.full = True
+    with pytest.raises(QueueFull):
+        await media.read(CHAT, RequestContext("chat"), "")
+
+
+async def test_a_model_that_lacks_what_images_need_reads_texts(caplog: pytest.LogCaptureFixture) -> None:
+    parts = _Parts(InvalidArgument("no pillow"))
+    media = ModelMedia(MediaServices(parts, parts))
+    await media.load("m", ignore)
+    assert "model 'm' takes no images: no pillow" in caplog.text
+    assert media.kinds == frozenset()
+    assert parts.unloads == 2
+    with pytest.raises(InvalidArgument, match=r"messages\[0\].content\[0\]: this model takes no image"):
+        await media.read(CHAT, RequestContext("chat"), "")
+    assert placed(await media.read("text", RequestContext("chat"), ""), [TOKEN]).spec.embedded == ()
+    broken = _Parts(MemoryError())
+    with pytest.raises(MemoryError):
+        await ModelMedia(MediaServices(broken, broken)).load("m", ignore)
+    assert broken.unloads == 2
