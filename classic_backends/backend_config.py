@@ -56,7 +56,7 @@ def read_number(parameters: Parameters, name: str, default: float = 0.0) -> floa
 
 
 def _parse(parameters: Parameters, name: str, default: T, parse: Callable[[str], T]) -> T | None:
-    """None for a text that is no such number."""
+    """The value of a parameter, or the default; None for a text that `parse` does not take."""
     try:
         return parse(parameters[name]) if name in parameters else default
     except ValueError:

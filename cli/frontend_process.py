@@ -77,7 +77,7 @@ class LogRelay(io.StringIO):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def connect(self, gateway: RemoteGateway) -> None:
-        """For the thread of the running event loop."""
+        """Hand lines to `gateway` from now on; called in the thread of its event loop."""
         self._gateway, self._loop = gateway, asyncio.get_running_loop()
 
     def write(self, text: str) -> int:

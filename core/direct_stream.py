@@ -46,14 +46,14 @@ class DirectStream(StreamOver[T]):
     def __init__(self, produce: "Callable[[DirectStream[T]], AsyncGenerator[T, None]]") -> None:
         self.sink: Sink[T] | None = None
         self.text_sink: Sink[str] | None = None
-        """What the reader may set too: the text of an item that is nothing but text is offered to it first, and no item
+        """The reader may set it too: the text of an item that is nothing but text is offered to it first, and no item
         is made of what it takes."""
         super().__init__(produce(self))
 
 
 class ReadyResponse:
-    """The stream of a model that has answered with one response already. Who may only read one takes `response` as it
-    is, which saves a small request 7 % of its instructions."""
+    """The stream of a model that has answered with one response already. A reader that wants no more takes `response`
+    as it is, which saves a small request 7 % of its instructions."""
 
     __slots__ = ("_left", "response")
 
@@ -77,7 +77,7 @@ class ReadyResponse:
 async def relay(
     items: ResponseStream[S], convert: Callable[[S], T | None], output: DirectStream[T], text_is_kept: bool = False
 ) -> AsyncGenerator[T, None]:
-    """What `convert` makes of each item, for `output`, by whose sink it goes too; None is left out. Closes `items`.
+    """Yield what `convert` makes of each item, or give it to the sink of `output`; None is left out. Closes `items`.
     `text_is_kept`: of an item that is nothing but text it makes one with nothing but that text."""
     left: list[T] = []
 

@@ -182,7 +182,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who is told what the cache holds, by vLLM's names."""
+    """The publishing of what the cache holds, by vLLM's names."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq", "null"] | None = None

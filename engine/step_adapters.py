@@ -82,7 +82,7 @@ class StepAdapters:
         return not self.adapters or any(adapter.parts[product] for adapter in self.adapters)
 
     def blocks(self, device: torch.device) -> AdapterBlocks:
-        """On the device, by one copy that nothing waits for."""
+        """The blocks on the device, by one copy that nothing waits for."""
         if self._blocks is None:
             count = int(self._block_counts.sum())
             self._blocks = AdapterBlocks(to_device(self.pack(max(len(self.places), count)), device), count)

@@ -176,7 +176,7 @@ class KVCacheManager:
         return table.committed == len(hashes)
 
     def _share(self, keys: Sequence[bytes]) -> list[int]:
-        """One more hold of each of these blocks, up to the first that is not cached."""
+        """Hold each of these blocks once more, up to the first that is not cached; their numbers."""
         blocks: list[int] = []
         for key in keys:
             block = self._pool.share(key)
@@ -292,7 +292,7 @@ class KVCacheManager:
         return self._host.take_copies()
 
     def take_state_copies(self) -> list[TierCopy]:
-        """In the same way, of snapshots: they come before those that the plan writes."""
+        """The copies of snapshots, in the same way: they come before those that the plan writes."""
         return [] if self.states is None else self.states.host.take_copies()
 
     def room_for(self, table: BlockTable, tokens: int, spare: int = 0) -> bool:

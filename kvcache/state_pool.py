@@ -157,7 +157,7 @@ class StatePool:
         self._promises[digest] += 1
 
     def settle(self, digest: bytes) -> None:
-        """One promise is kept, or will not be."""
+        """Take one promise of this hash back: it is kept, or will not be."""
         self._promises[digest] -= 1
         if not self._promises[digest]:
             del self._promises[digest]

@@ -81,7 +81,7 @@ class DecodeCosts:
         return tokens in self._seconds
 
     def probe_interval(self, tokens: int) -> int:
-        """One step in so many is to have so many tokens: more often while few had."""
+        """The steps of which one is to have so many tokens: few while few steps had as many."""
         return min(PROBE_STEPS, 4 << min(self._seen.get(tokens, 0), 8))
 
     def seconds(self, tokens: int) -> float:
@@ -153,7 +153,7 @@ class DraftCosts:
         return decoding not in self._steps or number % self._steps.probe_interval(decoding) < 2
 
     def note_drafting(self, seconds: float, sequences: int) -> None:
-        """To draft for so many sequences took so long."""
+        """Note how long drafting for so many sequences took."""
         self._asked, known = True, self._drafting_seconds
         self._drafting_seconds += COST_WEIGHT * (min(seconds / sequences, 2 * known or seconds) - known)
         self._spent += seconds

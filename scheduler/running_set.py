@@ -198,7 +198,7 @@ class RunningSet:
         return row
 
     def _forks_of_waiting(self, sequence: Sequence) -> list[int]:
-        """At how many tokens the next in the queue part from the sequence."""
+        """The counts of tokens at which the next sequences in the queue part from this one."""
         forks: list[int] = []
         for other in self.waiting.first(_FORKS_LOOKED_AT):
             shareable = (other.shareable_tokens - 1) // self.cache.block_size

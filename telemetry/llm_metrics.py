@@ -70,7 +70,8 @@ class CacheBlocks(NamedTuple):
         return self.total - self.free
 
     def readings(self, reused: int) -> Iterator[Reading]:
-        """By the names of vLLM and of Triton's TensorRT-LLM backend. `reused`: blocks that were found so far."""
+        """The readings by the names of vLLM and of Triton's TensorRT-LLM backend. `reused`: blocks that were found so
+        far."""
         labels = {"block_size": str(self.size), "num_gpu_blocks": str(self.total)}
         yield Reading(CACHE_INFO, 1, labels)
         fraction = self.used / self.total if self.total else 0.0

@@ -120,7 +120,7 @@ class ResponseRouter:
         self.on_finished([request])
 
     def on_reader_wait(self, change: int) -> None:
-        """One instance more waits until a response is read, or fewer."""
+        """Count the instances that wait until a response is read: `change` more."""
         self._metrics.reader_wait.add(change)
 
     def on_rejected(self, request: QueuedRequest, error: Exception) -> None:

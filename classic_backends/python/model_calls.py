@@ -102,7 +102,7 @@ class _OpenInference:
     message: Infer
     parent: RequestContext | None
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_UNREAD_ANSWERS))
-    """For responses, before the process has read some."""
+    """Room for responses that the process has not read yet."""
     answers: int = 0
     """Responses sent so far."""
     awaited_from: int = -1

@@ -64,7 +64,7 @@ class StoredForm(NamedTuple):
     """The form of a tensor in its file."""
 
     name: str
-    """For people."""
+    """The name in messages."""
     bits: float
     """The bits of a number, with its share of scales."""
     codes: CodeForm | None = None

@@ -94,7 +94,7 @@ class Checkpoint:
     """An opened checkpoint."""
 
     directory: Path
-    """In GGUF the file."""
+    """The checkpoint's directory; of GGUF the file."""
     config: Mapping[str, Any]
     """Its config.json, or that of its text part."""
     language_part: bool = False

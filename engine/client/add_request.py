@@ -91,8 +91,9 @@ def build_add_request(
 
 
 def _message_ends(prompt: IntArray, eos: Sequence[int]) -> tuple[int, ...]:
-    """After how many tokens the first message of a chat ends, which all chats of an application may have, and its last
-    two, of which the last may be asked anew: by the tokens that end a text, which most templates put behind each."""
+    """The counts of tokens after which the first message of a chat ends, which all chats of an application may have,
+    and its last two, of which the last may be asked anew. They end by the tokens that end a text, as most templates
+    have it."""
     ends = np.flatnonzero(np.isin(prompt, eos)) + 1
     return tuple(np.unique(ends[[0, -2, -1]] if len(ends) > 2 else ends).tolist())
 

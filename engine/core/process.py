@@ -164,7 +164,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
 
 
 def _event_recorder(config: EngineConfig, capacity: Capacity) -> CacheEventRecorder | None:
-    """Who is told what the cache holds, if anybody is."""
+    """The recorder of what the cache holds, if anybody is told."""
     events = config.kv_events
     if events is None:
         return None

@@ -101,7 +101,7 @@ class GraphKey(NamedTuple):
     context: int
     """The most tokens of a sequence."""
     adapted: bool
-    """With adapters."""
+    """Whether rows may have adapters."""
     most: int
     """The most places of one row, which has several with drafts."""
     places: int

@@ -22,7 +22,7 @@ class GrammarLimits(NamedTuple):
     symbols: int = 200_000
     compile_fuel: int = 1_000_000
     step_fuel: int = 60_000
-    """For one mask, as `step_items`."""
+    """The fuel for one mask, as `step_items`."""
     step_items: int = 20_000
     states: int = 60_000
     """Kept between masks."""

@@ -100,7 +100,7 @@ class ProductMatrix:
         return form if form is not None and keeps_codes(dtype_name(loader.dtype), form.floats, capability) else None
 
     def packed(self, bias: Tensor | None) -> PackedMatmul | GroupedMatmul:
-        """For the C kernels: as an earlier load kept it, if one did."""
+        """The product for the C kernels, as an earlier load kept it, if one did."""
         loader = self._loader
         codes = self.codes
         earlier = loader.packing.find(self.label)
@@ -143,7 +143,7 @@ class ProductMatrix:
     def _product(
         self, kept: str, codes: CodeForm | None, bias: Tensor | None, arrays: Mapping[str, Array] | None
     ) -> PackedMatmul | GroupedMatmul:
-        """One whose weights are `arrays`, or zero."""
+        """A product whose weights are `arrays`, or zero."""
         memory = self._loader.memory
         x = self._loader.dtype
         sizes = (self.outputs, self._inputs)
@@ -175,7 +175,7 @@ class ProductMatrix:
                 product.pack(first, rows)
 
     def on_gpu(self, bias: Tensor | None) -> Matmul:
-        """By Triton's kernels, or cuBLAS where nothing is quantised."""
+        """The product by Triton's kernels, or cuBLAS where nothing is quantised."""
         if self.scaled_kind is not None:
             from ..gpu.scaled_matmul import TritonScaledMatmul
 

@@ -25,6 +25,6 @@ class QueryGrowth:
 
 
 def build_query_growth(spec: ModelSpec, positions: int) -> QueryGrowth | None:
-    """None where all queries, at positions below `positions`, are multiplied by 1."""
+    """The growth of queries; None where all of them, at positions below `positions`, are multiplied by 1."""
     period = spec.rope.original_max_position
     return QueryGrowth(spec.query_growth, period) if spec.query_growth and positions > period else None

@@ -89,8 +89,8 @@ class Calibration:
 
 
 def _mean_squares(matrix: _Watched) -> Tensor:
-    """With a mean of one, and none at zero: an input that was silent for a few tokens need not stay so. Where nothing
-    came, to an expert that no token chose, all are alike."""
+    """The mean squares of a matrix's inputs, scaled to a mean of one, and none at zero: an input that was silent for a
+    few tokens need not stay so. Where nothing came, to an expert that no token chose, all are alike."""
     mean = matrix.squares.mean()
     return torch.ones_like(matrix.squares) if mean == 0 else (matrix.squares / mean).clamp_(min=1e-2)
 

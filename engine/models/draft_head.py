@@ -41,9 +41,9 @@ class HeadEnds(NamedTuple):
 
 
 class DraftHead(ABC):
-    """At each place it goes on from the hidden states there, of its target or its own, and the token that follows; its
-    attention's cache has one layer. Where kernels compute all of it, and its target is one program, it is recorded as
-    two: one goes on from the target's states, the other from its own."""
+    """A head that drafts: at each place it goes on from the hidden states there, of its target or its own, and the
+    token that follows; its attention's cache has one layer. Where kernels compute all of it, and its target is one
+    program, it is recorded as two: one goes on from the target's states, the other from its own."""
 
     spec: ModelSpec
     """Its layer, whose vocabulary and hidden states are the target's."""

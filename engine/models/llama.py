@@ -21,7 +21,7 @@ def build_dense_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedFo
 
 
 def build_fused_mlp(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedForward:
-    """One whose gate and up are in one matrix."""
+    """An MLP whose gate and up are in one matrix."""
     return GatedMLP(loader, mlp_spec(spec, index)._replace(fused="gate_up_proj", bias=False))
 
 

@@ -122,7 +122,7 @@ _LAYOUTS = {
     "Qwen3_5ForCausalLM": _QWEN,
     "Qwen3_5MoeForCausalLM": _QWEN,
 }
-"""By architecture."""
+"""The layout of each architecture's tensors."""
 
 
 def check_mtp(checkpoint: Checkpoint) -> MtpLayout:

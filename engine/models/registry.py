@@ -183,7 +183,7 @@ class NativeBuilder(CheckpointBuilder):
         return weights
 
     def _calibrated(self, context: BuildContext) -> BuildContext:
-        """With a plan for four bits, which takes the first half of `progress`."""
+        """The context with a plan for four bits, which takes the first half of `progress`."""
         began = time.monotonic()
         report = context.progress
         plan = calibrate(self, context._replace(progress=lambda part: report(part / 2)))

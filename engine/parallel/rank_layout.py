@@ -55,7 +55,7 @@ class LaunchedRanks(Protocol):
 
     @property
     def connections(self) -> Sequence[Connection]:
-        """One to each rank, which closes when the rank ends."""
+        """A connection to each rank, which closes when the rank ends."""
 
     def exit_reason(self, rank: int) -> str:
         """How a rank whose connection closed has ended, for people: "died (exit code -9)"."""

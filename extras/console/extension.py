@@ -41,7 +41,7 @@ def plan_console(options: ConsoleOptions, server: ServerFacts) -> RoutesPlan:
 
 
 def _console_routes(names: frozenset[str]) -> "list[Route]":
-    """In each worker: the hosts are those of a client's connection, which no other process knows."""
+    """The routes in each worker: the hosts are those of a client's connection, which no other process knows."""
     from .routes import ConsoleRoutes
 
     return ConsoleRoutes(names).routes()

@@ -45,7 +45,7 @@ from .search_space import SearchSpace, TunedParameter
 from .tuned_models import TunedModels, is_composed, is_language_model, open_models, streams_text, with_batching
 
 _ANSWER_SECONDS = 30.0
-"""For which a server that somebody runs may be silent."""
+"""Seconds for which a server that somebody runs may be silent."""
 
 
 def analyze_models(source: str, search_for: SearchOptions, load: LevelOptions, console: Console) -> int:

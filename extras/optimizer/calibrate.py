@@ -269,7 +269,7 @@ def _flags_of(engine: EngineOptions) -> Iterator[str]:
 
 
 def _name_of(checkpoint: str) -> str:
-    """Without the directories above it, but for that of a model in a repository."""
+    """A checkpoint's name without the directories above it, but for that of a model in a repository."""
     path = Path(checkpoint)
     return str(Path(path.parent.name, path.name)) if path.name.isdecimal() else path.name
 

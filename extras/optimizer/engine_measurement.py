@@ -106,7 +106,7 @@ class DrawnChunks(PrefillBudget):
 
 
 class RecordedScheduler(Scheduler):
-    """One that notes what each step computed and how long it took."""
+    """A scheduler that notes what each step computed and how long it took."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager, rule: ChunkRule) -> None:
         super().__init__(config, cache, lambda config: DrawnChunks(config, rule))

@@ -29,11 +29,11 @@ class MachineOrigin(msgspec.Struct, frozen=True, kw_only=True):
     precision: dict[str, str] = {}
     """Its dtype, quantization and the cache's dtype."""
     versions: dict[str, str] = {}
-    """By package."""
+    """The versions of packages, by name."""
     steps: int = 0
-    """How many were measured."""
+    """The steps that were measured."""
     seconds: float = 0.0
-    """In which they were."""
+    """The seconds in which they were."""
     error: float = 0.0
     """The mean of what steps differ by from the formula, as a share of it."""
 

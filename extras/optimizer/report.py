@@ -181,7 +181,7 @@ def _axis(metric: str) -> PlotAxis:
 
 
 def _scaled(metric: str, value: float) -> float:
-    """In the unit of the metric's axis."""
+    """A value in the unit of the metric's axis."""
     return value if metric == "throughput" else value / 2**20 if metric == "memory" else value * 1e3
 
 

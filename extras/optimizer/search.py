@@ -217,7 +217,7 @@ def _are_ranked(run: SearchRun, finalists: Sequence[Configuration]) -> bool:
 
 
 def _sweep(run: SearchRun) -> Iterator[ConfigurationTrial]:
-    """In no order, so that no value of a parameter has the slow hours of the machine."""
+    """A trial of each configuration, in no order, so that no value of a parameter has the slow hours of the machine."""
     order = np.random.default_rng(0).permutation(len(run.space.configurations))
     for index in order.tolist():
         yield run.measure(run.space.configurations[index], run.effort.seconds)

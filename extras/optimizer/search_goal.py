@@ -134,8 +134,8 @@ class SearchGoal(msgspec.Struct, frozen=True):
         return self.objective == "throughput"
 
     def score(self, trial: ConfigurationTrial) -> LevelScore | None:
-        """By the level at which the configuration does best within the bounds, or misses them by the least; None where
-        there is no figure."""
+        """The score of a trial, by the level at which the configuration does best within the bounds, or misses them by
+        the least; None where there is no figure."""
         scores = [score for level in trial.levels if (score := self._score_level(level)) is not None]
         return max(scores, key=lambda score: (-score.excess, self.utility(score)), default=None)
 

@@ -20,7 +20,7 @@ _ENUMERATED, _DRAWN = 4096, 1024
 
 
 Canonicalize: TypeAlias = Callable[[Mapping[str, ParameterValue]], Mapping[str, ParameterValue]]
-"""From settings to those that nothing tells from them, one and the same for all of them."""
+"""Makes settings the ones that stand for all that nothing tells from them."""
 
 
 class TunedParameter(msgspec.Struct, frozen=True, kw_only=True):

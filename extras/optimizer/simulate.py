@@ -280,7 +280,7 @@ def _latency_chart(results: Sequence[SimulatedResult]) -> LineChart:
 
 
 def _distribution(seconds: Sequence[float]) -> list[tuple[float, float]]:
-    """At most a few hundred points of how many are no longer, up to the longest."""
+    """At most a few hundred points (milliseconds, the share of `seconds` that are no longer), up to the longest."""
     ordered = sorted(seconds)
     step = max(1, len(seconds) // 300)
     points = [(1e3 * max(source, 1e-6), (at + 1) / len(ordered)) for at, source in enumerate(ordered)]

@@ -105,11 +105,12 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """How single steps differ from that, ascending by their seconds: what holds a short step up for half its time is
     little of a long one. Empty: not at all."""
     between: NotNegative = 0.0
-    """From a step's end until the next can begin: the step loop, and the server's work on the cores that compute."""
+    """Seconds from a step's end until the next can begin: the step loop, and the server's work on the cores that
+    compute."""
     between_token: NotNegative = 0.0
     """The same for each token that the step brought."""
     arrival: NotNegative = 0.0
-    """Until a request is in the engine."""
+    """Seconds until a request is in the engine."""
     arrival_token: NotNegative = 0.0
     """The same for each token of its prompt."""
 
@@ -133,7 +134,7 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self._vary(self.seconds(load), random.random()) if self.spread else self.seconds(load)
 
     def _vary(self, seconds: float, level: float) -> float:
-        """Between two spreads by the logarithm of the seconds."""
+        """The seconds at a level of their spread, which lies between two known ones by the logarithm of the seconds."""
         index = bisect_left(self.spread, (seconds,))
         low = self.spread[max(index - 1, 0)]
         high = self.spread[min(index, len(self.spread) - 1)]
@@ -141,11 +142,11 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return seconds * (low.at(level) + near * (high.at(level) - low.at(level)))
 
     def seconds_between(self, samples: int) -> float:
-        """From the end of a step that brought so many tokens until the next can begin."""
+        """The seconds from the end of a step that brought so many tokens until the next can begin."""
         return self.between + self.between_token * samples
 
     def arrival_seconds(self, prompt: int) -> float:
-        """Until a request with such a prompt is in the engine."""
+        """The seconds until a request with such a prompt is in the engine."""
         return self.arrival + self.arrival_token * prompt
 
     def slowed(self, factor: float) -> "SimulatedMachine":

@@ -88,7 +88,8 @@ def fit_machine(samples: Sequence[StepSample], heads: bool = True) -> MachineFit
 
 
 def _find_spreads(expected: FloatArray, ratios: FloatArray) -> tuple[StepSpread, ...]:
-    """By what steps are expected to take. Long ones are few: the groups begin with them."""
+    """The spreads of groups of steps, by the seconds that are expected. Long steps are few: the groups begin with
+    them."""
     order = np.argsort(-expected)
     begins = [0]
     longest = expected[order[0]]

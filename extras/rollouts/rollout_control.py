@@ -67,13 +67,13 @@ class RolloutRecord(msgspec.Struct, frozen=True):
         return route in (self.before, with_all(self.before, self.plan.to), *shares)
 
     def after(self, text: str, **changes: Any) -> "RolloutRecord":
-        """With an event more, and what it changed."""
+        """The record with an event more, and what it changed."""
         events = (*self.events, RolloutEvent(time.time(), text))[-_MAX_EVENTS:]
         return msgspec.structs.replace(self, events=events, **changes)
 
 
 class RolloutRecords(msgspec.Struct, frozen=True):
-    """By the names of their routes."""
+    """The records by the names of their routes."""
 
     rollouts: dict[str, RolloutRecord] = {}
 

@@ -138,7 +138,7 @@ class ShadowTraffic:
             task.cancel()
 
     def measure(self) -> Iterator[Measurement]:
-        """For a scrape."""
+        """The readings of a scrape."""
         for (key, outcome), count in self.outcomes.items():
             labels = {**key._asdict(), "outcome": outcome}
             yield Measurement(labels, (Reading("charonia_shadow_requests_total", count),))

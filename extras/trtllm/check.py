@@ -23,7 +23,7 @@ from .runtime import TrtllmRuntime, TrtllmRuntimeLoader
 _PROMPT = np.array([1, 2, 3], np.int32)
 _TOKENS = 8
 _SECONDS = 120.0
-"""For all generations, once the model is loaded."""
+"""Seconds for all generations, once the model is loaded."""
 
 _FINISH_REASONS = ("stop", "length", "timeout", "cancelled")
 
