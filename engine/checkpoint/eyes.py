@@ -8,12 +8,18 @@ from ...tokenization.checkpoint_files import read_json
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
+_FLAT = frozenset({"idefics3", "internvl", "llava", "llava_next", "mistral3", "smolvlm"})
+"""The `model_type` of models that count the places of an image as they count tokens, each attending to those before it
+alone: their language part needs to know nothing of images."""
+
+
 def has_eyes(directory: Path) -> bool:
-    """Whether a checkpoint directory has a part that sees, and a processor of images. One of the hub that is yet to be
-    downloaded has none."""
+    """Whether a checkpoint directory has a part that sees and whose images the engine takes, and a processor of
+    them."""
     if not directory.is_dir() or not any((directory / name).is_file() for name in _PROCESSORS):
         return False
-    return isinstance(read_json(directory / "config.json").get("vision_config"), dict)
+    config = read_json(directory / "config.json")
+    return config.get("model_type") in _FLAT and isinstance(config.get("vision_config"), dict)
 
 
 def sees_both_ways(directory: Path) -> bool:

@@ -1,0 +1,42 @@
+"""Which checkpoints see, by their files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from charonia.engine.checkpoint.eyes import has_eyes, sees_both_ways
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "sees"),
+    [
+        ({"model_type": "llava", "vision_config": {}}, True, True),
+        ({"model_type": "llava", "vision_config": {}}, False, False),
+        ({"model_type": "llava"}, True, False),
+        ({"model_type": "mllama", "vision_config": {}}, True, False),
+        ({"model_type": "llama"}, True, False),
+    ],
+)
+def test_a_tower_and_a_processor_make_a_model_see(
+    tmp_path: Path, config: dict[str, object], processor: bool, sees: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if processor:
+        (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert has_eyes(tmp_path) == sees
+    assert not has_eyes(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "both"),
+    [
+        ({"model_type": "gemma3"}, True),
+        ({"model_type": "gemma4", "text_config": {"use_bidirectional_attention": "vision"}}, True),
+        ({"model_type": "gemma4", "text_config": {}}, False),
+        ({"model_type": "llava"}, False),
+    ],
+)
+def test_gemmas_images_are_seen_both_ways(tmp_path: Path, config: dict[str, object], both: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert sees_both_ways(tmp_path) == both
