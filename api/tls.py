@@ -1,10 +1,15 @@
-"""Certificates and keys of servers, checked before anything listens. Knows no server."""
+"""Certificates and keys of servers, checked before anything listens, and read again when they change. Knows no
+server."""
 
+import logging
 import ssl
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
 
 
 class KeyPair(NamedTuple):
@@ -12,6 +17,12 @@ class KeyPair(NamedTuple):
 
     certificate: Path
     key: Path
+
+    def reload_into(self, context: ssl.SSLContext) -> None:
+        """Let connections from now on be encrypted with what the files hold. Raises `InvalidArgument` as
+        `parse_key_pair`; then all is as before."""
+        _checked_pair(self.certificate, self.key, "--http-server")
+        context.load_cert_chain(self.certificate, self.key)
 
 
 class TlsFiles(NamedTuple):
@@ -21,6 +32,12 @@ class TlsFiles(NamedTuple):
     certificate: bytes
     root: bytes | None
     mutual: bool
+    paths: tuple[Path, Path, Path | None]
+    """Of the certificate, the key and the root."""
+
+    def read_again(self) -> "TlsFiles":
+        """What the files hold now. Raises as `load_tls_files`."""
+        return load_tls_files(*self.paths, self.mutual)
 
 
 def parse_key_pair(certificate: Path | None, key: Path | None, prefix: str) -> KeyPair | None:
@@ -57,7 +74,44 @@ def load_tls_files(certificate: Path | None, key: Path | None, root: Path | None
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=root)
         except (ssl.SSLError, OSError) as error:
             raise InvalidArgument(f"--grpc-root-cert holds no certificate: {error}") from None
-    return TlsFiles(key_bytes, certificate_bytes, root_bytes, mutual)
+    return TlsFiles(key_bytes, certificate_bytes, root_bytes, mutual, (certificate, key, root))
+
+
+class ChangedFiles:
+    """Looks whether files changed, be it in place, or by a link to others, as a cluster changes those that it mounts.
+    `reload` is called after a change, and again after the next look where it raised `InvalidArgument`: files change one
+    after the other."""
+
+    def __init__(self, paths: Sequence[Path], reload: Callable[[], None]) -> None:
+        self._paths = paths
+        self._reload = reload
+        self._seen = self._stamps()
+        self._told = ""
+
+    def look(self) -> None:
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return
+        try:
+            self._reload()
+        except InvalidArgument as error:
+            if error.message != self._told:
+                log.warning("%s; connections are encrypted as before", error.message)
+                self._told = error.message
+            return
+        self._seen, self._told = stamps, ""
+        log.info("read again: %s", ", ".join(map(str, self._paths)))
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _read(path: Path | None, flag: str) -> bytes:

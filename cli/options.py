@@ -191,6 +191,8 @@ class ServerOptions:
     """Ready when each model of the start has served, as long as all in memory are ready; false: at once."""
     exit_on_error: BooleanFlag = "true"
     """End if a model fails to load at the start."""
+    drain_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 0
+    """Seconds on SIGTERM or SIGINT in which the server is not ready and still takes requests, before the exit."""
     exit_timeout_secs: Annotated[float, Parameter(validator=Number(gte=0))] = 30
     """How long running requests may take to finish on SIGTERM or SIGINT."""
     log_info: BooleanFlag = "true"

@@ -110,6 +110,7 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
                         _tell_of_absent_extensions(plan.selection.state)
                         servers.print_addresses()
                         await wait_for_first(stop.stop_requested.wait(), servers.ended())
+                        await _drain(gateway, servers, stop, options.drain_secs)
                         gateway.begin_exit()
                     await _shut_down(gateway, servers, stop, options.exit_timeout_secs)
             return 0
@@ -156,6 +157,15 @@ async def _make_servers(
     from .frontend_servers import FrontendServers
 
     return FrontendServers(plan, gateway, ports, sources)
+
+
+async def _drain(gateway: InProcessGateway, servers: "FrontendServers", stop: StopSignals, seconds: float) -> None:
+    """Be unready for so long before requests are refused, or until a second signal: who routes requests learns of it
+    late."""
+    gateway.begin_drain()
+    if seconds:
+        log.info("draining: not ready, and requests are taken for another %g s", seconds)
+        await wait_for_first(stop.force_requested.wait(), servers.ended(), timeout=seconds)
 
 
 async def _shut_down(gateway: InProcessGateway, servers: "FrontendServers", stop: StopSignals, timeout: float) -> None:

@@ -88,6 +88,7 @@ class ControlHub:
             0 if before is None else before.number,
             gateway.ready(),
             gateway.exiting(),
+            gateway.draining,
             bool(gateway.routes.served),
             gateway.shared_state.traces.wants_children,
             models,

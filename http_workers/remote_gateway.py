@@ -167,7 +167,8 @@ class RemoteGateway:
         return tuple(sorted(versions, key=int))
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        return not self.exiting() and self._heard_lately and self.find(name, version) is not None
+        draining = self._snapshot is not None and self._snapshot.draining
+        return not draining and self._heard_lately and self.find(name, version) is not None
 
     async def unready_reason(self, name: str, version: str = "") -> str:
         """The reason by the last snapshot; only the hub can ask the model itself."""

@@ -76,6 +76,7 @@ class HubSnapshot(msgspec.Struct, array_like=True, tag="snapshot", frozen=True):
     number: int
     ready: bool
     exiting: bool
+    draining: bool
 
     has_routes: bool
     """Whether requests may be for routes, which may go by headers."""

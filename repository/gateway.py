@@ -67,7 +67,7 @@ class InProcessGateway:
         self._end_listeners = [*end_listeners]
         self._budget, self._limiter = builder.budget, builder.limiter
         self._ended_without_model: Counter[RequestEnd] = Counter()
-        self._exiting = False
+        self._draining = self._exiting = False
 
     # For endpoints
 
@@ -75,12 +75,17 @@ class InProcessGateway:
         return True
 
     def ready(self) -> bool:
-        if self._exiting or not self._healthy():
+        if self._draining or not self._healthy():
             return False
         return not self._strict or self.registry.ready
 
     def exiting(self) -> bool:
         return self._exiting
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing is ready any more, whatever is still answered."""
+        return self._draining
 
     def requests_in_flight(self) -> int:
         return self.in_flight.count
@@ -110,7 +115,7 @@ class InProcessGateway:
         entry = None if served else self.registry.find(name)
         if entry is not None:
             served = entry.find_version(version)
-        return not self._exiting and self._healthy() and served is not None and served.ready
+        return not self._draining and self._healthy() and served is not None and served.ready
 
     async def unready_reason(self, name: str, version: str = "") -> str:
         if not self.is_model_ready(name, version):
@@ -284,9 +289,13 @@ class InProcessGateway:
             entry = self.registry.get_or_add(held.labels["model"])
             yield held._replace(labels=entry.labels(held.labels["version"]))
 
+    def begin_drain(self) -> None:
+        """Be ready no more from here on, so that nobody routes requests here; those that come are answered."""
+        self._draining = True
+
     def begin_exit(self) -> None:
         """Refuse new requests from here on, and cancel the loads and unloads that clients wait for."""
-        self._exiting = True
+        self._draining = self._exiting = True
         self.lifecycle.cancel_client_changes()
         for observer in self.routes.observers:
             observer.close()

@@ -23,6 +23,7 @@ from ...processes import gc_tuning
 from ...telemetry.shared_state import ServerLookup
 from ..http.error_responses import unexpected_error
 from ..metadata import ServerInfo, server_metadata
+from ..tls import ChangedFiles, TlsFiles
 from .control_rpcs import BoundRpc
 from .inference_rpcs import model_infer, model_stream_infer
 from .messages import SHUTTING_DOWN, abort_call, check_message
@@ -89,8 +90,7 @@ class GrpcServer:
             if (tls := self._settings.tls) is None:
                 server.add_insecure_port(self._address)
             else:
-                pairs = [(tls.key, tls.certificate)]
-                server.add_secure_port(self._address, grpc.ssl_server_credentials(pairs, tls.root, tls.mutual))
+                server.add_secure_port(self._address, _renewed_credentials(tls))
         except RuntimeError as error:
             raise Unavailable(f"cannot open {self._address}: {error} (--grpc-port)") from None
         await server.start()
@@ -169,6 +169,22 @@ class GrpcServer:
             return await abort_call(context, refusal)
 
         return answer
+
+
+def _renewed_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    """Credentials that are asked for with each handshake whether they have changed."""
+    renewed: list[TlsFiles] = []
+
+    def configuration(files: TlsFiles) -> Any:
+        return grpc.ssl_server_certificate_configuration([(files.key, files.certificate)], files.root)
+
+    changed = ChangedFiles([path for path in tls.paths if path is not None], lambda: renewed.append(tls.read_again()))
+
+    def fetch() -> Any:
+        changed.look()
+        return configuration(renewed.pop()) if renewed else None
+
+    return grpc.dynamic_ssl_server_credentials(configuration(tls), fetch, tls.mutual)
 
 
 def _serialize(message: ProtoMessage | bytes) -> bytes:

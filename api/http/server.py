@@ -15,12 +15,15 @@ from uvicorn.server import ServerState
 from ...core.errors import ServerExiting, Unsupported
 from ...core.tasks import wait_for_first
 from ..size_limits import BODY_TIMEOUT
-from ..tls import KeyPair
+from ..tls import ChangedFiles, KeyPair
 from .request_cycle import HttpServerState
 from .uvicorn_protocol import HttpProtocol
 
 _FLUSH_SECONDS = 2
 """Time for responses that are written to reach their clients at the very end."""
+
+CERTIFICATE_LOOK_SECONDS = 2.0
+"""Between two looks whether a certificate's files have changed."""
 
 _OVERRIDDEN: dict[type, str] = {
     RequestResponseCycle: "run_asgi send receive scope transport flow access_log message_event on_response keep_alive "
@@ -103,11 +106,23 @@ class HttpServer:
         self._server = UvicornServer(config, HttpServerState(body_timeout, access_log))
         self._socket = sock
         self._serving: asyncio.Task[None] | None = None
+        self._tls = tls
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Return when it listens."""
         self._serving = asyncio.create_task(self._server.serve([self._socket]))
         await wait_for_first(self._server.listening.wait(), self.ended())
+        if self._tls is not None:
+            self._watching = asyncio.create_task(self._watch_certificate(self._tls))
+
+    async def _watch_certificate(self, files: KeyPair) -> None:
+        context = self._server.config.ssl
+        assert context is not None
+        changed = ChangedFiles(files, lambda: files.reload_into(context))
+        while True:
+            await asyncio.sleep(CERTIFICATE_LOOK_SECONDS)
+            changed.look()
 
     async def ended(self) -> None:
         """Return, or raise, when serving ends."""
@@ -124,6 +139,8 @@ class HttpServer:
         """Close the socket and every connection; with `force`, what still runs is answered with that, or cancelled."""
         if self._serving is None:
             return
+        if self._watching is not None:
+            self._watching.cancel()
         if force:
             for task in self._server.server_state.tasks:
                 task.cancel(ServerExiting())

@@ -357,3 +357,20 @@ def test_a_model_that_fails_at_the_start_ends_the_server(serve: Any, tmp_path: P
         assert server.process.wait(90) == 1
         assert "broken: FAILED: " in server.said
         assert "a model failed to load; --exit-on-error=false serves the others" in server.said
+
+
+@pytest.mark.parametrize("frontends", [pytest.param("1", marks=pytest.mark.proof), "2"])
+def test_a_server_that_drains_is_unready_before_it_refuses(serve: Any, tokenizer_only: Path, frontends: str) -> None:
+    with serve(str(tokenizer_only), *FLAGS, "--drain-secs", "600", "--frontends", frontends) as server:
+        server.until(lambda: server.status("/health") == 200)
+        for path in ("/v1/models", "/metrics", "/v2/health/ready", "/version"):
+            assert server.status(path) == 200, f"{path}: a router asks all on one port"
+        server.process.send_signal(signal.SIGTERM)
+        server.until(lambda: server.status("/health") == 503)
+        server.until(lambda: server.status("/v2/models/m/ready") == 400)
+        assert server.status("/v2/health/ready") == 400
+        assert server.status("/v2/health/live") == 200
+        assert generate(server) == 200, "who was routed here by then is served"
+        assert "draining: not ready, and requests are taken for another 600 s" in server.said
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0

@@ -47,7 +47,7 @@ async def test_an_end_is_told_even_if_what_was_asked_cannot_be() -> None:
 async def test_health_allows_for_the_time_between_two_words_of_the_hub() -> None:
     gateway, _ = make_gateway()
     levels = LogLevels.of(LogSettings())
-    gateway._snapshot = HubSnapshot(1, True, False, False, False, b"", levels, [], [])
+    gateway._snapshot = HubSnapshot(1, True, False, False, False, False, b"", levels, [], [])
     for silence, live, ready in ((0.0, True, True), (1.5, True, True), (2.5, True, False), (60.0, True, False)):
         gateway._heard = time.monotonic() - silence  # of a second that it may be overdue
         assert (gateway.alive(), gateway.ready()) == (live, ready)
@@ -66,7 +66,7 @@ async def test_models_are_as_the_last_snapshot_has_them() -> None:
         (new, route),
     )
     levels = LogLevels.of(LogSettings())
-    gateway._on_snapshot(HubSnapshot(1, True, False, True, False, served.pickled(), levels, [], []))
+    gateway._on_snapshot(HubSnapshot(1, True, False, False, True, False, served.pickled(), levels, [], []))
     assert gateway.model_configs() == [new, route]
     assert [gateway.model_config(*asked) for asked in (("m",), ("alias", "1"), ("r",))] == [new, old, route]
     assert (gateway.served_versions("alias"), gateway.served_versions("r")) == (("1", "10"), ("3",))
