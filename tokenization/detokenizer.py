@@ -92,9 +92,10 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._first_letters = frozenset(stop[0] for stop in stops)
         self._include = include
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
+        """The longest end of the text that a string begins with."""
         self.matched: str | None = None
 
     def __bool__(self) -> bool:
@@ -102,19 +103,28 @@ class StopStrings:
 
     def push(self, piece: str) -> str:
         """The text that may be shown by now; nothing more once a string was `matched`."""
-        if self.matched is not None or not self._stops:
-            return "" if self._stops else piece
-        text = self._held + piece
-        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if matches:
-            end, begin, self.matched = min(matches)
-            self._held = ""
-            return text[: end if self._include else begin]
-        places = range(max(0, len(text) - self._longest + 1), len(text))
-        prefixes = (at for at in places if any(stop.startswith(text[at:]) for stop in self._stops))
-        end = next(prefixes, len(text))
-        self._held = text[end:]
-        return text[:end]
+        held = self._held
+        if self.matched is not None or not (held or piece):
+            return ""
+        if not held and self._first_letters.isdisjoint(piece):
+            return piece  # as most are
+        begun = held
+        for end, letter in enumerate(piece, start=len(held) + 1):
+            if begun or letter in self._first_letters:
+                begun = self._begun_end(begun + letter)
+                complete = [stop for stop in self._stops if begun.endswith(stop)]
+                if complete:
+                    self.matched = max(complete, key=len)
+                    self._held = ""
+                    return (held + piece)[: end if self._include else end - len(self.matched)]
+        self._held = begun
+        return (held + piece).removesuffix(begun)
+
+    def _begun_end(self, text: str) -> str:
+        """The longest end of `text` that a string begins with."""
+        while text and not any(stop.startswith(text) for stop in self._stops):
+            text = text[1:]
+        return text
 
     def finish(self) -> str:
         """The rest of the text at its end, which was no stop string."""

@@ -48,7 +48,7 @@ def test_no_part_of_a_stop_string_shows_before_it_is_complete(text: str, stops: 
     for piece in cut(text, sizes):
         so_far, arrived = so_far + watched.push(piece), arrived + len(piece)
         assert text[:begin].startswith(so_far)
-        assert (watched.matched is not None) == (arrived >= end)
+        assert watched.matched == (text[begin:end] if arrived >= end else None)
 
 
 @given(text=TEXTS, stops=STOPS, sizes=CUTS)
