@@ -111,7 +111,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_850,
-    "api": 9_600,
+    "api": 9_645,
     "http_workers": 2_530,
     "extras/trtllm": 1_960,
     "extras/batches": 1_410,

@@ -208,16 +208,13 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
     def _chunk_writer(self, scope: Scope, send: Send) -> Http11Cycle | None:
         return chunk_writer(scope, send)
 
-    def _write_now(self, cycle: Http11Cycle, item: T) -> bool:
-        """Write the events of an item, if that can be done at once."""
-        if not cycle.takes_chunks:
-            return False
+    def _encode_now(self, item: T) -> bytes | None:
+        """The events of an item; None if encoding takes long."""
         body = self._encoder.encode_item(item)
-        if not isinstance(body, bytes):
-            self._encoding = body
-            return False
-        cycle.write_chunk(body)
-        return True
+        if isinstance(body, bytes):
+            return body
+        self._encoding = body
+        return None
 
     async def _encode(self, item: T) -> bytes:
         begun, self._encoding = self._encoding, None
@@ -230,9 +227,9 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
         try:
             cycle = None if direct is None else self._chunk_writer(scope, send)
             if direct is not None and cycle is not None:
-                direct.sink = partial(self._write_now, cycle)
+                direct.sink = cycle.sink(self._encode_now)
                 encode_text = self._encoder.encode_text
-                direct.text_sink = None if encode_text is None else cycle.text_sink(encode_text)
+                direct.text_sink = None if encode_text is None else cycle.sink(encode_text)
             async for item in self._items:
                 body = await self._encode(item)
                 if body:

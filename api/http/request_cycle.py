@@ -8,7 +8,7 @@ keeps it open.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -18,6 +18,8 @@ from uvicorn.server import ServerState
 from ..size_limits import BODY_TIMEOUT, SLOW_BODY_BYTES, SLOW_BODY_SECONDS
 from .error_responses import BodyTimeout, BodyTooSlow
 from .request_head import parse_target
+
+T = TypeVar("T")
 
 _EXTENSION = "charonia.direct"
 _ACCESS_LOG = logging.getLogger("uvicorn.access")
@@ -187,20 +189,24 @@ class Http11Cycle(RequestResponseCycle):
         """Whether a part of the response may be written now: it has begun, is in chunks, and the client reads."""
         return bool(self.chunked_encoding) and not (self.flow.write_paused or self.response_complete)
 
-    def text_sink(self, encode: Callable[[str], bytes]) -> Callable[[str], bool]:
-        """What writes the part of the response that `encode` makes of a text, if that may be written now. Made once for
-        a response: what each of its parts costs is counted in function calls."""
+    def sink(self, encode: Callable[[T], bytes | None]) -> Callable[[T], bool]:
+        """What writes the part of the response that `encode` makes of an item, if that may be written now; not what
+        `encode` leaves, as None. Made once for a response: what each of its parts costs is counted in function
+        calls."""
         flow = self.flow
         transport = self.transport
         write_soon = self._state.coalescer.write_soon
 
-        def write(text: str) -> bool:
+        def write(item: T) -> bool:
             if flow.write_paused or self.response_complete or not self.chunked_encoding:
                 return False
             if not self.disconnected:
-                self.chunks_written += 1
-                body = encode(text)
-                write_soon(transport, b"%x\r\n%b\r\n" % (len(body), body), _MOST_CHUNKS)
+                body = encode(item)
+                if body is None:
+                    return False
+                if body:  # an empty chunk would be the last
+                    self.chunks_written += 1
+                    write_soon(transport, b"%x\r\n%b\r\n" % (len(body), body), _MOST_CHUNKS)
             return True
 
         return write

@@ -6,28 +6,23 @@ Knows the formats of OpenAI's API, with vLLM's extra fields; nothing of where th
 import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import msgspec
 import orjson
 
 from ...core.drafts import DraftSummary
-from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.model import ModelConfig
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
 from .custom_tools import CustomInput, whole_input
 from .request_parsing import ResponseSpec
+from .token_logprobs import JsonObject, logprob_columns, prompt_entries, token_entries
 
-JsonObject = dict[str, Any]
-
-_PLACEHOLDER = "\0text\0"
-"""Stands for a text that is not known yet; no model has it for a name."""
-_PLAIN = GenerateChunk(text=_PLACEHOLDER, token_ids=(), usage=Usage(0, 0))
-_PLAIN_REASONING = msgspec.structs.replace(_PLAIN, text="", reasoning=_PLACEHOLDER)
-_END = msgspec.structs.replace(_PLAIN, text="")
-_TEXT = orjson.dumps(_PLACEHOLDER)
+_HOLES: dict[str, Any] = {name: f"\0{name}\0" for name in ("text", "logprobs", "token_ids", "usage")}
+"""What stands in a template for values that are not known yet; no model has one for a name."""
+_TEXT = orjson.dumps(_HOLES["text"])
+_END = GenerateChunk(text="", token_ids=(), usage=Usage(0, 0))
 
 
 class CompletionFormat:
@@ -48,24 +43,16 @@ class CompletionFormat:
 
     delta = choice
 
-    def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> JsonObject:
-        """Columns over the tokens of an echoed prompt, if any, and those generated. `offset`: characters that the
-        tokens before wrote."""
+    def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> tuple[JsonObject, int]:
+        """Columns over the tokens of an echoed prompt, if any, and those generated, and the offset behind them.
+        `offset`: characters that the tokens before wrote."""
         prompt = chunk.prompt_logprobs if spec.echo else ()
-        tokens: list[PromptToken | TokenLogprob] = [*prompt, *chunk.logprobs]
-        logprobs = [*(token.given for token in prompt), *chunk.logprobs]
-        lengths = map(_width, tokens)
-        return {
-            "tokens": [_name(token, spec.tokens_as_ids) for token in tokens],
-            "token_logprobs": [None if token is None else token.logprob for token in logprobs],
-            "top_logprobs": [None if token is None else _by_name(token, spec) for token in logprobs],
-            "text_offset": list(accumulate(lengths, initial=offset))[:-1],
-        }
+        return logprob_columns(prompt, chunk.logprobs, offset, spec.logprobs or 0, spec.tokens_as_ids)
 
     def no_logprobs(self, spec: ResponseSpec) -> JsonObject | None:
         """The logprobs of the event that only says why a text has ended: columns without rows, for readers of every
         event."""
-        return None if spec.logprobs is None else self.logprobs(_END, 0, spec)
+        return None if spec.logprobs is None else self.logprobs(_END, 0, spec)[0]
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         """Add to a response `body` what it says of its choices' prompts: `prompts[i]` of choice i, as `name`."""
@@ -104,9 +91,9 @@ class ChatFormat:
             delta["tool_calls"] = [{"index": call.index, **written} for call, written in numbered]
         return {"index": index, "delta": delta, "logprobs": logprobs, **_end(chunk)}
 
-    def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> JsonObject:
-        """An entry for each token."""
-        return {"content": token_entries(chunk.logprobs, spec.tokens_as_ids), "refusal": None}
+    def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> tuple[JsonObject, int]:
+        """An entry for each token, whatever the offset."""
+        return {"content": token_entries(chunk.logprobs, spec.tokens_as_ids), "refusal": None}, offset
 
     def no_logprobs(self, spec: ResponseSpec) -> JsonObject | None:
         """Nothing, as OpenAI has it."""
@@ -178,7 +165,7 @@ class OpenAIResponseWriter:
         self._usage: dict[int, Usage] = {}
         self._drafts: list[DraftSummary] = []
         self._offsets: dict[int, int] = {}
-        self._around: dict[tuple[int, bool], list[bytes]] = {}
+        self._templates: dict[tuple[int, bool, bool], bytes] = {}
         self._calls = ToolCallWriter(spec.custom_tools)
         self._calling: set[int] = set()
         """Choices that have called a tool."""
@@ -210,40 +197,38 @@ class OpenAIResponseWriter:
         body = {**self._head, "object": self._format.object, "choices": choices, **usage}
         if (most := self._spec.prompt_logprobs) is not None:
             self._format.show_prompts(
-                body, "prompt_logprobs", [_prompt_logprobs(answer.prompt_logprobs, most) for answer in shown]
+                body, "prompt_logprobs", [prompt_entries(answer.prompt_logprobs, most) for answer in shown]
             )
         if self._spec.return_token_ids:
             self._format.show_prompts(body, "prompt_token_ids", [answer.prompt_ids for answer in shown])
         return body
 
     def chunk_event(self, index: int, chunk: GenerateChunk) -> bytes:
-        """The event, or two, for a chunk of choice `index`; empty while a character of the text is incomplete."""
-        if index in self._usage and chunk.is_text and not self._details:
+        """The event, or several, for a chunk of choice `index`; empty while a character of the text is incomplete."""
+        rare = chunk.finish_reason or chunk.tool_calls or chunk.prompt_logprobs or chunk.prompt_ids or chunk.drafts
+        if index in self._usage and not rare:
             self._usage[index] = chunk.usage
-            return self._plain(index, chunk) if chunk.text else b""
+            return self._text_event(index, chunk)
         begin, prompt_ids = b"", chunk.prompt_ids
         if index not in self._usage and (opening := self._format.first_delta(index)) is not None:
             self._usage[index] = msgspec.structs.replace(chunk.usage, completion_tokens=0)
             begin, prompt_ids = self._event([opening], prompt_ids), ()
             if self._spec.prefix:
-                begin += self._plain(index, msgspec.structs.replace(_PLAIN, text=self._spec.prefix))
+                begin += self._text_event(index, msgspec.structs.replace(_END, text=self._spec.prefix))
         self._usage[index] = chunk.usage
         if chunk.drafts is not None:
             self._drafts.append(chunk.drafts)
         if chunk.tool_calls:
             self._calling.add(index)
-        chunk = self._shown(chunk)
-        changes = self._details and (chunk.text or chunk.token_ids)
-        several = chunk.tool_calls or (chunk.reasoning and chunk.text)
         end = b""
         if chunk.finish_reason:  # in an event of its own: there are clients that look at nothing else of that one
             last = msgspec.structs.replace(_END, finish_reason=chunk.finish_reason, stop_reason=chunk.stop_reason)
             ending = self._format.delta(index, last, self._format.no_logprobs(self._spec))
             end = self._event([self._with_details(ending, last, index in self._calling)])
             chunk = msgspec.structs.replace(chunk, finish_reason=None, stop_reason=None)
-        if several or chunk.logprobs or chunk.prompt_logprobs or prompt_ids or changes:
-            return begin + self._detailed_event(index, chunk, prompt_ids) + end
-        return begin + (self._plain(index, chunk) if chunk.text or chunk.reasoning else b"") + end
+        if chunk.tool_calls or chunk.prompt_logprobs or prompt_ids:
+            return begin + self._detailed_event(index, self._shown(chunk), prompt_ids) + end
+        return begin + self._text_event(index, chunk) + end
 
     @property
     def text_event(self) -> Callable[[str], bytes] | None:
@@ -252,9 +237,45 @@ class OpenAIResponseWriter:
         if self._details:
             return None
         # Most events are of text alone: the JSON around it is encoded once for all of them.
-        before, after = self._around_text(0, _PLAIN)
+        before, after = (self._template(0, True, False) % {b"text": _TEXT, b"logprobs": b"null"}).split(_TEXT)
         encode = orjson.dumps
         return lambda text: before + encode(text) + after
+
+    def _text_event(self, index: int, chunk: GenerateChunk) -> bytes:
+        """The event of a chunk with text or reasoning, and what goes with its tokens."""
+        text, reasoning = chunk.text, chunk.reasoning if self._spec.reasoning else ""
+        if text and reasoning:
+            return self._detailed_event(index, chunk)
+        if not (text or reasoning or chunk.logprobs or (self._details and chunk.token_ids)):
+            return b""
+        logprobs = self._logprobs(index, chunk)
+        holes = {
+            b"text": orjson.dumps(text or reasoning),
+            b"logprobs": b"null" if logprobs is None else orjson.dumps(logprobs),
+        }
+        if self._details:
+            holes[b"token_ids"] = orjson.dumps(chunk.token_ids)
+            holes[b"usage"] = orjson.dumps(self._total())
+        return self._template(index, bool(text), bool(reasoning)) % holes
+
+    def _template(self, index: int, has_text: bool, has_reasoning: bool) -> bytes:
+        """The events of choice `index` with text, or reasoning, or neither, as a format of bytes with `_HOLES`."""
+        key = index, has_text, has_reasoning
+        template = self._templates.get(key)
+        if template is None:
+            hole = _HOLES["text"]
+            chunk = msgspec.structs.replace(
+                _END,
+                text=hole if has_text else "",
+                reasoning=hole if has_reasoning else "",
+                token_ids=_HOLES["token_ids"],
+            )
+            choice = self._with_details(self._format.delta(index, chunk, _HOLES["logprobs"]), chunk, False)
+            template = self._event([choice], usage=_HOLES["usage"]).replace(b"%", b"%%")
+            for name, stand_in in _HOLES.items():
+                template = template.replace(orjson.dumps(stand_in), b"%%(%b)b" % name.encode())
+            self._templates[key] = template
+        return template
 
     def _detailed_event(self, index: int, chunk: GenerateChunk, prompt_ids: Sequence[int] = ()) -> bytes:
         calls = [self._calls.piece(index, call) for call in chunk.tool_calls]
@@ -273,23 +294,16 @@ class OpenAIResponseWriter:
     def _shown(self, chunk: GenerateChunk) -> GenerateChunk:
         return chunk if self._spec.reasoning or not chunk.reasoning else msgspec.structs.replace(chunk, reasoning="")
 
-    def _plain(self, index: int, chunk: GenerateChunk) -> bytes:
-        return orjson.dumps(chunk.reasoning or chunk.text).join(self._around_text(index, chunk))
-
-    def _around_text(self, index: int, chunk: GenerateChunk) -> list[bytes]:
-        key = index, bool(chunk.reasoning)
-        around = self._around.get(key)
-        if around is None:
-            event = self._event([self._format.delta(index, _PLAIN_REASONING if chunk.reasoning else _PLAIN, None)])
-            around = self._around[key] = event.split(_TEXT)
-        return around
-
-    def _event(self, choices: list[JsonObject], prompt_ids: Sequence[int] = ()) -> bytes:
+    def _event(
+        self, choices: list[JsonObject], prompt_ids: Sequence[int] = (), usage: JsonObject | None = None
+    ) -> bytes:
+        """An event; `usage`: what it tells in place of the tokens so far."""
         chunk: JsonObject = {**self._head, "object": self._format.chunk_object, "choices": choices}
         if prompt_ids:
             self._format.show_prompts(chunk, "prompt_token_ids", [prompt_ids])
         if self._spec.include_usage:
-            chunk["usage"] = self._total() if self._spec.continuous_usage or not choices else None
+            told = self._spec.continuous_usage or not choices
+            chunk["usage"] = (usage or self._total()) if told else None
             chunk |= {} if choices else self._metrics()
         return sse_event(orjson.dumps(chunk))
 
@@ -301,22 +315,22 @@ class OpenAIResponseWriter:
     def _logprobs(self, index: int, chunk: GenerateChunk) -> JsonObject | None:
         if self._spec.logprobs is None or not (chunk.logprobs or chunk.prompt_logprobs):
             return None
-        offset = self._offsets.get(index, 0)
-        written = sum(map(_width, chunk.prompt_logprobs)) + sum(map(_width, chunk.logprobs))
-        self._offsets[index] = offset + written
-        return self._format.logprobs(chunk, offset, self._spec)
+        shown, self._offsets[index] = self._format.logprobs(chunk, self._offsets.get(index, 0), self._spec)
+        return shown
 
     def _total(self) -> JsonObject:
-        # A prompt counts once, however many choices it has.
-        prompts = [usage for index, usage in self._usage.items() if index % self._spec.best_of == 0]
-        prompt = sum(usage.prompt_tokens for usage in prompts)
-        completion = sum(usage.completion_tokens for usage in self._usage.values())
-        reasoning = sum(usage.reasoning_tokens for usage in self._usage.values())
+        prompt = completion = cached = reasoning = 0
+        for index, usage in self._usage.items():
+            if index % self._spec.best_of == 0:  # a prompt counts once, however many choices it has
+                prompt += usage.prompt_tokens
+                cached += usage.cached_tokens
+            completion += usage.completion_tokens
+            reasoning += usage.reasoning_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": reasoning, **self._predicted()},
         }
 
@@ -334,12 +348,6 @@ class OpenAIResponseWriter:
         return {name: sum(getattr(usage, name) for usage in predicted) for name in names} if predicted else {}
 
 
-def _prompt_logprobs(prompt: Sequence[PromptToken], most: int) -> list[JsonObject | None]:
-    """vLLM's `prompt_logprobs`: for each token an object by token id, the prompt's own token first, then the `most`
-    likeliest; None for the first token of all."""
-    return [None if token.given is None else _by_id(token.given, token.rank, most) for token in prompt]
-
-
 def _select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> list[GenerateChunk]:
     """The `kept` answers with the highest mean logprob of each prompt's `choices` answers, the highest first.
 
@@ -353,42 +361,6 @@ def _select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> l
         return list(answers)
     groups = (answers[at : at + choices] for at in range(0, len(answers), choices))
     return [answer for group in groups for answer in sorted(group, key=mean_logprob, reverse=True)[:kept]]
-
-
-def token_entries(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> list[JsonObject]:
-    """The logprobs of tokens as chat and responses show them; `as_ids`: with their ids in place of their text."""
-    return [
-        _entry(token, as_ids) | {"top_logprobs": [_entry(likely, as_ids) for likely in token.top]} for token in tokens
-    ]
-
-
-def _entry(token: TokenLogprob, as_id: bool) -> JsonObject:
-    return {"token": _name(token, as_id), "logprob": token.logprob, "bytes": list(token.data)}
-
-
-def _name(token: TokenLogprob | PromptToken, as_id: bool) -> str:
-    """A token's text, or, in vLLM's words, its id: not every token is a text of its own."""
-    return f"token_id:{token.id}" if as_id else token.text
-
-
-def _width(token: TokenLogprob | PromptToken) -> int:
-    return len(token.text) if token.width is None else token.width
-
-
-def _by_name(token: TokenLogprob, spec: ResponseSpec) -> dict[str, float]:
-    # Of several tokens with the same text, the likeliest is named.
-    named: dict[str, float] = {}
-    for likely in (*token.top[: spec.logprobs or 0], token):
-        named.setdefault(_name(likely, spec.tokens_as_ids), likely.logprob)
-    return named
-
-
-def _by_id(token: TokenLogprob, rank: int, most: int) -> JsonObject:
-    ranked = [(token, rank), *((likely, place) for place, likely in enumerate(token.top[:most], start=1))]
-    return {
-        str(likely.id): {"logprob": likely.logprob, "rank": place, "decoded_token": likely.text}
-        for likely, place in ranked
-    }
 
 
 def system_fingerprint(config: ModelConfig, software: str) -> str:

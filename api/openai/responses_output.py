@@ -16,7 +16,7 @@ from ...core.errors import CharoniaError
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.error_responses import printable, status_of
 from .custom_tools import CustomInput
-from .response_writer import token_entries
+from .token_logprobs import token_entries
 
 JsonObject: TypeAlias = dict[str, Any]
 

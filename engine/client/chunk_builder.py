@@ -6,8 +6,6 @@ Knows nothing of where tokens come from.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from ...core.direct_stream import Sink
 from ...core.errors import InvalidArgument
 from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, TokenLogprob
@@ -107,14 +105,12 @@ class ChunkBuilder:
         own = () if sampling.ignore_eos else ends.eos
         self._stop_tokens = frozenset(sampling.stop_token_ids) - frozenset(own)
         self._end_tokens = self._stop_tokens.union(own)
-        self._special = not sampling.skip_special_tokens
-        self._text = make_detokenizer(tokenizer, prompt, self._special)
-        # What each token adds to the text, which comes in pieces of several.
-        self._widths = None if sampling.logprobs is None else make_detokenizer(tokenizer, prompt, self._special)
+        self._text = make_detokenizer(tokenizer, prompt, not sampling.skip_special_tokens)
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._words = StopWords(ends.words, sampling.min_tokens)
-        self._plain = not (self._stops or self._words) and sampling.logprobs is None
-        """Whether a delta in the middle is nothing but text."""
+        self._may_stop = bool(self._stops or self._words)
+        self._has_logprobs = sampling.logprobs is not None
+        self._by_token = self._may_stop or self._has_logprobs
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """The chunk of a delta's tokens, without those behind a stop string."""
@@ -124,10 +120,25 @@ class ChunkBuilder:
     def build_text(self, delta: TokenDelta) -> GenerateChunk | str:
         """The text of the next delta where its chunk has nothing else, or that chunk."""
         token_ids = delta.token_ids
-        if self._plain and self._completion_tokens and delta.finish_reason is None:
+        goes_on = self._completion_tokens and delta.finish_reason is None
+        if goes_on and not self._by_token:
             self._completion_tokens += len(token_ids)
             return self._text.push(token_ids)
-        text, taken = self._write(delta)
+        text, widths = self._write(delta)
+        if goes_on and not (self._may_stop and self._stopped):
+            self._completion_tokens += len(token_ids)
+            if not self._has_logprobs:
+                return text
+            return GenerateChunk(
+                text=text,
+                token_ids=token_ids,
+                usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
+                logprobs=self._generated(token_ids, delta.logprobs, widths),
+            )
+        taken = len(widths) if self._stopped else len(token_ids)
+        text += self._end_text(taken, delta)
+        if self._has_logprobs and len(widths) < taken:  # the token that ended the text
+            widths.append(len(self._text.push(token_ids[-1:])))
         self._completion_tokens += taken
         token_ids = token_ids[:taken]
         echo, self._echo = self._echo, ""
@@ -138,7 +149,7 @@ class ChunkBuilder:
             usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
             finish_reason=FinishReason.STOP if self._stopped else delta.finish_reason,
             stop_reason=self._stop_reason(delta),
-            logprobs=tuple(map(self._generated, token_ids, delta.logprobs)),
+            logprobs=self._generated(token_ids, delta.logprobs, widths),
             prompt_logprobs=self._scored(delta.scores) if self._unscored else (),
             prompt_ids=prompt_ids,
             end_token=self._ended_by_token(delta) and not self._stopped,
@@ -170,30 +181,35 @@ class ChunkBuilder:
         last = delta.token_ids[-1] if delta.token_ids else None
         return last if last in self._stop_tokens else None
 
-    def _write(self, delta: TokenDelta) -> tuple[str, int]:
-        """The text of the delta, and how many of its tokens it took."""
-        if not (delta.token_ids or self._completion_tokens):
-            return "", 0  # nor does what the prompt left incomplete belong to it
-        if delta.finish_reason is None and not (self._stops or self._words):
-            return self._text.push(delta.token_ids), len(delta.token_ids)
+    def _write(self, delta: TokenDelta) -> tuple[str, list[int]]:
+        """The text of the delta's tokens up to a stop and, if it is written token by token, the characters that each
+        adds to it, held back or not."""
+        tokens = delta.token_ids
         # The token that stopped it ends the text and is no part of it, unless what stops it is wanted there.
-        cut = self._ended_by_token(delta) and not self._includes_stop
-        written = delta.token_ids[:-1] if cut else delta.token_ids
-        text, taken = self._show_all(written)
-        if self._stops.matched is None and (self._words.matched or delta.finish_reason is not None):
-            text += self._show(self._text.finish(), taken) + self._stops.finish()
-        return text, taken if self._stopped else len(delta.token_ids)
-
-    def _show_all(self, tokens: tuple[int, ...]) -> tuple[str, int]:
-        if not (self._stops or self._words):
-            return self._text.push(tokens), len(tokens)
+        if delta.finish_reason is not None and self._ended_by_token(delta) and not self._includes_stop:
+            tokens = tokens[:-1]
+        if not self._by_token:
+            return self._text.push(tokens), []
         shown = ""
-        # One by one: which token completed a stop string must not depend on how many came at once.
-        for taken, token in enumerate(tokens, start=1):
-            shown += self._show(self._text.push((token,)), taken)
+        widths: list[int] = []
+        for token in tokens:
+            piece = self._text.push((token,))
+            widths.append(len(piece))
+            if not self._may_stop:
+                shown += piece
+                continue
+            shown += self._show(piece, len(widths))
+            # Which token completes a stop does not depend on how many come at once.
             if self._words.push(token) or self._stops.matched is not None:
-                return shown, taken
-        return shown, len(tokens)
+                break
+        return shown, widths
+
+    def _end_text(self, taken: int, delta: TokenDelta) -> str:
+        """The rest of a text that ends with this delta."""
+        ends = self._words.matched or delta.finish_reason is not None
+        if self._stops.matched is not None or not ends or not (delta.token_ids or self._completion_tokens):
+            return ""  # what a prompt left incomplete does not belong to a text without tokens
+        return self._show(self._text.finish(), taken) + self._stops.finish()
 
     def _show(self, piece: str, taken: int) -> str:
         too_early = self._completion_tokens + taken < self._min_tokens
@@ -210,14 +226,18 @@ class ChunkBuilder:
             tokens.append(PromptToken(token, logprob.text, logprob, score.rank, widths.push(token)))
         return tuple(tokens)
 
-    def _generated(self, token: int, logprobs: Logprobs) -> TokenLogprob:
-        width = None if self._widths is None else len(self._widths.push((token,)))
-        return msgspec.structs.replace(self._logprob(token, logprobs), width=width)
+    def _generated(
+        self, token_ids: Sequence[int], logprobs: Sequence[Logprobs], widths: Sequence[int]
+    ) -> tuple[TokenLogprob, ...]:
+        return tuple([self._logprob(*column) for column in zip(token_ids, logprobs, widths, strict=False)])
 
-    def _logprob(self, token: int, logprobs: Logprobs) -> TokenLogprob:
-        top = tuple(self._named(*pair) for pair in zip(logprobs.ids, logprobs.values, strict=True))
-        return self._named(token, logprobs.chosen, top, logprobs.rank)
-
-    def _named(self, token: int, value: float, top: tuple[TokenLogprob, ...] = (), rank: int = 0) -> TokenLogprob:
-        text, data = self._tokenizer.token_piece(token)
-        return TokenLogprob(token, text, data, value if value > _LEAST_LOGPROB else _LEAST_LOGPROB, top, rank)
+    def _logprob(self, token: int, logprobs: Logprobs, width: int | None = None) -> TokenLogprob:
+        piece = self._tokenizer.token_piece
+        chosen, ids, values, rank = logprobs
+        likeliest: list[TokenLogprob] = []
+        for likely, value in zip(ids, values, strict=True):
+            text, data = piece(likely)
+            likeliest.append(TokenLogprob(likely, text, data, value if value > _LEAST_LOGPROB else _LEAST_LOGPROB))
+        text, data = piece(token)
+        least = chosen if chosen > _LEAST_LOGPROB else _LEAST_LOGPROB
+        return TokenLogprob(token, text, data, least, tuple(likeliest), rank, width)

@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
+
+import msgspec
 
 from ...core.direct_stream import DirectStream, Sink
 from ...core.errors import CharoniaError, RequestTimeout
@@ -171,7 +173,7 @@ def v2_statistics(metrics: LlmMetrics) -> VersionStatistics:
     )
 
 
-class TokenDelta(NamedTuple):
+class TokenDelta(msgspec.Struct, frozen=True):
     """The tokens since the last read."""
 
     token_ids: tuple[int, ...]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
 from charonia.api.anthropic.message_writer import AnthropicMessageWriter
@@ -16,6 +17,7 @@ from charonia.api.openai.response_writer import ApiFormat, ChatFormat, Completio
 from charonia.api.openai.responses_output import ResponseOutput
 from charonia.api.openai.responses_routes import ResponseEvents
 from charonia.api.openai.routes import CompletionEvents
+from charonia.core.logprobs import TokenLogprob
 from charonia.core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 
 TEXTS = ["a", ' say "b"\n\\', "\0text\0", "é€\U0001f600", " ", "0}\n\n"]
@@ -91,3 +93,49 @@ def test_events_are_the_same_by_either_way(door: str, first: dict[str, Any], mid
 def test_who_shows_more_of_each_chunk_sees_each_chunk() -> None:
     for fields in ({"continuous_usage": True}, {"return_token_ids": True}):
         assert completion(CompletionFormat(), **fields).encode_text is None
+
+
+LIKELY = TokenLogprob(7, "b", b"b", -2.0)
+SCORED = TokenLogprob(5, " 100%", b" 100%", -0.5, (LIKELY,), 2, 5)
+
+
+def read(event: bytes) -> Any:
+    return orjson.loads(event.removeprefix(b"data: "))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_goes_with_tokens_stands_in_their_event(text: str) -> None:
+    """Names may have signs of a format."""
+    fields = {"model": "m%(text)b%", "logprobs": 1, "return_token_ids": True, "continuous_usage": True}
+    for api_format in (CompletionFormat(), ChatFormat()):
+        events = completion(api_format, **fields)
+        events.encode_item(GenerateChunk(text="x", token_ids=(1,), usage=Usage(3, 1)))
+        for count in (2, 3):
+            usage = Usage(3, count, 1, 1)
+            chunk = GenerateChunk(text=text, token_ids=(5, 6), usage=usage, logprobs=(SCORED,))
+            event = read(events.encode_item(chunk))
+            [choice] = event["choices"]
+            assert (event["model"], choice["token_ids"], choice["finish_reason"]) == ("m%(text)b%", [5, 6], None)
+            assert (event["usage"]["completion_tokens"], event["usage"]["total_tokens"]) == (count, 3 + count)
+            assert event["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+            if isinstance(api_format, ChatFormat):
+                assert choice["delta"] == {"content": text}
+                entry = {"token": "b", "logprob": -2.0, "bytes": [98]}
+                own = {"token": " 100%", "logprob": -0.5, "bytes": [*b" 100%"], "top_logprobs": [entry]}
+                assert choice["logprobs"]["content"] == [own]
+            else:
+                assert choice["text"] == text
+                assert choice["logprobs"]["top_logprobs"] == [{"b": -2.0, " 100%": -0.5}]
+                assert choice["logprobs"]["text_offset"] == [5 * (count - 2)]
+        silent = read(events.encode_item(GenerateChunk(text="", token_ids=(8,), usage=Usage(3, 4))))["choices"][0]
+        assert (silent["token_ids"], silent["logprobs"]) == ([8], None)
+        assert silent.get("delta", {}) == {}
+
+
+def test_reasoning_stands_under_both_names_or_not_at_all() -> None:
+    chunk = GenerateChunk(text="", token_ids=(1,), usage=Usage(3, 1), reasoning='"hm" 5%')
+    for shown, wanted in ((True, {"reasoning": '"hm" 5%', "reasoning_content": '"hm" 5%'}), (False, None)):
+        events = completion(ChatFormat(), reasoning=shown)
+        events.encode_item(chunk)
+        event = events.encode_item(chunk)
+        assert (read(event)["choices"][0]["delta"] if event else None) == wanted

@@ -168,7 +168,7 @@ async def test_what_is_text_alone_comes_as_text_and_all_else_as_ever(
     own = OwnTokenizer.load(checkpoint)
     tokens = tokenizer.encode(written).ids
     deltas = [TokenDelta(tuple(tokens[at : at + pace]), 3, None) for at in range(0, len(tokens), pace)]
-    deltas[-1] = deltas[-1]._replace(finish_reason=FinishReason.LENGTH)
+    deltas[-1] = msgspec.structs.replace(deltas[-1], finish_reason=FinishReason.LENGTH)
     plans = [plan_answer(ask(), [1, 2], own, AnswerParsers()) for _ in range(2)]
     one, other = (plan.builder(SamplingParams(max_tokens=1000), TextEnds()) for plan in plans)
     texts: list[str] = []
