@@ -16,11 +16,10 @@ _RANDOM = 0xFFFFF000 + 56
 
 
 def spare_first_listener(sock: socket.socket, others: int) -> bool:
-    """Have new connections go to the `others`: the sockets that listen on the port beside `sock`, which was the first.
-    It keeps its queue, and gets a part of them while one of the others is missing. False where the system cannot do it:
-    all share.
+    """Have new connections go to `others`: the sockets that listen on the port beside `sock`, the first. It keeps its
+    queue, and gets a part while one of the others is missing. False, and all share, where the system can't do it.
 
-    The program returns a listener's place in their order; where it names none, the kernel chooses
+    The program returns a listener's place in their order, or none: then the kernel chooses
     (https://man7.org/linux/man-pages/man7/socket.7.html, SO_ATTACH_REUSEPORT_CBPF).
     """
     if sys.platform != "linux":

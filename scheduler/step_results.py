@@ -104,8 +104,7 @@ def _reconcile(
     """Move the counters of all rows that ran, where not all brought the one token a sample that later plans count on.
 
     Such a row waits for those plans, and continues from what is computed: less than planned where drafts were rejected,
-    or tokens did not come; and always without the newest known token, which has to run, again if it brought no
-    successor.
+    or tokens did not come; always without the newest known token, which has to run (again).
     """
     ran = flight.rows
     surplus = np.zeros(rows.size, np.int32)

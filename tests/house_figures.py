@@ -49,6 +49,8 @@ class House:
     classes: dict[str, list[str]] = field(default_factory=dict)
     """By name, the places where a class of that name is defined."""
     forwarders: list[str] = field(default_factory=list)
+    asked_forwarders: list[str] = field(default_factory=list)
+    """Those that a protocol asks for, which their class fulfils."""
     long_docstrings: list[str] = field(default_factory=list)
     """The place of each docstring of more than `MOST_WORDS`, and its words."""
     lone_protocols: list[str] = field(default_factory=list)
@@ -77,7 +79,9 @@ def read_house(root: Path) -> House:
         if folder.partition("/")[0] != "bench":
             for file in sorted((root / folder).glob("*.py")):
                 _add_file(house, folder, file.relative_to(root).as_posix(), file.read_text())
-    house.lone_protocols = lone_protocols(root, folders)
+    shapes = _class_shapes(root, folders)
+    house.lone_protocols = lone_protocols(shapes)
+    house.asked_forwarders = [name for name in house.forwarders if _is_asked_for(name, shapes)]
     return house
 
 
@@ -170,10 +174,17 @@ class _ClassShape:
     members: set[str]
     bases: list[str]
 
+    @property
+    def is_protocol(self) -> bool:
+        return "Protocol" in self.bases
 
-def lone_protocols(root: Path, folders: Sequence[str]) -> list[str]:
-    """The protocols in `folders` that one of the classes there fulfils by its names, or none, and no class elsewhere
-    under `root`; those of calls alone are left out, for functions fulfil them."""
+    @property
+    def folder(self) -> str:
+        return self.place.rpartition("/")[0]
+
+
+def _class_shapes(root: Path, folders: Sequence[str]) -> dict[str, list[_ClassShape]]:
+    """Every class under `root` by its name; those in `folders`, but for bench's, are shipped."""
     shapes: dict[str, list[_ClassShape]] = {}
     for file in sorted(root.rglob("*.py")):
         inner = file.relative_to(root)
@@ -184,20 +195,39 @@ def lone_protocols(root: Path, folders: Sequence[str]) -> list[str]:
             if isinstance(node, ast.ClassDef):
                 shape = _class_shape(node, f"{inner.as_posix()}:{node.lineno}", shipped)
                 shapes.setdefault(node.name, []).append(shape)
-    protocols = {name for name, named in shapes.items() if any("Protocol" in shape.bases for shape in named)}
+    return shapes
+
+
+def _protocols(shapes: Mapping[str, Sequence[_ClassShape]]) -> Iterator[tuple[_ClassShape, set[str]]]:
+    """The shipped protocols in the order of their names, each with the names that a class needs to fulfil it."""
+    for name in sorted(shapes):
+        for shape in shapes[name]:
+            if shape.shipped and shape.is_protocol:
+                yield shape, {name for name in _members(shape, shapes) if name[0] != "_" or name.endswith("__")}
+
+
+def _is_asked_for(forwarder: str, shapes: Mapping[str, Sequence[_ClassShape]]) -> bool:
+    """Whether a method, as `House.forwarders` has it, is one of a protocol that its class fulfils."""
+    place, _, name = forwarder.partition(" ")
+    owner, _, method = name.partition(".")
+    file = place.partition(":")[0]
+    [shape] = [shape for shape in shapes[owner] if shape.place.startswith(f"{file}:")]
+    members = _members(shape, shapes)
+    return any(method in wanted <= members for _, wanted in _protocols(shapes))
+
+
+def lone_protocols(shapes: Mapping[str, Sequence[_ClassShape]]) -> list[str]:
+    """The shipped protocols that one shipped class fulfils by its names, or none, and no other class at all; those of
+    calls alone are left out, for functions fulfil them."""
     lone = []
-    for shape in (shape for name in sorted(protocols) for shape in shapes[name]):
-        wanted = {name for name in _members(shape, shapes) if not name.startswith("_") or name.endswith("__")}
-        if not shape.shipped or wanted <= {"__call__"}:
-            continue
+    for shape, wanted in _protocols(shapes):
         kin = [
             other
-            for name, named in shapes.items()
-            if name not in protocols
+            for named in shapes.values()
             for other in named
-            if wanted <= _members(other, shapes)
+            if not other.is_protocol and wanted <= _members(other, shapes)
         ]
-        if len(kin) < 2 and all(other.shipped for other in kin):
+        if not wanted <= {"__call__"} and len(kin) < 2 and all(other.shipped for other in kin):
             lone.append(f"{shape.place} {shape.name}: {', '.join(other.name for other in kin) or 'no class'}")
     return lone
 
@@ -215,11 +245,11 @@ def _class_shape(node: ast.ClassDef, place: str, shipped: bool) -> _ClassShape:
 
 
 def _members(shape: _ClassShape, shapes: Mapping[str, Sequence[_ClassShape]]) -> set[str]:
-    """The names of a class's members, those of its bases included where they are in the checkout."""
-    inherited = (
-        _members(base, shapes)
-        for name in shape.bases
-        for base in shapes.get(name, ())
-        if name != shape.name and (base.shipped or not shape.shipped)
-    )
-    return shape.members.union(*inherited)
+    """The names of a class's members, those of its bases included where they are in the checkout: of several classes of
+    a base's name the one in the same folder, or else the first."""
+    members = set(shape.members)
+    for name in shape.bases:
+        named = [base for base in shapes.get(name, ()) if base is not shape and (base.shipped or not shape.shipped)]
+        near = [base for base in named if base.folder == shape.folder] or named
+        members |= _members(near[0], shapes) if near else set()
+    return members

@@ -92,6 +92,9 @@ def test_homonyms_and_forwarders_are_named(root: Path) -> None:
     house = read_house(root)
     assert house.homonyms == {"Order": ["core/orders.py:6", "engine/core/step_loop.py:1"]}
     assert house.forwarders == ["core/orders.py:9 Order.total", "core/orders.py:15 Order.close"]
+    assert house.asked_forwarders == []
+    (root / "scheduler" / "plan.py").write_text("class Closable(Protocol):\n    async def close(self) -> None: ...\n")
+    assert read_house(root).asked_forwarders == ["core/orders.py:15 Order.close"]
 
 
 def test_long_docstrings_are_named_with_their_words(root: Path) -> None:

@@ -106,8 +106,8 @@ class PlannedAttention:
     ) -> Tensor:
         """Rotates queries and keys of `packed` [N, heads + 2 kv_heads, head_dim], writes keys and values into the
         blocks of `group` in the layer's cache at address `cache`, and attends; of queries alone, [N, heads, head_dim],
-        writes nothing. Returns [N, heads * head_dim], overwritten by the next call. `cos_sin`: float32 [positions, 2, n
-        / 2], contiguous, for the first n numbers of heads."""
+        writes nothing. Returns [N, heads * head_dim], until the next call. `cos_sin`: float32 [positions, 2, n / 2],
+        contiguous, for heads' first n numbers."""
         call, at = self._call, packed.data_ptr()
         call.queries = at
         call.keys = at + self._query_bytes

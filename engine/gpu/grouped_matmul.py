@@ -1,8 +1,8 @@
 """Products with weights of four or eight bits whose groups of inputs have scales; activations are not quantised.
 
-Few rows: tensor cores multiply codes exactly, as floats, and a group's scale is applied to its sum. Groups may be split
-in parts, by the matrix alone. Many rows: weights are widened to the model's dtype, and cuBLAS multiplies. The
-references are `layers.int4.dequantize_int4` and `checkpoint.code_forms.dequantise_codes`.
+Few rows: tensor cores multiply codes exactly, as floats, and a group's sum is scaled; groups are split by the matrix
+alone. Many rows: weights are widened to the model's dtype, and cuBLAS multiplies. The references are
+`layers.int4.dequantize_int4` and `checkpoint.code_forms.dequantise_codes`.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Adds LoRA adapters (arXiv 2106.09685) to a product on a GPU, in two launches for all adapters of a step.
 
-Places are sorted in blocks of one adapter (`AdapterBlocks`), with the address of its matrices: a recorded step serves
-later ones. The input times A is cut into pieces, added in order where B is multiplied: rows are independent. The
-reference is `layers.linear.TorchLora`.
+Places are sorted in blocks of one adapter (`AdapterBlocks`), with its matrices' address: a recorded step serves later
+ones. Pieces of the input times A are added in order where B is multiplied: rows are independent. The reference is
+`layers.linear.TorchLora`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -43,7 +43,7 @@ class HeadEnds(NamedTuple):
 class DraftHead(ABC):
     """A head that drafts: at each place it goes on from the hidden states there, of its target or its own, and the
     token that follows; its attention's cache has one layer. Where kernels compute all of it, and its target is one
-    program, it is recorded as two: one goes on from the target's states, the other from its own."""
+    program, it is recorded twice: to go on from the target's states, and from its own."""
 
     spec: ModelSpec
     """Its layer, whose vocabulary and hidden states are the target's."""

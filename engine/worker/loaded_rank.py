@@ -118,12 +118,12 @@ def load_rank(
     builder: CheckpointBuilder | None = None,
 ) -> LoadedRank:
     """Load this rank's share of the model, in the thread that will compute. `progress` gets the fraction of its bytes
-    read. `builder`: the checkpoint's, where it is no directory. Ranks of a stage must have equally many of torch's
-    threads, for each chooses tokens.
+    read; `builder` is the checkpoint's, where it is no directory. A stage's ranks must have equally many of torch's
+    threads: each chooses tokens.
 
     Raises:
         CheckpointError: a broken or unsupported checkpoint.
-        InvalidArgument: a configuration that fits not it, its split or the machine.
+        InvalidArgument: it does not fit the checkpoint, its split or the machine.
     """
     if config.cpu_level != "auto":
         use_cpu_level(config)

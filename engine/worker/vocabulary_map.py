@@ -32,9 +32,9 @@ class VocabularyMap(NamedTuple):
 
 
 def map_vocabularies(target: Path, draft: Path, tokens: int, own_tokens: int) -> VocabularyMap:
-    """The map between the vocabularies of two checkpoints, of `tokens` and of `own_tokens` logits. Tokens are the same
-    that decode to the same bytes; special ones that are written the same, and those that begin and end a text. Of equal
-    ones the first counts.
+    """The map between two checkpoints' vocabularies, of `tokens` and of `own_tokens` logits. Tokens are the same that
+    decode to the same bytes; special ones that are written the same, and those that begin and end a text. Of equal ones
+    the first counts.
 
     Raises:
         InvalidArgument: too few of the draft's tokens are in both.

@@ -38,7 +38,7 @@ def show(console: Console, house: House, verbose: bool) -> None:
     homonyms = [f"{name}: {', '.join(places)}" for name, places in house.homonyms.items()]
     for title, lines in {
         "class names used twice": homonyms,
-        "methods that only forward": house.forwarders,
+        f"methods that only forward, {len(house.asked_forwarders)} of them as protocols ask": house.forwarders,
         "protocols with one class and no fake": house.lone_protocols,
         f"docstrings of more than {MOST_WORDS} words": house.long_docstrings,
     }.items():
