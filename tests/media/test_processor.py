@@ -1,0 +1,80 @@
+"""What the processors of checkpoints make of images is what transformers makes of them, bit for bit."""
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from charonia.processes.limited_process import CallLimits, LimitedProcess
+
+from .processor_answers import WHOLE, ComparedImage, compare_processors
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[LimitedProcess]:
+    found = LimitedProcess("charonia-test", compare_processors)
+    yield found
+    if found.alive:
+        found.close()
+
+
+def qwen(rows: int, columns: int) -> str:
+    return "<|image_pad|>" * rows * columns
+
+
+def pixtral(rows: int, columns: int) -> str:
+    return "[IMG_BREAK]".join(["[IMG]" * columns] * rows) + "[IMG_END]"
+
+
+def tiles(count: int) -> str:
+    return f"<img>{'<IMG_CONTEXT>' * 4 * count}</img>"
+
+
+def soft(count: int) -> str:
+    return f"<|image>{'<|image|>' * count}<image|>"
+
+
+def smol(rows: int, columns: int) -> str:
+    around, image = "<fake_token_around_image>", "<image>" * 4
+    cut = "".join(
+        "".join(f"{around}<row_{row}_col_{column}>{image}" for column in range(1, columns + 1)) + "\n"
+        for row in range(1, rows + 1)
+    )
+    return f"{cut}\n{around}<global-img>{image}{around}" if rows else f"{around}<global-img>{image}{around}"
+
+
+PLACEHOLDERS = {
+    "qwen2-vl": [qwen(2, 3), qwen(4, 1), qwen(1, 1)],
+    "qwen2.5-vl": [qwen(2, 3), qwen(4, 1), qwen(1, 1)],
+    "qwen3-vl": [qwen(2, 3), qwen(4, 1), qwen(1, 1)],
+    "pixtral": [pixtral(2, 3), pixtral(3, 1), pixtral(1, 1)],
+    "internvl": [tiles(3), tiles(5), tiles(1)],
+    "gemma4": [soft(66), soft(60), soft(64)],
+    "smolvlm": [smol(2, 2), smol(2, 1), smol(2, 2)],
+}
+"""For the three sizes, of families whose whole processor cannot be asked."""
+IN_THE_SUITE = ("qwen3-vl", "pixtral", "idefics3")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in IN_THE_SUITE else pytest.mark.proof)
+        for family in (*PLACEHOLDERS, *sorted(WHOLE))
+    ],
+)
+def test_a_familys_images(process: LimitedProcess, family: str) -> None:
+    answer = process.call(family.encode(), CallLimits(60.0, 2 << 30))
+    images = msgspec.msgpack.decode(answer, type=list[ComparedImage])
+    for index, image in enumerate(images):
+        assert not image.differing
+        assert image.token in image.placeholder
+        if family in WHOLE:
+            assert image.own_tokens == image.tokens
+        else:
+            assert image.placeholder == PLACEHOLDERS[family][index]
+        if family.startswith("qwen"):
+            assert image.grid[1] * image.grid[2] == image.placeholder.count(image.token)
+        else:
+            assert image.grid == (0, 0, 0)
+    assert len({image.settings for image in images}) == 1
