@@ -53,7 +53,8 @@ def make_answer(checkpoint: str, limits: MediaLimits, memory: int) -> Answer:
     except CharoniaError as error:
         return partial(_refuse, SentError.of(error))
     except ImportError as error:
-        message = f"images need the package {error.name or 'pillow'}, which is not installed: pip install '.[media]'"
+        package = "pillow" if error.name in (None, "PIL") else error.name
+        message = f"images need the package {package}, which is not installed: pip install '.[media]'"
         return partial(_refuse, SentError.of(InvalidArgument(message)))
     facts = MediaFacts(processor.token, processor.token_ids, processor.settings)
 

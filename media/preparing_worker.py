@@ -15,6 +15,10 @@ from .limits import MediaLimits
 from .preparing_process import PreparedAnswer, copy_arrays, make_answer
 
 _START_SECONDS = 120.0
+_NICENESS = 5
+"""A quarter of a core beside an engine that takes all of them: requests wait for it."""
+_KEPT = 16 << 20
+"""Bytes of the shared memory that stay resident after an answer."""
 
 
 class PreparingWorker:
@@ -28,7 +32,9 @@ class PreparingWorker:
             os.ftruncate(descriptor, limits.max_output)
             self._memory = mmap.mmap(descriptor, limits.max_output)
             arguments = (checkpoint, limits, descriptor)
-            self._process = LimitedProcess("charonia-media", make_answer, *arguments, inherited=(descriptor,))
+            self._process = LimitedProcess(
+                "charonia-media", make_answer, *arguments, inherited=(descriptor,), niceness=_NICENESS
+            )
         except (OSError, CallLost) as error:
             raise Unavailable(f"a process that prepares images cannot be started: {error}") from error
         finally:
@@ -66,6 +72,8 @@ class PreparingWorker:
             message = f"preparing the image takes more than {self._limits.memory >> 20} MiB, or breaks a library"
             raise InvalidArgument(f"{message} ({error})") from None
         inputs = copy_arrays(answer.arrays, self._memory)
+        if sum(array.nbytes for array in inputs.values()) > _KEPT and hasattr(mmap, "MADV_REMOVE"):
+            self._memory.madvise(mmap.MADV_REMOVE)
         return PreparedMedium("image", digest, answer.placeholder, inputs, answer.grid)
 
     def _ask(self, message: bytes) -> PreparedAnswer:

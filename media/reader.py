@@ -22,7 +22,7 @@ from .sources import MediaFiles
 _GRACE = 0.5
 """Seconds that a process has to end what nobody waits for any more."""
 _RETRY_AFTER = 1.0
-_LARGE = 1 << 20
+_LARGE = 1 << 18
 """Bytes of a file whose hash is computed in a thread."""
 
 
@@ -105,6 +105,8 @@ class MediaReader:
     async def prepare(self, medium: MediaSource, context: RequestContext) -> PreparedMedium:
         """The prepared medium. Raises `InvalidArgument` by its field if it cannot be had, is broken or costs too much,
         `QueueFull` as `check` does, and `Unavailable` while the model is being unloaded."""
+        if self._closed:
+            raise Unavailable("the model is being unloaded")
         self.check((medium,))
         salt = b"" if self._limits.config.share_cache else context.tenant.encode()
         if medium.uuid and not (medium.data or medium.url):
@@ -201,8 +203,9 @@ class MediaReader:
         """Do a job; in a thread, of which there are as many as workers."""
         if self._closed or job.abandoned:
             raise Unavailable("the model is being unloaded")
-        worker = self._idle.pop() if self._idle else None
-        if worker is None:
+        try:
+            worker = self._idle.pop()  # not asked first: another thread may take the last one in between
+        except IndexError:
             worker = self._started()
             try:
                 worker.facts()
@@ -212,6 +215,10 @@ class MediaReader:
         job.worker = worker
         try:
             return worker.prepare(job.data, job.digest)
+        except InvalidArgument as error:
+            if self._closed and not worker.alive:
+                raise Unavailable("the model is being unloaded") from error
+            raise
         finally:
             job.worker = None
             if worker.alive and not (job.abandoned or self._closed):

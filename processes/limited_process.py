@@ -15,7 +15,7 @@ from .child_process import describe_exit, python_child
 
 _START_SECONDS = 60.0
 _NICE = 15
-"""The niceness of the process."""
+"""The usual niceness of a process."""
 _LAST_WORDS = 1.0
 """Seconds that a process has to end after it closed its connection."""
 
@@ -47,11 +47,18 @@ class LimitedProcess:
         CallLost: it cannot be started.
     """
 
-    def __init__(self, name: str, make: Callable[..., Answer], *arguments: Any, inherited: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Answer],
+        *arguments: Any,
+        inherited: Sequence[int] = (),
+        niceness: int = _NICE,
+    ) -> None:
         self._connection, theirs = Pipe()
         try:
             with theirs:  # only the process has it then, so it closes when that ends
-                self._process = python_child(name, _serve, make, arguments, theirs, inherited=inherited)
+                self._process = python_child(name, _serve, make, arguments, theirs, niceness, inherited=inherited)
         except OSError as error:
             self._connection.close()
             raise CallLost(str(error)) from error
@@ -108,9 +115,9 @@ class LimitedProcess:
         return self._process.close(timeout)
 
 
-def _serve(make: Callable[..., Answer], arguments: tuple[Any, ...], connection: Connection) -> None:
+def _serve(make: Callable[..., Answer], arguments: tuple[Any, ...], connection: Connection, niceness: int) -> None:
     answer = make(*arguments)
-    os.nice(_NICE)
+    os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     own = _address_space()
     connection.send_bytes(b"ready")

@@ -8,7 +8,7 @@ ARG PIP_INDEX_URL
 # PyPI has torch built for CUDA alone, 5 GB of it.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG TORCH="torch>=2.11"
-ARG EXTRAS=llm,onnx,s3,otel
+ARG EXTRAS=llm,media,onnx,s3,otel
 # The versions with which the tests ran; /dev/null holds none.
 ARG CONSTRAINTS=constraints.txt
 ARG PACKAGES

@@ -8,7 +8,7 @@ FROM ${PYTHON_IMAGE} AS build
 ARG PIP_INDEX_URL
 ARG TORCH_INDEX_URL
 ARG TORCH="torch>=2.11"
-ARG EXTRAS=llm,gpu,ray,s3,otel
+ARG EXTRAS=llm,media,gpu,ray,s3,otel
 # The versions with which the tests ran; /dev/null holds none.
 ARG CONSTRAINTS=constraints.txt
 ARG PACKAGES=onnxruntime-gpu

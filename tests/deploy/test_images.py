@@ -112,7 +112,7 @@ def test_versions_of_images_are_held(root: Path) -> None:
     extras = project["optional-dependencies"]
     wanted = [
         *project["dependencies"],
-        *(each for name in ("llm", "onnx", "s3", "otel", "gpu", "ray") for each in extras[name]),
+        *(each for name in ("llm", "media", "onnx", "s3", "otel", "gpu", "ray") for each in extras[name]),
     ]
     for text in wanted:
         if text == "charonia[llm]":

@@ -1,10 +1,13 @@
 """The reader over real processes: what becomes of images, and of files that are none."""
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -13,7 +16,9 @@ from charonia.core.errors import InvalidArgument, NotReady, QueueFull, Unavailab
 from charonia.core.media import PreparedMedium
 from charonia.core.media_models import MediaConfig
 from charonia.media.limits import MediaLimits
+from charonia.media.preparing_process import PreparedAnswer, make_answer
 from charonia.media.reader import MediaReader
+from charonia.processes.child_process import anonymous_file
 
 from ..image_processors import write_processor
 from ..waiting import until
@@ -176,3 +181,32 @@ async def test_a_checkpoint_without_a_processor_is_refused_when_it_loads(tmp_pat
     assert reader.processes == 0
     with pytest.raises(Unavailable):
         await reader._share(b"", file_of(picture()), FIELD)
+
+
+async def test_a_reader_that_is_closed_meanwhile_says_so(checkpoint: Path) -> None:
+    reader = MediaReader(str(checkpoint), MediaLimits(MediaConfig(processes=1)))
+    loading = asyncio.create_task(reader.load())
+    await until(lambda: reader.processes)
+    await reader.unload()
+    with pytest.raises(Unavailable):
+        await loading
+    with pytest.raises(Unavailable):
+        await reader.prepare(source(file_of(picture())), context())
+    await reader.unload()
+    assert reader.processes == 0
+
+
+async def test_a_server_without_pillow_names_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, where everything else is as in one that prepares images."""
+    monkeypatch.setitem(sys.modules, "torch", object())
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.delitem(sys.modules, "charonia.media.image_file", raising=False)
+    memory = anonymous_file("charonia-test")
+    os.ftruncate(memory, 4096)
+    for name in ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "")
+    answer = make_answer(str(checkpoint), MediaLimits(max_output=4096), memory)
+    os.close(memory)
+    error = msgspec.msgpack.decode(answer(b""), type=PreparedAnswer).error
+    assert error is not None
+    assert error.message == "images need the package pillow, which is not installed: pip install '.[media]'"
