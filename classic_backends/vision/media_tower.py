@@ -27,7 +27,7 @@ from .vision_files import read_vision_files
 _ENDPOINT = "media"
 _NO_PARAMETERS: Parameters = {}
 
-_SCRATCH = 256 << 20
+_SCRATCH = 128 << 20
 """Bytes that computing takes at least, beside weights."""
 
 
@@ -60,7 +60,7 @@ class MediaTower:
         self._dtype = files.dtype
         self._spec = spec
         weights = loader.needs(directory, config.raw, config.parameters)
-        scratch = MemoryNeed(max(_SCRATCH, files.bytes // 2), spec.gpu)
+        scratch = MemoryNeed(max(_SCRATCH, files.bytes // 4), spec.gpu)
         self.needs: Sequence[MemoryNeed] = (*weights, scratch, MemoryNeed(spec.cache_bytes))
         self._kept: OrderedDict[MediumKey, EncodedMedium] = OrderedDict()
         self._kept_bytes = 0

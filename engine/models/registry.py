@@ -9,6 +9,7 @@ import torch
 
 from ..checkpoint.adapter_targets import AdapterTargets
 from ..checkpoint.build_context import BuildContext
+from ..checkpoint.eyes import has_eyes
 from ..checkpoint.hf_checkpoint import Checkpoint, is_drafting_layer
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
 from ..checkpoint.packing_cache import Packing, packing_key
@@ -159,7 +160,9 @@ class NativeBuilder(CheckpointBuilder):
         directory = self.checkpoint.directory
         if built.served is not None and (served := built.served.lines()):
             log.info("%s: %s", directory, "; ".join(served))
-        if self.checkpoint.language_part and whole:
+        if self.checkpoint.language_part and has_eyes(directory):
+            log.info("%s: its language part is loaded; the tower is a model beside it", directory)
+        elif self.checkpoint.language_part and whole:
             message = "%s: its language part is served, for text alone; %d other tensors are left out, such as %s"
             log.warning(message, directory, len(unread), next(iter(unread), "none"))
         elif unread:

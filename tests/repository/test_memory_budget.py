@@ -3,19 +3,23 @@
 import asyncio
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from charonia.core.backends import TextBackend
-from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
+from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable, Unsupported
+from charonia.core.media_models import MediaConfig, MediaPart, MediaServices, TowerSpec
 from charonia.core.metrics import Reading
 from charonia.core.model import Capabilities, MemoryNeed, ModelConfig, ReservedMemory
 from charonia.repository import backend_registry, lifecycle
 from charonia.repository import builder as builders
 from charonia.repository import memory_budget as budgets
 from charonia.repository.builder import ModelBuilder
+from charonia.repository.config_io import complete_fields
 from charonia.repository.gateway import InProcessGateway
 from charonia.repository.memory_budget import DeviceMemory, MemoryBudget
+from charonia.repository.model_source import ModelSource, VersionSource
 from charonia.repository.watcher import RepositoryWatcher
 
 from ..waiting import until
@@ -274,6 +278,47 @@ async def test_those_that_load_together_divide_what_is_left(greedy: World) -> No
     assert await starting
     assert host.reserved == 275 + 225
     await greedy.gateway.lifecycle.close()
+
+
+class Eyes:
+    """What serves images, as far as its memory goes."""
+
+    needs = (MemoryNeed(200), MemoryNeed(50))
+
+
+class Seeing(Greedy):
+    """A greedy model that sees."""
+
+    def __init__(self, *arguments: object, media: MediaServices, **granted: int) -> None:
+        super().__init__(*arguments, **granted)  # type: ignore[arg-type]
+        assert isinstance(media.encoder, Eyes)
+
+
+PART = MediaPart(MediaConfig(), TowerSpec("there"))
+
+
+def test_a_tower_is_counted_beside_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: Any = MediaServices(Eyes(), Eyes())  # type: ignore[arg-type]
+    monkeypatch.setattr(builders, "media_services", lambda *_: served)
+    builder = ModelBuilder(budget=MemoryBudget(DeviceMemory(lambda: 1000)))
+    backend = TextBackend(Seeing, lambda *_: (MemoryNeed(100),), find_media_part=lambda *_: PART)  # type: ignore[arg-type]
+    config = complete_fields({"name": "m", "backend": "seeing"})
+    (tmp_path / "answer").write_text("7")
+    version = VersionSource("1", str(tmp_path))
+    source = ModelSource("m", config, (version,))
+    factory = builder._prepare_text_model(backend, source, version, 1)
+    [host] = factory.reservation.claims
+    assert (host.reserved, host.size) == (1000, 350)
+    model: Any = factory.build(lambda *_: None)
+    assert model.granted == 750
+    factory.reservation.release()
+
+    def refuse(*_: object) -> MediaServices:
+        raise Unsupported("images of the family 'x' are not served")
+
+    monkeypatch.setattr(builders, "media_services", refuse)
+    blind = TextBackend(Greedy, lambda *_: (MemoryNeed(100),), find_media_part=lambda *_: PART)  # type: ignore[arg-type]
+    assert builder._prepare_text_model(blind, source, version, 1).reservation.claims[0].size == 100
 
 
 async def test_one_that_failed_leaves_the_memory_to_the_next(greedy: World) -> None:

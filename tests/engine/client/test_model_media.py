@@ -1,11 +1,13 @@
 """Images at their places in a prompt: spans by runs of neighbouring places, and refusals by name."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from charonia.core.errors import InvalidArgument, QueueFull
 from charonia.core.media import MediaSource, PreparedMedium
@@ -141,3 +143,46 @@ async def test_a_model_that_lacks_what_images_need_reads_texts(caplog: pytest.Lo
     with pytest.raises(MemoryError):
         await ModelMedia(MediaServices(broken, broken)).load("m", ignore)
     assert broken.unloads == 2
+
+
+async def test_who_leaves_ends_what_is_prepared_for_him() -> None:
+    ended = []
+
+    class Slow(_Parts):
+        async def prepare(self, source: MediaSource, context: RequestContext) -> PreparedMedium:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(source.uuid)
+            return medium(b"")
+
+    parts = Slow()
+    media = ModelMedia(MediaServices(parts, parts))
+    other = replace(SOURCE, uuid="2")
+    chat = Conversation((ChatMessage("user", "", media=(SOURCE, other)),))
+    reading = asyncio.create_task(media.read(chat, RequestContext("chat"), ""))
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert sorted(ended) == ["1", "2"]
+
+
+async def test_the_first_error_ends_the_others() -> None:
+    ended = []
+
+    class Picky(_Parts):
+        async def prepare(self, source: MediaSource, context: RequestContext) -> PreparedMedium:
+            if source.uuid == "2":
+                raise InvalidArgument("broken", field=source.field)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(source.uuid)
+            return medium(b"")
+
+    parts = Picky()
+    chat = Conversation((ChatMessage("user", "", media=(SOURCE, replace(SOURCE, uuid="2"))),))
+    with pytest.raises(InvalidArgument, match="broken"):
+        await ModelMedia(MediaServices(parts, parts)).read(chat, RequestContext("chat"), "")
+    assert ended == ["1"]
