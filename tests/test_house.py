@@ -100,7 +100,7 @@ NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b"
 # Raising one is a line in a commit that says why.
 BUDGETS = {
     "core": 2_010,
-    "processes": 1_120,
+    "processes": 1_130,
     "telemetry": 2_745,
     "kvcache": 675,
     "tokenization": 3_620,
