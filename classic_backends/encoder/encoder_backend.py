@@ -59,7 +59,7 @@ MAX_BATCH_SIZE = 256
 
 _KNOWN_PARAMETERS = {"max_batch_tokens", "intra_op_thread_count", "default-max-batch-size"}
 _MAX_BATCH_TOKENS = 8192
-_MAX_BATCH_TOKENS_ON_CPU = 1024
+MAX_BATCH_TOKENS_ON_CPU = 1024
 """What an MLP makes of so many tokens stays in a processor's caches: of 8,192 each pass reads it from memory again."""
 
 _MAX_OUTPUT_BYTES = 1 << 30
@@ -96,7 +96,7 @@ class EncoderLoader(RuntimeLoader):
         files = read_files(directory)
         check_config_matches(config, encoder_tensors(files))
         device = choose_device(config.name, placement) or "cpu"
-        default = _MAX_BATCH_TOKENS_ON_CPU if device == "cpu" else _MAX_BATCH_TOKENS
+        default = MAX_BATCH_TOKENS_ON_CPU if device == "cpu" else _MAX_BATCH_TOKENS
         max_batch_tokens = read_integer(parameters, "max_batch_tokens", default, least=1)
         if isinstance(files, LateInteractionFiles):
             return EncoderRuntime(TokenEmbedder(files, device), MarkedTextReader(files).read, max_batch_tokens)
