@@ -11,15 +11,27 @@ from typing import Any, NamedTuple
 
 import httpx
 import jsonschema
+import msgspec
 import pytest
 import yaml
 
 from charonia.classic_backends.batching import instance
 from charonia.cli.app import app
 from charonia.cli.options import ServeOptions
+from charonia.engine.config import KVEventsConfig
 
-OVERLAYS = ("single", "gpu", "claim", "bucket", "autoscaling", "ray", "kserve")
-CUSTOM = {"ServiceMonitor": "service_monitor", "ServingRuntime": "serving_runtime", "RayCluster": "ray_cluster"}
+OVERLAYS = ("single", "gpu", "claim", "bucket", "autoscaling", "ray", "leaderworkerset", "gateway", "kserve")
+CUSTOM = {
+    "ServiceMonitor": "service_monitor",
+    "ServingRuntime": "serving_runtime",
+    "LLMInferenceServiceConfig": "llm_inference_service_config",
+    "RayCluster": "ray_cluster",
+    "LeaderWorkerSet": "leader_worker_set",
+    "InferencePool": "inference_pool",
+    "HTTPRoute": "http_route",
+}
+RUNTIMES = ("ServingRuntime", "LLMInferenceServiceConfig")
+"""What KServe makes pods of, which adds to them."""
 WRITTEN_TO = {"/tmp", "/home/charonia", "/dev/shm"}
 RAYS_OWN = "RAY_"
 VERSIONS = ("1.30", "1.37")
@@ -74,8 +86,15 @@ def pods(resources: list[Any]) -> Iterator[Pod]:
         spec = resource.get("spec", {})
         if resource["kind"] == "ServingRuntime":
             yield Pod(resource["kind"], {}, {name: spec[name] for name in ("containers", "volumes")})
+        if resource["kind"] == "LLMInferenceServiceConfig":
+            yield Pod(resource["kind"], {}, spec["template"])
+            continue
         groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]] if resource["kind"] == "RayCluster" else [spec]
-        for template in (group["template"] for group in groups if "template" in group):
+        templates = [group["template"] for group in groups if "template" in group]
+        if resource["kind"] == "LeaderWorkerSet":
+            group = spec["leaderWorkerTemplate"]
+            templates = [group["leaderTemplate"], group["workerTemplate"]]
+        for template in templates:
             yield Pod(resource["kind"], template["metadata"]["labels"], template["spec"])
 
 
@@ -143,10 +162,11 @@ def test_the_command_line_is_this_versions(overlay: str, rendered: Callable[[str
 def test_variables_are_read_by_somebody(overlay: str, rendered: Callable[[str], list[Any]], root: Path) -> None:
     told = (root / "docs" / "flags.md").read_text().partition("## Environment\n")[2].partition("\n## ")[0]
     known = set(re.findall(r"`([A-Z][A-Z_]+)`", told))
-    named = [
-        v["name"] for pod in pods(rendered(overlay)) for container in pod.containers() for v in container.get("env", [])
-    ]
-    assert [name for name in named if name not in known and not name.startswith(RAYS_OWN)] == []
+    for container in (container for pod in pods(rendered(overlay)) for container in pod.containers()):
+        in_arguments = set(re.findall(r"\$\((\w+)\)", " ".join(container.get("args", []))))
+        named = {variable["name"] for variable in container.get("env", [])}
+        assert in_arguments <= named
+        assert [name for name in named - known - in_arguments if not name.startswith(RAYS_OWN)] == []
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -154,7 +174,7 @@ def test_pods_may_do_little(overlay: str, rendered: Callable[[str], list[Any]]) 
     for pod in pods(rendered(overlay)):
         of_pod = pod.spec.get("securityContext", {})
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-        for container in pod.containers():
+        for container in (*pod.containers(), *pod.spec.get("initContainers", [])):
             may = of_pod | container["securityContext"]
             assert may["runAsNonRoot"]
             assert may["runAsUser"] == 10001
@@ -168,7 +188,7 @@ def test_pods_may_do_little(overlay: str, rendered: Callable[[str], list[Any]]) 
             assert mounts.keys() >= WRITTEN_TO
             assert all(volume["emptyDir"]["sizeLimit"] for path, volume in mounts.items() if path in WRITTEN_TO)
             assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-        if pod.owner != "ServingRuntime":
+        if pod.owner not in RUNTIMES:
             assert pod.spec["automountServiceAccountToken"] is False
 
 
@@ -182,6 +202,39 @@ def test_a_server_has_the_time_to_end(overlay: str, rendered: Callable[[str], li
                 continue
             before = server["lifecycle"]["preStop"]["sleep"]["seconds"]
             assert pod.spec["terminationGracePeriodSeconds"] >= before + running + ending
+
+
+def test_a_pool_has_the_servers_and_their_route_the_pool(rendered: Callable[[str], list[Any]]) -> None:
+    resources = rendered("gateway")
+    pool, route = of_kind(resources, "InferencePool"), of_kind(resources, "HTTPRoute")
+    [pod] = [pod for pod in pods(resources) if pod.servers()]
+    [server] = pod.servers()
+    assert pool["spec"]["selector"]["matchLabels"].items() <= pod.labels.items()
+    [port] = pool["spec"]["targetPorts"]
+    assert port["number"] == int(value_of(server, "--http-port", 8000))
+    [backend] = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    config = msgspec.json.decode(value_of(server, "--kv-events-config", ""), type=KVEventsConfig)
+    [events] = [each for each in resources if each["metadata"]["name"] == "charonia-events"]
+    opened = {port["port"] for rule in events["spec"]["ingress"] for port in rule["ports"]}
+    assert opened == {int(endpoint.rpartition(":")[2]) for endpoint in (config.endpoint, config.replay_endpoint or "")}
+    assert config.topic.split("@")[1:] == ["$(POD_IP)", server["args"][1]]
+
+
+def test_a_group_is_one_server(rendered: Callable[[str], list[Any]]) -> None:
+    """As many workers as ranks; all go by the leader's address, and the leader alone is found by the service."""
+    resources = rendered("leaderworkerset")
+    group = of_kind(resources, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    leader, worker = (next(pod for pod in pods(resources) if bool(pod.servers()) == leads) for leads in (True, False))
+    [server] = leader.servers()
+    assert group["size"] - 1 == int(value_of(server, "--pipeline-parallel-size", 1))
+    assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
+    [head] = leader.spec["initContainers"]
+    assert head["restartPolicy"] == "Always", "a sidecar: there before the server, and after it"
+    [port] = [word.partition("=")[2] for word in head["command"] if word.startswith("--port=")]
+    [joining] = worker.containers()
+    assert f"--address=$(LWS_LEADER_ADDRESS):{port}" in joining["command"]
+    assert head["startupProbe"]["tcpSocket"]["port"] == int(port)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
