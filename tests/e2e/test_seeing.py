@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -149,3 +150,55 @@ def test_several_frontends_see(checkpoints: dict[str, Path], right: Callable[[st
         assert said(running, NAME, stream=True) == right(NAME)
         assert said(running, NAME, [{"role": "user", "content": "no image"}]).usage.prompt_tokens < 20
         assert running.stop() == 0, running.said
+
+
+def shown_by_a_tool(source: dict[str, Any]) -> list[Any]:
+    """An agent's turns of Anthropic's: a tool has taken a screenshot."""
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    image = {"type": "image", "source": source}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "here"}, image]}
+    return [
+        {"role": "user", "content": "What is there?"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+
+
+def test_the_other_protocols_see_the_same(seeing: Server) -> None:
+    """Through the packages of both vendors: an image in a tool's result is seen as it is in a chat."""
+    data = base64.b64encode(png(IMAGES[0])).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    turns: Any = shown_by_a_tool(source)
+    calls = [{"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    chat = [
+        {"role": "user", "content": "What is there?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "here"}, part(IMAGES[0])]},
+    ]
+    expected = said(seeing, NAME, chat)
+    with anthropic.Anthropic(base_url=seeing.url, api_key="none", timeout=60, max_retries=0) as client:
+        options: Any = {"model": NAME, "max_tokens": NEW, "extra_body": {"ignore_eos": True, "temperature": 0}}
+        answer = client.messages.create(messages=turns, **options)
+        assert answer.content[0].text == expected.choices[0].message.content
+        assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == expected.usage.prompt_tokens
+        with client.messages.stream(messages=turns, **options) as stream:
+            assert stream.get_final_text() == expected.choices[0].message.content
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[2\].content\[0\].content\[1\].source"):
+            client.messages.create(messages=shown_by_a_tool(source | {"data": data[:40]}), **options)
+    items: Any = [
+        {"role": "user", "content": "What is there?"},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [
+                {"type": "input_text", "text": "here"},
+                {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "auto"},
+            ],
+        },
+    ]
+    with openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        response = client.responses.create(
+            model=NAME, input=items, max_output_tokens=NEW, temperature=0, extra_body={"ignore_eos": True}
+        )
+    assert response.output_text == expected.choices[0].message.content
