@@ -18,6 +18,9 @@ class MediaText(NamedTuple):
     """The text that a chat template has for a medium."""
     placeholders: tuple[str, ...]
     """What comes in its place, one for each medium, in order."""
+    adds_special: bool = False
+    """Whether a rendered chat gets what the tokenizer adds to a text, unless it begins with that: processors of images
+    add it, and templates that are made for them may count on it."""
 
 
 NO_MEDIA = MediaText("", ())

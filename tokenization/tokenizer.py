@@ -157,7 +157,8 @@ class Tokenizer:
         else:
             field = "messages"
             text = self._render(prompt, media)
-            special = False
+            bos = self._special_tokens.get("bos_token")
+            special = media.adds_special and not (bos and text.startswith(bos))
         if media.placeholders and kept is not None:
             raise InvalidArgument("a prompt with media can't be cut", field="truncate_prompt_tokens")
         text = expand_media(text, media, field)

@@ -155,7 +155,7 @@ class ModelMedia:
             return PromptMedia()
         token = services.preparer.facts.token_ids[0]
         if not media:
-            return PromptMedia(token=token)
+            return PromptMedia(_text_of(services, ()), token)
         prepared = await self._prepare(services, media, context)
         encoded = await _all([services.encoder.encode(medium, context, salt) for medium in prepared])
         return PromptMedia(_text_of(services, prepared), token, prepared, encoded, self._bidirectional)
@@ -184,7 +184,7 @@ class _JointMemory:
 
 
 def _text_of(services: MediaServices, prepared: Sequence[PreparedMedium]) -> MediaText:
-    return MediaText(services.preparer.facts.token, tuple(medium.placeholder for medium in prepared))
+    return MediaText(services.preparer.facts.token, tuple(medium.placeholder for medium in prepared), True)
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,13 +1,16 @@
 """Media in the text of a prompt: what templates of each kind get, and what stands for a medium in the end."""
 
 import pytest
+import tokenizers
 from jinja2 import Environment
+from tokenizers import models, processors
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.media import MediaSource
 from charonia.core.request import ChatMessage, Conversation, prompt_media
-from charonia.tokenization.chat_template import ChatTemplate
+from charonia.tokenization.chat_template import DEFAULT, ChatTemplate
 from charonia.tokenization.media_text import MediaText, expand_media
+from charonia.tokenization.tokenizer import Tokenizer
 
 BOTH = (
     "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
@@ -116,6 +119,19 @@ def test_placeholders_take_the_places_in_order() -> None:
     assert expand_media("a<img>", MediaText("<img>", ()), "messages") == "a<img>"
     with pytest.raises(InvalidArgument, match="messages: the prompt has 1 places <img> for 2 media"):
         expand_media("a<img>", TOKEN, "messages")
+
+
+@pytest.mark.parametrize(("template", "begins"), [(TEXTS, 1), ("<s>" + TEXTS, 0)])
+def test_a_model_that_sees_gets_what_its_processor_adds(template: str, begins: int) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "<user>": 1, "</>": 2, "hi": 3}, "hi"))
+    backend.add_special_tokens(["<s>", "<user>", "</>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokens = {"bos_token": "<s>"}
+    tokenizer = Tokenizer(backend, tokens, {DEFAULT: ChatTemplate(template, tokens)})
+    chat = talk(ChatMessage("user", "hi"))
+    own = tokenizer.prompt_ids(chat)
+    assert tokenizer.prompt_ids(chat, media=MediaText("<img>", (), adds_special=True)) == [0] * begins + own
+    assert own[-3:] == [1, 3, 2]
 
 
 def test_the_media_of_a_prompt() -> None:
