@@ -57,21 +57,46 @@ class DeviceBatch(NamedTuple):
     first_places: Tensor
     block_ids: Tensor
     size: int
+    shifts: Tensor | None = None
+    """Those of `StepPositions`; None: it has none."""
+    ends: Tensor | None = None
+    """In the same way."""
 
 
 class EmbeddedPlaces(NamedTuple):
     """The packed `places` int64 [M] of a step, ascending, whose input is not their token's embedding but one of `rows`
-    [M, hidden]."""
+    [M, hidden]. `stacked` [layers, M, hidden]: what the first layers add at the places to what they give."""
 
     places: Tensor
     rows: Tensor
+    stacked: Tensor | None = None
 
     def fill(self, x: Tensor) -> Tensor:
         """x [N, hidden] with the rows in their places, changed where it is."""
         return x.index_copy_(0, self.places, self.rows.to(x.dtype))
 
+    def add_stacked(self, x: Tensor, layer: int) -> None:
+        """Add to x [N, hidden], where it is, what `layer` adds."""
+        if self.stacked is not None and layer < len(self.stacked):
+            x.index_add_(0, self.places, self.stacked[layer].to(x.dtype))
+
     def to(self, dtype: torch.dtype) -> "EmbeddedPlaces":
-        return self if self.rows.dtype == dtype else self._replace(rows=self.rows.to(dtype))
+        if self.rows.dtype == dtype:
+            return self
+        stacked = None if self.stacked is None else self.stacked.to(dtype)
+        return self._replace(rows=self.rows.to(dtype), stacked=stacked)
+
+
+class StepPositions(NamedTuple):
+    """Where rotation and attention see a step's tokens, if some of its rows have images before or in it."""
+
+    shifts: IntArray
+    """int32 [R] what is added to the positions of a row's tokens where they are rotated."""
+    grid: LongArray | None = None
+    """int64 [3, N] positions by time, height and width, in place of these; None: no place of the step is of a grid."""
+    ends: IntArray | None = None
+    """int32 [N] the position of the first token behind each that it does not see, in layers whose attention has
+    `both_ways`; None: none sees one behind itself."""
 
 
 class StepBatch:
@@ -101,6 +126,8 @@ class StepBatch:
         self._by_group: dict[int, StepBatch] = {}
         self.embedded: EmbeddedPlaces | None = None
         """The places that are no tokens, if there are any."""
+        self.moved: StepPositions | None = None
+        """Positions that are not those of tokens, if some are."""
         self._given = on_device
         self._on_host = on_device is None and token_ids.device.type == "cpu"
 
@@ -131,8 +158,11 @@ class StepBatch:
         if self._given is not None:
             return self._given
         columns = self.rows, self.starts, self.counts, self.first_places
-        rows, starts, counts, first_places = upload_columns(columns, self.token_ids.device)
-        return DeviceBatch(rows, starts, counts, first_places, self.block_ids, self.size)
+        moved, device = self.moved, self.token_ids.device
+        shifts = () if moved is None else (moved.shifts,)
+        numbers = upload_columns((*columns, *shifts), device)
+        batch = DeviceBatch(*numbers[:4], self.block_ids, self.size, *numbers[4:])
+        return batch if moved is None or moved.ends is None else batch._replace(ends=to_device(moved.ends, device))
 
     @property
     def longest(self) -> int:
@@ -142,10 +172,20 @@ class StepBatch:
     @property
     def c_fields(self) -> tuple[int, ...]:
         """The fields of `struct step` (attention.h): valid as long as this batch lives."""
-        columns = self.rows, self.starts, self.counts, self.first_places
-        addresses = (column.ctypes.data for column in columns)
+        ends = None if self.moved is None else self.moved.ends
+        columns = self.rows, self.starts, self.counts, self._angle_lines, ends, self.first_places
+        addresses = (0 if column is None else column.ctypes.data for column in columns)
         widths = self.block_ids.stride(0), self._group_width
         return len(self.rows), *widths, *addresses, self.block_ids.data_ptr()
+
+    @cached_property
+    def _angle_lines(self) -> IntArray:
+        """[R] the line of each row's first token in a table of rotations: of all positions, or, where places are of a
+        grid, of the step's tokens."""
+        if self.moved is None:
+            return self.starts
+        lines = self.starts + self.moved.shifts if self.moved.grid is None else self.first_places
+        return np.ascontiguousarray(lines, np.int32)
 
     @property
     def _group_width(self) -> int:
@@ -186,6 +226,17 @@ class StepBatch:
         device = self.on_device
         positions = self._places + (device.starts - device.first_places)[self.owners]
         return torch.where(self._places < (device.first_places + device.counts)[-1], positions, 0)
+
+    @cached_property
+    def rotary_positions(self) -> Tensor:
+        """[N] by which each token is rotated, or [3, N] by time, height and width, where places are of a grid."""
+        moved = self.moved
+        if moved is not None and moved.grid is not None:
+            return to_device(moved.grid, self.token_ids.device)
+        if self._on_host:
+            return self.positions if moved is None else self.positions + torch.from_numpy(moved.shifts)[self.owners]
+        shifts = self.on_device.shifts
+        return self.positions if shifts is None else (self.positions + shifts[self.owners]).clamp_(min=0)
 
     @cached_property
     def owners(self) -> Tensor:

@@ -1,7 +1,11 @@
 """The prompts that hold a row and are not yet computed to their end, in the order in which they go on."""
 
+from collections.abc import Sequence as Line
+from itertools import chain, islice
+from math import inf
 from typing import NamedTuple
 
+from .prefill_budget import LINE_LENGTH, WaitingPrompt
 from .running_set import RunningSet
 from .sequence import Sequence
 from .waiting_queue import Fairness
@@ -37,3 +41,18 @@ def half_computed(
     for pending in prefills:
         lanes[pending.sequence.long_prompt].append(pending)
     return lanes
+
+
+def waiting_line(
+    rows: RunningSet, prefills: Line[PendingPrefill], waiting: Line[Sequence], clock: float
+) -> list[WaitingPrompt]:
+    """The first prompts that wait for their first token: of the half-computed ones, then of those without a row."""
+    line = list[WaitingPrompt]()
+    pending = ((prefill.sequence, int(rows.scheduled[prefill.row])) for prefill in prefills)
+    others = ((sequence, sequence.shared) for sequence in waiting)
+    for sequence, computed in islice(chain(pending, others), LINE_LENGTH):
+        target = sequence.target_ttft
+        if target != inf and not sequence.outputs:
+            waited = clock - sequence.arrived_at
+            line.append(WaitingPrompt(sequence.known - computed, computed, waited, target))
+    return line

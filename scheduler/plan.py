@@ -98,6 +98,15 @@ class EmbeddedSpan(msgspec.Struct, array_like=True, frozen=True):
     def end(self) -> int:
         return self.start + self.length
 
+    @property
+    def shift(self) -> int:
+        """What it adds to the positions of what follows: these go on behind the largest of its grid's, and not behind
+        as many as it has places."""
+        return max(self.grid) - self.length if any(self.grid) else 0
+
+    def without_rows(self) -> "EmbeddedSpan":
+        return msgspec.structs.replace(self, rows=b"", deepstack=b"")
+
     def identities(self) -> IntArray:
         """What stands for the places where tokens are compared: int32 [length] made of the digest, each below 0 as no
         token id is."""
@@ -121,6 +130,8 @@ class NewSequence(NamedTuple):
     nothing."""
     embedded: tuple[EmbeddedSpan, ...] = ()
     """Those of its prompt, ascending, of which some place is yet to be computed."""
+    shift: int = 0
+    """The sum of `EmbeddedSpan.shift` of those before them."""
 
 
 class StepPlan(NamedTuple):

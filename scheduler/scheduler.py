@@ -113,6 +113,7 @@ class Scheduler:
         if request.key in self._live:
             raise InvalidArgument(f"sequence {request.key} is already being served")
         request.check_fits(self.config.max_model_len, self._cache)
+        request.check_spans(self.config.max_num_batched_tokens - self.config.max_num_seqs + 1)
         priority = min(max(request.priority, 0), PRIORITY_CLASSES - 1)
         seniority = self._step + priority * self.config.ageing_steps
         rank = seniority + len(request.prompt) // self.config.rank_step_tokens

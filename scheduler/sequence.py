@@ -1,7 +1,8 @@
 """A sequence to run, and what the scheduler remembers of it while it waits or runs. No counters: see running_set.py."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
@@ -102,6 +103,26 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
             message = f"{prompt} prompt tokens and {new} new ones exceed the cache's {cache.longest}"
             raise InvalidArgument(message, field=field)
 
+    def spans_from(self, computed: int) -> tuple[tuple[EmbeddedSpan, ...], int]:
+        """The spans of which some place comes after so many tokens, and the sum of `shift` of those before them."""
+        behind = [span for span in self.embedded if span.end <= computed]
+        return self.embedded[len(behind) :], sum(span.shift for span in behind)
+
+    def check_spans(self, step_tokens: int) -> None:
+        """Raises `InvalidArgument` where the spans are none of this prompt, or one step, which has room for
+        `step_tokens` tokens of it, could never compute all places of one that see one another."""
+        end = 0
+        for span in self.embedded:
+            where = f"the {span.length} places from {span.start} on that are no tokens"
+            if span.length < 1 or not end <= span.start <= span.end <= len(self.prompt):
+                raise InvalidArgument(f"{where} lie outside of the prompt, or in others of the kind", field="prompt")
+            if any(span.grid) and prod(span.grid) != span.length:
+                raise InvalidArgument(f"{where} are not those of a grid of {span.grid}", field="prompt")
+            if span.bidirectional and span.length > step_tokens:
+                room = f"are computed in one step, which has room for {step_tokens}: max_num_batched_tokens is too low"
+                raise InvalidArgument(f"{where} {room}", field="prompt")
+            end = span.end
+
 
 class DraftGuess(NamedTuple):
     """What was to follow a sequence's first `outputs` ones, as `drafter` says; `own`: how many of them it said itself,
@@ -165,12 +186,15 @@ class Sequence:
     """Tokens for which nothing is drafted while its drafts are wrong."""
     proposed: tuple[int, list[int]] = (0, [])
     """Tokens that were known, and what a draft model says that follows them."""
+    uncut: int = field(init=False)
+    """The most places of its prompt that one step computes together, because they see one another; 0: none do."""
     prompt_logprobs_done: int = field(init=False)
     """Tokens of the prompt whose log-probability is known or not wanted; the first has none."""
 
     def __post_init__(self) -> None:
         wanted = self.spec.sampling.prompt_logprobs is not None
         self.prompt_logprobs_done = 1 if wanted else len(self.spec.prompt)
+        self.uncut = max((span.length for span in self.spec.embedded if span.bidirectional), default=0)
 
     @property
     def known(self) -> int:
@@ -191,6 +215,16 @@ class Sequence:
         """Leading tokens whose blocks it may share, the last token's apart: tokens that lack log-probabilities have to
         run."""
         return self.prompt_logprobs_done if self.lacks_prompt_logprobs else self.known
+
+    def uncut_chunk(self, start: int, count: int, most: int) -> int:
+        """How many of `count` tokens from `start` on a step computes that has room for `most`: it ends before places
+        that see one another, or, if it begins there, behind them; 0 where they are too many for it."""
+        end = start + count
+        for span in self.spec.embedded if self.uncut else ():
+            if span.bidirectional and span.start < end < span.end:
+                whole = span.end - start
+                return span.start - start if start < span.start else whole if whole <= most else 0
+        return count
 
     def take_prompt_logprobs(self, computed: PromptLogprobs) -> PromptLogprobs:
         """Take in `computed` and return the part that is new: after a preemption some come again. Raises `RuntimeError`
@@ -220,3 +254,8 @@ class Sequence:
             adapter = spec.adapter_name or spec.adapter
             contents.append(BlockContent(self.hashes[number], parent, of_block, adapter, extra_keys))
         return contents
+
+
+def most_uncut(sequences: Iterable[Sequence | None]) -> int:
+    """The most places that one of these prompts has to compute in one step."""
+    return max((sequence.uncut for sequence in sequences if sequence is not None), default=0)

@@ -4,7 +4,7 @@ Half-computed and waiting prompts are treated alike. Short ones go first, and lo
 own: neither is stuck behind the other. Knows no results, and no time but `PrefillBudget`'s.
 """
 
-from itertools import chain, compress, islice
+from itertools import chain, compress
 from math import inf
 from operator import mul
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.metrics import SequenceState
 from .config import SchedulerConfig
-from .half_computed import PendingPrefill, half_computed
+from .half_computed import PendingPrefill, half_computed, waiting_line
 from .plan import (
     NO_HOST_COPIES,
     NO_ROWS,
@@ -23,9 +23,9 @@ from .plan import (
     LongArray,
     StepPlan,
 )
-from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
+from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork
 from .running_set import BoolArray, InFlightStep, RunningSet
-from .sequence import Sequence
+from .sequence import Sequence, most_uncut
 from .speculation import Speculation
 from .waiting_queue import Fairness, queue_order
 
@@ -68,7 +68,8 @@ class StepPacker:
         self._appended: list[tuple[int, int]] = []  # (row, block) pairs that the executor has not been told of
         self._admitted_rows: list[int] = []  # they left enough blocks for the others: never preempted in the same step
         self._drafts: dict[int, list[int]] = {}  # tokens that rows are to verify
-        self._short_of_blocks = False  # a row lacks blocks, so no sequence is admitted
+        # No sequence is admitted while a row lacks blocks, or the next one must compute more together than is left.
+        self._short_of_blocks = self._short_of_tokens = False
 
     def pack(self) -> tuple[StepPlan, InFlightStep] | None:
         """Choose what the step computes; None when nothing runs (closed rows then ride with a plan that does)."""
@@ -188,7 +189,10 @@ class StepPacker:
         due = (rows.known >= rows.drafts_from).nonzero()[0]
         if not len(due):
             return
-        left = min(self._budget_left, speculation.most_sampled - rows.num_running - len(self._waiting))
+        left = self._budget_left - most_uncut(
+            [*map(rows.sequences.get, rows.prefilling), self._waiting.peek(self._step)]
+        )
+        left = min(left, speculation.most_sampled - rows.num_running - len(self._waiting))
         if self._cache.draft_states is not None:
             left = min(left, self._cache.draft_states.free)
         wanted: dict[int, int] = {}
@@ -209,8 +213,7 @@ class StepPacker:
                 self._grow(row)
 
     def _room_after(self, row: int, end: int, most: int) -> int:
-        """How many of `most` tokens the row may hold after the first `end` ones, but the very last: the blocks are its
-        own, promised to it, or free even if every running row took one."""
+        """How many of `most` tokens after its first `end` ones the row has, or may take, blocks for, the last apart."""
         rows = self._rows
         size = self._cache.block_size
         held = int(self._rows.capacity[row])
@@ -237,8 +240,7 @@ class StepPacker:
         return np.array(lengths, np.int32) if any(lengths) else NO_ROWS
 
     def _limit_forced_tokens(self, decoding: LongArray) -> list[int]:
-        """Let rows compute only a few tokens more than one each where free rows wait for the same step; the others
-        follow in the next steps. Returns what each row computes."""
+        """Let rows compute few tokens more than one each where free rows wait for it. Returns what each computes."""
         rows = self._rows
         counts = self._counts
         free = max(len(decoding) // ROWS_PER_FORCED_TOKEN, 1)
@@ -254,12 +256,14 @@ class StepPacker:
     def _add_prompts(self) -> None:
         """Spend the rest of the budget on prompts, short ones first; half of it on long ones, if any can use it."""
         short, long = half_computed(self._rows, self._fairness, self._step, self._config.rank_step_tokens)
-        budget, mixed = self._budget_left, bool(long) or self._waiting.peek(self._step, long=True) is not None
+        budget, waiting = self._budget_left, self._waiting.peek(self._step, long=True)
+        mixed = bool(long) or waiting is not None
         pace = self._prefill.pace(self._demand([*short, *long], mixed))
         if not mixed:
             self._fill(pace.short_prompt_lane(budget), short, long=False)
             return
-        lane = pace.short_prompt_lane((budget + self._step % 2) // 2)
+        left_to_long = most_uncut([*(pending.sequence for pending in long), waiting])
+        lane = pace.short_prompt_lane(min((budget + self._step % 2) // 2, budget - left_to_long))
         self._fill(lane, short, long=False)
         self._fill(pace.long_prompt_lane(self._work, self._budget_left), long, long=True)
         lane.tokens = self._budget_left
@@ -267,17 +271,10 @@ class StepPacker:
 
     def _demand(self, half_computed: list[PendingPrefill], mixed: bool) -> StepDemand:
         """The decoding rows of the step and the prompts that wait for their first token."""
-        rows, line = self._rows, list[WaitingPrompt]()
-        pending = ((prefill.sequence, int(rows.scheduled[prefill.row])) for prefill in half_computed)
-        waiting = ((sequence, sequence.shared) for sequence in self._waiting.first(LINE_LENGTH))
-        for sequence, computed in islice(chain(pending, waiting), LINE_LENGTH):
-            target = sequence.target_ttft
-            if target != inf and not sequence.outputs:
-                waited = self._clock - sequence.arrived_at
-                line.append(WaitingPrompt(sequence.known - computed, computed, waited, target))
-        if not rows.itl_targets:
+        line = waiting_line(self._rows, half_computed, self._waiting.first(LINE_LENGTH), self._clock)
+        if not self._rows.itl_targets:
             return StepDemand(self._work, line, mixed=mixed)
-        targets = [rows.itl_targets.get(row) for row in self._counts.nonzero()[0].tolist()]
+        targets = [self._rows.itl_targets.get(row) for row in self._counts.nonzero()[0].tolist()]
         wanted = [target for target in targets if target is not None]
         return StepDemand(self._work, line, min(wanted, default=inf), len(wanted) < len(targets), mixed)
 
@@ -304,10 +301,11 @@ class StepPacker:
         return (pending.rank, pending.arrival_number) < queue_order(waiting)
 
     def _add_chunk(self, lane: PrefillLane, row: int, missing: int) -> None:
-        slot = self._rows.sequences[row].tenant_slot
-        self._set_count(row, lane.grant_tokens(missing, int(self._rows.scheduled[row]), self._budget_left))
+        sequence, start = self._rows.sequences[row], int(self._rows.scheduled[row])
+        granted = lane.grant_tokens(missing, start, self._budget_left)
+        self._set_count(row, sequence.uncut_chunk(start, granted, self._budget_left))
         self._grow(row)
-        self._fairness.charge_prompt(slot, int(self._counts[row]))
+        self._fairness.charge_prompt(sequence.tenant_slot, int(self._counts[row]))
 
     def _set_count(self, row: int, count: int) -> None:
         """Let the row compute a chunk, or leave it out of the step after all."""
@@ -323,9 +321,8 @@ class StepPacker:
     # Admission
 
     def _admissible(self, long: bool) -> Sequence | None:
-        """The sequence of a lane to be admitted next, unless rows or blocks are short. No sequence overtakes one that
-        waits for blocks, and the last row is for the next of all."""
-        if self._short_of_blocks or not self._rows.num_free:
+        """A lane's next sequence. None overtakes one that waits for blocks; the last row is for the next of all."""
+        if self._short_of_blocks or self._short_of_tokens or not self._rows.num_free:
             return None
         first, next_of_all = self._waiting.peek(self._step, long), self._waiting.peek(self._step)
         if first is None or (first is not next_of_all and self._rows.num_free == 1):
@@ -336,8 +333,7 @@ class StepPacker:
         return first if self._cache.admissible_blocks - self._rows.spare_blocks(self._no_evict) > available else None
 
     def _admit(self, lane: PrefillLane, sequence: Sequence) -> None:
-        """Give the sequence a row and its first chunk; or set it aside until a block it can share is computed, or fewer
-        adapters run; or note that it does not fit, whereupon none is admissible until more blocks are free."""
+        """Give the sequence a row and its first chunk; set it aside for a shared block or an adapter; or admit none."""
         awaited = self._cache.awaits(sequence.hashes, sequence.shareable_tokens)
         if awaited is not None:
             self._waiting.wait_for_block(sequence, awaited)
@@ -353,6 +349,10 @@ class StepPacker:
             self._rows.blocked = (sequence, free - spare)
             return
         self._cache.restore(table, sequence.shareable_tokens)
+        if not sequence.uncut_chunk(table.cached, 1, self._budget_left):
+            self._cache.close(table)
+            self._short_of_tokens = True
+            return
         row, missing = self._rows.admit(sequence, table, reserved), sequence.known - table.cached
         sequence.long_prompt = self._prefill.is_long_prompt(missing, table.cached)
         self._admitted_rows.append(row)

@@ -421,6 +421,8 @@ CONFIGS["qwen2.5-vl-text"] = LLAMA | {
     "model_type": "qwen2_5_vl_text",
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
 }
+QWEN2_EYE = {"depth": 1, "num_heads": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+CONFIGS["qwen2-vl-text"] = CONFIGS["qwen2.5-vl-text"] | {"model_type": "qwen2_vl_text"}
 CONFIGS["qwen3-vl-text"] = CONFIGS["qwen2.5-vl-text"] | {"model_type": "qwen3_vl_text", "head_dim": 16}
 PARTS = {
     "gemma3-image": with_images(
@@ -449,9 +451,14 @@ PARTS = {
         tie_word_embeddings=False,
     ),
     "llava": with_images("llava", "llama", {"model_type": "clip_vision_model"}, image_token_index=380),
+    "qwen2-vl": with_images("qwen2_vl", "qwen2-vl-text", QWEN2_EYE, image_token_id=380, tie_word_embeddings=False),
     "qwen2.5-vl": with_images("qwen2_5_vl", "qwen2.5-vl-text", QWEN_EYE, image_token_id=380, tie_word_embeddings=False),
     "qwen3-vl": with_images(
-        "qwen3_vl", "qwen3-vl-text", QWEN_EYE | {"deepstack_visual_indexes": [0]}, tie_word_embeddings=True
+        "qwen3_vl",
+        "qwen3-vl-text",
+        QWEN_EYE | {"num_hidden_layers": 2, "deepstack_visual_indexes": [0, 1]},
+        image_token_id=380,
+        tie_word_embeddings=True,
     ),
     "qwen3.5-image": with_images(
         "qwen3_5",
@@ -462,6 +469,7 @@ PARTS = {
     ),
 }
 """Models that take images too, of which the language part is served."""
+PARTS["gemma4-image"]["text_config"]["use_bidirectional_attention"] = "vision"
 CONFIGS |= PARTS
 
 DEEPSEEK = LLAMA | {

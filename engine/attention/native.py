@@ -56,7 +56,8 @@ class NativeAttention(AttentionBackend):
             kv_heads = _query_parts(spec.heads, shape.key_size) if latent else shape.heads
             sizes = spec.heads, kv_heads, shape.key_size, spec.block_size, kind.window or 0
             scale = kind.scale or shape.key_size**-0.5
-            self._params.append(AttentionParams(*sizes, dtype, stored, latent, scale, kind.softcap or 0.0))
+            codes = dtype, stored, latent, kind.both_ways
+            self._params.append(AttentionParams(*sizes, *codes, scale, kind.softcap or 0.0))
         tiles = spec.block_size // TILE_TOKENS
         bytes_of = {
             spec.kept(kind): own.tile_bytes for kind, own in zip(spec.distinct_attention, self._params, strict=True)

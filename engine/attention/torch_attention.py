@@ -115,6 +115,9 @@ class ReferenceAttention(AttentionBackend):
     def begin_step(self, batch: StepBatch) -> StepAttention:
         counts = batch.counts.tolist()
         starts = batch.starts.tolist()
+        ends_of: Sequence[Tensor | None] = [None] * len(counts)
+        if batch.moved is not None and batch.moved.ends is not None:
+            ends_of = torch.from_numpy(batch.moved.ends).to(self._spec.device).split(counts)
         groups = sorted({place.group for place in self._layer_places})
         slots_of = {group: batch.of_group(group).slots() for group in groups}
         known_of = {group: self._known_slots(batch.of_group(group)) for group in groups}
@@ -127,11 +130,13 @@ class ReferenceAttention(AttentionBackend):
                 keys[slots] = k
             if v is not None:
                 values[slots] = v
-            rows = zip(torch.split(q, counts), known, starts, strict=True)
-            attention = self._spec.attention[layer]
-            return torch.cat(
-                [reference_attention(some, keys[at], values[at], start, attention, sinks) for some, at, start in rows]
-            )
+            rows = zip(torch.split(q, counts), known, starts, ends_of, strict=True)
+            kind = self._spec.attention[layer]
+            mixed = [
+                reference_attention(own, keys[at], values[at], start, kind, sinks, ends)
+                for own, at, start, ends in rows
+            ]
+            return torch.cat(mixed)
 
         known_by_layer = [known_of[place.group] for place in self._layer_places]
         return StoredTokens(attend, self._spec, [keys for keys, _ in self._layers], known_by_layer, starts)
@@ -147,11 +152,17 @@ class ReferenceAttention(AttentionBackend):
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, start: int, attention: LayerAttention, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: int,
+    attention: LayerAttention,
+    sinks: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Causal grouped-query attention of one sequence: q [n, heads, d] at positions from `start`, k [T, kv_heads, d] and
-    v [T, kv_heads, e] at positions from 0; [n, heads * e] in q's dtype. (arXiv 1706.03762, 2305.13245; the window
-    2310.06825, the cap 2408.00118, the sinks 2508.10925.)"""
+    v [T, kv_heads, e] at positions from 0; [n, heads * e] in q's dtype. `ends`: as of `StepPositions`. (arXiv
+    1706.03762, 2305.13245; the window 2310.06825, the cap 2408.00118, the sinks 2508.10925.)"""
     count, heads, head_dim = q.shape
     group = heads // k.shape[1]
     keys = k.float().repeat_interleave(group, 1)
@@ -159,8 +170,11 @@ def reference_attention(
     scores = torch.einsum("nhd,thd->hnt", q.float(), keys) * (attention.scale or head_dim**-0.5)
     if attention.softcap is not None:
         scores = attention.softcap * torch.tanh(scores / attention.softcap)
-    back = torch.arange(start, start + count, device=q.device).unsqueeze(-1) - torch.arange(len(k), device=q.device)
-    hidden = back < 0 if attention.window is None else (back < 0) | (back >= attention.window)
+    places = torch.arange(len(k), device=q.device)
+    back = torch.arange(start, start + count, device=q.device).unsqueeze(-1) - places
+    hidden = back < 0 if ends is None or not attention.both_ways else places >= ends.unsqueeze(-1)
+    if attention.window is not None:
+        hidden = hidden | (back >= attention.window)
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(heads, 1, 1).expand(heads, count, 1)), -1)
@@ -290,9 +304,12 @@ class TorchSdpaAttention(AttentionBackend):
             count = int(batch.counts[row])
             first = int(batch.first_places[row])
             length = start + count
-            mask = None
-            if start or not _sdpa_supports(attention) or (window is not None and count > window):
-                mask = _additive_mask(torch.arange(start + 1, length + 1), length, window, self._spec.dtype)
+            mask = seen = None
+            if attention.both_ways and batch.moved is not None and batch.moved.ends is not None:
+                ends = batch.moved.ends[first : first + count] - skipped[row] * self._spec.block_size
+                seen = torch.from_numpy(ends)
+            if start or not _sdpa_supports(attention) or (window is not None and count > window) or seen is not None:
+                mask = _additive_mask(torch.arange(start + 1, length + 1), length, window, self._spec.dtype, seen)
             blocks = self._block_ids(batch, np.array([row]), skipped[[row]], length)
             yield _AttentionPart(attention, slice(first, first + count), blocks, length, mask, True)
 
@@ -342,11 +359,15 @@ def _mix(part: _AttentionPart, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | 
     return torch.matmul(scores.softmax(-1)[..., : k.shape[-2]], v)
 
 
-def _additive_mask(ends: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[len(ends), length]: minus infinity for tokens from each of `ends` on, and before the window that ends there."""
+def _additive_mask(
+    ends: Tensor, length: int, window: int | None, dtype: torch.dtype, seen: Tensor | None = None
+) -> Tensor:
+    """[len(ends), length]: minus infinity for tokens from each of `ends` on, or of those that are `seen` to, and before
+    the window that ends there."""
     places = torch.arange(length)
-    ends = ends.unsqueeze(-1)
-    hidden = places >= ends if window is None else (places >= ends) | (places < ends - window)
+    hidden = places >= (ends if seen is None else seen).unsqueeze(-1)
+    if window is not None:
+        hidden |= places < ends.unsqueeze(-1) - window
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 

@@ -41,7 +41,7 @@ class TritonAttention(AttentionBackend):
             heads, size, *_ = spec.kept(kind)
             shape = CacheShape(spec.heads, heads, size, spec.block_size, self._codes)
             scale = kind.scale or size**-0.5
-            self._specs.append(AttentionSpec(shape, scale, kind.window or 0, kind.softcap or 0.0))
+            self._specs.append(AttentionSpec(shape, scale, kind.window or 0, kind.softcap or 0.0, kind.both_ways))
         self._index = spec.attention_index
         self._groups = [place.group for place in self._layer_places]
         self._layers: list[LayerCache] = []

@@ -196,6 +196,7 @@ class ConfigFields(NamedTuple):
         if (keys := self.real("key_multiplier")) is not None:  # and what keys and queries are made of, twice
             scale = head_dim**-0.5 * keys * (self.real("attention_in_multiplier") or 1.0) ** 2
         full = LayerAttention(None, scale, self.real("attn_logit_softcapping"), self.flag("attention_sinks"))
+        full = full._replace(both_ways=self.flag("attends_both_ways"))
         if hybrid is not None:
             return tuple(full if attends else None for attends in hybrid.attends)
         layers, types = self.layers, self.texts("layer_types")
@@ -257,12 +258,27 @@ class ConfigFields(NamedTuple):
             kind,
             theta,
             factor,
+            sections=self._sections(rotated // 2),
+            interleaved=self.flag("mrope_interleaved"),
             original_max_position=original,
             partial_rotary_factor=part,
             attention_factor=_attention_factor(kind, values, factor, original),
             truncate=bool(values.get("truncate", True)),
             **given,
         )
+
+    def _sections(self, pairs: int) -> tuple[int, ...]:
+        """`RopeSpec.sections` of a part of a model that takes images, which names the usual ones."""
+        usual = self.config.get("mrope_section")
+        if usual is None:
+            return ()
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        sections = rope.get("mrope_section") or usual
+        if not isinstance(sections, list) or [type(section) for section in sections] != [int] * 3 or min(sections) < 0:
+            raise self.error(f"mrope_section must be three whole numbers, got {shorten(repr(sections))}")
+        if sum(sections) != pairs and not self.flag("mrope_interleaved"):
+            raise self.error(f"mrope_section must have {pairs} pairs of numbers in all, got {sections}")
+        return tuple(sections)
 
     def corrected_experts(self) -> dict[str, Any]:
         """The fields of DeepSeek V3's router (arXiv 2412.19437), and of those that are like it: sigmoids with a

@@ -57,8 +57,10 @@ def _gemma4_attention(fields: ConfigFields, layer: int, layer_type: str) -> Laye
     kept = KeyValueShape(checked.number("num_key_value_heads", usual.heads), size, size)
     if (heads := fields.number("num_attention_heads")) % kept.heads:
         raise fields.error(f"num_attention_heads {heads} is no multiple of {kept.heads} key/value heads")
-    window = fields.number("sliding_window") if layer_type == _SLIDING else None
-    return LayerAttention(window, 1.0, kept=None if kept == usual else kept)
+    sliding = layer_type == _SLIDING
+    window = fields.number("sliding_window") if sliding else None
+    both_ways = sliding and fields.config.get("use_bidirectional_attention") == "vision"
+    return LayerAttention(window, 1.0, kept=None if kept == usual else kept, both_ways=both_ways)
 
 
 def _head_dim(fields: ConfigFields, kind: LayerAttention) -> int:

@@ -77,6 +77,16 @@ _USUAL_TEXT_PART = {
 }
 """Architecture -> the `model_type` of a text_config that leaves it out."""
 
+_CHUNKED, _INTERLEAVED = ({"mrope_section": [16, 24, 24]}, {"mrope_interleaved": True})
+_IMAGE_POSITIONS: dict[str, Mapping[str, Any]] = {
+    "Qwen2VLForConditionalGeneration": _CHUNKED,
+    "Qwen2_5_VLForConditionalGeneration": _CHUNKED,
+    "Qwen3VLForConditionalGeneration": _INTERLEAVED | {"mrope_section": [24, 20, 20]},
+    "Qwen3_5ForConditionalGeneration": _INTERLEAVED | {"mrope_section": [11, 11, 10]},
+    "Qwen3_5MoeForConditionalGeneration": _INTERLEAVED | {"mrope_section": [11, 11, 10]},
+}
+"""Architecture -> how its text part turns heads at places of images, and the sections where it names none."""
+
 _SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Fields that stand outside of text_config, for all parts."""
 
@@ -166,7 +176,14 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     architecture, absent = _TEXT_PARTS[kind]
     shared = {name: config[name] for name in _SHARED_FIELDS if config.get(name) is not None}
-    return {**absent, **text, **shared, "architectures": [architecture]}
+    own = {**_IMAGE_POSITIONS.get(outer, {}), "deepstack_layers": _deepstack_layers(config)}
+    return {**absent, **text, **shared, **own, "architectures": [architecture]}
+
+
+def _deepstack_layers(config: Mapping[str, Any]) -> int:
+    """Layers of the text part that take something of the tower's, too."""
+    indexes = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
+    return len(indexes) if isinstance(indexes, list) else 0
 
 
 def text_tensor_name(stored: str) -> str:

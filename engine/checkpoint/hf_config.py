@@ -92,6 +92,7 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         logit_softcap=fields.real("final_logit_softcapping"),
         experts=fields.experts(),
         dtype=fields.dtype(),
+        deepstack=fields.number("deepstack_layers", 0, least=0),
     )
 
 
@@ -101,6 +102,7 @@ def _always(config: Mapping[str, Any], layer: int) -> bool:
 
 _OWN_FIELDS = frozenset(
     {
+        "attends_both_ways",
         "attention_sinks",
         "float32_router",
         "group_judges",
@@ -230,6 +232,7 @@ _ARCHITECTURES: dict[str, ArchitectureDefaults] = {
         _gemma3,
         _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072},
         reads_layer_types=True,
+        translate=lambda fields: {**fields.config, "attends_both_ways": True},
     ),
     **GEMMAS,
     "GptOssForCausalLM": ArchitectureDefaults(

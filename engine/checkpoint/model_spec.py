@@ -55,6 +55,12 @@ class RopeSpec(NamedTuple):
     short_factor: tuple[float, ...] = ()
     """longrope has this and the next."""
     long_factor: tuple[float, ...] = ()
+    sections: tuple[int, ...] = ()
+    """How many of a head's rotated pairs go by time, by height and by width, where places of images have all three
+    (arXiv 2409.12191); empty: a position is one number."""
+    interleaved: bool = False
+    """Whether pairs take turns: (time, height, width), again and again, while there are some of each; else those of a
+    section are neighbours."""
 
     def rotary_dim(self, head_dim: int) -> int:
         return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
@@ -91,6 +97,8 @@ class LayerAttention(NamedTuple):
     """Whether each query head has a learned score more, of a token with value 0 that every token attends to."""
     kept: KeyValueShape | None = None
     """What the layer keeps of a token; None: as many heads of the model's usual size as the others."""
+    both_ways: bool = False
+    """Whether places of an image that see one another (`EmbeddedSpan.bidirectional`) do so here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +188,11 @@ class DecoderShape:
     @property
     def layers(self) -> int:
         return len(self.attention)
+
+    @property
+    def shifts_positions(self) -> bool:
+        """Whether places of images have positions in three dimensions, and what follows goes on behind the largest."""
+        return False
 
     def cache_owner(self, layer: int) -> int:
         return self.cache_owners[layer] if self.cache_owners else layer
@@ -306,6 +319,12 @@ class ModelSpec(DecoderShape):
     most_dense_tokens: int = 0
     """Up to so many tokens an indexer chooses all of them to attend to; longer sequences are not computed here. 0:
     there is no indexer."""
+    deepstack: int = 0
+    """How many of the first layers add rows of their own at the places of images (arXiv 2406.04334)."""
+
+    @property
+    def shifts_positions(self) -> bool:
+        return bool(self.rope.sections)
 
     def layer_rope(self, layer: int) -> RopeSpec:
         """The rotary embedding of a layer."""

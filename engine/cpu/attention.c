@@ -136,11 +136,11 @@ static void add_work(const struct making *making, struct attention_piece whole, 
 
 static void add_works(const struct making *making, const struct step *s, int64_t size, int divided)
 {
-    for (int64_t r = 0; r < s->rows; r++)
+    for (int64_t r = 0, packed = 0; r < s->rows; packed += s->counts[r++])
         for (int64_t at = 0; at < s->counts[r]; at += size) {
             int64_t tokens = least(size, s->counts[r] - at), first = s->starts[r] + at;
             int32_t from = (int32_t)(sees_from(making->params, first) / SPLIT);
-            int32_t to = (int32_t)((first + tokens - 1) / SPLIT + 1);
+            int32_t to = (int32_t)((all_see_to(making->params, s, r, packed, at, at + tokens) - 1) / SPLIT + 1);
             for (int32_t head = 0; head < making->params->kv_heads; head++) {
                 const struct attention_piece whole = {(int32_t)r, (int32_t)at, (int32_t)tokens, head, from, to, -1};
                 add_work(making, whole, divided);

@@ -33,25 +33,47 @@ enum { TILE = 16, SPLIT = 256, TILES = SPLIT / TILE };
 enum { MOST_QUERIES = 16384, MOST_HEAD = 576 };
 
 /* The parameters of layers that attend alike; attention.py has the same fields. `window` 0: all; `cap` 0: none. `latent`
-   0: keys and values are apart; else `kv_heads` are the parts that query heads are divided into. */
+   0: keys and values are apart; else `kv_heads` are the parts that query heads are divided into. `spans` 0: a token sees
+   nothing behind itself; else up to the step's `ends`. */
 struct attention_params {
     int64_t heads, kv_heads, head_dim, block_size, window;
     int64_t kind, stored; /* of queries and what comes out; of the cache: F32, BF16 or S8 */
-    int64_t latent;
+    int64_t latent, spans;
     float scale, cap;
 };
 
 static inline int64_t value_size(const struct attention_params *m) { return m->latent ? m->latent : m->head_dim; }
 
 /* One step: `rows` sequences. The rth has `counts` tokens from position `starts` on, packed from firsts[r] on, and its
-   blocks are tables[lines[r]], a line `width` long; those of the next group of layers follow `group_width` behind. */
+   blocks are tables[lines[r]], a line `width` long; those of the next group of layers follow `group_width` behind. The
+   lines of `cos_sin` that rotate its tokens begin with angles[r]. `ends`: by packed token, the position of the first one
+   behind it that it does not see, or none: where none sees any. */
 struct step {
     int64_t rows, width, group_width;
-    const int32_t *lines, *starts, *counts;
+    const int32_t *lines, *starts, *counts, *angles, *ends;
     const int64_t *firsts, *tables;
 };
 
-/* One layer's part of a step. Without `keys` nothing is written. Strides in elements between tokens; `cos_sin` [positions,
+/* The position behind the last one that a token of a row sees, whose tokens are packed from `first` on. */
+static inline int64_t sees_to(const struct attention_params *m, const struct step *s, int64_t row, int64_t first,
+                              int64_t token)
+{
+    return m->spans && s->ends ? s->ends[first + token] : s->starts[row] + token + 1;
+}
+
+/* The same of neighbouring tokens, up to `end`. */
+static inline int64_t all_see_to(const struct attention_params *m, const struct step *s, int64_t row, int64_t first,
+                                 int64_t token, int64_t end)
+{
+    int64_t to = sees_to(m, s, row, first, end - 1);
+    for (; m->spans && s->ends && token < end - 1; token++) {
+        int64_t own = sees_to(m, s, row, first, token);
+        to = own > to ? own : to;
+    }
+    return to;
+}
+
+/* One layer's part of a step. Without `keys` nothing is written. Strides in elements between tokens; `cos_sin` [lines,
    2, rotary_dim / 2] for the first `rotary_dim` numbers of a head, of latents those behind values, or none; `sinks` [heads]
    or none: for each query head the score of a token that it always sees, whose value is 0; `group`: the layer's. */
 struct attention_call {

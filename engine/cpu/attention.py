@@ -27,7 +27,7 @@ _PIECE_BYTES = 32
 class AttentionParams(ctypes.Structure):
     """`struct attention_params`: how layers of one kind attend."""
 
-    _fields_ = struct_fields("l heads kv_heads head_dim block_size window kind stored latent", "f scale cap")
+    _fields_ = struct_fields("l heads kv_heads head_dim block_size window kind stored latent spans", "f scale cap")
 
     @property
     def tile_bytes(self) -> int:
@@ -45,7 +45,7 @@ class AttentionParams(ctypes.Structure):
 class StepStruct(ctypes.Structure):
     """`struct step`: the rows of one step and their blocks, `StepBatch.c_fields`."""
 
-    _fields_ = struct_fields("l rows width group_width", "p lines starts counts firsts tables")
+    _fields_ = struct_fields("l rows width group_width", "p lines starts counts angles ends firsts tables")
 
 
 class _PlanStruct(ctypes.Structure):

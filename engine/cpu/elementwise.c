@@ -88,6 +88,13 @@ void add_in_team(Team *team, const Addition *o)
              add(place(o->x, row * o->n, o->kind), place(o->delta, row * o->n, o->kind), o->n, o->kind));
 }
 
+void add_to_rows_in_team(Team *team, const RowAddition *o)
+{
+    add_row *add = adds[charonia_level()];
+    FOR_ROWS(team, o->rows, o->rows * o->n,
+             add(place(o->x, o->places[row] * o->n, o->kind), place(o->delta, row * o->n, o->kind), o->n, o->kind));
+}
+
 void gate_rows_in_team(Team *team, const RowGate *o)
 {
     gate_row_by *gate = row_gates[charonia_level()];

@@ -66,6 +66,15 @@ typedef struct {
     int kind;
 } Addition;
 
+/* `rows` lines of x [.., n], those at different `places`, plus the lines of `delta` [rows, n], in place. */
+typedef struct {
+    void *x;
+    const int64_t *places;
+    const void *delta;
+    int64_t rows, n;
+    int kind;
+} RowAddition;
+
 /* x [rows, n], each row times the sigmoid of its gate, which is rounded first, in place. */
 typedef struct {
     void *x;
@@ -87,6 +96,7 @@ void gate_heads_in_team(Team *, const HeadGateCall *);
 void scale_in_team(Team *, const Scaling *);
 void soft_cap_in_team(Team *, const Scaling *);
 void add_in_team(Team *, const Addition *);
+void add_to_rows_in_team(Team *, const RowAddition *);
 void gate_rows_in_team(Team *, const RowGate *);
 void widen_in_team(Team *, const Widening *);
 void embed_rows(const Embedding *);

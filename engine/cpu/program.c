@@ -43,8 +43,9 @@ static void attend(Team *team, const Operation *o, const StepLayout *l)
     char *queries = tensor(l, o->x, 0), *keys = 0, *values = 0;
     if (stride > p->heads * p->head_dim)
         keys = queries + p->heads * head, values = keys + p->kv_heads * head;
-    const struct attention_call call = {queries, keys, values, stride, stride, stride, l->program->cos_sin[o->angles],
-                                        o->what, l->arguments->caches[o->layer], tensor(l, o->out, 0), o->size,
+    const float *const *cos_sin = l->arguments->cos_sin ? l->arguments->cos_sin : l->program->cos_sin;
+    const struct attention_call call = {queries, keys, values, stride, stride, stride, cos_sin[o->angles], o->what,
+                                        l->arguments->caches[o->layer], tensor(l, o->out, 0), o->size,
                                         l->arguments->group_of_layer[o->layer]};
     attend_in_team(team, p, &l->step, l->plans + index, &call, l->scratches[index]);
 }
@@ -77,6 +78,15 @@ static void fill(const Operation *o, const StepLayout *l)
     char *to = tensor(l, o->out, 0);
     for (int64_t i = 0; i < l->arguments->filled_count; i++)
         memcpy(to + l->arguments->filled_places[i] * bytes, from + i * bytes, (size_t)bytes);
+}
+
+/* What the first layers add at the same places. */
+static void stack(Team *team, const Operation *o, const StepLayout *l)
+{
+    const StepArguments *a = l->arguments;
+    const char *rows = (const char *)a->stacked_rows + o->layer * a->filled_count * o->size * number_bytes(o);
+    const RowAddition addition = {tensor(l, o->out, 0), a->filled_places, rows, a->filled_count, o->size, o->dtype};
+    add_to_rows_in_team(team, &addition);
 }
 
 /* A copy of what later operations change. */
@@ -183,6 +193,13 @@ static HeadsCall heads_call(const StepLayout *l, const Operation *o)
 
 static int adapts(const Operation *o) { return o->kind == LORA_SHRINK || o->kind == LORA_EXPAND; }
 
+/* Whether the step has nothing for it to do. */
+static int idle(const Operation *o, const StepArguments *a)
+{
+    return (adapts(o) && !a->lora.count) || (o->kind == FILL && !a->filled_count)
+        || (o->kind == STACK && o->layer >= a->stacked_count);
+}
+
 static void compute(Team *team, const Operation *o, const StepLayout *l)
 {
     if (o->kind == NORM) {
@@ -223,6 +240,8 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
         widen_in_team(team, &widening);
     } else if (adapts(o)) {
         adapt(team, o, l);
+    } else if (o->kind == STACK) {
+        stack(team, o, l);
     } else if (team->me == 0) {
         o->kind == EMBED ? embed(o, l) : o->kind == SELECT ? select_places(o, l) : o->kind == KEEP ? keep(o, l)
         : o->kind == JOIN ? join(o, l) : o->kind == FILL ? fill(o, l) : input(o, l);
@@ -243,7 +262,7 @@ static void run_program(ThreadPool *pool, Team *team, void *layout, int64_t from
     double *seconds = team->me ? 0 : l->arguments->seconds, before = seconds ? now() : 0;
     for (int64_t i = from; i < l->arguments->operation_count; i++) {
         const Operation *o = l->program->operations + i;
-        if ((adapts(o) && !l->arguments->lora.count) || (o->kind == FILL && !l->arguments->filled_count))
+        if (idle(o, l->arguments))
             continue;
         compute(team, o, l);
         if (o->kind != LORA_SHRINK) /* the product after it does not read what it writes */

@@ -13,7 +13,7 @@
 
 enum {
     NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN, CONVOLVE, RECUR,
-    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL, HEADS
+    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL, HEADS, STACK
 };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
@@ -31,7 +31,7 @@ typedef struct {
                                     LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines; CONVOLVE,
                                     RECUR: the layer's number among those with states; JOIN: the first of the `size`
                                     numbers of delta's lines, which are `stride` long; NORM: the number of a line at
-                                    which its heads begin */
+                                    which its heads begin; STACK: which of the stacked rows are added to x */
     const Matrix *next;          /* product: the matrix of the next product */
     float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x as ADD and
                                     GATE_ROWS do; what SOFT_CAP caps x at */
@@ -79,6 +79,9 @@ typedef struct {
     int64_t filled_count;                         /* FILL: packed places that are no tokens, and their lines of x, in its dtype */
     const int64_t *filled_places;
     const void *filled_rows;
+    int64_t stacked_count;                        /* STACK: layers that add rows, and for each its lines at these places */
+    const void *stacked_rows;
+    const float *const *cos_sin;                  /* in place of the program's tables, or null */
 } StepArguments;
 
 /* A step with its places in memory. */

@@ -49,7 +49,7 @@ class _StepArguments(ctypes.Structure):
         *struct_fields("l lora_count", "p lora_adapters lora_begins lora_places"),
         ("moves", MovesStruct),
         *struct_fields("p windows matrices"),
-        *struct_fields("l filled_count", "p filled_places filled_rows"),
+        *struct_fields("l filled_count", "p filled_places filled_rows", "l stacked_count", "p stacked_rows cos_sin"),
     ]
 
 
@@ -93,6 +93,15 @@ class _StepWorkspace:
     def __init__(self) -> None:
         self.arguments = _StepArguments()
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._tables: list[Tensor] = []
+
+    def keep_tables(self, tables: Sequence[Tensor | None]) -> int | None:
+        """The address of the addresses of a step's own tables of rotations; None: it has none."""
+        self._tables = [table for table in tables if table is not None]
+        if not self._tables:
+            return None
+        self._addresses = np.array([table.data_ptr() for table in self._tables], np.int64)
+        return int(self._addresses.ctypes.data)
 
     def grow(self, size: int) -> None:
         self._memory = aligned_empty(size)
@@ -181,14 +190,14 @@ class ThreadPool:
 
 
 class RotaryTable(Protocol):
-    """The cosines and sines of a rotary embedding, float32 [positions, 2, rotary_dim / 2]: those below `covered` are
-    there. Steps that are being computed read no others."""
+    """The cosines and sines of a rotary embedding, float32 [positions, 2, rotary_dim / 2]. Steps that are computed read
+    only those that are there."""
 
     cos_sin: Tensor
-    covered: int
 
-    def cover(self, positions: int) -> None:
-        """Compute them up to so many positions."""
+    def step_table(self, batch: StepBatch) -> Tensor | None:
+        """Those of a step's tokens, float32 [N, 2, rotary_dim / 2]; None: they are lines of `cos_sin`, which has them
+        now."""
 
 
 class DecoderProgram:
@@ -230,11 +239,10 @@ class DecoderProgram:
 
     def begin(self, inputs: ProgramInputs) -> StepRun:
         """Have a step computed after those begun before it, beside the caller."""
-        for rotary in self._rotaries:
-            if rotary.covered < len(rotary.cos_sin) and inputs.batch.size:
-                rotary.cover(int(inputs.batch.positions.max()) + 1)
+        tables = [rotary.step_table(inputs.batch) for rotary in self._rotaries]
         workspace = self._free_workspaces.pop() if self._free_workspaces else _StepWorkspace()
         arguments, token_ids = workspace.arguments, inputs.batch.token_ids
+        arguments.cos_sin = workspace.keep_tables(tables)
         arguments.step = StepStruct(*inputs.batch.c_fields)
         arguments.token_ids, arguments.token_ids_stride = token_ids.data_ptr(), token_ids.stride(0)
         arguments.params_count, *layers = inputs.caches.c_fields
@@ -247,10 +255,12 @@ class DecoderProgram:
             arguments.moves = states.moves
             arguments.windows = states.layers.windows.ctypes.data
             arguments.matrices = states.layers.matrices.ctypes.data
-        arguments.filled_count = 0
+        arguments.filled_count = arguments.stacked_count = 0
         if (embedded := inputs.batch.embedded) is not None:
             arguments.filled_count = len(embedded.places)
             arguments.filled_places, arguments.filled_rows = embedded.places.data_ptr(), embedded.rows.data_ptr()
+            if (stacked := embedded.stacked) is not None:
+                arguments.stacked_count, arguments.stacked_rows = len(stacked), stacked.data_ptr()
         arguments.hidden_states = None if inputs.hidden_states is None else inputs.hidden_states.data_ptr()
         # Computed are the layers alone, or all but sampling, or all.
         places, samples = inputs.logits_indices, inputs.samples

@@ -48,6 +48,7 @@ def _attend_span(
     begin,
     end,
     position,
+    last,
     scale,
     softcap,
     KV_HEADS: tl.constexpr,
@@ -61,7 +62,8 @@ def _attend_span(
     DIMS: tl.constexpr,
 ):
     """The `state` (maximum [M], sum [M], mix [M, DIMS]) of queries q [M, DIMS] at `position` [M] after the tokens from
-    `begin` to `end`, too. `blocks` is the row's line of the block table. Unless MASKED, each query sees all tokens."""
+    `begin` to `end`, too. `blocks` is the row's line of the block table. MASKED: a query sees tokens up to `last` [M],
+    and not all."""
     maximum, total, mix = state
     dim = tl.arange(0, DIMS)[None, :]
     for at in range(begin, end, TILE):
@@ -81,7 +83,7 @@ def _attend_span(
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         scores = scores * _LOG2E
         if MASKED:
-            seen = valid[None, :] & (token[None, :] <= position[:, None])
+            seen = valid[None, :] & (token[None, :] <= last[:, None])
             if WINDOW:
                 seen = seen & (token[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -185,7 +187,7 @@ def _decode_kernel(
     blocks = block_ids + tl.load(rows + index).to(tl.int64) * table_stride
     maximum, total, mix = _attend_span(
         state, queries, keys, values, scales, blocks, kv_head, begin, tl.minimum(begin + size, length), start + place,
-        scale, softcap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, True, TILE, DIMS,
+        start + place, scale, softcap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, True, TILE, DIMS,
     )  # fmt: skip
     if LARGEST_CODE > 0:
         mix = mix / LARGEST_CODE
@@ -254,6 +256,7 @@ def _chunk_kernel(
     sinks,
     out,
     tiles,
+    ends,
     rows,
     starts,
     counts,
@@ -271,6 +274,7 @@ def _chunk_kernel(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    SPANS: tl.constexpr,
     M: tl.constexpr,
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
@@ -294,17 +298,21 @@ def _chunk_kernel(
     state = _first_state(sinks, head, True, SINKS, M, DIMS)
     blocks = block_ids + tl.load(rows + index).to(tl.int64) * table_stride
     end = start + tl.minimum(offset + M // group, count)
+    last = start + place
+    if SPANS:
+        last = tl.load(ends + token, mask=exists, other=0) - 1
+        end = tl.maximum(end, tl.max(last, 0) + 1)
     begin = 0
     if WINDOW:
         begin = tl.maximum(start + offset - WINDOW + 1, 0) // TILE * TILE
     else:
         begin = (start + offset + 1) // TILE * TILE
         state = _attend_span(
-            state, queries, keys, values, scales, blocks, kv_head, 0, begin, start + place, scale, softcap,
+            state, queries, keys, values, scales, blocks, kv_head, 0, begin, start + place, last, scale, softcap,
             KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, False, TILE, DIMS,
         )  # fmt: skip
     _, total, mix = _attend_span(
-        state, queries, keys, values, scales, blocks, kv_head, begin, end, start + place, scale, softcap,
+        state, queries, keys, values, scales, blocks, kv_head, begin, end, start + place, last, scale, softcap,
         KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, True, TILE, DIMS,
     )  # fmt: skip
     if LARGEST_CODE > 0:
@@ -343,9 +351,11 @@ def attend(
             combine = _combine_kernel[rows, shape.heads, tiles.places]
             combine(mixes, sums, out, first_states, *places, parts, **combine_plan(spec, tiles.places))
     if tiles.chunks is not None:
-        plan = chunk_plan(spec, capability(q.device), sinks is not None)
+        ends = batch.ends if spec.both_ways else None
+        plan = chunk_plan(spec, capability(q.device), sinks is not None, ends is not None)
         chunk = _chunk_kernel[len(tiles.chunks), shape.kv_heads]
-        chunk(*inputs, tiles.chunks, *numbers, *sizes, spec.scale, spec.softcap, **plan)
+        seen = tiles.chunks if ends is None else ends
+        chunk(*inputs, tiles.chunks, seen, *numbers, *sizes, spec.scale, spec.softcap, **plan)
     return out
 
 
@@ -371,7 +381,7 @@ def _forms(spec: AttentionSpec, kind: str, sinks: bool) -> Iterator[Specialisati
 def _form(kernel: Any, spec: AttentionSpec, kind: str, plan: dict[str, Any], wanted: tuple[str, ...]) -> Specialisation:
     codes = spec.shape.codes
     fp32 = {"mixes", "sums", "sinks", "scales"}
-    int32 = {"rows", "starts", "counts", "first_places", "first_states", "tiles"}
+    int32 = {"rows", "starts", "counts", "first_places", "first_states", "tiles", "ends"}
     types = {}
     for name in kernel.arg_names:
         if name in ("keys", "values"):

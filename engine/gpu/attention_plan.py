@@ -54,6 +54,7 @@ class AttentionSpec(NamedTuple):
     scale: float
     window: int = 0
     softcap: float = 0.0
+    both_ways: bool = False
 
     @property
     def group(self) -> int:
@@ -107,7 +108,7 @@ def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
     places = spec.decode_places(int(few.max())) if few.any() else 0
     parts = min(-(-batch.longest // LEAST_PART), MOST_PARTS)
     device = batch.token_ids.device
-    chunks = _chunk_tiles(spec, counts, places, device)
+    chunks = _chunk_tiles(spec, (counts > places) | _sees_ahead(spec, batch), counts, device)
     if chunks is None or not places or parts == 1:
         return StepTiles(places, parts, chunks, batch.size)
     decoding = np.where(counts <= places, counts, 0)
@@ -115,9 +116,22 @@ def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
     return StepTiles(places, parts, chunks, int(decoding.sum()), first_states)
 
 
-def _chunk_tiles(spec: AttentionSpec, counts: NDArray[np.int32], places: int, device: torch.device) -> Tensor | None:
-    """The tiles of rows with more places than the decoding kernel takes."""
-    left = np.flatnonzero(counts > places)
+def _sees_ahead(spec: AttentionSpec, batch: StepBatch) -> NDArray[np.bool_]:
+    """[R] whether a place of the row sees some behind itself."""
+    moved = batch.moved
+    if not spec.both_ways or moved is None or moved.ends is None:
+        return np.zeros(len(batch.rows), np.bool_)
+    own = np.repeat(batch.starts - batch.first_places, batch.counts) + np.arange(1, batch.size + 1)
+    sees: NDArray[np.bool_] = np.logical_or.reduceat(moved.ends > own, batch.first_places)
+    return sees
+
+
+def _chunk_tiles(
+    spec: AttentionSpec, wanted: NDArray[np.bool_], counts: NDArray[np.int32], device: torch.device
+) -> Tensor | None:
+    """The tiles of the rows that are `wanted`: of those with more places than the decoding kernel takes, and of those
+    for which it computes something else."""
+    left = np.flatnonzero(wanted)
     if not len(left):
         return None
     tokens = chunk_plan(spec, capability(device))["M"] // spec.group
@@ -151,11 +165,11 @@ def combine_plan(spec: AttentionSpec, places: int) -> dict[str, Any]:
     return {name: plan[name] for name in names}
 
 
-def chunk_plan(spec: AttentionSpec, generation: int, sinks: bool = False) -> dict[str, Any]:
+def chunk_plan(spec: AttentionSpec, generation: int, sinks: bool = False, spans: bool = False) -> dict[str, Any]:
     """The largest tile that spills no register; an A100 has room for fewer queries than later GPUs."""
     size = spec.shape.head_dim
     queries = 128 if 64 < size <= 128 and generation >= 90 else 64 if size <= 256 else 32
-    tile = {"M": max(queries, next_power_of_2(spec.group)), "TILE": _tile_tokens(spec)}
+    tile = {"SPANS": spans, "M": max(queries, next_power_of_2(spec.group)), "TILE": _tile_tokens(spec)}
     return _sizes(spec, sinks) | tile | {"num_warps": 4 if size <= 64 else 8, "num_stages": 2}
 
 

@@ -173,7 +173,8 @@ class StaticStep(NamedTuple):
     """A step that is recorded, over static buffers: N rows and N places at most."""
 
     numbers: Tensor
-    """int32 [4, N]: lines of the worker's tables, starts, counts (0 for a padded row) and first places."""
+    """int32 [5, N]: lines of the worker's tables, starts, counts (0 for a padded row), first places, and shifts of
+    positions (`StepPositions`)."""
     most: int
     """The most places of one row."""
     context: int
@@ -228,7 +229,8 @@ class DecodeGraphs:
             return None
         rows = len(batch.rows)
         packed = np.zeros(self._numbers.shape, np.int32)
-        packed[:, :rows] = batch.rows, batch.starts, batch.counts, batch.first_places
+        packed[:4, :rows] = batch.rows, batch.starts, batch.counts, batch.first_places
+        packed[4, :rows] = 0 if batch.moved is None else batch.moved.shifts
         packed[3, rows:] = batch.size
         self._write(self._numbers, packed)
         if adapters is not None:
@@ -328,13 +330,13 @@ class DecodeGraphs:
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """int32 [4, W]; each line is aligned to 16 bytes, for which Triton has forms of its own."""
-        return torch.zeros((4, -(-self.buckets.places // 4) * 4), dtype=torch.int32, device=self._device)
+        """int32 [5, W]; each line is aligned to 16 bytes, for which Triton has forms of its own."""
+        return torch.zeros((5, -(-self.buckets.places // 4) * 4), dtype=torch.int32, device=self._device)
 
     @cached_property
     def _adapters(self) -> Tensor:
         """int64 [4, W], see `AdapterBlocks`."""
-        return torch.zeros(self._numbers.shape, dtype=torch.int64, device=self._device)
+        return torch.zeros((4, self._numbers.shape[1]), dtype=torch.int64, device=self._device)
 
 
 def _sizes_to(most: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@ config.json: linear, llama3, yarn (arXiv 2309.00071) and longrope (arXiv 2402.13
 the pairs of whole heads."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..checkpoint.model_spec import NO_ROPE, RopeSpec
 from ..cpu import library
 from ..cpu.elementwise import apply_rope
+from ..step_batch import StepBatch
 
 _PIECE = 1 << 13
 """Positions of a table that are computed at a time."""
@@ -39,6 +41,7 @@ class TorchRotary:
 
     def __init__(self, rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         frequencies = _frequencies(rope, head_dim, positions)
+        self._axes = torch.tensor(2 * pair_axes(rope, len(frequencies)), device=device)
         shape = positions, 1, 2 * len(frequencies)
         self._cos, self._sin = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         for first in range(0, positions, _PIECE):
@@ -47,18 +50,22 @@ class TorchRotary:
             self._sin[first : first + _PIECE, 0] = torch.cat((-sin, sin), -1).to(device)
 
     def __call__(self, positions: Tensor) -> TorchAngles:
-        return TorchAngles(self._cos[positions], self._sin[positions])
+        if positions.dim() == 1:
+            return TorchAngles(self._cos[positions], self._sin[positions])
+        lines = positions[self._axes].T
+        columns = torch.arange(len(self._axes), device=lines.device)
+        return TorchAngles(*(table[lines, 0, columns].unsqueeze(1).contiguous() for table in (self._cos, self._sin)))
 
 
 class FusedAngles(NamedTuple):
-    """The table of a `FusedRotary`, float32 [positions, 2, rotary_dim / 2], and the tokens' `positions` [N]."""
+    """The table of a `FusedRotary`, float32 [lines, 2, rotary_dim / 2], and the tokens' `lines` [N] in it."""
 
     cos_sin: Tensor
-    positions: Tensor
+    lines: Tensor
 
     def rotate(self, x: Tensor) -> Tensor:
         size = 2 * self.cos_sin.shape[-1]
-        cos_sin = self.cos_sin[self.positions]
+        cos_sin = self.cos_sin[self.lines]
         if size == x.shape[-1]:
             return apply_rope(x, cos_sin)
         return torch.cat((apply_rope(x[..., :size].contiguous(), cos_sin), x[..., size:]), -1)
@@ -72,6 +79,7 @@ class FusedRotary:
 
     def __init__(self, rope: RopeSpec, head_dim: int, positions: int) -> None:
         self._frequencies = _frequencies(rope, head_dim, positions)
+        self._axes = torch.tensor(pair_axes(rope, len(self._frequencies)))
         self._factor = rope.attention_factor
         self.cos_sin = torch.empty(positions, 2, len(self._frequencies))
         """Float32 [positions, 2, rotary_dim / 2]."""
@@ -87,9 +95,23 @@ class FusedRotary:
             self.covered = end
 
     def __call__(self, positions: Tensor) -> FusedAngles:
-        if self.covered < len(self.cos_sin) and len(positions):
+        if self.covered < len(self.cos_sin) and positions.numel():
             self.cover(int(positions.max()) + 1)
-        return FusedAngles(self.cos_sin, positions)
+        if positions.dim() == 1:
+            return FusedAngles(self.cos_sin, positions)
+        return FusedAngles(self._lines_of(positions), torch.arange(positions.shape[1]))
+
+    def step_table(self, batch: StepBatch) -> Tensor | None:
+        """A table of the step's tokens alone, where places are of a grid; None: they are lines of `cos_sin`, which has
+        them now."""
+        if self.covered < len(self.cos_sin) and batch.size:
+            self.cover(int(batch.rotary_positions.max()) + 1)
+        return None if batch.moved is None or batch.moved.grid is None else self._lines_of(batch.rotary_positions)
+
+    def _lines_of(self, positions: Tensor) -> Tensor:
+        """The lines of places at `positions` [3, N], each put together of those of its three."""
+        lines = positions[self._axes].T.unsqueeze(1)
+        return self.cos_sin[lines, torch.arange(2).unsqueeze(1), torch.arange(len(self._axes))].contiguous()
 
 
 RotaryAngles: TypeAlias = TorchAngles | FusedAngles
@@ -104,6 +126,15 @@ def build_rotary(rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dty
     if library.supports(dtype, device):
         return FusedRotary(rope, head_dim, positions)
     return TorchRotary(rope, head_dim, positions, dtype, device)
+
+
+def pair_axes(rope: RopeSpec, pairs: int) -> Sequence[int]:
+    """By which of a place's positions each of its pairs is rotated: 0 is time, 1 height, 2 width."""
+    if not rope.sections:
+        return [0] * pairs
+    if rope.interleaved:
+        return [pair % 3 if pair < 3 * rope.sections[pair % 3] else 0 for pair in range(pairs)]
+    return [axis for axis, section in enumerate(rope.sections) for _ in range(section)]
 
 
 def _cos_sin(frequencies: Tensor, factor: float, first: int, end: int) -> tuple[Tensor, Tensor]:

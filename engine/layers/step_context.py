@@ -81,7 +81,7 @@ class StepContext:
     def angles(self, rotary: Rotary) -> RotaryAngles:
         """The rotation of the step's tokens by `rotary`, computed once for all layers that share it."""
         if rotary not in self._angles:
-            self._angles[rotary] = rotary(self.batch.positions)
+            self._angles[rotary] = rotary(self.batch.rotary_positions)
         return self._angles[rotary]
 
     def for_rows(self, rows: Tensor) -> "StepContext":

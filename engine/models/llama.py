@@ -12,7 +12,7 @@ from ..layers.norm import Norm, rms_norm
 from ..layers.rotary import Rotary, build_rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
 from .interfaces import Decoder
-from .native_decoder import NativeDecoder
+from .native_decoder import DecoderLayer, NativeDecoder, StackedLayer
 from .pre_norm_layer import PreNormLayer
 
 
@@ -39,7 +39,12 @@ class LlamaVariant(NamedTuple):
 
 def build_llama_variant(spec: ModelSpec, loader: WeightLoader, variant: LlamaVariant) -> Decoder:
     rotaries = layer_rotaries(spec, loader)
-    layers = [build_layer(spec, loader, index, variant, rotary) for index, rotary in rotaries.items()]
+    layers: list[DecoderLayer] = [
+        build_layer(spec, loader, index, variant, rotary) for index, rotary in rotaries.items()
+    ]
+    for place, index in enumerate(rotaries):
+        if index < spec.deepstack:
+            layers[place] = StackedLayer(layers[place], index)
     return NativeDecoder(build_ends(spec, loader, rms_norm), layers)
 
 

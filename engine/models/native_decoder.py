@@ -16,6 +16,7 @@ from ..cpu.op_trace import (
     FILL,
     INPUT,
     SAMPLE,
+    STACK,
     OpStruct,
     OpTrace,
     SymbolicTensor,
@@ -40,6 +41,23 @@ class DecoderLayer(Traceable, Protocol):
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         """Adds `delta` to the residual stream x [N, hidden] in place; returns what is to be added to it next."""
+
+
+class StackedLayer:
+    """Layer `index` of a decoder, and what it adds at places of images (`EmbeddedPlaces.stacked`)."""
+
+    def __init__(self, layer: DecoderLayer, index: int) -> None:
+        self._layer, self._index = layer, index
+        self.untraceable, self.host_bound = layer.untraceable, layer.host_bound
+
+    def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
+        following = self._layer(x, delta, context)
+        traced: object = x  # declared for tensors
+        if isinstance(traced, SymbolicTensor):
+            traced.trace.add_in_place(OpStruct(kind=STACK, layer=self._index, size=traced.width), traced)
+        elif context.batch.embedded is not None:
+            context.batch.embedded.add_stacked(x, self._index)
+        return following
 
 
 class NativeDecoder:

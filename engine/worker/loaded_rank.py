@@ -154,7 +154,7 @@ def load_rank(
         states = StateSlots(local.states, config.scheduler.max_num_seqs, context.dtype, device)
     held: dict[str, RankAdapter] = {}
     lines = 0 if device.type == "cpu" else config.scheduler.max_num_seqs  # recorded steps read them in place
-    rows = RowStates(context.max_positions, block_size, device, held, lines, groups.total)
+    rows = RowStates(context.max_positions, block_size, device, held, lines, groups.total, shape.shifts_positions)
     adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora, held, rows)
     draft = load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     computer: StepComputer

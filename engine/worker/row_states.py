@@ -101,15 +101,17 @@ class RowStates:
         adapters: Mapping[str, RankAdapter] = {},
         lines: int = 0,
         groups: int = 1,
+        shifted: bool = False,
     ) -> None:
         """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed. `adapters`: by
         digest, those that plans may name. `lines`: rows that the tables have from the beginning; they grow. `groups`:
-        of layers, each of which has its own blocks of a row."""
+        of layers, each of which has its own blocks of a row. `shifted`: `NewSequence.shift` may be other than 0."""
         self.device = device
         self.block_size = block_size
         self._known_adapters = adapters
         self._lines = lines
         self.groups = groups
+        self._shifted = shifted
         blocks = -(-max_tokens // block_size)
         if groups > 1:  # an even number: kernels are compiled anew for tables that are not aligned
             blocks += blocks % 2
@@ -172,15 +174,13 @@ class RowStates:
         if (last := max(plan.rows.tolist(), default=-1)) >= len(self._blocks):
             raise IndexError(f"the plan names row {last}, of {len(self._blocks)}")
         batch = self.batch(plan.rows, plan.starts, plan.counts)
-        self._embedded.attach(batch)
+        self._embedded.fill(batch)
         ends = plan.starts + plan.counts
+        rows = plan.rows[plan.samples]
+        positions = ends[plan.samples]
         if len(plan.drafts):
             times = (plan.drafts + 1)[plan.samples]
-            rows = plan.rows[plan.samples].repeat(times)
-            positions = end_ranges(ends[plan.samples], times).astype(np.int32)
-        else:
-            rows = plan.rows[plan.samples]
-            positions = ends[plan.samples]
+            rows, positions = rows.repeat(times), end_ranges(positions, times).astype(np.int32)
         places, selected, scored = self._logits_places(plan, batch)
         sampling = self.sampling_at(rows, positions)
         logprobs = {}
@@ -204,15 +204,15 @@ class RowStates:
 
     def batch(self, rows: IntArray, starts: IntArray, counts: IntArray, tokens: Tensor | None = None) -> StepBatch:
         """`counts` places of `rows` from `starts` on, with their tokens, or those of another table."""
-        table = self._tokens if tokens is None else tokens
-        return StepBatch(rows, starts, counts, table, self._tables, self.block_size, groups=self.groups)
+        tables = self._tokens if tokens is None else tokens, self._tables
+        return self._embedded.placed(StepBatch(rows, starts, counts, *tables, self.block_size, groups=self.groups))
 
     def static_batch(self, step: StaticStep, tokens: Tensor | None = None) -> StepBatch:
         """The rows that a recorded step will have, with their tokens, or those of another table."""
         table = self._tokens if tokens is None else tokens
         size = step.numbers.shape[1]
-        rows, starts, counts, first_places = step.numbers.unbind()
-        on_device = DeviceBatch(rows, starts, counts, first_places, self._tables, size)
+        *columns, shifts = step.numbers.unbind()
+        on_device = DeviceBatch(*columns, self._tables, size, shifts if self._shifted else None)
         bounds = np.zeros(size), np.full(size, step.context - step.most), np.full(size, step.most)
         return StepBatch(*bounds, table, self._tables, self.block_size, on_device, self.groups)
 

@@ -18,7 +18,7 @@ from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
-from charonia.scheduler.plan import ForcedTokens, ResolvedSampling, StepPlan, StepResult, StepUpdates
+from charonia.scheduler.plan import EmbeddedSpan, ForcedTokens, ResolvedSampling, StepPlan, StepResult, StepUpdates
 from charonia.scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
@@ -241,10 +241,11 @@ class SchedulerTrial:
         constrained: bool = False,
         adapter: int = 0,
         drafts_wanted: int | None = None,
+        embedded: tuple[EmbeddedSpan, ...] = (),
     ) -> int:
         """Add a sequence with `prompt` tokens of a family. `stop`: which of its new tokens is a stop token, from 1;
         `scored`: it asks for the log-probabilities of its prompt; `constrained`: what follows its tokens may come of
-        the host; `adapter`: 0 is none; `drafts_wanted`: as in `SequenceSpec`."""
+        the host; `adapter`: 0 is none; `drafts_wanted` and `embedded`: as in `SequenceSpec`."""
         key, self._arrivals = self._arrivals, self._arrivals + 1
         first = FAMILY * family
         tokens = np.arange(first, first + prompt, dtype=np.int32)
@@ -274,6 +275,7 @@ class SchedulerTrial:
             constrained=constrained,
             drafts_wanted=drafts_wanted,
             adapter=name,
+            embedded=embedded,
         )
         self.scheduler.add(msgspec.structs.replace(spec, hashes=self.cache.digest(tokens, spec.extras)))
         self._check()

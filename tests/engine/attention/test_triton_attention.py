@@ -16,7 +16,7 @@ from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.checkpoint.model_spec import LayerAttention, RopeSpec
 from charonia.engine.gpu import runtime
 from charonia.engine.layers.rotary import TorchRotary
-from charonia.engine.step_batch import DeviceBatch, StepBatch, upload_columns
+from charonia.engine.step_batch import DeviceBatch, StepBatch, StepPositions, upload_columns
 from tests.engine.kept_attention import KeptReference, keep, quantise
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -51,8 +51,14 @@ class Pair:
     """The backend and the reference, which computes in float32, with the same tokens in their caches, and rows of such
     lengths and counts. `size`: of the values."""
 
-    def __init__(self, shape: CacheSpec, rows: list[tuple[int, int]], size: float = 1.0) -> None:
-        self.shape, self.rows, self.size = shape, rows, size
+    def __init__(
+        self,
+        shape: CacheSpec,
+        rows: list[tuple[int, int]],
+        size: float = 1.0,
+        moved: StepPositions | None = None,
+    ) -> None:
+        self.shape, self.rows, self.size, self.moved = shape, rows, size, moved
         self.backends = TritonAttention(shape), KeptReference(shape._replace(dtype=torch.float32))
         order = (torch.randperm(BLOCKS - FREE, generator=torch.Generator().manual_seed(1)) + FREE).tolist()
         width = max(-(-sum(row) // shape.block_size) for row in rows)
@@ -80,7 +86,10 @@ class Pair:
 
     def batch(self, rows: list[tuple[int, int]], lines: list[int]) -> StepBatch:
         starts, counts = zip(*rows, strict=True)
-        return StepBatch(lines, starts, counts, torch.zeros(len(self.tables), 1), self.tables, self.shape.block_size)
+        tokens = torch.zeros(len(self.tables), 1)
+        batch = StepBatch(lines, starts, counts, tokens, self.tables, self.shape.block_size)
+        batch.moved = self.moved
+        return batch
 
     def step(self, rows: list[tuple[int, int]], lines: list[int], seed: int) -> list[Tensor]:
         batch, shape = self.batch(rows, lines), self.shape
@@ -102,6 +111,23 @@ class Pair:
 def test_decoding_rows_drafts_and_chunks_in_one_step(attention: LayerAttention, kept: str) -> None:
     rows = [(40, 1), (0, 1), (15, 5), (16, 8), (0, 30), (31, 50)] if kept == "auto" else [(40, 1), (15, 5), (31, 20)]
     Pair(spec(attention, kv_cache_dtype=kept), rows).check()
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_places_of_an_image_see_one_another(window: int | None) -> None:
+    """Whether they are many, or so few that other rows of as many places decode."""
+    rows = [(40, 1), (15, 5), (16, 30), (31, 6)]
+    ends = np.concatenate([np.arange(start + 1, start + count + 1) for start, count in rows]).astype(np.int32)
+    ends[2:6] = 20
+    ends[10:30] = 40
+    moved = StepPositions(np.zeros(len(rows), np.int32), None, ends)
+    seen = Pair(spec(LayerAttention(window, both_ways=True)), rows, moved=moved)
+    seen.check()
+    unseen = Pair(spec(LayerAttention(window)), rows, moved=moved)
+    unseen.check()
+    (found, _), (causal, _) = (pair.step(rows, [*range(4)], 2) for pair in (seen, unseen))
+    differ = (found != causal).any(1).nonzero().flatten().tolist()
+    assert differ == [*range(2, 5), *range(10, 29)]
 
 
 @pytest.mark.parametrize("kept", KEPT)

@@ -101,7 +101,7 @@ GEMMA3_OLD = {
 
 def test_what_gemma_leaves_unsaid() -> None:
     spec = read_spec(GEMMA3_OLD, "here")
-    near, far = LayerAttention(512, 256**-0.5), LayerAttention(None, 256**-0.5)
+    near, far = (LayerAttention(window, 256**-0.5, both_ways=True) for window in (512, None))
     assert spec.attention == (near, near, far, near, near, far)
     assert (spec.rope.kind, spec.rope.theta, spec.rope.factor) == ("linear", 1e6, 8.0)
     assert (spec.local_rope.kind, spec.local_rope.theta) == ("default", 1e4)
@@ -156,7 +156,7 @@ GEMMA3_4B = {
 }
 QWEN2_VL = QWEN2_LONG | {
     "architectures": ["Qwen2VLForConditionalGeneration"],
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
     "vision_config": {"depth": 32},
 }
 
@@ -171,6 +171,18 @@ def test_language_parts_as_they_are_published(copy: Path) -> None:
     assert (gemma.heads, gemma.kv_heads, gemma.head_dim, gemma.max_position) == (8, 4, 256, 131072)
     assert (gemma.rope.factor, gemma.local_rope.theta, gemma.attention[5].window) == (8.0, 1e4, None)
     assert (qwen.architecture, qwen.rope.kind, qwen.max_position) == ("Qwen2ForCausalLM", "default", 32768)
+    assert (qwen.rope.sections, qwen.rope.interleaved, qwen.shifts_positions) == ((2, 3, 3), False, True)
+
+
+def test_sections_of_positions_are_those_of_the_model_unless_it_says_others() -> None:
+    three = QWEN2_VL | {"architectures": ["Qwen3VLForConditionalGeneration"], "rope_scaling": None}
+    deep = three | {"vision_config": {"deepstack_visual_indexes": [8, 16, 24]}}
+    spec = read_spec(text_config(deep) or {}, "here")
+    assert (spec.rope.sections, spec.rope.interleaved, spec.deepstack) == ((24, 20, 20), True, 3)
+    for section, reason in (([4, 4], "three whole numbers"), ([2, 3, 4], "8 pairs of numbers in all")):
+        rope = {"type": "mrope", "mrope_section": section}
+        with pytest.raises(CheckpointError, match=f"mrope_section must .*{reason}"):
+            read_spec(text_config(QWEN2_VL | {"rope_scaling": rope}) or {}, "here")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What config.json of Gemma 3n and 4 says of their layers, as it is published and as transformers writes it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,7 +80,9 @@ def test_the_unified_one_has_no_embeddings_for_layers() -> None:
 
 
 def test_attention_between_images_is_no_texts() -> None:
-    assert spec(use_bidirectional_attention="vision") == spec()
+    seeing, plain = spec(use_bidirectional_attention="vision"), spec()
+    assert [kind.both_ways for kind in seeing.attention] == [kind.window is not None for kind in plain.attention]
+    assert replace(seeing, attention=plain.attention) == plain
     with pytest.raises(CheckpointError, match="use_bidirectional_attention"):
         spec(use_bidirectional_attention="all")
 

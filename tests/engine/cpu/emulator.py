@@ -98,7 +98,7 @@ class Memory:
             (ctypes.c_int32 * rows).from_address(address) for address in (step.counts, step.lines, moves.sources)
         )
         saved = (ctypes.c_int32 * begins[rows]).from_address(moves.save_slots)
-        self.attach_parts(1, step, lines=4 * rows, starts=4 * rows, counts=4 * rows, firsts=8 * rows)
+        self.attach_parts(1, step, lines=4 * rows, starts=4 * rows, counts=4 * rows, angles=4 * rows, firsts=8 * rows)
         saves = 4 * begins[rows]
         self.attach_parts(2, moves, sources=4 * rows, save_begins=8 * rows + 8, save_counts=saves, save_slots=saves)
         return sum(counts), 1 + max((*lines, *sources, *saved))

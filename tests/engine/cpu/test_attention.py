@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.native import NativeAttention
 from charonia.engine.checkpoint.model_spec import KeyValueShape, LayerAttention
 from charonia.engine.layers.rotary import FusedAngles
-from charonia.engine.step_batch import StepBatch
+from charonia.engine.step_batch import StepBatch, StepPositions
 
 CPU = torch.device("cpu")
 CAPPED, WINDOWED = LayerAttention(None, 0.3, 2.0), LayerAttention(70, 0.2, sinks=True)
@@ -53,7 +54,12 @@ class World:
         self.attention.allocate(blocks)
         self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
 
-    def step(self, parts: list[tuple[Sequence, int, int]], turns: Tensor | None = None) -> list[Tensor]:
+    def step(
+        self,
+        parts: list[tuple[Sequence, int, int]],
+        turns: Tensor | None = None,
+        moved: StepPositions | None = None,
+    ) -> list[Tensor]:
         """Compute tokens [start, end) of each sequence together; what comes out of each [n, heads * head_dim]."""
         starts, counts = [start for _, start, _ in parts], [end - start for _, start, end in parts]
         for sequence, _, end in parts:
@@ -62,6 +68,7 @@ class World:
         width = max(len(sequence.blocks) for sequence, _, _ in parts)
         tables = torch.tensor([one.blocks + [0] * (width - len(one.blocks)) for one, _, _ in parts])
         batch = StepBatch.from_tokens(torch.zeros(sum(counts)), starts, counts, tables, self.shape.block_size)
+        batch.moved = moved
         attend = self.attention.begin_step(batch)
         q, k, v = (torch.cat([getattr(one, name)[start:end] for one, start, end in parts]) for name in "qkv")
         if turns is None:
@@ -72,13 +79,15 @@ class World:
         )
 
 
-def exact(shape: CacheSpec, sequence: Sequence) -> Tensor:
-    """All of it, in float64."""
+def exact(shape: CacheSpec, sequence: Sequence, images: tuple[range, ...] = ()) -> Tensor:
+    """All of it, in float64; places of `images` see one another."""
     view, group = shape.attention[0], shape.heads // shape.shapes[0].heads
     q, k, v = sequence.q.double(), *(x.double().repeat_interleave(group, 1) for x in (sequence.k, sequence.v))
     scores = torch.einsum("nhd,thd->hnt", q, k) * (view.scale or 1 / math.sqrt(q.shape[-1]))
     scores = scores if view.softcap is None else view.softcap * (scores / view.softcap).tanh()
     seen = torch.ones(len(q), len(q), dtype=torch.bool).tril()
+    for image in images:
+        seen[image.start : image.stop, image.start : image.stop] = True
     seen = seen if view.window is None else seen.triu(1 - view.window)
     scores = scores.masked_fill(~seen, -math.inf)
     if (sunk := sinks(shape)) is not None:
@@ -101,6 +110,30 @@ def test_prefill_and_decode_are_right(
     world, sequence = World(shape), Sequence(shape, 290, 3)
     found = torch.cat([world.step([(sequence, *part)])[0] for part in ((0, 37), (37, 280), (280, 289), (289, 290))])
     assert (found.double() - exact(shape, sequence)).abs().max() < TOLERANCE[dtype, "auto"]
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_places_of_an_image_see_one_another(level: str, window: int | None, dtype: torch.dtype) -> None:
+    """Across the borders of blocks, tiles and splits, and with the same bits beside another sequence; a prefix may end
+    within an image."""
+    images = range(9, 40), range(250, 262), range(270, 288)
+    shape = spec(14, 2, 64, attention=(LayerAttention(window, both_ways=True),), dtype=dtype)
+    world, sequence, other = World(shape), Sequence(shape, 290, 3), Sequence(shape, 30, 4)
+
+    def moved(start: int, end: int, before: int = 0) -> StepPositions:
+        ends = [next((image.stop for image in images if at in image), at + 1) for at in range(start, end)]
+        return StepPositions(
+            np.zeros(1 + bool(before), np.int32), None, np.array([*range(1, before + 1), *ends], np.int32)
+        )
+
+    cuts = (0, 9, 41, 250, 265, 290)
+    parts = [world.step([(sequence, *part)], moved=moved(*part))[0] for part in itertools.pairwise(cuts)]
+    found = torch.cat(parts)
+    assert (found.double() - exact(shape, sequence, images)).abs().max() < TOLERANCE[dtype, "auto"]
+    beside = world.step([(other, 0, 25), (sequence, 255, 290)], moved=moved(255, 290, before=25))
+    assert torch.equal(beside[1], found[255:])
+    assert torch.equal(beside[0], World(shape).step([(other, 0, 25)])[0])
 
 
 LATENT = LayerAttention(None, 0.08, kept=KeyValueShape(1, 80, 64, True))

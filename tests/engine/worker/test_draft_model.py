@@ -104,7 +104,7 @@ def test_padded_places_of_a_recorded_pass_have_tokens_that_it_knows() -> None:
     drafting = Drafting()
     drafting.step({0: (0, 2)}, {0: [70]}, {0: ([60, 9], [0])})
     assert not drafting.model.passes
-    numbers = torch.zeros(4, 2, dtype=torch.int32)  # two places of nobody, which read row 0
+    numbers = torch.zeros(5, 2, dtype=torch.int32)  # two places of nobody, which read row 0
     assert drafting.draft.compute_static(StaticStep(numbers, 1, 64))[0].shape == (2, 100)
 
 
