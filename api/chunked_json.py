@@ -218,7 +218,8 @@ class UnparsedContainer:
                 return
             commas = np.flatnonzero(marks.kinds == _COMMA)
             if len(commas):
-                end, after = int(marks.at[commas[-1]]), int(marks.depths[commas[-1]]) - self._depth + 1
+                end = int(marks.at[commas[-1]])
+                after = int(marks.depths[commas[-1]]) - self._depth + 1
                 yield self._text.parse(self._piece(begin, end, b"[" * before, b"]" * after), begin - before)
                 begin = end + 1
                 before = after

@@ -65,7 +65,8 @@ class PrometheusCollector(Collector):
         self._shown = shown
 
     def collect(self) -> Iterator[Metric]:
-        ours, theirs = _families(self._shown), _families(VLLM_FAMILIES if self._vllm else PICKER_FAMILIES)
+        ours = _families(self._shown)
+        theirs = _families(VLLM_FAMILIES if self._vllm else PICKER_FAMILIES)
         for source in self._sources:
             for labels, readings in source():
                 _fill(ours, labels, readings)

@@ -62,7 +62,8 @@ def _checked_pair(certificate: Path, key: Path, prefix: str) -> KeyPair:
 
 def load_tls_files(certificate: Path | None, key: Path | None, root: Path | None, mutual: bool) -> TlsFiles:
     """The files of gRPC's flags; raises `InvalidArgument` with the flag of one that is missing, unreadable or wrong."""
-    certificate_bytes, key_bytes = _read(certificate, "--grpc-server-cert"), _read(key, "--grpc-server-key")
+    certificate_bytes = _read(certificate, "--grpc-server-cert")
+    key_bytes = _read(key, "--grpc-server-key")
     assert certificate is not None
     assert key is not None
     # grpc would only log that it cannot use them, and refuse every client.

@@ -127,7 +127,8 @@ def show(console: Console, turns: dict[str, list[DrafterRun]]) -> None:
     table = table_of(("drafter",), columns)
     plain = turns[NONE]
     for name, runs in turns.items():
-        speed, ratio = median_of(runs, lambda run: run.speed), ratio_of(runs, plain, lambda run: run.speed)
+        speed = median_of(runs, lambda run: run.speed)
+        ratio = ratio_of(runs, plain, lambda run: run.speed)
         length = f"{median_of(runs, lambda run: run.length):.2f}" if runs[0].verified else "-"
         table.add_row(name, f"{speed:.1f}", f"{ratio:.2f}", length, str(changed_answers(runs, plain[0])))
     console.print(table)

@@ -248,7 +248,8 @@ class GpuBench:
         chosen = torch.rand(rows, count, device=self.device).topk(per_token, -1).indices
         weights = torch.full(chosen.shape, 1 / per_token, device=self.device)
         x = torch.randn(rows, hidden, dtype=self.dtype, device=self.device)
-        source, context = RandomWeights(self.dtype, self.device), StepContext(cast(Any, None), cast(Any, None))
+        source = RandomWeights(self.dtype, self.device)
+        context = StepContext(cast(Any, None), cast(Any, None))
         specs = [GatedMLPSpec(f"experts.{number}", hidden, inner) for number in range(count)]
         for kind in ("none", "int8", "fp8") if runtime.serves_fp8(self.dtype, self.device) else ("none",):
             built = BuildContext(self.dtype, self.device, rows, quantization=kind)

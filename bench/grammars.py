@@ -153,7 +153,8 @@ class GrammarBench:
 
     def first_masks(self, times: int) -> list[float]:
         """Processor seconds of a new sequence's matcher and first mask, the schema being cached."""
-        grammar, mask = self.pool.compile(self.constraint).result(), np.zeros(-(-self._vocab_size // 32), np.int32)
+        grammar = self.pool.compile(self.constraint).result()
+        mask = np.zeros(-(-self._vocab_size // 32), np.int32)
         seconds: list[float] = []
         for _ in range(times):
             began = time.thread_time()

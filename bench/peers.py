@@ -63,7 +63,8 @@ class OpenVinoPeer:
     def _schedule(self, setup: "PeerSetup") -> Any:
         config = self._genai.SchedulerConfig()
         config.cache_size = _CACHE_GIB
-        config.max_num_batched_tokens, config.max_num_seqs = setup.chunk, max(64, setup.sequences)
+        config.max_num_batched_tokens = setup.chunk
+        config.max_num_seqs = max(64, setup.sequences)
         config.dynamic_split_fuse, config.enable_prefix_caching = True, False
         return config
 

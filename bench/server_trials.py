@@ -159,7 +159,8 @@ def prefill(target: TrialTarget, sizes: TrialSizes, log: Log) -> list[TrialVerdi
     for _ in range(sizes.repeats):
         alone = target.put(running).records
         usual = median(steady_gaps(alone))
-        begun, ended = max(record.times[0] for record in alone), min(record.ended for record in alone)
+        begun = max(record.times[0] for record in alone)
+        ended = min(record.ended for record in alone)
         long = PlannedRequest(sizes.running, begun + (ended - begun) / 4, sizes.long, 1)
         slow = float(np.percentile(gaps_during(target.put([*running, long]).records, long.index), 99))
         log(f"gaps of {sizes.running} streams: median {usual * 1e3:.1f} ms, p99 beside a prefill {slow * 1e3:.1f} ms")
@@ -175,7 +176,8 @@ def steady_gaps(records: Sequence[LoadRecord]) -> list[float]:
     Raises:
         Unavailable: one had ended before the last began.
     """
-    begun, ended = max(record.times[0] for record in records), min(record.ended for record in records)
+    begun = max(record.times[0] for record in records)
+    ended = min(record.ended for record in records)
     if ended <= begun:
         raise Unavailable("a stream ended before the last one began: let each generate more")
     return _gaps_within(records, begun, ended)

@@ -161,7 +161,8 @@ class ClockedOutbox:
 
 def measure(case: StepCase, parted: bool) -> dict[str, float]:
     """Median microseconds of a step, and of its parts where `parted`, which makes it longer."""
-    clock, cache = StepClock(), KVCacheManager(case.sequences * (case.longest // BLOCK_SIZE + 2), BLOCK_SIZE)
+    clock = StepClock()
+    cache = KVCacheManager(case.sequences * (case.longest // BLOCK_SIZE + 2), BLOCK_SIZE)
     config = SchedulerConfig(
         max_num_seqs=case.sequences,
         max_num_batched_tokens=max(512, case.sequences),

@@ -135,7 +135,8 @@ async def _serve(
 
 def _make_servers(setup: FrontendSetup, gateway: RemoteGateway) -> list[HttpServer | GrpcServer]:
     settings, servers = setup.settings, list[HttpServer | GrpcServer]()
-    forwarder, timeout = HttpForwarder(gateway.connection, setup.info.max_input_size), settings.http.body_timeout
+    forwarder = HttpForwarder(gateway.connection, setup.info.max_input_size)
+    timeout = settings.http.body_timeout
     extensions = setup.extensions.routes(forwarder.answer_in_pieces)
     forwarded = [route.answered_by(forwarder.answer) for route in setup.forwarded]
     app = build_worker_app(

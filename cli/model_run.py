@@ -50,7 +50,8 @@ def print_responses(directory: Path, request: ModelRequest, options: ConfigOptio
     if not directory.is_dir():
         raise InvalidArgument(f"there is no directory '{directory}'")
     directory = directory.resolve()
-    backends, complete = parse_backend_config(options.backend_config), not options.disable_auto_complete_config
+    backends = parse_backend_config(options.backend_config)
+    complete = not options.disable_auto_complete_config
     builder = ModelBuilder(backends, complete, backend_directory=options.backend_directory)
     catalog = RepositoryCatalog([directory.parent], config_name=options.model_config_name)
     asyncio.run(_ask_model(directory.name, request, catalog, builder))

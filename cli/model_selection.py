@@ -241,7 +241,8 @@ def select_models(
     spare = options.on_demand.spare_cores * SPARE_CORE_BYTES
     limit = None if options.memory_limit is None else max(0, options.memory_limit - spare)
     budget = MemoryBudget.of_machine(limit, options.gpu_memory_limit, promised)
-    complete, written_in_python = not options.configs.disable_auto_complete_config, options.configs.backend_directory
+    complete = not options.configs.disable_auto_complete_config
+    written_in_python = options.configs.backend_directory
     limiter = _rate_limiter(options)
     builder = ModelBuilder(backends, complete, budget, quantiles, cache, written_in_python, limiter)
     is_single = single is not None and not repositories

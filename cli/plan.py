@@ -72,7 +72,8 @@ def plan_server(model: str | None, options: ServeOptions, logs: LogControl) -> S
 
     Raises `CharoniaError` if there is nothing to serve, or an option means nothing or contradicts another.
     """
-    endpoints, metrics = endpoint_settings(options), parse_metrics_config(options.server.metrics_config)
+    endpoints = endpoint_settings(options)
+    metrics = parse_metrics_config(options.server.metrics_config)
     extensions = tuple(plan_extensions(options.extensions, server_facts(options, endpoints)))
     endpoints = replace(endpoints, http=extended_rules(endpoints.http, extensions))
     unprotected = unprotected_control(options, endpoints)
@@ -205,7 +206,8 @@ def _shared_state(server: ServerOptions, logs: LogControl, reserved: Iterable[st
         log.warning("--trace-config level=TENSORS has no effect: spans hold no tensors")
     if traces.spans is not None and not traces.enabled:
         log.warning("nothing is traced: --trace-config level=TIMESTAMPS is not given")
-    regions, rooflines = SharedMemoryRegistry(is_true(server.allow_client_shm)), read_rooflines(server.machine)
+    regions = SharedMemoryRegistry(is_true(server.allow_client_shm))
+    rooflines = read_rooflines(server.machine)
     return SharedState(regions, logs, TraceControl(traces), CustomMetrics(reserved), rooflines=rooflines)
 
 

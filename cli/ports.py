@@ -59,7 +59,8 @@ def reserve_ports(
         for cloud in clouds:
             reserve_shared(cloud.flag, server.http_address, cloud.port, reused=False)
         for (flag, mine), (other, theirs) in combinations(ports.items(), 2):
-            (host, port), (its_host, its_port) = mine.getsockname()[:2], theirs.getsockname()[:2]
+            host, port = mine.getsockname()[:2]
+            its_host, its_port = theirs.getsockname()[:2]
             # A port that nothing listens on yet can be reserved twice.
             if port == its_port and (host == its_host or {host, its_host} & _EVERYWHERE):
                 raise InvalidArgument(f"{flag} and {other} are both {port}")

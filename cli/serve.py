@@ -82,7 +82,8 @@ async def run(plan: ServePlan, tracer: "OtlpTracer | None") -> int:
         log.info("removed %d scratch directories of servers that were killed", swept)
     options, lag = plan.options.server, LoopLag(plan.options.server.max_loop_lag_secs)
     traces = TraceFileWriter(plan.shared.traces)
-    strict, listeners = is_true(options.strict_readiness), _end_listeners(plan.shared.traces, traces, tracer)
+    strict = is_true(options.strict_readiness)
+    listeners = _end_listeners(plan.shared.traces, traces, tracer)
     models = ModelHost(plan.selection, plan.shared, plan.observers, strict, lambda: not lag.stuck, listeners)
     gateway, watcher = models.gateway, models.watcher
     reserved = reserve_ports(options, plan.options.grpc, plan.endpoints.clouds, plan.frontends.most > 1)

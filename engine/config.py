@@ -160,7 +160,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def _suffix_values(self) -> tuple[int | float | None, ...]:
-        depth, remembered = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
+        depth = self.suffix_decoding_max_tree_depth
+        remembered = self.suffix_decoding_max_cached_requests
         return depth, remembered, self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
 
     @property

@@ -83,7 +83,8 @@ class ControlHub:
         # Configs are compared by identity: they are never changed, and may be large.
         mark = *((model.number, model.latest, model.names) for model in served.models), *map(id, served.listed)
         models = served.pickled() if before is None or mark != self._models else before.models
-        self._models, self._announced = mark, frozenset(model.number for model in served.models)
+        self._models = mark
+        self._announced = frozenset(model.number for model in served.models)
         snapshot = HubSnapshot(
             0 if before is None else before.number,
             gateway.ready(),

@@ -194,7 +194,8 @@ class ModelBuilder:
         self, source: ModelSource, version: VersionSource, services: ModelServices
     ) -> ModelFactory:
         settings, directory = self._classic_settings(source.backend), Path(version.path)
-        loader, builder = self._runtime_loader(source.backend, services), classic_model_builder()
+        loader = self._runtime_loader(source.backend, services)
+        builder = classic_model_builder()
         # Memory is reserved before anything reads the model, as completing its config does.
         needs = loader.needs(directory, self._fill_defaults(source.config), {**settings, **source.parameters})
         reservation = self.budget.reserve(source.name, version.number, needs)

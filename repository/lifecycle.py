@@ -105,7 +105,8 @@ class ModelLifecycle:
         self.make_room: Callable[[InsufficientMemory, str], bool] = lambda missing, name: False
         # One thread at a time for all blocking work, as long as none hangs: each thread that ever ran keeps some of its
         # memory.
-        self._threads, self._blocking = ThreadPoolExecutor(_MOST_THREADS, "loading"), asyncio.Lock()
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, "loading")
+        self._blocking = asyncio.Lock()
 
     async def run_blocking(self, work: Callable[..., T], *arguments: object) -> T:
         """Run a blocking function outside the event loop, one at a time; others do not wait for one that hangs."""

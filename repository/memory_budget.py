@@ -152,7 +152,8 @@ class MemoryBudget:
     def grant(self, needs: Sequence[MemoryNeed], sharers: int) -> dict[str, int]:
         """Bytes for a model that takes what it is granted. `memory`: what it needs of the host's and its share of the
         rest among `sharers`; `gpu_memory`: the least that is left on one of its GPUs, if it needs any."""
-        stated, left = sum(need.size for need in needs if need.gpu is None), self.host.available
+        stated = sum(need.size for need in needs if need.gpu is None)
+        left = self.host.available
         granted = {"memory": stated + max(0, left - stated) // sharers}
         on_gpus = [memory.available for gpu, memory in self._gpus.items() if any(need.gpu == gpu for need in needs)]
         return {**granted, "gpu_memory": min(on_gpus)} if on_gpus else granted

@@ -100,7 +100,8 @@ class ModelVersion:
         """`model_failure`: why the last load of the model as a whole failed, whatever serves meanwhile."""
         state, failure = self.state, self.reason
         if self.loaded is not None:
-            state, failure = ModelState.READY if self.ready else ModelState.UNAVAILABLE, self.failure
+            state = ModelState.READY if self.ready else ModelState.UNAVAILABLE
+            failure = self.failure
         return RepositoryIndexEntry(name, self.number, state, model_failure or failure)
 
 
@@ -342,7 +343,8 @@ class ModelRegistry:
             owners = [f"'{entry.name}:{name}'" for entry in self._adapter_owners(name)]
             hint = f"; several models have such an adapter: ask for {' or '.join(owners)}" if owners else ""
             raise NotFound(f"Request for unknown model: '{name}' is not found{hint}")
-        version, loading = entry.find_version(number), self.starting or entry.change_lock.locked()
+        version = entry.find_version(number)
+        loading = self.starting or entry.change_lock.locked()
         if version is None and number and not self.starting:
             raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
         if context is not None and version is not None:

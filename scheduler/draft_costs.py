@@ -182,7 +182,8 @@ class DraftCosts:
             order = (index + turn) % len(mosts)
             gains += [(min(rate, HIGHEST_RATE) ** (place + 1), order, index) for place in range(most)]
         gains.sort(reverse=True)
-        alone, shared = self._steps.seconds(decoding) + self._host_seconds, sum(map(bool, mosts)) < decoding
+        alone = self._steps.seconds(decoding) + self._host_seconds
+        shared = sum(map(bool, mosts)) < decoding
         least = LEAST_GAIN if len(mosts) < MANY_SEQUENCES else LEAST_GAIN_OF_MANY
         best = 0
         best_speed = least * decoding / alone

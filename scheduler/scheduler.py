@@ -87,7 +87,8 @@ class Scheduler:
     def _states(self) -> dict[SequenceState, int]:
         states, waiting = {SequenceState.RUNNING: self.running}, self._waiting
         if len(waiting):
-            states[SequenceState.PREEMPTED], states[SequenceState.PARKED] = waiting.num_preempted, waiting.num_set_aside
+            states[SequenceState.PREEMPTED] = waiting.num_preempted
+            states[SequenceState.PARKED] = waiting.num_set_aside
             # One that was preempted and is set aside is in two of them.
             states[self._wait_reason] = max(len(waiting) - waiting.num_preempted - waiting.num_set_aside, 0)
         return states

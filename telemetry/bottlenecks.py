@@ -190,7 +190,8 @@ def _loop_claim(interval: ModelInterval, loops: ServerLoops) -> TimeClaim:
     turn = f"{_LOG}; {more}fewer and larger requests, binary tensors, or another server"
     evidence = {"loop_busy": loop.busy, "loop_delay_seconds": loop.delay, "loop_lag_seconds": loop.lag}
     if loop.frontend:
-        name, what = f"that of frontend {loop.frontend}", "requests wait for a frontend's event loop"
+        name = f"that of frontend {loop.frontend}"
+        what = "requests wait for a frontend's event loop"
         turn = f"{_LOG}; more connections, of which each stays with one frontend; {more}binary tensors"
     elif loops.frontends:
         name, what = "it", "requests wait for the hub's event loop"

@@ -84,7 +84,8 @@ def _figures(interval: ModelInterval, latency: float) -> BatchFigures | None:
     if not instances:
         return None
     batches = interval.grown_by("charonia_batches_total", "reason")
-    executions, inferred = interval.grown("nv_inference_exec_count"), interval.grown("nv_inference_count")
+    executions = interval.grown("nv_inference_exec_count")
+    inferred = interval.grown("nv_inference_count")
     answered = interval.grown("nv_inference_request_success")
     return BatchFigures(
         size=inferred / executions if executions else 0.0,

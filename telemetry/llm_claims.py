@@ -105,7 +105,8 @@ def _queue_claims(interval: ModelInterval, spent: Mapping[str, float], part: flo
         for limit in ("requests", "tokens")
     )
     what, turn = whats[max(waits, key=lambda queue_state: waits[queue_state])]
-    running, waiting = interval.gauge("charonia_requests_running"), interval.gauge("charonia_requests_waiting")
+    running = interval.gauge("charonia_requests_running")
+    waiting = interval.gauge("charonia_requests_waiting")
     why = f"{running:.0f} run and {waiting:.0f} wait"
     if refused:
         why += f", and {refused:.0f} were refused because the queue was full"
@@ -161,7 +162,8 @@ def _snapshot_claim(interval: ModelInterval, seconds: float, missed: float) -> T
 
 
 def _reader_claim(interval: ModelInterval, seconds: float, loop_is_late: bool) -> TimeClaim:
-    merged, tokens = interval.grown("charonia_merged_tokens_total"), interval.grown("charonia_generation_tokens_total")
+    merged = interval.grown("charonia_merged_tokens_total")
+    tokens = interval.grown("charonia_generation_tokens_total")
     why = f"{merged:,.0f} of {tokens:,.0f} tokens came while earlier ones were unread"
     evidence = {"merged_tokens": merged, "tokens": tokens}
     if loop_is_late:
@@ -176,7 +178,8 @@ def _preparation_claim(interval: ModelInterval) -> TimeClaim:
     took = interval.grown("nv_inference_compute_input_duration_us") / 1e6
     loads = interval.whole.grown("charonia_load_wait_seconds_total", model=interval.model.name)
     seconds = max(took - loads, 0.0)
-    what, turn = "requests are made ready", "shorter prompts and simpler schemas, or more cores for the frontend"
+    what = "requests are made ready"
+    turn = "shorter prompts and simpler schemas, or more cores for the frontend"
     return TimeClaim(Cause.FRONTEND, seconds, what, f"templates, tokens and grammars took {seconds:.2f} s", turn)
 
 
@@ -188,7 +191,8 @@ def _step_claims(
     if steps and (eager := interval.grown("charonia_eager_steps_total")):
         cold = seconds * min(eager / steps, 1.0)
         seconds -= cold
-        what, why = "decode steps find no CUDA graph yet", f"{eager:.0f} of {steps:.0f} steps were launched without one"
+        what = "decode steps find no CUDA graph yet"
+        why = f"{eager:.0f} of {steps:.0f} steps were launched without one"
         turn = (
             "requests like yours before the server gets its traffic; a batch or context too large for a graph has none"
         )
@@ -210,7 +214,8 @@ def _step_claims(
         yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, turn, evidence)
         return
     context = interval.gauge("charonia_kv_cache_usage_ratio") * interval.gauge("charonia_kv_cache_tokens")
-    reading, multiplying = roofline.reading_seconds(context, rows), roofline.arithmetic_seconds(tokens, rows)
+    reading = roofline.reading_seconds(context, rows)
+    multiplying = roofline.arithmetic_seconds(tokens, rows)
     if (least := max(reading, multiplying)) > _ANOTHER * step_seconds:
         another = f"--machine has the file of another model or machine, where such a step takes {1e3 * least:.2f} ms"
         yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, f"{faster}; {another}", evidence)
@@ -219,10 +224,12 @@ def _step_claims(
     evidence |= {"bandwidth_share": reads, "arithmetic_share": works}
     why = f"{why}; reading takes {percent(reads)} of it, arithmetic {percent(works)}"
     if reads >= works:
-        what, turn = "steps read weights and cache", "--quantization int8 or int4, --kv-cache-dtype int8, or more rows"
+        what = "steps read weights and cache"
+        turn = "--quantization int8 or int4, --kv-cache-dtype int8, or more rows"
         yield TimeClaim(Cause.MEMORY_BANDWIDTH, seconds * reads, what, why, turn, evidence)
     else:
-        what, turn = "steps multiply", f"--quantization int8, {_SPLIT}, or more --data-parallel-size"
+        what = "steps multiply"
+        turn = f"--quantization int8, {_SPLIT}, or more --data-parallel-size"
         yield TimeClaim(Cause.ARITHMETIC, seconds * works, what, why, turn, evidence)
     rest = seconds * (1 - max(reads, works))
     what = "steps take longer than reading and multiplying need"

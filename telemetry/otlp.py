@@ -155,7 +155,8 @@ class OtlpTracer:
             processor = BatchSpanProcessor(self._exporter)
         else:
             resource = Resource.create(dict(settings.resource))
-            queue_size, delay = settings.bsp_max_queue_size, float(settings.bsp_schedule_delay)
+            queue_size = settings.bsp_max_queue_size
+            delay = float(settings.bsp_schedule_delay)
             batch_size = min(settings.bsp_max_export_batch_size, queue_size)  # no more than may wait
             processor = BatchSpanProcessor(self._exporter, queue_size, delay, batch_size)
         self._ids = _ToldIds()
@@ -190,7 +191,8 @@ class OtlpTracer:
         if span.is_recording():
             inside = set_span_in_context(span)
             for phase in phase_spans(context):
-                start, end = _nanoseconds(phase.start + clock), _nanoseconds(phase.end + clock)
+                start = _nanoseconds(phase.start + clock)
+                end = _nanoseconds(phase.end + clock)
                 self._tracer.start_span(phase.name, inside, attributes=phase.attributes, start_time=start).end(end)
             for child in context.children or ():
                 self._make_spans(child, inside, SpanKind.INTERNAL)

@@ -27,7 +27,8 @@ PING = KeepAlive(sse_event(b'{"type":"ping"}', "ping"), 10.0)
 class MessagesRoutes:
     def __init__(self, lookup: ModelLookup, info: ServerInfo, ping: KeepAlive = PING) -> None:
         self._lookup = lookup
-        self._max_input_size, self._max_response_size = info.max_input_size, info.max_response_size
+        self._max_input_size = info.max_input_size
+        self._max_response_size = info.max_response_size
         self._ping = ping
 
     def routes(self) -> list[Route]:

@@ -155,7 +155,8 @@ def _lent_memory(tensor: ProtoMessage, regions: SharedMemoryRegistry) -> LentMem
         what = f"'{key}' parameter for tensor '{tensor.name}'"
         return read_parameter(tensor.parameters[key], kind, what, tensor.name)
 
-    region, offset = read(_REGION, "string_param"), read("shared_memory_offset", "int64_param")
+    region = read(_REGION, "string_param")
+    offset = read("shared_memory_offset", "int64_param")
     return regions.view(SharedMemorySlice(region, offset, read("shared_memory_byte_size", "int64_param")))
 
 

@@ -104,10 +104,12 @@ class WebPageRules:
         headers = header_map(scope)
         method = scope["method"]
         path = scope["path"]
-        origin, protected = headers.get(b"origin"), is_protected(method, path) or path.startswith(self._private)
+        origin = headers.get(b"origin")
+        protected = is_protected(method, path) or path.startswith(self._private)
         if origin is None and not protected and headers.get(b"sec-fetch-site") not in _FOREIGN_SITES:
             return
-        host, changes = HostPort.of_header(headers.get(b"host", b"")), method not in _SAFE_METHODS
+        host = HostPort.of_header(headers.get(b"host", b""))
+        changes = method not in _SAFE_METHODS
         foreign = changes and self._is_foreign(origin, headers, protected)
         page = _page_name(origin)
         if foreign and protected:

@@ -184,7 +184,8 @@ class InputMessages:
 
     def _add_output(self, members: Mapping[str, Any], where: str) -> None:
         named = "call_id" if "call_id" in members or members.get("type") != "local_shell_call_output" else "id"
-        call_id, content = _string(members, named, where), self._content(members.get("output"), f"{where}.output")
+        call_id = _string(members, named, where)
+        content = self._content(members.get("output"), f"{where}.output")
         call_id = self._aliases.get(call_id, call_id)
         if call_id not in self._calls:
             raise field_error(

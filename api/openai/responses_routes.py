@@ -32,7 +32,8 @@ _PLACEHOLDER = "\0text\0"
 class ResponsesRoutes:
     def __init__(self, lookup: ModelLookup, info: ServerInfo) -> None:
         self._lookup = lookup
-        self._max_input_size, self._max_response_size = info.max_input_size, info.max_response_size
+        self._max_input_size = info.max_input_size
+        self._max_response_size = info.max_response_size
 
     def routes(self) -> list[Route]:
         return [

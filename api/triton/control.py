@@ -183,7 +183,8 @@ class ControlEndpoints:
             raw = base64.b64decode(as_string("b64", _required(handle, "b64")), validate=True)
         except ValueError:
             raise InvalidArgument("'b64' of 'raw_handle' is not base64", field="raw_handle") from None
-        device, size = as_unsigned("device_id", document.get("device_id", 0)), _required(document, "byte_size")
+        device = as_unsigned("device_id", document.get("device_id", 0))
+        size = _required(document, "byte_size")
         region = CudaMemoryRegion(_named(request), raw, device, as_unsigned("byte_size", size))
         await self._regions.register_cuda(region)
         return Response()

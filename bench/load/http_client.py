@@ -101,7 +101,8 @@ class HttpConnection(asyncio.Protocol):
             ConnectionError: the other side hung up before the end.
         """
         assert self._transport is not None
-        self._answer, self._ended = HttpResponseReader(), asyncio.get_running_loop().create_future()
+        self._answer = HttpResponseReader()
+        self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         await self._ended
         return self._answer

@@ -211,7 +211,8 @@ def _read_pair_template(config: Mapping[str, Any], transformer: Path) -> PairTem
     """The template, if it carries pairs and sentence_bert_config.json does not leave messages out; with the variables
     that this has for it."""
     own = read_json(transformer / "sentence_bert_config.json")
-    modalities, options = own.get("modality_config"), (own.get("processing_kwargs") or {}).get("chat_template") or {}
+    modalities = own.get("modality_config")
+    options = (own.get("processing_kwargs") or {}).get("chat_template") or {}
     variables = {name: value for name, value in options.items() if name != "restore_suffix"}
     sources = find_templates(transformer) if modalities is None or "message" in modalities else {}
     tokens = read_special_tokens(transformer)

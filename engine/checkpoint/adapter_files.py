@@ -171,7 +171,8 @@ def read_adapter_config(directory: Path, max_rank: int) -> AdapterConfig:
     alpha = fields.get("lora_alpha")
     if not _is_number(alpha):
         raise _refusal(f"{file}: lora_alpha must be a number, got {shorten(repr(alpha))}")
-    alphas, stabilized = _numbers(fields, "alpha_pattern", file), bool(fields.get("use_rslora"))
+    alphas = _numbers(fields, "alpha_pattern", file)
+    stabilized = bool(fields.get("use_rslora"))
     return AdapterConfig(fields["r"], float(alpha), stabilized, {key: int(rank) for key, rank in ranks.items()}, alphas)
 
 

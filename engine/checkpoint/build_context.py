@@ -90,7 +90,8 @@ class Shard(NamedTuple):
         """The `shape` of a whole model cut to this rank: its heads, key/value heads and layers."""
         heads, kv_heads = slice(0, shape.heads), slice(0, shape.kv_heads)
         if any(shape.attention):
-            heads, kv_heads = rank_slice(shape.heads, self.group), kv_head_slice(shape.kv_heads, self.group)
+            heads = rank_slice(shape.heads, self.group)
+            kv_heads = kv_head_slice(shape.kv_heads, self.group)
         states = shape.states
         if isinstance(shape, ModelSpec) and shape.recurrence is not None:
             own = shape.recurrence.share(self.group.rank, self.group.size).state

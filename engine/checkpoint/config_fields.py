@@ -325,7 +325,8 @@ class ConfigFields(NamedTuple):
         groups, chosen_groups = (self.number(name, 1) for name in ("n_group", "topk_group"))
         if count % groups or chosen_groups > groups:
             raise self.error(f"topk_group {chosen_groups} of n_group {groups} can't be chosen of {count} experts")
-        chosen, every = self.number("num_experts_per_tok"), self.number("decoder_sparse_step", 1)
+        chosen = self.number("num_experts_per_tok")
+        every = self.number("decoder_sparse_step", 1)
         choosable = count // groups * chosen_groups
         if chosen > choosable:
             within = f" in {chosen_groups} of {groups} groups" if groups > 1 else ""

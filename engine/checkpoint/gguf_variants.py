@@ -89,7 +89,8 @@ def _gemma(architecture: str, layers_of_27b: int) -> Callable[[GgufFile], dict[s
 def _deepseek2(fields: GgufFile) -> dict[str, Any]:
     """DeepSeek V2, or V3, whose router has a correction, and what has its layers. Newer files say of heads what latents
     are, and of what they are made what heads are."""
-    rank, rotated = fields.number("attention.kv_lora_rank"), fields.number("rope.dimension_count")
+    rank = fields.number("attention.kv_lora_rank")
+    rotated = fields.number("rope.dimension_count")
     key = fields.number("attention.key_length_mla", fields.number("attention.key_length"))
     corrected = has_tensor(fields, ".exp_probs_b.bias")
     grouped = fields.number("expert_group_count", 1) > 1

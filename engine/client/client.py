@@ -181,7 +181,8 @@ class Replica:
 
     def on_loss(self, error: CharoniaError) -> None:
         self.losses += not self._closing
-        self._lost_totals, self._totals = self.totals, EngineTotals()  # the next core counts from zero
+        self._lost_totals = self.totals
+        self._totals = EngineTotals()  # the next core counts from zero
         self.prefix_index.clear()
         self.adapters.on_loss(error)
         for stream in self._streams.values():
@@ -369,7 +370,8 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
     if config.lora is not None:
         capabilities |= {"adapter", "lora_task"}
     connect = partial(EngineClient, config)
-    limits, rows = QueueLimits(config.max_queued_requests, config.max_queued_tokens), config.scheduler.max_num_seqs
+    limits = QueueLimits(config.max_queued_requests, config.max_queued_tokens)
+    rows = config.scheduler.max_num_seqs
     return EngineSpec(
         "charonia",
         config.model,

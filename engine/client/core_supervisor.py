@@ -243,7 +243,8 @@ class CoreProcess:
         self._unsent: deque[bytes] = deque()
         with ExitStack() as resources:
             directory = str(resources.enter_context(ScratchDirectory()))
-            endpoints, context = CoreEndpoints.in_directory(directory), resources.enter_context(zmq.Context())
+            endpoints = CoreEndpoints.in_directory(directory)
+            context = resources.enter_context(zmq.Context())
             self._outbox = resources.enter_context(context.socket(zmq.PUSH))
             self._inbox = resources.enter_context(context.socket(zmq.PULL))
             for socket, endpoint in ((self._outbox, endpoints.to_core), (self._inbox, endpoints.from_core)):

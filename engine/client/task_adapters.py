@@ -127,7 +127,8 @@ def _modules(spec: ModelSpec) -> Mapping[int, tuple[_Projection, ...]]:
         raise _wrong("lora_weights: the layers of this model are of different sizes; bring its adapters as files")
     hidden, wide = spec.hidden_size, spec.intermediate_size
     heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    output, down = _Projection("self_attn.o_proj", heads, hidden), _Projection("mlp.down_proj", wide, hidden)
+    output = _Projection("self_attn.o_proj", heads, hidden)
+    down = _Projection("mlp.down_proj", wide, hidden)
     if spec.architecture == "Phi3ForCausalLM":
         qkv = _Projection("self_attn.qkv_proj", hidden, heads + 2 * kv_heads)
         return {0: (qkv,), 4: (output,), 6: (down,), 18: (_Projection("mlp.gate_up_proj", hidden, 2 * wide),)}

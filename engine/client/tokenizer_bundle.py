@@ -35,7 +35,8 @@ class TokenizerBundle:
         directory = locate_checkpoint(model)
         tokenizer_of = str(locate_checkpoint(tokenizer_of)) if tokenizer_of else ""
         tokenizer = Tokenizer.load(Path(tokenizer_of) if tokenizer_of else directory, chat_template)
-        defaults, fingerprint = read_generation_defaults(directory, tokenizer), checkpoint_fingerprint(directory)
+        defaults = read_generation_defaults(directory, tokenizer)
+        fingerprint = checkpoint_fingerprint(directory)
         return cls(tokenizer, defaults, AsyncTokenizer(tokenizer), fingerprint, str(directory), tokenizer_of)
 
     def tokenizer_info(self) -> dict[str, Any]:

@@ -137,7 +137,8 @@ class EventPublisher:
             self._publish_socket.close()
 
     def _send(self, batch: NumberedBatch) -> None:
-        number, payload = batch.number.to_bytes(8, "big"), self._encoder.encode(batch.seconds, batch.changes)
+        number = batch.number.to_bytes(8, "big")
+        payload = self._encoder.encode(batch.seconds, batch.changes)
         with self._sending:
             self._sent.append((number, payload))
         self._publish_socket.send_multipart((self._topic, number, payload))

@@ -182,7 +182,8 @@ def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
     drafters[own.method] = guarded = GuardedDrafter(build_drafter(own, vocab_size), own.method)
     most = own.num_speculative_tokens
     speculation = Speculation(drafters, most, vocab_size, config.most_sampled, own.computes)
-    guarded.step_seconds, guarded.on_off = speculation.costs.expected_seconds, speculation.note_off
+    guarded.step_seconds = speculation.costs.expected_seconds
+    guarded.on_off = speculation.note_off
     return speculation
 
 

@@ -28,7 +28,8 @@ class FusedNorm:
         self._eps = eps
         self._kind = library.DTYPE_CODES[dtype]
         self._size, self._weights = weight.shape[-1], weight.numel() // weight.shape[-1]
-        self._address, self._norm = self._weight.data_ptr(), library.bind_function("charonia_norm")
+        self._address = self._weight.data_ptr()
+        self._norm = library.bind_function("charonia_norm")
 
     def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
         """x [N, n], contiguous -> [N, n]."""
@@ -74,7 +75,8 @@ class FusedGate:
     SQUARED_RELU the features [N, n] alone."""
 
     def __init__(self, activation: str) -> None:
-        self._activation, self._gate = ACTIVATION_CODES[activation], library.bind_function("charonia_gate")
+        self._activation = ACTIVATION_CODES[activation]
+        self._gate = library.bind_function("charonia_gate")
         self._parts = 1 if activation == SQUARED_RELU else 2
 
     def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
@@ -92,7 +94,8 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     [N, cos and sin, head_dim / 2] (arXiv 2104.09864)."""
     rows, heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype)
-    addresses, kind = (x.data_ptr(), cos_sin.data_ptr(), out.data_ptr()), library.DTYPE_CODES[x.dtype]
+    addresses = (x.data_ptr(), cos_sin.data_ptr(), out.data_ptr())
+    kind = library.DTYPE_CODES[x.dtype]
     library.bind_function("charonia_rope")(*addresses, rows, heads, x.stride(0), size // 2, kind)
     return out
 

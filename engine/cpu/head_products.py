@@ -43,7 +43,8 @@ class FusedHeadProducts:
     def __call__(self, x: TensorOrSymbol, last: TensorOrSymbol | None = None) -> TensorOrSymbol:
         """x [N, heads * inputs + heads * passed], contiguous -> [N, heads * (outputs + passed)], and behind them `last`
         [N, outputs + passed], if it is there."""
-        at, width = ctypes.addressof(self._struct), (self._heads + (last is not None)) * self._size
+        at = ctypes.addressof(self._struct)
+        width = (self._heads + (last is not None)) * self._size
         if isinstance(x, SymbolicTensor):
             return x.trace.add_op(OpStruct(kind=HEADS, what=at), x, width, delta=last)
         out = torch.empty((len(x), width), dtype=x.dtype)

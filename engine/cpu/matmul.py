@@ -57,7 +57,8 @@ class MatrixProduct:
         self.inputs = matrix.inputs
         self.outputs = matrix.outputs
         self._out = out
-        self.address, self._multiply = ctypes.addressof(matrix), library.bind_function("charonia_matmul")
+        self.address = ctypes.addressof(matrix)
+        self._multiply = library.bind_function("charonia_matmul")
         self.kind = matrix.kind, matrix.span, matrix.zeros, matrix.inputs, matrix.outputs
         """What decides how much memory C needs to multiply with it."""
 
@@ -128,7 +129,8 @@ ArraySizes: TypeAlias = Mapping[str, tuple[torch.dtype, int]]
 
 
 def array_sizes(form: MatmulFormat) -> dict[str, tuple[torch.dtype, int]]:
-    whole, steps = -(-form.outputs // LANES) * LANES, -(-form.inputs * form.kept.itemsize // 4)
+    whole = -(-form.outputs // LANES) * LANES
+    steps = -(-form.inputs * form.kept.itemsize // 4)
     lines = {"lines": (torch.uint8, whole // LANES * steps * LINE_BYTES)}
     if form.kept != torch.int8:
         return lines

@@ -105,7 +105,8 @@ class _StepWorkspace:
 
     def grow(self, size: int) -> None:
         self._memory = aligned_empty(size)
-        self.arguments.workspace, self.arguments.workspace_bytes = self._memory.data_ptr(), len(self._memory)
+        self.arguments.workspace = self._memory.data_ptr()
+        self.arguments.workspace_bytes = len(self._memory)
 
 
 class StepRun:
@@ -244,7 +245,8 @@ class DecoderProgram:
         arguments, token_ids = workspace.arguments, inputs.batch.token_ids
         arguments.cos_sin = workspace.keep_tables(tables)
         arguments.step = StepStruct(*inputs.batch.c_fields)
-        arguments.token_ids, arguments.token_ids_stride = token_ids.data_ptr(), token_ids.stride(0)
+        arguments.token_ids = token_ids.data_ptr()
+        arguments.token_ids_stride = token_ids.stride(0)
         arguments.params_count, *layers = inputs.caches.c_fields
         arguments.params, arguments.params_of_layer, arguments.caches, arguments.group_of_layer = layers
         arguments.lora_count = 0
@@ -258,9 +260,11 @@ class DecoderProgram:
         arguments.filled_count = arguments.stacked_count = 0
         if (embedded := inputs.batch.embedded) is not None:
             arguments.filled_count = len(embedded.places)
-            arguments.filled_places, arguments.filled_rows = embedded.places.data_ptr(), embedded.rows.data_ptr()
+            arguments.filled_places = embedded.places.data_ptr()
+            arguments.filled_rows = embedded.rows.data_ptr()
             if (stacked := embedded.stacked) is not None:
-                arguments.stacked_count, arguments.stacked_rows = len(stacked), stacked.data_ptr()
+                arguments.stacked_count = len(stacked)
+                arguments.stacked_rows = stacked.data_ptr()
         arguments.hidden_states = None if inputs.hidden_states is None else inputs.hidden_states.data_ptr()
         # Computed are the layers alone, or all but sampling, or all.
         places, samples = inputs.logits_indices, inputs.samples
@@ -272,7 +276,8 @@ class DecoderProgram:
             arguments.operation_count = len(self._operations) - 1
             arguments.logits_count, arguments.logits_indices = len(places), places.data_ptr()
         if places is not None and samples is not None:
-            arguments.operation_count, arguments.sampled_count = len(self._operations), len(samples.tokens)
+            arguments.operation_count = len(self._operations)
+            arguments.sampled_count = len(samples.tokens)
             columns = samples.tokens, samples.sampling, samples.selected, samples.mask_of
             addresses = [None if column is None else column.ctypes.data for column in columns]
             arguments.sampled, arguments.sampling, arguments.sampled_of, arguments.mask_of = addresses

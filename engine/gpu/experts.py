@@ -79,7 +79,8 @@ def _experts_kernel(
         weight_at += (columns % outputs).to(tl.int64)[None, :] * inputs + inner[:, None]
         exists = columns < outputs
         scales += expert * matrices * outputs
-        x_scales_at, scales_at = x_scales + rows * tl.cdiv(inputs, BLOCK_INPUTS), scales + columns
+        x_scales_at = x_scales + rows * tl.cdiv(inputs, BLOCK_INPUTS)
+        scales_at = scales + columns
         kind: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
         total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), kind)
         up = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), kind)

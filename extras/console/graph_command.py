@@ -78,7 +78,8 @@ def read_repository(repository: Path, options: ConfigOptions) -> dict[str, Graph
     backends = parse_backend_config(options.backend_config)
     complete, directory = not options.disable_auto_complete_config, options.backend_directory
     builder = ModelBuilder(backends, complete, memory, backend_directory=directory)
-    catalog, models = RepositoryCatalog([repository], config_name=options.model_config_name), {}
+    catalog = RepositoryCatalog([repository], config_name=options.model_config_name)
+    models = {}
     with closing(asyncio.new_event_loop()) as loop:
         services = ModelServices(InProcessGateway(builder=builder), loop)
         for name in catalog.model_names():

@@ -27,7 +27,8 @@ class GraphRoutes:
         """The graph of a model. Query: `format`, `json` if it is not there, and `statistics`, 1 for times."""
         name, version = model_and_version(request)
         self._administration.model_config(name, version)
-        form, timed = request.query_params.get("format", "json"), request.query_params.get("statistics", "0")
+        form = request.query_params.get("format", "json")
+        timed = request.query_params.get("statistics", "0")
         if form not in GRAPH_FORMATS:
             known = ", ".join(GRAPH_FORMATS)
             raise InvalidArgument(f"unknown format '{form}' of a graph; there are {known}", field="format")

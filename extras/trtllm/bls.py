@@ -178,7 +178,8 @@ class TensorRtLlmBls:
         for name in _OF_DRAFTS:
             if _is_true(inputs, name):
                 raise InvalidArgument(f"input '{name}' is not supported by this model", field=name)
-        llm, postprocessing = requests.lookup(self._llm), requests.lookup(_POSTPROCESSING, inherit=False)
+        llm = requests.lookup(self._llm)
+        postprocessing = requests.lookup(_POSTPROCESSING, inherit=False)
         words = [word for word in (inputs.texts("stop_words") if "stop_words" in inputs else ()) if word]
         llm_inputs = await self._preprocess(inputs, requests.lookup(_PREPROCESSING, inherit=False))
         count = inputs["text_input"].size * (int(inputs[_COUNT].max()) if _COUNT in inputs else 1)

@@ -201,7 +201,8 @@ class ResultReader:
         if token not in likely:
             raise Internal("TensorRT-LLM gave no log-probability for the token that it chose")
         likeliest = sorted(likely.items(), key=lambda item: -item[1].logprob)[: self._top]
-        ids, values = [int(id) for id, _ in likeliest], [float(entry.logprob) for _, entry in likeliest]
+        ids = [int(id) for id, _ in likeliest]
+        values = [float(entry.logprob) for _, entry in likeliest]
         return Logprobs(float(likely[token].logprob), ids, values)
 
 

@@ -91,7 +91,8 @@ class Download:
                 self._stop.set()
 
     def _fetch(self, wanted: WantedObject, readers: ThreadPoolExecutor) -> None:
-        entry, partial = self._files.entry(self._store, wanted.stored), self._files.partial(self._store, wanted.stored)
+        entry = self._files.entry(self._store, wanted.stored)
+        partial = self._files.partial(self._store, wanted.stored)
         with self._opened(partial) as file:
             if entry.exists():  # another server has read it meanwhile
                 self._count(wanted.stored.size, 0)
