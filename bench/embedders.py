@@ -81,7 +81,7 @@ def _own_encoder(directory: Path) -> Encode:
 
 
 def _sentence_transformer(directory: Path) -> Encode:
-    from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found, unused-ignore]
+    from sentence_transformers import SentenceTransformer
 
     model: Any = SentenceTransformer(str(directory), device="cpu")
     return lambda texts: np.asarray(model.encode([*texts], batch_size=32, show_progress_bar=False), np.float32)
