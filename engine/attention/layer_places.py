@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
-from ..checkpoint.model_spec import LayerAttention
+from ..checkpoint.model_spec import DecoderShape, LayerAttention
 
 _MOST_GROUPS = 8
 """Each has a block table of its own."""
@@ -22,6 +22,12 @@ class LayerPlace(NamedTuple):
 
     group: int
     number: int
+
+
+def groups_of(shape: DecoderShape, longest: int) -> LayerGroups:
+    """Groups for a model of this `shape` and sequences of at most `longest` tokens. Where some layers keep states, all
+    others have one group."""
+    return ONE_GROUP if any(shape.states) else choose_groups(shape.cached_attention, longest)
 
 
 def choose_groups(attention: Sequence[LayerAttention], longest: int) -> LayerGroups:

@@ -14,7 +14,7 @@ import torch
 from ...core.errors import InvalidArgument
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...processes.host import usable_cores
-from ..attention.layer_places import choose_groups
+from ..attention.layer_places import groups_of
 from ..attention.selector import capable_backends
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
@@ -144,8 +144,8 @@ def load_rank(
     progress(1.0)
     local = shard.local_shape(shape)
     groups = ONE_GROUP
-    if config.cache.layer_groups and not any(shape.states):
-        groups = choose_groups(shape.cached_attention, context.max_positions)
+    if config.cache.layer_groups:
+        groups = groups_of(shape, context.max_positions)
     if config.speculation is not None and config.speculation.computes and not groups.full:
         groups = ONE_GROUP  # what drafts has a cache of the first group's blocks, and may attend to all tokens
     attention = create_attention(config, context, local, groups)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...kvcache.layer_groups import ONE_GROUP
-from ..attention.layer_places import choose_groups, places_in_block
+from ..attention.layer_places import groups_of, places_in_block
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import DecoderShape, ModelSpec
@@ -102,7 +101,7 @@ def describe_checkpoint(model: str) -> list[str]:
     lines = [title, *served.lines()]
     if not served.quantised:
         lines.append(f"all matrices are stored as {builder.dtype}; --quantization can make them smaller")
-    groups = ONE_GROUP if any(shape.states) else choose_groups(shape.cached_attention, builder.default_length)
+    groups = groups_of(shape, builder.default_length)
     full = cache * builder.default_length
     if groups.sliding:
         kept = groups.full * builder.default_length + groups.sliding * groups.window

@@ -25,7 +25,7 @@ from ...bench.server_process import (
     require_open,
 )
 from ...core.errors import InvalidArgument
-from ...engine.attention.layer_places import choose_groups, places_in_block
+from ...engine.attention.layer_places import groups_of, places_in_block
 from ...engine.build import granted_config
 from ...engine.checkpoint.hf_checkpoint import open_checkpoint
 from ...engine.checkpoint.model_spec import CheckpointError, ModelSpec
@@ -33,7 +33,6 @@ from ...engine.config import EngineConfig
 from ...engine.core.cache_sizes import resolve_cache_sizes
 from ...engine.options import EngineOptions, engine_config
 from ...engine.worker.executor import Capacity
-from ...kvcache.layer_groups import ONE_GROUP
 from ...processes.host import processor_name, usable_cores
 from .device_roofline import DEVICES, estimate_machine
 from .engine_measurement import LONGEST, Tell, measure_engine
@@ -204,7 +203,7 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
     estimate = estimate_machine(spec, precision, device, options.shares, config.cache.dtype)
     length = min(config.max_model_len or spec.max_position, spec.max_position)
     shape = _default_shape(config, length)
-    groups = ONE_GROUP if any(spec.states) else choose_groups(spec.cached_attention, length)
+    groups = groups_of(spec, length)
     places = places_in_block(spec.cached_attention, groups, length)
     block_bytes = estimate.token_bytes * shape.block_size * places // max(len(spec.cached_attention), 1)
     room = block_bytes, estimate.cache_bytes
