@@ -4,9 +4,10 @@ API."""
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, Self, TypeAlias
+
+import msgspec
 
 from ..core.errors import CharoniaError
 from ..core.model import ModelConfig
@@ -29,15 +30,14 @@ class NamedModel(Protocol):
     version: str
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class InferenceRequest:
+class InferenceRequest(msgspec.Struct, eq=False, weakref=True):
     """What a model is asked. It may be asked again, and by several at once."""
 
     model: NamedModel
-    inputs: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = {}
     """By name: arrays of numpy, torch or another library, lists, or a `Tensor`; none is copied, nor to be written to
     before the answer is there."""
-    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    parameters: Mapping[str, ParameterValue] = {}
     request_id: str = ""
     outputs: Sequence[str] | None = None
     """The wanted outputs; None is all."""
@@ -48,7 +48,8 @@ class InferenceRequest:
     priority: int = 0
     timeout: int = 0
     """Microseconds; 0 is the model's."""
-    _running: "weakref.WeakSet[BridgedStream[InferResponse]] | None" = field(default=None, init=False, repr=False)
+    _running: Any = None
+    """The streams that `cancel` ends, a `weakref.WeakSet`; None before there are any."""
 
     def cancel(self) -> None:
         """Cancel all that was asked with it and is not answered: their iterators raise `Cancelled`."""
@@ -82,8 +83,7 @@ class InferenceRequest:
 _FLAGS = ("sequence_start", "sequence_end")
 
 
-@dataclass(slots=True)
-class InferenceResponse:
+class InferenceResponse(msgspec.Struct, eq=False):
     """One response of a model."""
 
     model: NamedModel
@@ -128,7 +128,9 @@ class _Responses:
 
     def _response(self, response: InferResponse) -> InferenceResponse:
         request = self._request
-        outputs = {tensor.name: Tensor(tensor.datatype, tensor.data, tensor.shape) for tensor in response.outputs}
+        outputs = {}
+        for tensor in response.outputs:
+            outputs[tensor.name] = Tensor(tensor.datatype, tensor.shape, tensor.data)
         return InferenceResponse(request.model, request.request_id, outputs, response.parameters, None, response.final)
 
     def _failure(self, error: CharoniaError) -> InferenceResponse:

@@ -4,6 +4,7 @@ of them is copied where its layout allows; torch is imported only for its own te
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,18 +19,15 @@ _DATATYPES: dict[np.dtype[Any], str] = {
 }
 
 
-class Tensor:
-    """A named type, a shape and the elements: what responses have by output, and requests may have by input. `data` is
-    the array that the model made, or that the program gave: who writes to it changes the tensor."""
+class Tensor(msgspec.Struct, eq=False):
+    """A named type, a shape and the elements: what responses have by output, and requests may have by input. Who writes
+    to its elements writes to those of the model, or of the program that gave them."""
 
-    __slots__ = ("data", "data_type", "shape")
-
-    def __init__(self, data_type: str, data: NDArray[Any], shape: tuple[int, ...] | None = None) -> None:
-        """`data_type`: of KServe's v2 protocol. `data`: its elements, of the numpy dtype of that; BF16 as bits in
-        uint16, BYTES as objects of bytes. `shape`: that of `data` if left out."""
-        self.data_type = data_type
-        self.shape = data.shape if shape is None else shape
-        self.data = data
+    data_type: str
+    """Of KServe's v2 protocol."""
+    shape: tuple[int, ...]
+    data: NDArray[Any]
+    """The elements, of the numpy dtype of the type: BF16 as bits in uint16, BYTES as objects of bytes."""
 
     @classmethod
     def from_dlpack(cls, array: Any) -> "Tensor":
@@ -39,7 +37,7 @@ class Tensor:
     @classmethod
     def from_bytes_array(cls, values: Any) -> "Tensor":
         """BYTES of nested lists, or an array, of bytes or texts."""
-        return cls(_TEXTS, _encoded(np.asarray(values, object)))
+        return _texts(np.asarray(values, object))
 
     from_string_array = from_bytes_array
 
@@ -84,9 +82,6 @@ class Tensor:
             raise InvalidArgument("a tensor of BYTES is no array of numbers: use to_bytes_array or to_string_array")
         return self.to_numpy()
 
-    def __repr__(self) -> str:
-        return f"Tensor(data_type={self.data_type!r}, shape={list(self.shape)}, data={self.data!r})"
-
 
 def to_tensor(value: Any, expected: str | None = None) -> Tensor:
     """What a program gives, as a tensor. `expected`: the datatype that the model declares; lists and numbers take it,
@@ -102,7 +97,7 @@ def to_tensor(value: Any, expected: str | None = None) -> Tensor:
         return _converted(value)
     if expected == _BITS and datatype == "UINT16":
         datatype = _BITS
-    return Tensor(datatype, value if value.flags.c_contiguous else value.copy())
+    return Tensor(datatype, value.shape, value if value.flags.c_contiguous else value.copy())
 
 
 def named_tensor(name: str, value: Any, expected: str | None) -> core.Tensor:
@@ -128,7 +123,7 @@ def _shared(value: Any) -> Tensor:
         array = np.from_dlpack(value)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{type(value).__name__} cannot be read: {error}") from None
-    return Tensor(_BITS, array) if bits else to_tensor(array)
+    return Tensor(_BITS, array.shape, array) if bits else to_tensor(array)
 
 
 _WIDER = {"b": "biuf", "i": "iuf", "u": "iuf", "f": "f"}
@@ -171,23 +166,23 @@ def _is_text(array: NDArray[Any]) -> bool:
 def _converted(array: NDArray[Any]) -> Tensor:
     """That of an array whose dtype is not among v2's."""
     if array.dtype.kind in "SUO":
-        return Tensor(_TEXTS, _encoded(array))
+        return _texts(array)
     if array.dtype.name == "bfloat16":  # of ml_dtypes
-        return Tensor(_BITS, np.ascontiguousarray(array).view(np.uint16).reshape(array.shape))
+        return Tensor(_BITS, array.shape, np.ascontiguousarray(array).view(np.uint16))
     native = array.dtype.newbyteorder("=")
     if native in _DATATYPES:
-        return Tensor(_DATATYPES[native], array.astype(native))
+        return Tensor(_DATATYPES[native], array.shape, array.astype(native))
     raise InvalidArgument(f"there is no datatype for an array of {array.dtype}")
 
 
-def _encoded(array: NDArray[Any]) -> NDArray[Any]:
-    """Texts and bytes as objects of bytes. Raises `InvalidArgument` for anything else."""
+def _texts(array: NDArray[Any]) -> Tensor:
+    """Texts and bytes as BYTES. Raises `InvalidArgument` for anything else."""
     elements = array.ravel().tolist()
-    if array.dtype == object and all(type(element) is bytes for element in elements):
-        return array
-    made = np.empty(len(elements), object)
-    made[:] = list(_bytes_of(elements))
-    return made.reshape(array.shape)
+    if not (array.dtype == object and all(type(element) is bytes for element in elements)):
+        made = np.empty(len(elements), object)
+        made[:] = list(_bytes_of(elements))
+        return Tensor(_TEXTS, array.shape, made.reshape(array.shape))
+    return Tensor(_TEXTS, array.shape, array)
 
 
 def _bytes_of(elements: Iterable[Any]) -> Iterable[bytes]:

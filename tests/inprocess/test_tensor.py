@@ -69,7 +69,7 @@ def test_lists_take_the_declared_type() -> None:
 def test_other_layouts_are_copied() -> None:
     assert to_tensor(np.array([1, 2], ">i4")).data.tolist() == [1, 2]
     assert to_tensor(np.arange(6).reshape(2, 3)[:, ::2]).data.flags.c_contiguous
-    assert Tensor("FP32", np.zeros(6, np.float32), (2, 3)).to_numpy().shape == (2, 3)
+    assert Tensor("FP32", (2, 3), np.zeros(6, np.float32)).to_numpy().shape == (2, 3)
 
 
 @pytest.mark.parametrize(
