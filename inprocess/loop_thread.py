@@ -42,7 +42,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._process = os.getpid()
+        self._forked = False
         self._turn = threading.Lock()
         self._gate = threading.RLock()
         """Held to hand something to the loop, so that nothing is handed to one that has stopped. A garbage collection
@@ -56,12 +56,7 @@ class LoopThread:
     @property
     def running(self) -> bool:
         """Whether it takes calls."""
-        return self._open and self._process == os.getpid()
-
-    @property
-    def pid(self) -> int:
-        """The process that it lives in."""
-        return self._process
+        return self._open
 
     def start(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start the loop. `close` is run in it by `stop`, when all other tasks have ended."""
@@ -90,7 +85,7 @@ class LoopThread:
         """End all that runs in the loop, and the loop; returns when its thread has ended. Without `wait`, which is for
         garbage collections, at once. May be called again."""
         loop, thread = self._loop, self._thread
-        if loop is None or thread is None or self._process != os.getpid():
+        if loop is None or thread is None or self._forked:
             return
         with self._gate:
             was_open, self._open = self._open, False
@@ -98,6 +93,10 @@ class LoopThread:
             loop.call_soon_threadsafe(self._begin_end)
         if wait and thread is not threading.current_thread():
             thread.join(_STOP_SECONDS)
+
+    def forget(self) -> None:
+        """Called in a process that was forked from this one, which has no such thread."""
+        self._open, self._forked = False, True
 
     def _begin_end(self) -> None:
         loop = asyncio.get_running_loop()
@@ -119,7 +118,7 @@ class LoopThread:
 
     def call_soon(self, callback: Callable[..., object], *arguments: Any) -> None:
         """Have the loop call something; for any thread. Raises `Unavailable` where it does not run."""
-        if not self.running:
+        if not self._open:
             raise self.absence()
         with self._gate:
             if not self._open or self._loop is None:
@@ -128,7 +127,7 @@ class LoopThread:
 
     def absence(self) -> Unavailable:
         """The error of a call that nothing is there to take."""
-        if self._process != os.getpid():
+        if self._forked:
             return Unavailable("the server is another process's: a forked process has to start its own")
         return Unavailable("the server is not started" if self._loop is None else "the server was stopped")
 
@@ -136,7 +135,7 @@ class LoopThread:
         """Call a function that may touch what belongs to the loop, and waits for nothing, in the calling thread while
         the loop stands still. Without `wait`, None while the loop computes. Raises as `call_soon`."""
         self.check_thread()
-        if not self.running:
+        if not self._open:
             raise self.absence()
         if not self._turn.acquire(wait):
             return None
@@ -195,6 +194,13 @@ def _stop_all() -> None:
         thread.stop()
 
 
+def _forget_all() -> None:
+    for thread in list(_running):
+        thread.forget()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 # At `atexit` it would be too late: the interpreter has ended the executors by then that models unload with.
 getattr(threading, "_register_atexit")(_stop_all)  # noqa: B009
 

@@ -64,14 +64,14 @@ class InferenceRequest(msgspec.Struct, eq=False, weakref=True):
 
     def to_request(self, config: ModelConfig) -> InferRequest:
         """As the model of that config takes it. Raises `InvalidArgument` for inputs that are no tensors."""
-        declared = {spec.name: spec.datatype for spec in config.inputs}
-        inputs = {name: named_tensor(name, value, declared.get(name)) for name, value in self.inputs.items()}
+        inputs = {}
+        for name, value in self.inputs.items():
+            inputs[name] = named_tensor(name, value, config)
         outputs = None if self.outputs is None else tuple(self.outputs)
-        return InferRequest(self.request_id, inputs, outputs, self._all_parameters())
+        is_plain = not (self.correlation_id or self.priority or self.timeout)
+        return InferRequest(self.request_id, inputs, outputs, self.parameters if is_plain else self._all_parameters())
 
     def _all_parameters(self) -> Mapping[str, ParameterValue]:
-        if not (self.correlation_id or self.flags or self.priority or self.timeout):
-            return self.parameters
         own: dict[str, ParameterValue] = {"priority": self.priority, "timeout": self.timeout}
         if self.correlation_id:
             own["sequence_id"] = self.correlation_id

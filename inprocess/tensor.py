@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..core import tensor as core
 from ..core.errors import InvalidArgument
+from ..core.model import ModelConfig
 from ..core.tensor import NUMPY_TYPES
 
 _BITS = "BF16"
@@ -100,8 +101,13 @@ def to_tensor(value: Any, expected: str | None = None) -> Tensor:
     return Tensor(datatype, value.shape, value if value.flags.c_contiguous else value.copy())
 
 
-def named_tensor(name: str, value: Any, expected: str | None) -> core.Tensor:
-    """An input as requests have it. Raises as `to_tensor`, with the name."""
+def named_tensor(name: str, value: Any, config: ModelConfig) -> core.Tensor:
+    """An input as requests to the model of that config have it. Raises as `to_tensor`, with the name."""
+    if type(value) is np.ndarray:  # the usual one, whose call is to cost little
+        datatype = _DATATYPES.get(value.dtype)
+        if datatype is not None and datatype != "UINT16" and value.flags.c_contiguous:
+            return core.Tensor(name, datatype, value.shape, value)
+    expected = next((spec.datatype for spec in config.inputs if spec.name == name), None)
     try:
         tensor = to_tensor(value, expected)
     except InvalidArgument as error:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from charonia import InvalidArgument, Tensor
+from charonia.core.model import ModelConfig
+from charonia.core.tensor import TensorSpec
 from charonia.inprocess.tensor import named_tensor, to_tensor
 
 
@@ -86,7 +88,9 @@ def test_other_layouts_are_copied() -> None:
 )
 def test_what_is_no_tensor_is_refused(value: Any, expected: str | None, message: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        named_tensor("X", value, expected)
+        named_tensor(
+            "X", value, ModelConfig("m", "1", "b", inputs=() if expected is None else (TensorSpec("X", expected, ()),))
+        )
     assert str(refused.value).startswith(message)
     assert refused.value.field == "X"
 
