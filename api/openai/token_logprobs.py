@@ -18,7 +18,8 @@ def logprob_columns(
     logprobs: list[float | None] = []
     likeliest: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    for token in (*prompt, *tokens):
+    scored: list[PromptToken | TokenLogprob] = [*prompt, *tokens]
+    for token in scored:
         given = token.given if isinstance(token, PromptToken) else token
         names.append(f"token_id:{token.id}" if as_ids else token.text)
         logprobs.append(None if given is None else given.logprob)

@@ -91,11 +91,13 @@ def encode_generate_response(
     members: dict[str, Any] = {"model_name": config.name, "model_version": config.version, **response.parameters}
     if request_id:
         members["id"] = request_id
-    strict = all(map(json_tensors.is_strict_json, response.outputs))
     if is_long(response):
-        return _long_json(members, response, strict)
+        return _long_json(members, response, all(map(json_tensors.is_strict_json, response.outputs)))
+    strict = True
     for tensor in response.outputs:
-        members[tensor.name] = _plain(tensor)
+        values = json_tensors.to_list(tensor)
+        strict = strict and json_tensors.is_strict_json(tensor, values)
+        members[tensor.name] = _one_or_all(values)
     return json_tensors.dump_json(members, strict, ordered=True)
 
 
@@ -127,13 +129,12 @@ def _long_json(members: dict[str, Any], response: InferResponse, strict: bool) -
         if raw_tensors.is_long(tensor):
             texts[tensor.name] = [b"[", *json_tensors.encode_in_pieces(tensor, strict), b"]"]
         else:
-            texts[tensor.name] = [json_tensors.dump_json(_plain(tensor), strict)]
+            texts[tensor.name] = [json_tensors.dump_json(_one_or_all(json_tensors.to_list(tensor)), strict)]
     said = [b"".join((json_tensors.dump_json(key, strict), b":", *parts)) for key, parts in sorted(texts.items())]
     return b"{" + b",".join(said) + b"}"
 
 
-def _plain(tensor: Tensor) -> Any:
-    values = json_tensors.to_list(tensor)
+def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 

@@ -147,18 +147,23 @@ class AnswerBuilder:
     def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
         """See `DeltaReader.pass_text`: a text alone is one outside of reasoning, where no call begins."""
         reader = self._reader
-        if not self._begun or reader.thinking or self._echo:
+        thinking = reader.thinking
+        if not self._begun or self._echo or (thinking and len(delta.token_ids) > 1):
             return self.build_chunk(delta)
         built = self._builder.build_text(delta)
         if not isinstance(built, str):
-            return self._part(built, thinking=False)
+            return self._part(built, thinking)
         read = reader.push(built)
-        if reader.thinking or reader.over or read.reasoning or read.tool_calls:
-            return self._parted(self._builder.text_chunk(built, delta), read, thinking=False)
-        if not read.text or sink(read.text):
+        begins_or_ends = reader.thinking is not thinking or reader.over or read.tool_calls
+        if begins_or_ends or (read.text if thinking else read.reasoning):
+            return self._parted(self._builder.text_chunk(built, delta), read, thinking)
+        if thinking:
+            self._reasoning_tokens += len(delta.token_ids)
+        elif not read.text or sink(read.text):
             return None
-        chunk = self._builder.text_chunk(read.text, delta)
-        return replace(chunk, usage=replace(chunk.usage, reasoning_tokens=self._reasoning_tokens))
+        if not (read.text or read.reasoning):
+            return None
+        return self._builder.text_chunk(read.text, delta, read.reasoning, self._reasoning_tokens)
 
     def _read(self, delta: TokenDelta) -> GenerateChunk:
         thinking, self._begun = self._reader.thinking, True

@@ -161,10 +161,10 @@ class ChunkBuilder:
             return built
         return None if not built or sink(built) else self.text_chunk(built, delta)
 
-    def text_chunk(self, text: str, delta: TokenDelta) -> GenerateChunk:
+    def text_chunk(self, text: str, delta: TokenDelta, reasoning: str = "", reasoning_tokens: int = 0) -> GenerateChunk:
         """The chunk of the delta whose text `build_text` was."""
-        usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens)
-        return GenerateChunk(text=text, token_ids=delta.token_ids, usage=usage)
+        usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens, reasoning_tokens)
+        return GenerateChunk(text=text, token_ids=delta.token_ids, usage=usage, reasoning=reasoning)
 
     def _ended_by_token(self, delta: TokenDelta) -> bool:
         """Whether an end or stop token ended the text; a grammar may end it without one."""

@@ -159,7 +159,7 @@ class Replica:
             if stream is not None:
                 if stream.uncomputed_tokens:
                     self._settle(stream)
-                stream.push(tokens[at:end], now, logprobs[at:end])
+                stream.push(tokens[at:end], now, logprobs and logprobs[at:end])
             at = end
         if self._config.per_request_spec_decode_metrics != "none":
             for key, drafted, accepted in updates.drafts:

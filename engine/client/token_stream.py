@@ -376,7 +376,8 @@ class TokenStream:
     def take(self) -> TokenDelta:
         """Take everything unread without waiting. Raises as `read`."""
         self._unread = False
-        self._end_unread()
+        if self._lags:
+            self._end_unread()
         if error := self._interruption or self._error:
             raise error
         tokens, self._tokens = tuple(self._tokens), []
