@@ -6,6 +6,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 import math
 import struct
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -156,9 +157,16 @@ def string_array(declared: DeclaredInput, elements: list[bytes], count: int) -> 
 def byte_size(tensor: Tensor) -> int:
     if tensor.datatype != "BYTES":
         return tensor.data.nbytes
+    sizes = [sum(map(len, piece)) for piece in _pieces(tensor)]
+    return _LENGTH.size * tensor.data.size + sum(sizes)
+
+
+def _pieces(tensor: Tensor) -> Iterable[NDArray[Any]]:
+    """The tensor's elements, flat, some at a time; most tensors of strings have few."""
     flat = tensor.data.ravel()
-    pieces = (flat[begin : begin + _PIECE] for begin in range(0, flat.size, _PIECE))
-    return _LENGTH.size * flat.size + sum(sum(map(len, piece)) for piece in pieces)
+    if flat.size <= _PIECE:
+        return (flat,)
+    return (flat[begin : begin + _PIECE] for begin in range(0, flat.size, _PIECE))
 
 
 def is_long(tensor: Tensor) -> bool:
@@ -172,10 +180,8 @@ def encode(tensor: Tensor) -> bytes:
     """The tensor's raw bytes, copied."""
     if tensor.datatype != "BYTES":
         return tensor.data.tobytes()
-    flat = tensor.data.ravel()
-    pieces = (flat[begin : begin + _PIECE] for begin in range(0, flat.size, _PIECE))
     return b"".join(
-        [b"".join([part for text in piece for part in (_LENGTH.pack(len(text)), text)]) for piece in pieces]
+        [b"".join([part for text in piece for part in (_LENGTH.pack(len(text)), text)]) for piece in _pieces(tensor)]
     )
 
 
