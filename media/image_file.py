@@ -27,8 +27,7 @@ def decode_image(data: bytes, limits: MediaLimits) -> Image.Image:
             limits.check_image_size(*image.size)
             image.load()
             limits.check_image_size(*image.size)  # decoding may tell better
-            upright = ImageOps.exif_transpose(image)
-            return _to_rgb(upright)
+            return _to_rgb(_upright(image))
     except InvalidArgument:
         raise
     except UnidentifiedImageError as error:
@@ -38,6 +37,16 @@ def decode_image(data: bytes, limits: MediaLimits) -> Image.Image:
         raise InvalidArgument("decoding the image takes more memory than it may") from error
     except Exception as error:  # decoders raise whatever a broken file makes them meet
         raise InvalidArgument(f"the image is broken: {error or type(error).__name__}") from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image as its EXIF data say; as it is where they are broken."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:
+        return image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -25,6 +25,8 @@ class PreparedCache:
 
     def put(self, medium: PreparedMedium) -> None:
         self._remove(medium.digest)
+        if medium_bytes(medium) > self._limit:  # nothing need make room in vain
+            return
         self._media[medium.digest] = medium
         self.bytes += medium_bytes(medium)
         while self.bytes > self._limit:

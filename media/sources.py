@@ -102,9 +102,13 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
         raise InvalidArgument("a data: URL must be data:TYPE;base64, and the file in base64")
     if len(text) // 4 * 3 > max_bytes + 3:
         raise InvalidArgument(_too_large(len(text) // 4 * 3, max_bytes))
+    text = unquote(text) if "%" in text else text
     try:
-        return base64.b64decode(unquote(text) if "%" in text else text, validate=True)
-    except (binascii.Error, ValueError) as error:
+        try:
+            return base64.b64decode(text, validate=True)
+        except binascii.Error:
+            return base64.b64decode("".join(text.split()), validate=True)  # some write lines
+    except ValueError as error:
         raise InvalidArgument(f"the data are not in base64: {error}") from error
 
 

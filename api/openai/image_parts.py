@@ -16,6 +16,7 @@ UNSEEN = "[{}: it is here, but this model reads text alone and cannot see it]"
 """Stands where something was that is no text: an agent goes on, and its model knows why."""
 UNSEEN_WARNING = "this model reads text alone; the text says that there was one: {}"
 _LONGEST_TYPE = 100
+_LONGEST_UUID = 256
 
 
 class _ImageUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +43,8 @@ def read_image(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
     says nothing of where it is."""
     image = convert_fields(part, _ImagePart, where)
     url = image.image_url.url if isinstance(image.image_url, _ImageUrl) else image.image_url or ""
+    if len(image.uuid or "") > _LONGEST_UUID:
+        raise field_error(f"{where}.uuid", f"may have at most {_LONGEST_UUID} characters")
     if not (url or image.uuid):
         raise field_error(f"{where}.image_url", "must be a URL, or an object with one")
     return MediaSource("image", url=url, uuid=image.uuid or "", field=f"{where}.image_url", offset=offset)

@@ -47,6 +47,13 @@ def test_a_picture_is_turned_as_its_camera_was(orientation: int) -> None:
     assert np.array_equal(decoded(data), np.asarray(upright))
 
 
+def test_a_picture_whose_camera_wrote_nonsense_is_not_turned() -> None:
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\xff\xff\xff\xff\x06\0\0\0"
+    for size in (len(exif), 16, 10, 7):
+        data = file_of(picture(), "JPEG", exif=exif[:size])
+        assert decoded(data).shape == (40, 60, 3)
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_what_is_transparent_is_white(mode: str) -> None:
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))

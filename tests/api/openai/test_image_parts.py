@@ -75,6 +75,7 @@ async def test_a_tool_of_a_chat_shows_an_image(client: httpx.AsyncClient, gatewa
         ({"type": "image_url", "image_url": ""}, "messages[0].content[0].image_url"),
         ({"type": "image_url", "image_url": {"url": 5}}, "messages[0].content[0].image_url.url"),
         ({"type": "image_url", "image_url": URL, "uuid": 5}, "messages[0].content[0].uuid"),
+        ({"type": "image_url", "uuid": "u" * 257}, "messages[0].content[0].uuid"),
         ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].type"),
         ({"type": "video_url", "video_url": {"url": URL}}, "messages[0].content[0].type"),
     ],
