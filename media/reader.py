@@ -4,6 +4,7 @@ Knows nothing of encoders and prompts.
 """
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class MediaReader:
         self._under_way: dict[bytes, _Preparation] = {}
         self._cache = PreparedCache(config.cache_bytes)
         self._outcomes = {"prepared": 0, "cached": 0, "refused": 0}
+        self._seconds = 0.0
         self._facts: MediaFacts | None = None
         self._closed = False
         self.waiting = 0
@@ -111,6 +113,13 @@ class MediaReader:
         salt = b"" if self._limits.config.share_cache else context.tenant.encode()
         if medium.uuid and not (medium.data or medium.url):
             return self._named(medium, salt)
+        began = time.monotonic()
+        try:
+            return await self._prepare(medium, salt)
+        finally:
+            self._seconds += time.monotonic() - began
+
+    async def _prepare(self, medium: MediaSource, salt: bytes) -> PreparedMedium:
         self.waiting += 1
         try:
             data = await self._files.read(medium)
@@ -233,6 +242,7 @@ class MediaReader:
     def readings(self) -> Iterator[Reading]:
         """The reader's series, for a scrape."""
         yield Reading("charonia_media_waiting", self.waiting)
+        yield Reading("charonia_media_seconds_total", self._seconds)
         yield Reading("charonia_media_cache_bytes", self._cache.bytes)
         for outcome, count in self._outcomes.items():
             yield Reading("charonia_media_total", count, {"outcome": outcome})

@@ -57,7 +57,7 @@ def llm_claims(interval: ModelInterval, loop_is_late: bool, roofline: StepRoofli
     answering = interval.grown("nv_inference_compute_output_duration_us") / 1e6
     behind = max(interval.grown("charonia_unread_seconds_total"), answering)
     yield _reader_claim(interval, behind, loop_is_late)
-    yield _preparation_claim(interval)
+    yield from _preparation_claims(interval)
     yield from _step_claims(interval, max(running - lost - behind, 0.0), steps, roofline)
 
 
@@ -173,14 +173,23 @@ def _reader_claim(interval: ModelInterval, seconds: float, loop_is_late: bool) -
     return TimeClaim(Cause.SLOW_CLIENT, seconds, "clients read more slowly than tokens come", why, turn, evidence)
 
 
-def _preparation_claim(interval: ModelInterval) -> TimeClaim:
-    """The time from arrival until the engine has the request, less that of the model's load."""
+def _preparation_claims(interval: ModelInterval) -> Iterator[TimeClaim]:
+    """The time from arrival until the engine has the request, less that of the model's load: images', then texts'."""
     took = interval.grown("nv_inference_compute_input_duration_us") / 1e6
     loads = interval.whole.grown("charonia_load_wait_seconds_total", model=interval.model.name)
     seconds = max(took - loads, 0.0)
+    decoding, encoding = (interval.grown(f"charonia_{name}_seconds_total") for name in ("media", "tower"))
+    if images := min(decoding + encoding, seconds):
+        waiting, running = (interval.gauge(f"charonia_{name}") for name in ("media_waiting", "tower_running"))
+        what = "images are decoded and encoded"
+        turn = "smaller images; --media-processes up where they wait to be decoded"
+        why = f"decoding took {decoding:.2f} s and {waiting:.0f} wait, the tower {encoding:.2f} s and has {running:.0f}"
+        evidence = {"decoding_seconds": decoding, "images_waiting": waiting, "encoding_seconds": encoding}
+        yield TimeClaim(Cause.FRONTEND, images, what, why, turn, evidence)
+    texts = seconds - images
     what = "requests are made ready"
     turn = "shorter prompts and simpler schemas, or more cores for the frontend"
-    return TimeClaim(Cause.FRONTEND, seconds, what, f"templates, tokens and grammars took {seconds:.2f} s", turn)
+    yield TimeClaim(Cause.FRONTEND, texts, what, f"templates, tokens and grammars took {texts:.2f} s", turn)
 
 
 def _step_claims(

@@ -89,6 +89,7 @@ CHARONIA_FAMILIES = (
     MetricFamily(
         "charonia_media_total", "counter", "Images of requests that were decoded, found, or refused in a queue"
     ),
+    MetricFamily("charonia_media_seconds_total", "counter", "Time of images until they were decoded, waiting included"),
     MetricFamily("charonia_media_cache_bytes", "gauge", "Images that are kept as they were decoded and scaled"),
     MetricFamily("charonia_tower_running", "gauge", "Images that the tower computes or that wait for it"),
     MetricFamily("charonia_tower_images_total", "counter", "Images that the tower has computed"),

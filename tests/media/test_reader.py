@@ -68,7 +68,9 @@ async def test_a_content_is_prepared_once_for_each_tenant(reader: MediaReader) -
     together = await asyncio.gather(*(reader.prepare(source(data), context("a")) for _ in range(4)))
     again = await reader.prepare(source(data), context("a"))
     assert all(medium is again for medium in together)
+    seconds = series(reader)["charonia_media_seconds_total"]
     other = await reader.prepare(source(data), context("b"))
+    assert series(reader)["charonia_media_seconds_total"] > seconds
     assert other.digest != again.digest
     assert np.array_equal(other.inputs["pixel_values"], again.inputs["pixel_values"])
     assert series(reader)["prepared"] == before + 2

@@ -184,6 +184,20 @@ def test_unread_tokens_are_the_loops_when_it_is_late() -> None:
     assert first_of(behind | late) is Cause.FRONTEND
 
 
+def test_images_that_wait_are_named_before_texts() -> None:
+    made_ready = {
+        "nv_inference_compute_input_duration_us": 9e6,
+        'charonia_sequence_seconds_total{state="running"}': 1.0,
+    }
+    images = {"charonia_media_seconds_total": 6.0, "charonia_tower_seconds_total": 1.0, "charonia_media_waiting": 5.0}
+    texts = reports_of(made_ready | LANGUAGE)[0].bottlenecks[0]
+    assert (texts.cause, "templates, tokens" in texts.text) == (Cause.FRONTEND, True)
+    first = reports_of(made_ready | images | LANGUAGE)[0].bottlenecks[0]
+    assert (first.cause, first.share) == (Cause.FRONTEND, pytest.approx(texts.share))
+    assert "decoding took 6.00 s and 5 wait, the tower 1.00 s" in first.text
+    assert "--media-processes" in first.turn
+
+
 def test_steps_without_graphs_are_a_cold_start_as_long_as_there_are_more_of_them() -> None:
     computed = {"charonia_step_seconds_count": 100, "charonia_step_seconds_sum": 9, "charonia_step_tokens_sum": 100}
     running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **computed, **LANGUAGE}
