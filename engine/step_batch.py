@@ -160,9 +160,10 @@ class StepBatch:
         columns = self.rows, self.starts, self.counts, self.first_places
         moved, device = self.moved, self.token_ids.device
         shifts = () if moved is None else (moved.shifts,)
-        numbers = upload_columns((*columns, *shifts), device)
-        batch = DeviceBatch(*numbers[:4], self.block_ids, self.size, *numbers[4:])
-        return batch if moved is None or moved.ends is None else batch._replace(ends=to_device(moved.ends, device))
+        rows, starts, counts, first_places, *others = upload_columns((*columns, *shifts), device)
+        ends = None if moved is None or moved.ends is None else to_device(moved.ends, device)
+        known = rows, starts, counts, first_places, self.block_ids, self.size
+        return DeviceBatch(*known, others[0] if others else None, ends)
 
     @property
     def longest(self) -> int:

@@ -117,7 +117,7 @@ class ReferenceAttention(AttentionBackend):
         starts = batch.starts.tolist()
         ends_of: Sequence[Tensor | None] = [None] * len(counts)
         if batch.moved is not None and batch.moved.ends is not None:
-            ends_of = torch.from_numpy(batch.moved.ends).to(self._spec.device).split(counts)
+            ends_of = torch.split(torch.from_numpy(batch.moved.ends).to(self._spec.device), counts)
         groups = sorted({place.group for place in self._layer_places})
         slots_of = {group: batch.of_group(group).slots() for group in groups}
         known_of = {group: self._known_slots(batch.of_group(group)) for group in groups}

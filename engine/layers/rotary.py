@@ -3,7 +3,6 @@ config.json: linear, llama3, yarn (arXiv 2309.00071) and longrope (arXiv 2402.13
 the pairs of whole heads."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -128,7 +127,7 @@ def build_rotary(rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dty
     return TorchRotary(rope, head_dim, positions, dtype, device)
 
 
-def pair_axes(rope: RopeSpec, pairs: int) -> Sequence[int]:
+def pair_axes(rope: RopeSpec, pairs: int) -> list[int]:
     """By which of a place's positions each of its pairs is rotated: 0 is time, 1 height, 2 width."""
     if not rope.sections:
         return [0] * pairs

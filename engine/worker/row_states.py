@@ -211,8 +211,8 @@ class RowStates:
         """The rows that a recorded step will have, with their tokens, or those of another table."""
         table = self._tokens if tokens is None else tokens
         size = step.numbers.shape[1]
-        *columns, shifts = step.numbers.unbind()
-        on_device = DeviceBatch(*columns, self._tables, size, shifts if self._shifted else None)
+        rows, starts, counts, places, shifts = step.numbers.unbind()
+        on_device = DeviceBatch(rows, starts, counts, places, self._tables, size, shifts if self._shifted else None)
         bounds = np.zeros(size), np.full(size, step.context - step.most), np.full(size, step.most)
         return StepBatch(*bounds, table, self._tables, self.block_size, on_device, self.groups)
 
