@@ -15,8 +15,6 @@ _OUTPUT_WEIGHT = 2.0
 _ANOTHER = 1.5
 """A roofline whose steps would take so many times longer than the real ones belongs to another model or machine."""
 
-_SPLIT = "--tensor-parallel-size if the model can be split"
-
 _MORE_CACHE = "--kv-cache-bytes or --kv-cache-memory-fraction up, --kv-cache-dtype int8, or more --data-parallel-size"
 
 
@@ -217,7 +215,8 @@ def _step_claims(
     work = f"{tokens:.1f} tokens of {rows:.1f} sequences"
     why = f"steps of {1e3 * step_seconds:.2f} ms compute {work}, {percent(busy)} of the time"
     evidence = {"step_seconds": step_seconds, "tokens_per_step": tokens, "sequences_per_step": rows, "busy": busy}
-    faster = f"--quantization int8, --speculative-config, {_SPLIT}, or more --data-parallel-size"
+    split = "" if interval.gauge("charonia_tensor_parallel_exhausted") else "--tensor-parallel-size, "
+    faster = f"--quantization int8, --speculative-config, {split}or more --data-parallel-size"
     if roofline is None:
         turn = f"{faster}; with what charonia calibrate wrote, --machine tells memory bandwidth from arithmetic"
         yield TimeClaim(Cause.COMPUTATION, seconds, "sequences are computed", why, turn, evidence)
@@ -238,7 +237,7 @@ def _step_claims(
         yield TimeClaim(Cause.MEMORY_BANDWIDTH, seconds * reads, what, why, turn, evidence)
     else:
         what = "steps multiply"
-        turn = f"--quantization int8, {_SPLIT}, or more --data-parallel-size"
+        turn = f"--quantization int8, {split}or more --data-parallel-size"
         yield TimeClaim(Cause.ARITHMETIC, seconds * works, what, why, turn, evidence)
     rest = seconds * (1 - max(reads, works))
     what = "steps take longer than reading and multiplying need"

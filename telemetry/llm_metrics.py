@@ -101,6 +101,8 @@ class EngineState(NamedTuple):
     """Snapshots of recurrent states that can be found."""
     host_snapshots: int = 0
     """Snapshots in the host's memory; some are on the device too."""
+    splits: bool = True
+    """Whether more ranks could share the model."""
     totals: EngineTotals = EngineTotals()
 
     def readings(self) -> Iterator[Reading]:
@@ -144,6 +146,7 @@ class EngineState(NamedTuple):
         yield Reading("charonia_eager_steps_total", totals.eager_steps)
         yield Reading("charonia_graph_capture_failures_total", totals.failed_captures)
         yield Reading("charonia_kv_cache_tokens", self.kv_capacity)
+        yield Reading("charonia_tensor_parallel_exhausted", float(not self.splits))
         yield Reading("charonia_recomputed_tokens_total", totals.recomputed_tokens)
         for state, seconds in totals.sequence_seconds.items():
             yield Reading("charonia_sequence_seconds_total", seconds, {"state": str(state)})

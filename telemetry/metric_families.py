@@ -57,6 +57,7 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_eager_steps_total", "counter", "Decode steps on a GPU that found no CUDA graph"),
     MetricFamily("charonia_graph_capture_failures_total", "counter", "CUDA graphs that could not be captured"),
     MetricFamily("charonia_kv_cache_tokens", "gauge", "Tokens that the KV cache holds when it is full"),
+    MetricFamily("charonia_tensor_parallel_exhausted", "gauge", "1: twice as many ranks could not share the model"),
     MetricFamily("charonia_recomputed_tokens_total", "counter", "Tokens computed again after a preemption"),
     MetricFamily("charonia_sequence_seconds_total", "counter", "Time of sequences in the engine, by their state"),
     MetricFamily("charonia_merged_tokens_total", "counter", "Tokens that came while others of a stream were unread"),

@@ -70,6 +70,11 @@ def check_partition(
             raise InvalidArgument(message, field="pipeline_layers" if counts else "pipeline_parallel_size")
 
 
+def can_share(spec: ModelSpec, tensor: int, whole_experts: bool = False) -> bool:
+    """Whether so many ranks can share each layer."""
+    return _tensor_refusal(spec, tensor, whole_experts) is None
+
+
 def _tensor_refusal(spec: ModelSpec, tensor: int, whole_experts: bool) -> str | None:
     if spec.recurrence is not None and (refusal := spec.recurrence.refusal(tensor)) is not None:
         return f"{refusal}; stages of a pipeline can have its layers"

@@ -225,6 +225,7 @@ class EngineClient:
         self._affinity = affinity and config.cache.prefix_caching and len(configs) > 1
         self._last_key = 0
         self._expected_memory = 0
+        self._splits = True
 
     @property
     def info(self) -> CoreReady | None:
@@ -273,6 +274,7 @@ class EngineClient:
             host_snapshots=sum(replica.core.load.host_snapshots for replica in self.replicas),
             core_restarts=sum(replica.losses for replica in self.replicas),
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
+            splits=self._splits,
             totals=msgspec.structs.replace(
                 totals,
                 drafters=self._no_drafts | totals.drafters,
@@ -283,6 +285,7 @@ class EngineClient:
     async def start(self) -> CoreReady:
         info, *_ = await asyncio.gather(*(replica.core.start() for replica in self.replicas))
         self._expected_memory = resident_memory_of(self.pids) + info.cache_bytes * len(self.replicas)
+        self._splits = info.splits
         return info
 
     async def load_adapter(self, name: str, path: str) -> Adapter:

@@ -87,6 +87,8 @@ class CoreReady(msgspec.Struct, array_like=True, tag="ready", frozen=True):
     """The host's memory that a full cache takes."""
     groups: int = 1
     """Groups of layers, each of which has blocks of its own for the same tokens."""
+    splits: bool = True
+    """Whether twice as many ranks of a tensor could share the model."""
 
 
 class EngineLoad(msgspec.Struct, array_like=True, frozen=True):

@@ -159,7 +159,13 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     states = (sizes.extra_states + config.scheduler.max_num_seqs) * capacity.state_bytes
     cache_bytes = (sizes.blocks * capacity.block_bytes + states) * config.parallel.world if here else 0
     return core, CoreReady(
-        capacity.vocab_size, length, config.cache.block_size, sizes.blocks, cache_bytes, groups.total
+        capacity.vocab_size,
+        length,
+        config.cache.block_size,
+        sizes.blocks,
+        cache_bytes,
+        groups.total,
+        capacity.splits,
     )
 
 

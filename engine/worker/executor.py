@@ -34,6 +34,8 @@ class Capacity(NamedTuple):
     """The groups of the layers that have a cache: each has blocks of its own for the same tokens."""
     latent: bool = False
     """Whether they keep latents (MLA) in place of keys and values."""
+    splits: bool = True
+    """Whether twice as many ranks of a tensor could share the model."""
 
 
 class StepFuture(Protocol):

@@ -18,7 +18,8 @@ from ..attention.layer_places import groups_of
 from ..attention.selector import capable_backends
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import open_checkpoint
-from ..checkpoint.model_spec import DecoderShape
+from ..checkpoint.model_spec import DecoderShape, ModelSpec
+from ..checkpoint.partition import can_share
 from ..checkpoint.served_forms import ServedForms
 from ..checkpoint.weights import dtype_name
 from ..config import EngineConfig
@@ -97,6 +98,8 @@ class LoadedRank:
             state_bytes=0 if computer.states is None else computer.states.slot_bytes,
             groups=self.groups,
             latent=any(self.shape.kept(kind).values_in_keys for kind in self.shape.cached_attention),
+            splits=isinstance(self.shape, ModelSpec)
+            and can_share(self.shape, 2 * config.parallel.tensor, config.parallel.whole_experts),
         )
 
     def _machine(self) -> str:

@@ -208,6 +208,14 @@ def test_steps_without_graphs_are_a_cold_start_as_long_as_there_are_more_of_them
     ]
 
 
+@pytest.mark.parametrize("exhausted", [0, 1])
+def test_a_model_that_no_more_ranks_can_share_is_not_advised_to_be_shared(exhausted: int) -> None:
+    computed = {"charonia_step_seconds_count": 100, "charonia_step_seconds_sum": 9, "charonia_step_tokens_sum": 100}
+    running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **computed, **LANGUAGE}
+    [report] = reports_of(running | {"charonia_tensor_parallel_exhausted": exhausted})
+    assert ("--tensor-parallel-size" in report.bottlenecks[0].turn) is (not exhausted)
+
+
 @pytest.mark.parametrize(("evicted", "turn"), [(7, "--state-cache-fraction"), (0, "nothing: where prompts part")])
 def test_prompts_without_a_state_to_go_on_from_are_told_with_what_would_spare_them(evicted: int, turn: str) -> None:
     computed = {"charonia_step_seconds_count": 10, "charonia_step_seconds_sum": 9, "charonia_step_tokens_sum": 1000}

@@ -178,6 +178,16 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
         check_rank_config(same_alone)
 
 
+@pytest.mark.parametrize(("name", "splits"), [("qwen3.5", True), ("gemma3n", False), ("opt", False)])
+def test_a_rank_says_whether_more_could_share_its_model(
+    checkpoint: Callable[..., Path], name: str, splits: bool
+) -> None:
+    """Streams of hidden states are not shared, nor what transformers computes."""
+    rank = load_rank(EngineConfig(model=str(checkpoint(name)), device="cpu"))
+    assert rank.capacity().splits is splits
+    rank.close()
+
+
 def test_people_are_told_what_the_states_of_a_text_take(checkpoint: Callable[..., Path]) -> None:
     shape = open_checkpoint(checkpoint("qwen3.5")).spec
     itemsize = getattr(torch, shape.dtype).itemsize
