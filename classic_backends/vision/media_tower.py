@@ -60,7 +60,7 @@ class MediaTower:
         self._dtype = files.dtype
         self._spec = spec
         weights = loader.needs(directory, config.raw, config.parameters)
-        scratch = MemoryNeed(max(_SCRATCH, files.bytes // 4), spec.gpu)
+        scratch = MemoryNeed(max(_SCRATCH, files.bytes(spec.gpu is not None) // 4), spec.gpu)
         self.needs: Sequence[MemoryNeed] = (*weights, scratch, MemoryNeed(spec.cache_bytes))
         self._kept: OrderedDict[MediumKey, EncodedMedium] = OrderedDict()
         self._kept_bytes = 0

@@ -55,7 +55,8 @@ class VisionLoader(RuntimeLoader):
     def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
         files = read_vision_files(directory, parameters.get(DTYPE, "auto"))
         [group] = raw["instance_group"]
-        return (MemoryNeed(files.bytes, *group.get("gpus", ())),)
+        gpus = group.get("gpus", ())
+        return (MemoryNeed(files.bytes(bool(gpus)), *gpus),)
 
 
 class VisionRuntime(Runtime):

@@ -68,13 +68,12 @@ class VisionFiles(NamedTuple):
     directory: Path
     family: str
     dtype: str
-    """torch's name of what it is computed in."""
+    """torch's name of what its rows are in; a GPU computes in it, too."""
     weights: tuple[StoredWeight, ...]
 
-    @property
-    def bytes(self) -> int:
-        """The memory of its weights."""
-        return sum(weight.numbers for weight in self.weights) * _WIDTHS[self.dtype]
+    def bytes(self, gpu: bool) -> int:
+        """The memory of its weights, at most: the host may compute in single precision."""
+        return sum(weight.numbers for weight in self.weights) * (_WIDTHS[self.dtype] if gpu else 4)
 
 
 def read_vision_files(directory: Path, dtype: str) -> VisionFiles:

@@ -8,9 +8,24 @@ from ...tokenization.checkpoint_files import read_json
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
-_FLAT = frozenset({"idefics3", "internvl", "llava", "llava_next", "mistral3", "smolvlm"})
-"""The `model_type` of models that count the places of an image as they count tokens, each attending to those before it
-alone: their language part needs to know nothing of images."""
+_FAMILIES = frozenset(
+    {
+        "gemma3",
+        "gemma4",
+        "idefics3",
+        "internvl",
+        "llava",
+        "llava_next",
+        "mistral3",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "smolvlm",
+    }
+)
+"""The `model_type` of models whose language part knows where images stand and what they attend to."""
 
 
 def has_eyes(directory: Path) -> bool:
@@ -19,7 +34,7 @@ def has_eyes(directory: Path) -> bool:
     if not directory.is_dir() or not any((directory / name).is_file() for name in _PROCESSORS):
         return False
     config = read_json(directory / "config.json")
-    return config.get("model_type") in _FLAT and isinstance(config.get("vision_config"), dict)
+    return config.get("model_type") in _FAMILIES and isinstance(config.get("vision_config"), dict)
 
 
 def sees_both_ways(directory: Path) -> bool:

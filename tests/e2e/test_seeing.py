@@ -21,15 +21,19 @@ from charonia.media.processor import ImageProcessor
 from charonia.telemetry.scrape import Interval, parse_scrape
 from charonia.tokenization.media_text import MediaText
 from charonia.tokenization.tokenizer import Tokenizer
-from tests.seeing_models import picture, write_seeing
+from tests.seeing_models import MODELS, picture, write_seeing
 
 from .models import write_model
 from .serving import Server, serving
 
-NAME = "llava-next"
+NAME = "qwen3-vl"
+"""The one whose images have positions of their own, and rows for several layers."""
 NAMES = [NAME]
-OTHERS = ["llava", "mistral3", "idefics3", "smolvlm", "internvl"]
-"""Whose tower, and its way into the prompt, the suite compares with transformers itself."""
+OTHERS = [name for name in MODELS if name != NAME]
+"""Whose towers and engines the suite compares with transformers itself; over HTTP they are served by `make proof`."""
+HYBRID = "qwen3.5"
+"""Whose prompts are too short for a snapshot of its states."""
+TOKEN = MODELS[NAME].token
 NEW = 12
 IMAGES = picture(90, 50, 1), picture(60, 120, 2)
 
@@ -93,6 +97,7 @@ def right(checkpoints: dict[str, Path]) -> Callable[[str], str]:
         model: Any = AutoModelForImageTextToText.from_pretrained(checkpoints[name], dtype=torch.float32)
         model.generation_config.eos_token_id = None
         processor = ImageProcessor(checkpoints[name])
+        processor._processor.tokenizer.pad_token = "<|end|>"
         tokenizer = Tokenizer.load(checkpoints[name])
         media = MediaSource("image", offset=8), MediaSource("image", offset=16)
         chat = Conversation((ChatMessage("user", "What is  beside ?", media=media),))
@@ -124,7 +129,8 @@ def test_they_say_what_transformers_says(seeing: Server, right: Callable[[str], 
     assert first.choices[0].message.content == expected
     again = [{"role": "assistant", "content": expected}, {"role": "user", "content": "And now?"}]
     second = said(seeing, name, [*CHAT, *again])
-    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens // 16 * 16
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert name == HYBRID or cached >= first.usage.prompt_tokens // 16 * 16
     grown = Interval(before, parse_scrape(httpx.get(seeing.metrics_url).text, "the server"))
     assert grown.grown("charonia_tower_images_total", name) == 2
     assert grown.grown("charonia_tower_cache_hits_total", name) == 2
@@ -135,8 +141,8 @@ def test_what_is_no_image_is_named(seeing: Server) -> None:
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     for messages, complaint in (
         ([{"role": "user", "content": [broken]}], r"messages\[0\].content\[0\].image_url"),
-        ([{"role": "user", "content": "an <image> of words"}], "tokens that stand for parts of images"),
-        ([{"role": "user", "content": [part(IMAGES[0]), {"type": "text", "text": "<image>"}]}], "<image>"),
+        ([{"role": "user", "content": f"an {TOKEN} of words"}], "tokens that stand for parts of images"),
+        ([{"role": "user", "content": [part(IMAGES[0]), {"type": "text", "text": TOKEN}]}], "stands for a medium"),
     ):
         with pytest.raises(openai.BadRequestError, match=complaint):
             said(seeing, NAME, messages)

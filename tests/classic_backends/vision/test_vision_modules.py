@@ -56,11 +56,14 @@ def test_what_is_no_tower_is_refused_by_name(tmp_path: Path) -> None:
         read_vision_files(write_checkpoint(tmp_path / "text"), "auto")
     seeing = write_seeing(tmp_path / "llava", "llava")
     files = read_vision_files(seeing, "bfloat16")
-    assert files.bytes == 2 * sum(weight.numbers for weight in files.weights)
+    numbers = sum(weight.numbers for weight in files.weights)
+    assert (files.bytes(gpu=True), files.bytes(gpu=False)) == (2 * numbers, 4 * numbers)
     lacking = files._replace(weights=files.weights[1:])
     with pytest.raises(InvalidArgument, match="lacks 1 weights of its tower: model"):
         VisionTower(lacking, "cpu", together=False)
     tower = VisionTower(files, "cpu", together=False)
+    [medium] = tower.encode([{"pixel_values": torch.zeros(1, 3, 28, 28).numpy()}])
+    assert medium.rows.dtype == torch.bfloat16
     with pytest.raises(InvalidArgument, match="no pixel_values"):
         tower.encode([{"image_sizes": torch.zeros(1, 2).numpy()}])
     with pytest.raises(InvalidArgument, match=r"the tower refuses the image's pixel_values \[1, 3, 30, 30\]"):
