@@ -436,6 +436,14 @@ PARTS = {
         audio_config=None,
         tie_word_embeddings=True,
     ),
+    "gemma4-small-image": with_images(
+        "gemma4",
+        "gemma4-small",
+        {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16},
+        image_token_id=380,
+        audio_config=None,
+        tie_word_embeddings=True,
+    ),
     "mistral3": with_images(
         "mistral3",
         "mistral",

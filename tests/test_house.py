@@ -115,7 +115,7 @@ BUDGETS = {
     "tokenization": 3_620,
     "media": 900,
     "scheduler": 2_210,
-    "engine": 23_960,
+    "engine": 23_985,
     "classic_backends": 8_380,
     "ensembles": 1_200,
     "routing": 250,

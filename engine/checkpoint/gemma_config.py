@@ -26,7 +26,11 @@ def _gemma4(fields: ConfigFields) -> UnequalLayers:
         _cache_owners(fields, types, first_shared),
         tuple(width if layer < first_shared else wide for layer in fields.layers),
         full_sizes.pop(),
-        GemmaSpec(*_per_layer_sizes(fields), fields.flag("attention_k_eq_v")),
+        GemmaSpec(
+            *_per_layer_sizes(fields),
+            fields.flag("attention_k_eq_v"),
+            pad_token=fields.number("pad_token_id", 0, least=0),
+        ),
     )
 
 

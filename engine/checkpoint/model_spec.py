@@ -194,6 +194,11 @@ class DecoderShape:
         """Whether places of images have positions in three dimensions, and what follows goes on behind the largest."""
         return False
 
+    @property
+    def image_token(self) -> int | None:
+        """The token whose embeddings for layers places of images have; None: a token has no such embeddings."""
+        return None
+
     def cache_owner(self, layer: int) -> int:
         return self.cache_owners[layer] if self.cache_owners else layer
 
@@ -275,6 +280,8 @@ class GemmaSpec(NamedTuple):
     keys_as_values: bool = False
     """Whether layers that see all tokens make values of the projection of their keys."""
     altup: AltUpSpec | None = None
+    pad_token: int = 0
+    """Its embeddings for layers are those at places of images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +332,10 @@ class ModelSpec(DecoderShape):
     @property
     def shifts_positions(self) -> bool:
         return bool(self.rope.sections)
+
+    @property
+    def image_token(self) -> int | None:
+        return self.gemma.pad_token if self.gemma is not None and self.gemma.per_layer_size else None
 
     def layer_rope(self, layer: int) -> RopeSpec:
         """The rotary embedding of a layer."""

@@ -22,21 +22,41 @@ class _RowSpans(NamedTuple):
         return self.shift + sum(span.shift for span in self.spans if span.end <= position)
 
 
+class ImagePlaces(NamedTuple):
+    """What a model's places of images are like. `shifted`: `NewSequence.shift` may be other than 0. `token`: the one
+    that stands there for layers that have embeddings of their own; None: whatever prompts have there."""
+
+    shifted: bool = False
+    token: int | None = None
+
+
+PLAIN_PLACES = ImagePlaces()
+
+
 class EmbeddedRows:
     """The embeddings that plans brought for the places of rows, in the host's memory; where these places are rotated,
     and up to where they see."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, token: int | None = None) -> None:
+        """`token`: as of `ImagePlaces`."""
         self._device = device
+        self._token = token
         self._spans: dict[int, list[tuple[EmbeddedSpan, torch.Tensor]]] = {}
         self._placed: dict[int, _RowSpans] = {}
 
-    def enter(self, sequence: NewSequence) -> None:
+    def enter(self, sequence: NewSequence) -> IntArray:
+        """Remember a sequence's spans; returns its tokens as layers are to have them."""
         if sequence.embedded:
             self._spans[sequence.row] = [(span, _tensor(span)) for span in sequence.embedded]
         spans = tuple(span.without_rows() for span in sequence.embedded if span.bidirectional or any(span.grid))
         if spans or sequence.shift:
             self._placed[sequence.row] = _RowSpans(spans, sequence.shift)
+        if self._token is None or not sequence.embedded:
+            return sequence.tokens
+        tokens = sequence.tokens.copy()
+        for span in sequence.embedded:
+            tokens[span.start : span.end] = self._token
+        return tokens
 
     def forget(self, row: int) -> None:
         self._spans.pop(row, None)

@@ -33,6 +33,7 @@ from ..step_adapters import RankAdapter
 from .cpu_step_computer import CpuStepComputer
 from .device_step_computer import DeviceStepComputer
 from .drafter_loading import check_draft_head, check_drafter, load_drafter
+from .embedded_rows import ImagePlaces
 from .executor import Capacity
 from .model_runner import ModelRunner
 from .model_setup import WHOLE_MODEL, build_context, check_cache, check_products, create_attention, use_cpu_level
@@ -157,7 +158,8 @@ def load_rank(
         states = StateSlots(local.states, config.scheduler.max_num_seqs, context.dtype, device)
     held: dict[str, RankAdapter] = {}
     lines = 0 if device.type == "cpu" else config.scheduler.max_num_seqs  # recorded steps read them in place
-    rows = RowStates(context.max_positions, block_size, device, held, lines, groups.total, shape.shifts_positions)
+    images = ImagePlaces(shape.shifts_positions, shape.image_token)
+    rows = RowStates(context.max_positions, block_size, device, held, lines, groups.total, images)
     adapters = None if config.lora is None or targets is None else RankAdapters(targets, config.lora, held, rows)
     draft = load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     computer: StepComputer

@@ -29,7 +29,7 @@ from ..step_batch import (
     to_device,
     upload_columns,
 )
-from .embedded_rows import EmbeddedRows
+from .embedded_rows import PLAIN_PLACES, EmbeddedRows, ImagePlaces
 from .logits_processors import PreparedLogitsParams, prepare_logits_params, process_logits
 from .logprobs import PromptSpan, ScoredTokens
 from .sampler import GREEDY_BELOW
@@ -101,17 +101,16 @@ class RowStates:
         adapters: Mapping[str, RankAdapter] = {},
         lines: int = 0,
         groups: int = 1,
-        shifted: bool = False,
+        images: ImagePlaces = PLAIN_PLACES,
     ) -> None:
         """`max_tokens`: the longest sequence; one more fits, sampled at the very end and never computed. `adapters`: by
-        digest, those that plans may name. `lines`: rows that the tables have from the beginning; they grow. `groups`:
-        of layers, each of which has its own blocks of a row. `shifted`: `NewSequence.shift` may be other than 0."""
+        digest, those that plans may name. `lines`: the tables' first rows; they grow. `groups`: of layers' blocks."""
         self.device = device
         self.block_size = block_size
         self._known_adapters = adapters
         self._lines = lines
         self.groups = groups
-        self._shifted = shifted
+        self._images = images
         blocks = -(-max_tokens // block_size)
         if groups > 1:  # an even number: kernels are compiled anew for tables that are not aligned
             blocks += blocks % 2
@@ -131,7 +130,7 @@ class RowStates:
         self._drawing: set[int] = set()
         self._logprobs: dict[int, int] = {}
         self._adapters: dict[int, RankAdapter] = {}
-        self._embedded = EmbeddedRows(self.device)
+        self._embedded = EmbeddedRows(self.device, self._images.token)
         self._scoring: dict[int, tuple[int, int]] = {}  # tokens of the prompt, likeliest tokens to name at each
 
     def apply_plan(self, plan: StepPlan) -> None:
@@ -212,7 +211,9 @@ class RowStates:
         table = self._tokens if tokens is None else tokens
         size = step.numbers.shape[1]
         rows, starts, counts, places, shifts = step.numbers.unbind()
-        on_device = DeviceBatch(rows, starts, counts, places, self._tables, size, shifts if self._shifted else None)
+        on_device = DeviceBatch(
+            rows, starts, counts, places, self._tables, size, shifts if self._images.shifted else None
+        )
         bounds = np.zeros(size), np.full(size, step.context - step.most), np.full(size, step.most)
         return StepBatch(*bounds, table, self._tables, self.block_size, on_device, self.groups)
 
@@ -352,8 +353,8 @@ class RowStates:
             self._host_tables = self._tables_on_host()
         self._blocks[row] = 0
         self._forget(row)
-        self._embedded.enter(sequence)
-        self._tokens[row, : len(sequence.tokens)] = self._to(sequence.tokens.astype(np.int32))
+        tokens = self._embedded.enter(sequence)
+        self._tokens[row, : len(tokens)] = self._to(tokens.astype(np.int32))
         numbers = sampling._replace(top_k=max(sampling.top_k, 0), seed=as_signed64(sampling.seed))
         self._sampling[row] = (*(getattr(numbers, name) for name in SAMPLING_COLUMNS), 0)  # the position, for now
         if sampling.temperature >= GREEDY_BELOW and sampling.top_k != 1:

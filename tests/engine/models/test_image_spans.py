@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from charonia.engine.layers.step_context import StepContext
+from charonia.engine.models.native_decoder import NativeDecoder
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.plan import NO_ROWS, NewSequence, ResolvedSampling, StepPlan
 from charonia.scheduler.sequence import SequenceSpec
@@ -97,7 +98,7 @@ class ImageBench(Bench):
         return torch.cat(parts)
 
 
-CAUSAL = ("qwen2-vl", "qwen3-vl", "qwen3.5-image", "mistral3")
+CAUSAL = ("qwen2-vl", "qwen3-vl", "qwen3.5-image", "mistral3", "gemma4-small-image")
 BOTH_WAYS = ("gemma3-image", "gemma4-image")
 
 
@@ -160,4 +161,18 @@ def test_greedy_tokens_are_those_from_pixels(name: str, backend: str, seeing: Ca
         found = sum(result.cached[key] for key in range(len(prompts), len(bench.asked)))
         assert setting.tight or not setting.prefix or found > 4 * BLOCK, setting
         assert events.unfinished_chunks or setting.chunk > 256
+    bench.executor.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3-image"])
+def test_layers_called_one_by_one_say_what_their_program_says(
+    name: str, seeing: Callable[[str], Seeing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory, prompts = seeing(name)
+    bench = ImageBench(directory, "native")
+    recorded = bench.logits(prompts[0])
+    bench.executor.close()
+    monkeypatch.setattr(NativeDecoder, "_trace", lambda self, attention: None)
+    bench = ImageBench(directory, "native")
+    assert torch.equal(bench.logits(prompts[0]), recorded)
     bench.executor.close()

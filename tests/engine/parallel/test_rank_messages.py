@@ -68,7 +68,7 @@ def test_plans_survive(seed: int) -> None:
     def new_sequence() -> NewSequence:
         tokens = column(random.randint(1, 40))
         numbers = random.randrange(700), tokens, random.randrange(40), random.choice(SAMPLINGS), 7
-        return NewSequence(*numbers, embedded=SPANS[: random.randrange(3)])
+        return NewSequence(*numbers, embedded=SPANS[: random.randrange(3)], shift=-random.randrange(9))
 
     size = random.randint(0, 30)
     rows, starts, counts, samples, logits = (column(size) for _ in range(5))
