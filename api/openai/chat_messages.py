@@ -1,7 +1,7 @@
 """The messages of a chat body become a `Conversation`. Knows nothing of chat templates."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import msgspec
 
@@ -142,7 +142,7 @@ def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
     return ChatMessage(role, content, message.name or "", reasoning, calls, message.tool_call_id or "", media)
 
 
-def _has_images(content: Any) -> bool:
+def _has_images(content: Any) -> TypeGuard[list[Any]]:
     return isinstance(content, list) and any(
         isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in content
     )
