@@ -30,7 +30,8 @@ def write_encoder(directory: Path, hidden: int, layers: int) -> None:
         max_position_embeddings=512,
         pad_token_id=TOKENS,
     )
-    AutoModel.from_config(config).eval().save_pretrained(directory)
+    auto: Any = AutoModel
+    auto.from_config(config).eval().save_pretrained(directory)
     tokenizer: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     ends = [(word, vocabulary[word]) for word in ("[CLS]", "[SEP]")]

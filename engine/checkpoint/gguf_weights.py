@@ -196,9 +196,8 @@ class GgufWeights:
         self._file, self._head_dim = file, head_dim
         architecture = file.text("general.architecture")
         self._tiles: TiledHeads | None = None
-        tiled = isinstance(recurrence, DeltaNetSpec) and recurrence.value_heads != recurrence.key_heads
-        if tiled and architecture != "qwen3next":
-            self._tiles = TiledHeads(recurrence)
+        if isinstance(recurrence, DeltaNetSpec) and architecture != "qwen3next":
+            self._tiles = TiledHeads(recurrence) if recurrence.value_heads != recurrence.key_heads else None
         self._names = GgufNames(architecture, file.tensors)
         self._mapped = {path: _mapped(path) for path in file.files}
         drafting = tuple(f"blk.{layer}." for layer in drafting_blocks(file))
