@@ -163,7 +163,7 @@ class NativeBuilder(CheckpointBuilder):
         if self.checkpoint.language_part and has_eyes(directory):
             log.info("%s: its language part is loaded; the tower is a model beside it", directory)
         elif self.checkpoint.language_part and whole:
-            message = "%s: its language part is served, for text alone; %d other tensors are left out, such as %s"
+            message = "%s: its language part is served; %d other tensors are its towers', or left out, such as %s"
             log.warning(message, directory, len(unread), next(iter(unread), "none"))
         elif unread:
             message = "%s: config.json knows nothing of %d tensors of the weights, such as %s: is it theirs?"

@@ -3,22 +3,30 @@ pixels, whatever the scheduler does to them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.native_decoder import NativeDecoder
 from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import NO_ROWS, NewSequence, ResolvedSampling, StepPlan
+from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
+from charonia.scheduler.speculation import Speculation
 from tests.image_prompts import PLACEHOLDER, ImagePrompt, image_prompt, whole_logits
 
 from .test_equality import BLOCK, NEW, Bench, Setting
+from .test_speculation import HalfRight
 
 SIZES = (((2, 3), (4, 2)), ((5, 5), (1, 4)), ((5, 5), (3, 6)))
 TEXTS = ((5, 7, 9), (3, 20, 1), (3, 20, 30))
@@ -29,6 +37,11 @@ SETTINGS = {
     "everything, ahead 1": Setting(chunk=29, prefix=True, tight=True, ahead=1, rows=3),
 }
 BLOCKS = 16
+
+
+@pytest.fixture(scope="module")
+def threads(sibling: Callable[[str], ModuleType]) -> ModuleType:
+    return sibling("engine/threads.py")
 
 
 class Seeing(NamedTuple):
@@ -61,16 +74,18 @@ def draw(length: int, generator: torch.Generator) -> list[int]:
     return torch.randint(8, 370, (length,), generator=generator).tolist()
 
 
+def image_spec(key: int, prompt: ImagePrompt, cache: KVCacheManager) -> SequenceSpec:
+    spec = SequenceSpec(key=key, prompt=np.array(prompt.tokens, np.int32), max_tokens=NEW, embedded=prompt.spans)
+    return msgspec.structs.replace(spec, hashes=cache.digest(spec.identities, spec.extras))
+
+
 class ImageBench(Bench):
     """A `Bench` whose requests have the spans of the prompts with their numbers."""
 
     asked: list[ImagePrompt]
 
     def request(self, cache: KVCacheManager, key: int, prompt: list[int], sampling: ResolvedSampling) -> SequenceSpec:
-        spans = self.asked[key].spans
-        bare = SequenceSpec(key=key, prompt=np.array(prompt, np.int32), max_tokens=NEW, embedded=spans)
-        hashes = cache.digest(bare.identities, bare.extras)
-        return SequenceSpec(key=key, prompt=bare.prompt, max_tokens=NEW, embedded=spans, hashes=hashes)
+        return image_spec(key, self.asked[key], cache)
 
     @torch.inference_mode()
     def logits(self, prompt: ImagePrompt, cuts: Sequence[int] = ()) -> Tensor:
@@ -176,3 +191,34 @@ def test_layers_called_one_by_one_say_what_their_program_says(
     bench = ImageBench(directory, "native")
     assert torch.equal(bench.logits(prompts[0]), recorded)
     bench.executor.close()
+
+
+def served(executor: Any, prompts: Sequence[ImagePrompt], stages: int = 1, speculation: Any = None) -> LoopResult:
+    """What is said to the prompts, in chunks of few tokens."""
+    executor.allocate(64)
+    cache = KVCacheManager(64, BLOCK, prefix_caching=True)
+    config = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=37,
+        max_model_len=256,
+        ahead=stages - 1,
+        in_flight_per_sequence=1 if stages > 1 else None,
+    )
+    specs = [image_spec(key, prompt, cache) for key, prompt in enumerate(prompts)]
+    return run_to_end(Scheduler(config, cache, speculation=speculation), executor, specs)
+
+
+def test_ranks_stages_and_drafts_change_no_token(seeing: Callable[[str], Seeing], threads: ModuleType) -> None:
+    """A stage may begin at a layer that takes something of the tower's."""
+    _, directory, prompts = seeing("qwen3-vl")
+    bench = ImageBench(directory, "native")
+    right = served(bench.executor, prompts)
+    answers = [(prompt.tokens, right.tokens[key]) for key, prompt in enumerate(prompts)]
+    drafted = served(bench.executor, prompts, speculation=Speculation({"half right": HalfRight(answers)}, 5, 384))
+    bench.executor.close()
+    assert drafted.tokens == right.tokens
+    assert drafted.steps < right.steps
+    config = EngineConfig(model=str(directory), device="cpu", cache=CacheConfig(block_size=BLOCK))
+    for layout in ((2,), (1, 2)):
+        with threads.ranks(config, threads.Layout(*layout)) as executor:
+            assert served(executor, prompts, stages=(*layout, 1)[1]).tokens == right.tokens, layout
