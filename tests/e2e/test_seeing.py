@@ -4,6 +4,7 @@ own processor, whole and streamed, and a second turn computes neither the images
 import base64
 import io
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from .serving import Server, serving
 
 NAME = "qwen3-vl"
 """The one whose images have positions of their own, and rows for several layers."""
-NAMES = [NAME]
 OTHERS = [name for name in MODELS if name != NAME]
 """Whose towers and engines the suite compares with transformers itself; over HTTP they are served by `make proof`."""
 HYBRID = "qwen3.5"
@@ -76,15 +76,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
     return {name: write_seeing(folder / name, name) for name in sorted({NAME, *chosen})}
 
 
-def serve_all(folder: Path, checkpoints: dict[str, Path], *flags: str) -> Any:
-    for name, checkpoint in checkpoints.items():
-        write_model(folder / "models", name, checkpoint, max_num_seqs=4, dtype="float32")
+def serve_one(folder: Path, name: str, checkpoint: Path, *flags: str) -> AbstractContextManager[Server]:
+    write_model(folder / "models", name, checkpoint, max_num_seqs=4, dtype="float32")
     return serving(folder / "t", "--model-repository", str(folder / "models"), *flags)
 
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Iterator[Server]:
-    with serve_all(tmp_path_factory.mktemp("s"), checkpoints) as running:
+    with serve_one(tmp_path_factory.mktemp("s"), NAME, checkpoints[NAME]) as running:
         yield running
         assert running.stop() == 0, running.said
 
@@ -121,20 +120,32 @@ def said(server: Server, name: str, messages: list[Any] = CHAT, stream: bool = F
         return "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.proof) for name in OTHERS)])
-def test_they_say_what_transformers_says(seeing: Server, right: Callable[[str], str], name: str) -> None:
-    expected = right(name)
-    before = parse_scrape(httpx.get(seeing.metrics_url).text, "the server")
-    first = said(seeing, name)
+def check_answers(server: Server, name: str, expected: str) -> None:
+    before = parse_scrape(httpx.get(server.metrics_url).text, "the server")
+    first = said(server, name)
     assert first.choices[0].message.content == expected
     again = [{"role": "assistant", "content": expected}, {"role": "user", "content": "And now?"}]
-    second = said(seeing, name, [*CHAT, *again])
+    second = said(server, name, [*CHAT, *again])
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert name == HYBRID or cached >= first.usage.prompt_tokens // 16 * 16
-    grown = Interval(before, parse_scrape(httpx.get(seeing.metrics_url).text, "the server"))
+    grown = Interval(before, parse_scrape(httpx.get(server.metrics_url).text, "the server"))
     assert grown.grown("charonia_tower_images_total", name) == 2
     assert grown.grown("charonia_tower_cache_hits_total", name) == 2
-    assert said(seeing, name, stream=True) == expected
+    assert said(server, name, stream=True) == expected
+
+
+def test_it_says_what_transformers_says(seeing: Server, right: Callable[[str], str]) -> None:
+    check_answers(seeing, NAME, right(NAME))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_say_what_transformers_says(
+    checkpoints: dict[str, Path], right: Callable[[str], str], tmp_path: Path, name: str
+) -> None:
+    with serve_one(tmp_path, name, checkpoints[name]) as running:
+        check_answers(running, name, right(name))
+        assert running.stop() == 0, running.said
 
 
 def test_what_is_no_image_is_named(seeing: Server) -> None:
@@ -149,8 +160,9 @@ def test_what_is_no_image_is_named(seeing: Server) -> None:
     assert said(seeing, NAME, [{"role": "user", "content": "no image"}]).usage.prompt_tokens < 20
 
 
+@pytest.mark.proof
 def test_several_frontends_see(checkpoints: dict[str, Path], right: Callable[[str], str], tmp_path: Path) -> None:
-    with serve_all(tmp_path, {NAME: checkpoints[NAME]}, "--frontends", "2") as running:
+    with serve_one(tmp_path, NAME, checkpoints[NAME], "--frontends", "2") as running:
         answers = [said(running, NAME) for _ in range(4)]
         assert [answer.choices[0].message.content for answer in answers] == [right(NAME)] * 4
         assert said(running, NAME, stream=True) == right(NAME)

@@ -33,6 +33,7 @@ def reference(directory: Path, media: list[Arrays]) -> list[tuple[torch.Tensor, 
     return outputs
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     directory = write_seeing(tmp_path, name)
