@@ -158,7 +158,8 @@ class LoopThread:
         except BaseException:
             self._cancel(call)
             raise
-        return _unwrap(outcome)
+        result: T = _unwrap(outcome)
+        return result
 
     async def run_from_loop(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """As `run`, for a caller in another event loop, whose task's cancellation cancels it."""
@@ -171,7 +172,8 @@ class LoopThread:
         except BaseException:
             self._cancel(call)
             raise
-        return _unwrap(outcome)
+        result: T = _unwrap(outcome)
+        return result
 
     def _cancel(self, call: "_AwaitedCall") -> None:
         with suppress(Unavailable):  # then it has ended

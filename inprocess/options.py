@@ -97,7 +97,7 @@ def _text(value: Any) -> str:
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, PathLike):
-        return fspath(value)
+        value = fspath(value)
     return json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
