@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,8 +90,11 @@ class Server:
 
 def children(pid: int) -> list[int]:
     """Living child processes; /proc lists them per thread."""
-    tasks = Path(f"/proc/{pid}/task")
-    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    listed: list[str] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile has none
+            listed += (task / "children").read_text().split()
+    return [int(child) for child in listed]
 
 
 def name(pid: int) -> str:
