@@ -204,9 +204,8 @@ def _wait_for_work(llm: charonia.LLM) -> None:
         time.sleep(0.002)
 
 
-def test_a_model_that_computes(making: ModuleType, tmp_path: Path) -> None:
-    checkpoint = making.write_checkpoint(tmp_path / "tiny")
-    with charonia.LLM(checkpoint, threads=1, kv_cache_bytes=1 << 20) as llm:
+def test_a_model_that_computes(root: Path) -> None:
+    with charonia.LLM(root / "examples" / "model_repository" / "demo" / "1", threads=1, kv_cache_bytes=16 << 20) as llm:
         params = SamplingParams(max_tokens=6, temperature=0, logprobs=2, prompt_logprobs=0, ignore_eos=True)
         one, two = llm.generate([[5, 6, 7], [9]], params)
         assert llm.generate([[9]], params)[0].outputs == two.outputs
