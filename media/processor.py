@@ -94,8 +94,9 @@ def _load(checkpoint: Path) -> Any:
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return type(argument)
 
+    image_processors: Any = AutoImageProcessor  # its methods have no types
     parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(checkpoint, backend="pil", local_files_only=True),
+        "image_processor": image_processors.from_pretrained(checkpoint, backend="pil", local_files_only=True),
         "tokenizer": AutoTokenizer.from_pretrained(checkpoint, local_files_only=True),
     }
     settings, others = known.get_processor_dict(checkpoint, local_files_only=True)
@@ -106,7 +107,7 @@ def _processor_class(checkpoint: Path) -> Any:
     if not any((checkpoint / file).is_file() for file in _NAMING_FILES[:2]):
         raise InvalidArgument(f"{checkpoint} has no processor of images: no {' or '.join(_NAMING_FILES[:2])}")
     from transformers.models.auto.configuration_auto import model_type_to_module_name
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 
     family = str(_read_json(checkpoint / "config.json").get("model_type", ""))
     named = (str(_read_json(checkpoint / file).get("processor_class") or "") for file in _NAMING_FILES)

@@ -210,8 +210,7 @@ class MediaReader:
 
     def _run(self, job: _Job) -> PreparedMedium:
         """Do a job; in a thread, of which there are as many as workers."""
-        if self._closed or job.abandoned:
-            raise Unavailable("the model is being unloaded")
+        self._check_wanted(job)
         try:
             worker = self._idle.pop()  # not asked first: another thread may take the last one in between
         except IndexError:
@@ -224,9 +223,9 @@ class MediaReader:
         job.worker = worker
         try:
             return worker.prepare(job.data, job.digest)
-        except InvalidArgument as error:
-            if self._closed and not worker.alive:
-                raise Unavailable("the model is being unloaded") from error
+        except InvalidArgument:
+            if not worker.alive:
+                self._check_wanted(job)
             raise
         finally:
             job.worker = None
@@ -234,6 +233,10 @@ class MediaReader:
                 self._idle.append(worker)
             else:
                 self._end(worker)
+
+    def _check_wanted(self, job: _Job) -> None:
+        if self._closed or job.abandoned:
+            raise Unavailable("the model is being unloaded")
 
     def _end(self, worker: PreparingWorker) -> None:
         worker.close()
