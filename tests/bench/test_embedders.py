@@ -14,6 +14,7 @@ from charonia.core.errors import InvalidArgument
 OURS, PADDED = "charonia", "onnxruntime, padded"
 
 
+@pytest.mark.proof
 def test_vectors_agree_and_turns_are_counted(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     write_encoder(tmp_path, hidden=64, layers=1)

@@ -87,6 +87,7 @@ def test_a_program_that_is_over(words: Path) -> None:
     assert (status, out, err) == (0, "", "")
 
 
+@pytest.mark.proof
 def test_a_program_that_raises(words: Path) -> None:
     status, _, err = end(start(words, "raise"))
     assert status == 1
