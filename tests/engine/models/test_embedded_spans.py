@@ -85,7 +85,7 @@ def continued(model: Any, text: list[int], rows: Tensor) -> list[int]:
         ("qwen3.5", "native"),
         ("gemma3", "native"),
         ("starcoder2", "native"),
-        ("diffllama", "native"),
+        pytest.param("diffllama", "native", marks=pytest.mark.proof),
     ],
 )
 def test_they_continue_as_in_transformers(
