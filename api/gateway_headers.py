@@ -55,9 +55,9 @@ class GatewayHeaders:
         if not values:
             return
         if FAIRNESS_ID in values:
-            tenant = self._tenant(_name_of(values, FAIRNESS_ID))
-            if not has_key:
-                context.tenant, context.tenant_weight = tenant
+            name = _name_of(values, FAIRNESS_ID)
+            if not has_key:  # else the name would take one of the places that there are for tenants
+                context.tenant, context.tenant_weight = self._tenant(name)
         context.hints = GatewayHints(
             self._priority(values[OBJECTIVE]) if OBJECTIVE in values else None,
             _target(values, TTFT_TARGET),
