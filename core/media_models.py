@@ -10,6 +10,25 @@ from .metrics import Reading
 from .model import MemoryNeed, ReservedMemory
 from .request_context import RequestContext
 
+SEEING_FAMILIES = frozenset(
+    {
+        "gemma3",
+        "gemma4",
+        "idefics3",
+        "internvl",
+        "llava",
+        "llava_next",
+        "mistral3",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "smolvlm",
+    }
+)
+"""The `model_type` of checkpoints whose images are served: towers and language parts read it."""
+
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an operator says of the media of one model's requests."""

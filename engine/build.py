@@ -15,8 +15,8 @@ from ..processes.host import torch_has_cuda, usable_cores
 from ..telemetry.host_metrics import Gpus
 from ..tokenization.checkpoint_files import locate_checkpoint
 from .checkpoint.adapter_files import read_adapter
-from .checkpoint.eyes import has_eyes, sees_both_ways
 from .checkpoint.hf_checkpoint import open_checkpoint
+from .checkpoint.vision_support import sees_both_ways, takes_images
 from .checkpoint.weight_memory import WeightUse, count_weight_bytes
 from .client.client import own_engine_spec
 from .client.llm import LlmModel
@@ -101,7 +101,7 @@ def media_part(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) ->
         return None
     media = engine_config(checkpoint, options, lora_modules).media
     try:
-        if not media.per_prompt.get("image") or not has_eyes(locate_checkpoint(checkpoint)):
+        if not media.per_prompt.get("image") or not takes_images(locate_checkpoint(checkpoint)):
             return None
         directory = open_checkpoint(checkpoint).directory  # the tower's weights of one of the hub are there then, too
     except NotFound:  # which its load tells

@@ -108,7 +108,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_010,
+    "core": 2_030,
     "processes": 1_130,
     "telemetry": 2_765,
     "kvcache": 675,

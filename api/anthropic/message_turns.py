@@ -295,7 +295,7 @@ class ChatTurns:
         return self._shown_text(block, place)
 
     def _shown_text(self, block: _ContentBlock, place: str) -> str:
-        """The text of a block or, where there is none in it, one that says what a model without eyes misses."""
+        """The text of a block or, where there is none in it, one that says what a reader of text alone misses."""
         match block:
             case TextBlock():
                 return block.text

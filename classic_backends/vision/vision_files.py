@@ -10,28 +10,10 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...core.errors import InvalidArgument, Unsupported
+from ...core.media_models import SEEING_FAMILIES
 from ...core.native_calls import NativeCall
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.weight_files import read_weight_index, refuse_long_header
-
-FAMILIES = frozenset(
-    {
-        "gemma3",
-        "gemma4",
-        "idefics3",
-        "internvl",
-        "llava",
-        "llava_next",
-        "mistral3",
-        "qwen2_5_vl",
-        "qwen2_vl",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_vl",
-        "smolvlm",
-    }
-)
-"""The `model_type` of checkpoints whose towers are served."""
 
 INPUTS = {
     "pixel_values": "FP32",
@@ -85,8 +67,8 @@ def read_vision_files(directory: Path, dtype: str) -> VisionFiles:
     """
     config = read_json(directory / "config.json")
     family = str(config.get("model_type", ""))
-    if family not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+    if family not in SEEING_FAMILIES:
+        known = ", ".join(sorted(SEEING_FAMILIES))
         raise Unsupported(f"{directory}: images of the family '{family}' are not served; those of {known} are")
     stored = str(_stored_dtype(config)) if dtype == "auto" else dtype
     weights = tuple(_tower_weights(directory))

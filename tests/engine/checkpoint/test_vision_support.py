@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.engine.checkpoint.eyes import has_eyes, sees_both_ways
+from charonia.engine.checkpoint.vision_support import sees_both_ways, takes_images
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ def test_a_tower_and_a_processor_make_a_model_see(
     (tmp_path / "config.json").write_text(json.dumps(config))
     if processor:
         (tmp_path / "preprocessor_config.json").write_text("{}")
-    assert has_eyes(tmp_path) == sees
-    assert not has_eyes(tmp_path / "config.json")
+    assert takes_images(tmp_path) == sees
+    assert not takes_images(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
