@@ -11,8 +11,8 @@ MAX_LOGPROBS = 20
 
 
 class Logprobs(NamedTuple):
-    """Logprobs of one generated token and of the likeliest tokens `ids`, in descending order. `rank` is as in
-    `RankedLogprobs`; 0 if unknown."""
+    """Logprobs of one generated token and of the likeliest tokens `ids`, in descending order; behind them of those that
+    were asked for by id. `rank` is as in `RankedLogprobs`; 0 if unknown."""
 
     chosen: float
     ids: list[int]

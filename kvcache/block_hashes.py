@@ -11,7 +11,8 @@ HASH_BYTES = 32
 """The size of a hash, a SHA-256."""
 
 HashExtras = tuple[str, ...]
-"""Adapter, tenant and salt, which set equal tokens apart: they enter at the root and so mark the whole chain."""
+"""Adapter, tenant, salt, and the digest of what a decoder attends to beside its tokens, which set equal tokens apart:
+they enter at the root and so mark the whole chain."""
 
 
 def chain_hashes(

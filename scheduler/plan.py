@@ -16,6 +16,21 @@ LongArray = NDArray[np.int64]
 """The type of numpy's indices, and of torch's."""
 
 
+class TimestampRules(NamedTuple):
+    """When a transcript's next token must be a time, must not be one, and which times it may be: those of arXiv
+    2212.04356, as transformers' `WhisperTimeStampLogitsProcessor` has them. The times are the vocabulary's last tokens,
+    ascending."""
+
+    begin: int
+    """The first token that is a time."""
+    end: int
+    """The token that ends the text."""
+    no_timestamps: int
+    """The token that says in a prompt that no times are wanted: never chosen."""
+    most_initial: int | None = None
+    """The first time is no later than so many tokens behind `begin`; None: any."""
+
+
 class LogitsParams(NamedTuple):
     """How a row's logits are changed before a token is chosen; the defaults change nothing. Few rows have any."""
 
@@ -34,6 +49,11 @@ class LogitsParams(NamedTuple):
     allowed_token_ids: tuple[int, ...] = ()
     """No other token can be chosen, unless it is empty. Where the other parameters leave none of them, one is chosen
     all the same."""
+    suppressed: tuple[int, ...] = ()
+    """Never chosen."""
+    suppressed_first: tuple[int, ...] = ()
+    """Not chosen as the first new token."""
+    timestamps: TimestampRules | None = None
 
 
 class ResolvedSampling(NamedTuple):
@@ -58,6 +78,8 @@ class ResolvedSampling(NamedTuple):
     """How many of the likeliest tokens to report beside each chosen one; None reports nothing."""
     prompt_logprobs: int | None = None
     """In the same way, beside each token of the prompt but the first."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens that are reported behind the likeliest ones, however likely they are; with `logprobs` alone."""
 
 
 MaskArray: TypeAlias = NDArray[np.int32]
@@ -115,6 +137,20 @@ class EmbeddedSpan(msgspec.Struct, array_like=True, frozen=True):
         return negative
 
 
+class EncoderRows(msgspec.Struct, array_like=True, frozen=True):
+    """What an encoder made of the sound or the text that a decoder says something of: each of its layers attends to
+    all of it, beside its own tokens."""
+
+    length: int
+    """How many rows there are."""
+    digest: bytes
+    """What the rows depend on, hashed: equal digests have equal rows."""
+    rows: bytes
+    """[length, width] in `dtype`, one row after the other."""
+    dtype: str
+    """torch's name of it."""
+
+
 class NewSequence(NamedTuple):
     """A sequence that enters a row: all tokens known so far, of which the first `computed` are in its blocks and the
     first `prompt` are its prompt. `adapter`: the digest of the one that computes it; "" is the model itself."""
@@ -132,6 +168,8 @@ class NewSequence(NamedTuple):
     """Those of its prompt, ascending, of which some place is yet to be computed."""
     shift: int = 0
     """The sum of `EmbeddedSpan.shift` of those before them."""
+    encoded: EncoderRows | None = None
+    """What its layers attend to beside its tokens, if the model has an encoder."""
 
 
 class StepPlan(NamedTuple):

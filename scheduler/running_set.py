@@ -228,8 +228,8 @@ class RunningSet:
             sampling = sampling._replace(prompt_logprobs=None)
         known = np.concatenate([spec.prompt, np.array(sequence.outputs, np.int32)])
         computed, snapshot = int(self.scheduled[row]), self.tables[row].snapshot
-        spans = spec.spans_from(computed)
-        return NewSequence(row, known, computed, sampling, len(spec.prompt), spec.adapter, snapshot, *spans)
+        parts = *spec.spans_from(computed), spec.encoded
+        return NewSequence(row, known, computed, sampling, len(spec.prompt), spec.adapter, snapshot, *parts)
 
     def extend(self, row: int, end: int) -> list[int] | None:
         """Let the row's table hold `end` tokens; the blocks that are new, or None where too few are free."""

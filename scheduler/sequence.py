@@ -13,7 +13,7 @@ from ..core.token_limit import TokenLimit
 from ..kvcache.block_hashes import HashExtras
 from ..kvcache.cache_events import BlockContent, ExtraKey
 from ..kvcache.manager import KVCacheManager
-from .plan import EmbeddedSpan, IntArray, ResolvedSampling
+from .plan import EmbeddedSpan, EncoderRows, IntArray, ResolvedSampling
 
 GREEDY = ResolvedSampling()
 
@@ -52,6 +52,8 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     """What the new tokens will likely be: where it is right, they come faster."""
     embedded: tuple[EmbeddedSpan, ...] = ()
     """Parts of the prompt that are no tokens, ascending."""
+    encoded: EncoderRows | None = None
+    """What a decoder of a model with an encoder attends to beside its tokens; of other models None."""
     hashes: Collection[bytes] = ()
     """What `KVCacheManager.digest` makes of the prompt's `identities` and `extras`."""
     constrained: bool = False
@@ -76,7 +78,8 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     @property
     def extras(self) -> HashExtras:
         """What sets its blocks apart from those of others with the same tokens."""
-        return self.adapter, self.tenant, self.salt
+        of_request = self.adapter, self.tenant, self.salt
+        return of_request if self.encoded is None else (*of_request, self.encoded.digest.hex())
 
     def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
         """What the hash of the block of these positions depends on beside its tokens and the blocks before it, in
@@ -85,6 +88,8 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
         keys: list[ExtraKey] = [adapter] if adapter else []
         spans = (span for span in self.embedded if span.start < end and start < span.end)
         keys += ((span.digest.hex(), span.start - start) for span in spans)
+        if start == 0 and self.encoded is not None:
+            keys.append(self.encoded.digest.hex())
         if start == 0 and (self.salt or self.tenant):
             keys.append(f"{len(self.tenant)}:{self.tenant}{self.salt}" if self.tenant else self.salt)
         return tuple(keys)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import LogitsParams, LongArray
+from ...scheduler.plan import LogitsParams, LongArray, TimestampRules
 from ..step_batch import to_device
 
 _ANY = -1
@@ -32,8 +32,10 @@ class PreparedLogitsParams(NamedTuple):
     params: LogitsParams
     prompt: int
     """The length of the row's prompt."""
+    first_biases: TokenBiases
+    """Biases and bans of one token, added to the logits of the first new token."""
     early_biases: TokenBiases
-    """Biases and bad words of one token, added while new tokens are fewer than the minimum."""
+    """The same, added while new tokens are fewer than the minimum."""
     later_biases: TokenBiases
     """The same, added from then on."""
     bad_word_heads: LongArray
@@ -62,6 +64,14 @@ class _TokenHistory:
         rows = self.to(self._rows[places]).unsqueeze(-1)
         return self._tokens[rows, torch.where(there, at, first)].long(), there
 
+    def lists(self, places: LongArray, begins: LongArray) -> list[list[int]]:
+        """The ids from position `begins` on, on the host."""
+        if not (self.positions[places] > begins).any():
+            return [[] for _ in begins]
+        ids, there = self.since(places, begins)
+        counts = there.sum(-1).tolist()
+        return [row[:count] for row, count in zip(ids.tolist(), counts, strict=True)]
+
     def end_with(self, places: LongArray, heads: LongArray) -> Tensor:
         """bool [W]: whether row `places[i]` ends with `heads[i]`; heads is [W, H]."""
         at = self.positions[places][:, None] + np.arange(-heads.shape[1], 0)
@@ -78,16 +88,19 @@ LogitsProcessor: TypeAlias = Callable[[Tensor, Sequence[PreparedLogitsParams], _
 
 
 def _add_biases(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
-    """Biases, bad words of one token, and stops that would come too early, all as numbers to add."""
-    biases = [
-        row.early_biases if position - row.prompt < row.params.min_tokens else row.later_biases
-        for row, position in zip(rows, history.positions.tolist(), strict=True)
-    ]
+    """Biases, bad words of one token, and tokens that are banned here, all as numbers to add."""
+    biases = [_biases_at(position, row) for row, position in zip(rows, history.positions.tolist(), strict=True)]
     owners = np.repeat(np.arange(len(biases)), [len(bias.ids) for bias in biases])
     if len(owners):
         values = history.to(np.concatenate([bias.values for bias in biases]))
         ids = history.to(np.concatenate([bias.ids for bias in biases]))
         logits.index_put_((history.to(owners), ids), values, accumulate=True)
+
+
+def _biases_at(position: int, row: PreparedLogitsParams) -> TokenBiases:
+    if position == row.prompt:
+        return row.first_biases
+    return row.early_biases if position - row.prompt < row.params.min_tokens else row.later_biases
 
 
 def _ban_words(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
@@ -128,6 +141,41 @@ def _penalise_output(logits: Tensor, rows: Sequence[PreparedLogitsParams], histo
     logits[at, ids] = logits[at, ids] - presence * there.any(-1, keepdim=True)
 
 
+def _keep_time(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
+    """The rules of times in transcripts."""
+    timed = [place for place, row in enumerate(rows) if row.params.timestamps is not None]
+    if not timed:
+        return
+    prompts = np.array([rows[place].prompt for place in timed])
+    for place, tokens in zip(timed, history.lists(np.array(timed), prompts), strict=True):
+        rules = rows[place].params.timestamps
+        assert rules is not None
+        _keep_time_of(logits[place], tokens, rules)
+
+
+def _keep_time_of(logits: Tensor, tokens: list[int], rules: TimestampRules) -> None:
+    """Forbid in `logits` [vocabulary] what may not follow the new `tokens`: times come in pairs, but for the first and
+    the last, and never go back; and where they are together likelier than any other token, there is one."""
+    begin = rules.begin
+    logits[rules.no_timestamps] = -torch.inf
+    last_timed = bool(tokens) and tokens[-1] >= begin
+    both_timed = last_timed and (len(tokens) < 2 or tokens[-2] >= begin)
+    if both_timed:
+        logits[begin:] = -torch.inf
+    elif last_timed:
+        logits[: rules.end] = -torch.inf
+    times = [token for token in tokens if token >= begin]
+    if times:  # a pair may begin with the time that the one before ended with
+        logits[begin : times[-1] + (not last_timed or both_timed)] = -torch.inf
+    if not tokens:
+        logits[:begin] = -torch.inf
+        if rules.most_initial is not None:
+            logits[begin + rules.most_initial + 1 :] = -torch.inf
+    log_probabilities = logits.log_softmax(-1)
+    if log_probabilities[begin:].logsumexp(-1) > log_probabilities[:begin].max():
+        logits[:begin] = -torch.inf
+
+
 def _allow_only(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
     """Forbid all but the allowed tokens; where something else forbids all of these, they become equal."""
     for place, row in enumerate(rows):
@@ -138,20 +186,29 @@ def _allow_only(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _
             logits[place, ids] = torch.where((kept == -torch.inf).all(), 0.0, kept)
 
 
-PROCESSORS: tuple[LogitsProcessor, ...] = (_add_biases, _ban_words, _penalise_repetition, _penalise_output, _allow_only)
+PROCESSORS: tuple[LogitsProcessor, ...] = (
+    _add_biases,
+    _ban_words,
+    _penalise_repetition,
+    _penalise_output,
+    _keep_time,
+    _allow_only,
+)
 """In the order in which they run, which is that of transformers and vLLM; temperature, top-k, top-p and min-p follow in
 `sampler.py`. A new parameter of `LogitsParams` is a function in this list."""
 
 
 def prepare_logits_params(prompt: int, params: LogitsParams) -> PreparedLogitsParams:
     """The `params` of a row whose sequence has that many prompt tokens."""
-    single = [word[0] for word in params.bad_words if len(word) == 1]
+    banned = [*(word[0] for word in params.bad_words if len(word) == 1), *params.suppressed]
+    early = [*banned, *params.stop_token_ids]
     longer = [word for word in params.bad_words if len(word) > 1]
     return PreparedLogitsParams(
         params,
         prompt,
-        early_biases=_biases(params.logit_bias, [*single, *params.stop_token_ids]),
-        later_biases=_biases(params.logit_bias, single),
+        first_biases=_biases(params.logit_bias, [*(early if params.min_tokens else banned), *params.suppressed_first]),
+        early_biases=_biases(params.logit_bias, early),
+        later_biases=_biases(params.logit_bias, banned),
         bad_word_heads=_stack([np.array([word[:-1]], np.int64) for word in longer]),
         bad_word_lasts=np.array([word[-1] for word in longer], np.int64),
         allowed=np.array(params.allowed_token_ids, np.int64),

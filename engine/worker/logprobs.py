@@ -17,6 +17,13 @@ from ...scheduler.plan import LongArray
 from ..config import LOGITS_PIECE
 
 
+class WantedLogprobs(NamedTuple):
+    """What is reported beside a sample: its `top` likeliest tokens, and behind them those called `ids`."""
+
+    top: int
+    ids: tuple[int, ...] = ()
+
+
 def measure_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities [S] of int64 `tokens` [S] by float32 `logits` [S, vocabulary]; ids and log-probabilities of the
     likeliest tokens at their places, both [S, top_n], or as many as there are tokens."""
@@ -28,16 +35,23 @@ def measure_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor
     return chosen.squeeze(-1), ids, values - total
 
 
-def sampled_logprobs(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int], size: int) -> list[Logprobs | None]:
-    """The log-probabilities of a step's `size` samples, None for a sample that is not in `wanted`: sample -> number of
-    likeliest tokens to name. `logits` [W, vocabulary] and `tokens` int64 [W] are those of the wanted samples."""
+def sampled_logprobs(
+    logits: Tensor, tokens: Tensor, wanted: Mapping[int, WantedLogprobs], size: int
+) -> list[Logprobs | None]:
+    """The log-probabilities of a step's `size` samples, None for a sample that is not in `wanted`. `logits`
+    [W, vocabulary] and `tokens` int64 [W] are those of the wanted samples."""
     logits = logits.float()
-    measured = *measure_logprobs(logits, tokens, max(wanted.values())), measure_ranks(logits, tokens)
+    most = max(report.top for report in wanted.values())
+    measured = *measure_logprobs(logits, tokens, most), measure_ranks(logits, tokens)
     logprobs: list[Logprobs | None] = [None] * size
-    for (place, top_n), own, ids, values, rank in zip(
-        wanted.items(), *(column.tolist() for column in measured), strict=True
+    for line, ((place, report), own, ids, values, rank) in enumerate(
+        zip(wanted.items(), *(column.tolist() for column in measured), strict=True)
     ):
-        logprobs[place] = Logprobs(own, ids[:top_n], values[:top_n], rank)
+        named: list[float] = []
+        if report.ids:
+            total = float(logits[line, tokens[line]]) - own
+            named = [float(logits[line, token]) - total for token in report.ids]
+        logprobs[place] = Logprobs(own, [*ids[: report.top], *report.ids], [*values[: report.top], *named], rank)
     return logprobs
 
 

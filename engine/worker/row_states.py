@@ -31,7 +31,7 @@ from ..step_batch import (
 )
 from .embedded_rows import PLAIN_PLACES, EmbeddedRows, ImagePlaces
 from .logits_processors import PreparedLogitsParams, prepare_logits_params, process_logits
-from .logprobs import PromptSpan, ScoredTokens
+from .logprobs import PromptSpan, ScoredTokens, WantedLogprobs
 from .sampler import GREEDY_BELOW
 
 
@@ -51,8 +51,8 @@ class StepInputs(NamedTuple):
     """[S]; None: all are greedy."""
     processed: LongArray
     """Which of the S have their logits changed on the host."""
-    logprobs: Mapping[int, int]
-    """Which of the S want how many likeliest tokens reported."""
+    logprobs: Mapping[int, WantedLogprobs]
+    """Which of the S want which tokens reported."""
     masked: LongArray | None
     """[S] which of the step's masks each has, -1 for none; None: none has one."""
     scored: ScoredTokens | None
@@ -128,7 +128,7 @@ class RowStates:
         self._processed: dict[int, PreparedLogitsParams] = {}
         # The rows that ask for more than the likeliest token: a step without such rows looks for none.
         self._drawing: set[int] = set()
-        self._logprobs: dict[int, int] = {}
+        self._logprobs: dict[int, WantedLogprobs] = {}
         self._adapters: dict[int, RankAdapter] = {}
         self._embedded = EmbeddedRows(self.device, self._images.token)
         self._scoring: dict[int, tuple[int, int]] = {}  # tokens of the prompt, likeliest tokens to name at each
@@ -364,7 +364,7 @@ class RowStates:
         if sampling.logits is not None:
             self._processed[row] = prepare_logits_params(sequence.prompt, sampling.logits)
         if sampling.logprobs is not None:
-            self._logprobs[row] = sampling.logprobs
+            self._logprobs[row] = WantedLogprobs(sampling.logprobs, sampling.logprob_token_ids)
         if sampling.prompt_logprobs is not None:
             self._scoring[row] = sequence.prompt, sampling.prompt_logprobs
 

@@ -24,7 +24,7 @@ from charonia.engine.core.event_publisher import EventPublisher
 from charonia.kvcache.cache_events import BlockContent
 from charonia.kvcache.layer_groups import LayerGroups
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.plan import EmbeddedSpan
+from charonia.scheduler.plan import EmbeddedSpan, EncoderRows
 from charonia.scheduler.sequence import Sequence, SequenceSpec
 
 from ...fuzz.cache_reader import short_hash
@@ -193,6 +193,20 @@ def test_an_adapter_without_a_name_has_its_digest_and_a_tenant_is_part_of_the_sa
     spec = prompt(0, 8, adapter="0123", tenant="acme", salt="x")
     assert spec.extra_keys(0, SIZE) == ("0123", "4:acmex")
     assert spec.extra_keys(SIZE, 2 * SIZE) == ("0123",)
+
+
+def test_a_decoder_of_an_encoders_output_shares_blocks_with_nobody_who_has_another() -> None:
+    prompt = np.arange(2 * SIZE, dtype=np.int32)
+    specs = [
+        SequenceSpec(key=0, prompt=prompt, max_tokens=1, encoded=EncoderRows(1, digest, b"", "float32"))
+        for digest in (b"\x01", b"\x02")
+    ]
+    assert specs[0].extra_keys(0, SIZE) == ("01",)
+    assert specs[0].extra_keys(SIZE, 2 * SIZE) == ()
+    cache = KVCacheManager(8, SIZE)
+    one, other = (cache.digest(spec.identities, spec.extras) for spec in specs)
+    assert not {*one} & {*other}
+    assert one == cache.digest(specs[0].identities, specs[0].extras)
 
 
 def test_groups_of_layers_have_events_of_their_own() -> None:

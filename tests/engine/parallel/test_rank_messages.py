@@ -23,7 +23,15 @@ from charonia.engine.parallel.rank_messages import (
     decode_report,
     encode_message,
 )
-from charonia.scheduler.plan import EmbeddedSpan, LogitsParams, NewSequence, ResolvedSampling, StepPlan, StepResult
+from charonia.scheduler.plan import (
+    EmbeddedSpan,
+    EncoderRows,
+    LogitsParams,
+    NewSequence,
+    ResolvedSampling,
+    StepPlan,
+    StepResult,
+)
 
 
 def ints(*values: int) -> NDArray[np.int32]:
@@ -55,6 +63,7 @@ SPANS = (
     EmbeddedSpan(3, 2, b"one", bytes(range(16)), "float32", (1, 1, 2), True),
     EmbeddedSpan(9, 1, b"other", b"\0\xff", "bfloat16", deepstack=b"\1\2\3\4"),
 )
+ENCODED = None, EncoderRows(2, b"sound", bytes(range(16)), "bfloat16")
 
 
 @given(st.integers(0, 2**32))
@@ -68,7 +77,9 @@ def test_plans_survive(seed: int) -> None:
     def new_sequence() -> NewSequence:
         tokens = column(random.randint(1, 40))
         numbers = random.randrange(700), tokens, random.randrange(40), random.choice(SAMPLINGS), 7
-        return NewSequence(*numbers, embedded=SPANS[: random.randrange(3)], shift=-random.randrange(9))
+        return NewSequence(
+            *numbers, embedded=SPANS[: random.randrange(3)], shift=-random.randrange(9), encoded=random.choice(ENCODED)
+        )
 
     size = random.randint(0, 30)
     rows, starts, counts, samples, logits = (column(size) for _ in range(5))

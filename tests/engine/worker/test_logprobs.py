@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from charonia.engine.worker.logprobs import measure_logprobs, sampled_logprobs
+from charonia.engine.worker.logprobs import WantedLogprobs, measure_logprobs, sampled_logprobs
 
 VOCAB = 151_936
 """So long that torch shares a sum among its threads."""
@@ -32,8 +32,12 @@ def test_a_row_that_is_alone_is_measured_as_in_company() -> None:
 
 def test_a_sampled_token_has_its_rank_whatever_is_named_beside_it() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [1.0, 1.0, 0.0, 5.0]])
-    first, none, second = sampled_logprobs(logits, torch.tensor([2, 3]), {0: 1, 2: 2}, 3)
+    first, none, second = sampled_logprobs(
+        logits, torch.tensor([2, 3]), {0: WantedLogprobs(1), 2: WantedLogprobs(2, (2, 3))}, 3
+    )
     assert none is None
     assert first is not None
     assert second is not None
     assert (first.ids, first.rank, second.ids[0], second.rank) == ([1], 3, 3, 1)
+    assert second.ids[2:] == [2, 3]
+    assert second.values == pytest.approx(logits[1].log_softmax(-1)[second.ids].tolist())
