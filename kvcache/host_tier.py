@@ -16,7 +16,18 @@ class TierCopy(NamedTuple):
 
     place: int
     slot: int
+    """Below 0, and only with `back`: that of a landed image, see `landed_slot`."""
     back: bool
+
+
+def landed_slot(number: int) -> int:
+    """The slot that stands for the landed image of this number; what it has comes back once, and is gone then."""
+    return -1 - number
+
+
+def landed_number(slot: int) -> int:
+    """The number of the landed image that a slot below 0 stands for."""
+    return -1 - slot
 
 
 class HostTier:

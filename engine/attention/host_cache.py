@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...kvcache.host_tier import landed_number
 from ...scheduler.plan import IntArray
+from .place_images import PlaceImages
 
 PIECE_BYTES = 1 << 30
 """The most host memory that is pinned at a time, a power of two."""
@@ -37,7 +39,7 @@ class _HostTensor:
 
 class HostCache:
     """`slots` of host memory for places of `device_tensors`, which all have the same ones by their first index: blocks,
-    or snapshots."""
+    or snapshots. What comes from elsewhere comes as one of the `images`."""
 
     def __init__(self, device_tensors: Sequence[Tensor], slots: int) -> None:
         self._device_tensors = device_tensors
@@ -45,10 +47,14 @@ class HostCache:
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._host_tensors = [_HostTensor(slots, tensor, on_gpu) for tensor in device_tensors]
+        self.images = PlaceImages(device_tensors)
 
     def make_copies(self, copies: IntArray) -> None:
         """Make the `copies` [V, 3] of a plan, behind what is queued on the device, or, on a CPU, at once."""
         for place, slot, back in copies.tolist():
+            if slot < 0:
+                self.images.restore(landed_number(slot), place)
+                continue
             for device_tensor, host_tensor in zip(self._device_tensors, self._host_tensors, strict=True):
                 if back:
                     self._bring_back(host_tensor[slot], device_tensor[place])

@@ -51,8 +51,9 @@ class ModelRunner:
         self.draft = draft
         self._rows = rows
         self._steps: deque[_RunnerStep] = deque()
-        self._host_blocks: HostCache | None = None
-        self._host_states: HostCache | None = None
+        self.host_blocks: HostCache | None = None
+        """What makes room, and comes as images; None where there are no blocks, or `host_states`, no states."""
+        self.host_states: HostCache | None = None
 
     def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
         """Make a cache of `blocks` blocks and `snapshots` of states, with `host_blocks` and `host_snapshots` in the
@@ -66,9 +67,9 @@ class ModelRunner:
         if self.draft is not None:
             self.draft.forget(blocks)
         views = [view for attention in self.attentions for view in attention.device_blocks]
-        self._host_blocks = HostCache(views, host_blocks) if host_blocks and views else None
+        self.host_blocks = HostCache(views, host_blocks) if views else None
         snapshot_views = [] if self.computer.states is None else self.computer.states.snapshots
-        self._host_states = HostCache(snapshot_views, host_snapshots) if host_snapshots and snapshot_views else None
+        self.host_states = HostCache(snapshot_views, host_snapshots) if snapshots and snapshot_views else None
 
     def free_cache(self) -> None:
         """Give back what blocks, and states of rows and snapshots, take; no step may follow before `allocate`."""
@@ -171,10 +172,10 @@ class ModelRunner:
             if not self.computer.follows_unread(step.plan):
                 return False
             before.begun.make_masks()  # to begin a step may mean to wait for the one before
-        if self._host_blocks is not None:
-            self._host_blocks.make_copies(step.plan.block_copies)
-        if self._host_states is not None:
-            self._host_states.make_copies(step.plan.state_copies)
+        if self.host_blocks is not None:
+            self.host_blocks.make_copies(step.plan.block_copies)
+        if self.host_states is not None:
+            self.host_states.make_copies(step.plan.state_copies)
         states = None
         if (store := self.computer.states) is not None:
             plan = step.plan

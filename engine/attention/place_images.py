@@ -1,0 +1,99 @@
+"""Images: the bytes that a rank has in one place of its cache, a block or the snapshot of a state, over all its layers,
+with codes and scales, as it gives them to a file or to a peer, and takes them back.
+
+An image means something to ranks of equal model, layout and share alone: who moves it compares these. What has come is
+landed, under a number, until a plan copies it to a place: see `TierCopy`. Knows no files and no sockets.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..step_batch import HostCopy
+
+_ALIGNED = 16
+"""Each tensor's part of an image begins at a multiple of so many bytes."""
+
+
+class _Part(NamedTuple):
+    """A tensor's part of an image."""
+
+    start: int
+    bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, image: Tensor) -> Tensor:
+        return image[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
+
+
+class PlaceImages:
+    """The images of places of `device_tensors`, which all have the same ones by their first index. `take` and `restore`
+    are for the thread that computes, all else for any."""
+
+    def __init__(self, device_tensors: Sequence[Tensor]) -> None:
+        self._device_tensors = device_tensors
+        self._device = device_tensors[0].device
+        on_gpu = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._parts: list[_Part] = []
+        self.bytes = 0
+        """The size of every image."""
+        for tensor in device_tensors:
+            shape = tuple(tensor.shape[1:])
+            size = math.prod(shape) * tensor.dtype.itemsize
+            self._parts.append(_Part(self.bytes, size, tensor.dtype, shape))
+            self.bytes += -(-size // _ALIGNED) * _ALIGNED
+        self._landed: dict[int, Tensor] = {}
+
+    @property
+    def layout(self) -> str:
+        """What the bytes of an image are, in order: equal layouts can be told by it from others."""
+        return " ".join(f"{part.dtype}{list(part.shape)}" for part in self._parts).replace("torch.", "")
+
+    def take(self, place: int) -> HostCopy:
+        """The image of a place, uint8 [bytes], as it is behind all steps that have begun; later ones may overwrite it
+        at once. Any thread may read it."""
+        image = torch.zeros(self.bytes, dtype=torch.uint8, device=self._device)
+        for part, tensor in zip(self._parts, self._device_tensors, strict=True):
+            part.of(image).copy_(tensor[place])
+        if self._stream is None:
+            return HostCopy(image)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            on_host = HostCopy(image)
+        image.record_stream(self._stream)
+        return on_host
+
+    def make(self) -> Tensor:
+        """Host memory for an image that is to land, uint8 [bytes]."""
+        return torch.empty(self.bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def land(self, number: int, image: Tensor) -> None:
+        """Keep an image that `make` made, and that has been filled, until a plan restores it or it is dropped."""
+        self._landed[number] = image
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forget landed images that no plan is going to restore; those that never came are no error."""
+        for number in numbers:
+            self._landed.pop(number, None)
+
+    @property
+    def landed(self) -> int:
+        """Images that have landed and are still kept."""
+        return len(self._landed)
+
+    def restore(self, number: int, place: int) -> None:
+        """Copy a landed image to a place, behind what is queued on the device, and forget it."""
+        image = self._landed.pop(number)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            with torch.cuda.stream(self._stream):
+                image = image.to(self._device, non_blocking=True)
+            current.wait_stream(self._stream)
+            image.record_stream(current)
+        for part, tensor in zip(self._parts, self._device_tensors, strict=True):
+            tensor[place].copy_(part.of(image))
