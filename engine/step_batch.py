@@ -313,3 +313,9 @@ class HostCopy:
         if self._done is not None:
             self._done.synchronize()
         return self._host.numpy()
+
+
+def end_ranges(lasts: LongArray | IntArray, lengths: LongArray | IntArray) -> LongArray:
+    """The numbers up to and with each of `lasts`, `lengths` of them, one range after the other."""
+    ranges: LongArray = np.repeat(lasts + 1 - np.cumsum(lengths), lengths) + np.arange(int(lengths.sum()))
+    return ranges

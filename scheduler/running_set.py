@@ -1,6 +1,5 @@
 """The sequences that hold a row, as arrays indexed by row, and the steps in flight. Keeps counters; decides nothing."""
 
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
@@ -16,7 +15,7 @@ from .config import SnapshotRule
 from .plan import IntArray, LongArray, NewSequence
 from .prefill_budget import StepWork
 from .sequence import Sequence
-from .state_saves import StateSave, StateSaves
+from .state_saves import StateSave, StateSaves, forks_of
 from .waiting_queue import WaitingQueue
 
 BoolArray = NDArray[np.bool_]
@@ -167,7 +166,8 @@ class RunningSet:
         self.reserved_tokens[row] = reserved_tokens
         self._note_slid(row)
         if self.saves is not None:
-            self.saves.enter(row, table, sequence.known, self._forks_of_waiting(sequence), spec.snapshot_at)
+            forks = forks_of(sequence, self.waiting.first(_FORKS_LOOKED_AT), self.cache.block_size)
+            self.saves.enter(row, table, sequence.known, forks, spec.snapshot_at)
         self.max_in_flight[row] = min(spec.max_in_flight or self._most_in_flight, self._most_in_flight)
         self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)
@@ -196,17 +196,6 @@ class RunningSet:
         else:
             self.totals.recomputed_tokens += max(sequence.preempted_at - cached, 0)
         return row
-
-    def _forks_of_waiting(self, sequence: Sequence) -> list[int]:
-        """The counts of tokens at which the next sequences in the queue part from this one."""
-        forks: list[int] = []
-        for other in self.waiting.first(_FORKS_LOOKED_AT):
-            shareable = (other.shareable_tokens - 1) // self.cache.block_size
-            shared = min(len(sequence.hashes), len(other.hashes), shareable)
-            # A hash stands for all tokens before it.
-            differs = bisect_left(range(shared), True, key=lambda block: sequence.hashes[block] != other.hashes[block])
-            forks.append(differs * self.cache.block_size)
-        return forks
 
     def ask_for_fork(self, sequence: Sequence) -> None:
         """Let a row keep the state at the end of what a waiting sequence shares with it, if sequences have states, the

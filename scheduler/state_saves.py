@@ -4,6 +4,7 @@ A snapshot may take as much memory as the blocks of thousands of tokens, so few 
 goes on. Knows no tensors and no queue; `StatePool` knows which snapshot makes room.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -183,3 +184,15 @@ class StateSaves:
             assert positions == sorted(set(positions), reverse=True)
             assert not positions or self.next_at[row] == positions[-1]
         assert np.flatnonzero(self.next_at < _NEVER).tolist() == sorted(self._of_prompt)
+
+
+def forks_of(sequence: Sequence, others: Iterable[Sequence], block_size: int) -> list[int]:
+    """The counts of tokens, in whole blocks, at which each of the others parts from the sequence."""
+    forks: list[int] = []
+    for other in others:
+        shareable = (other.shareable_tokens - 1) // block_size
+        shared = min(len(sequence.hashes), len(other.hashes), shareable)
+        # A hash stands for all tokens before it.
+        differs = bisect_left(range(shared), True, key=lambda block: sequence.hashes[block] != other.hashes[block])
+        forks.append(differs * block_size)
+    return forks

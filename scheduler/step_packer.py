@@ -4,7 +4,6 @@ Half-computed and waiting prompts are treated alike. Short ones go first, and lo
 own: neither is stuck behind the other. Knows no results, and no time but `PrefillBudget`'s.
 """
 
-from itertools import chain, compress
 from math import inf
 from operator import mul
 
@@ -13,18 +12,10 @@ import numpy as np
 from ..core.metrics import SequenceState
 from .config import SchedulerConfig
 from .half_computed import PendingPrefill, half_computed, waiting_line
-from .plan import (
-    NO_HOST_COPIES,
-    NO_ROWS,
-    NO_STATE_RESTORES,
-    NO_STATE_SAVES,
-    NO_TOKENS,
-    IntArray,
-    LongArray,
-    StepPlan,
-)
+from .packed_step import PackedStep
+from .plan import NO_ROWS, IntArray, LongArray, StepPlan
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork
-from .running_set import BoolArray, InFlightStep, RunningSet
+from .running_set import InFlightStep, RunningSet
 from .sequence import Sequence, most_uncut
 from .speculation import Speculation
 from .waiting_queue import Fairness, queue_order
@@ -34,8 +25,6 @@ MIN_PIPELINE_GROUP = 8
 
 ROWS_PER_FORCED_TOKEN = 16
 """One of so many decoding rows may compute a token that no step had to sample: the step of all takes longer by it."""
-
-_NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
 
 
 class StepPacker:
@@ -77,8 +66,13 @@ class StepPacker:
         waits = self._rows.prefilling or self._waiting.has_runnable
         if waits and not self._prefill.is_decode_probe(self._work):
             self._add_prompts()
-        chosen = self._counts.nonzero()[0]
-        return self._finish_plan(chosen) if len(chosen) else None
+        packed = PackedStep(self._rows, self._step, self._work, self._counts, self._drafts)
+        if not len(packed.rows):
+            return None
+        proposals = NO_ROWS
+        if self._speculation is not None and self._speculation.asks_draft_model:
+            proposals = self._plan_proposals(self._speculation, packed)
+        return packed.write(self._admitted_rows, self._appended, proposals)
 
     def wait_reason(self) -> SequenceState:
         """What a sequence that is still in line after `pack` waits for."""
@@ -87,68 +81,6 @@ class StepPacker:
         if self._short_of_blocks or (self._rows.num_free and blocked is not None and blocked in heads):
             return SequenceState.NO_BLOCKS
         return SequenceState.NO_TOKENS if self._rows.num_free else SequenceState.NO_ROW
-
-    def _finish_plan(self, chosen: LongArray) -> tuple[StepPlan, InFlightStep]:
-        """Write the step into the rows' counters."""
-        rows, counts = self._rows, self._counts[chosen]
-        starts, expected = rows.scheduled[chosen], rows.expected[chosen]
-        ends, drafts = starts + counts, NO_ROWS
-        if self._drafts:
-            drafts = np.array([len(self._drafts.get(row, ())) for row in chosen.tolist()], np.int32)
-            expected = expected + drafts
-        samples: BoolArray = ends == expected
-        num_logits = samples.astype(np.int32)
-        if self._drafts:
-            num_logits += drafts
-        for row in rows.scoring:  # all places of a chunk that is followed by prompt tokens to be scored
-            if self._counts[row] and rows.scheduled[row] < len(rows.sequences[row].spec.prompt) - 1:
-                num_logits[np.searchsorted(chosen, row)] = self._counts[row]
-        new = tuple([rows.new_sequence(row) for row in self._admitted_rows])
-        rows.scheduled[chosen], rows.expected[chosen] = ends, expected + samples
-        sampled = list(compress(chosen.tolist(), samples.tolist()))
-        drafted = {row: self._drafts[row] for row in sampled if row in self._drafts} if self._drafts else {}
-        for row in rows.prefilling.intersection(sampled) if rows.prefilling else ():
-            rows.prefilling.remove(row)
-            rows.decode_limit[row] = rows.token_limit[row] - 1
-        proposals = NO_ROWS
-        if self._speculation is not None and self._speculation.asks_draft_model:
-            proposals = self._plan_proposals(self._speculation, chosen.tolist(), ends.tolist(), samples.tolist())
-        appended = [pair for pair in self._appended if self._counts[pair[0]]]
-        saves = () if rows.saves is None else tuple(rows.saves.reserve(chosen, ends))
-        kept = [save[:3] for save in saves]
-        restores = list[tuple[int, int]]()
-        if (draft_states := self._cache.draft_states) is not None:
-            restores = draft_states.resume(self._counts)
-            for row, tokens in drafted.items():
-                first = int(rows.scheduled[row]) - len(tokens)
-                kept += [(row, *state) for state in draft_states.reserve(row, first, len(tokens))]
-            draft_states.plan_is_made()
-        block_copies, state_copies = self._cache.take_block_copies(), self._cache.take_state_copies()
-        plan = StepPlan(
-            self._step,
-            chosen.astype(np.int32),
-            starts,
-            counts,
-            samples,
-            num_logits,
-            np.array(appended, np.int32) if appended else _NO_PAIRS,
-            new,
-            closed=np.array(rows.closed_rows, np.int32) if rows.closed_rows else NO_ROWS,
-            forced=np.array(rows.forced, np.int32) if rows.forced else NO_TOKENS,
-            proposals=proposals,
-            block_copies=np.array(block_copies, np.int32) if block_copies else NO_HOST_COPIES,
-            state_saves=np.array(kept, np.int32) if kept else NO_STATE_SAVES,
-            state_restores=np.array(restores, np.int32) if restores else NO_STATE_RESTORES,
-            state_copies=np.array(state_copies, np.int32) if state_copies else NO_HOST_COPIES,
-        )
-        rows.closed_rows.clear()
-        rows.forced.clear()
-        if not drafted:
-            return plan, InFlightStep(self._step, chosen, ends, sampled, self._work, saves=saves)
-        plan = plan._replace(drafts=drafts, drafted=np.array([*chain(*drafted.values())], np.int32))
-        sampled = [row for row in sampled for _ in range(1 + len(drafted.get(row, ())))]
-        lengths = {row: len(tokens) for row, tokens in drafted.items()}
-        return plan, InFlightStep(self._step, chosen, ends, sampled, self._work, lengths, saves)
 
     # Decoding rows
 
@@ -223,18 +155,17 @@ class StepPacker:
         spans = self._cache.free_blocks // self._cache.groups.total
         return min(most, held - end + size * max(spans - rows.num_running, 0))
 
-    def _plan_proposals(
-        self, speculation: Speculation, chosen: list[int], ends: list[int], samples: list[bool]
-    ) -> IntArray:
+    def _plan_proposals(self, speculation: Speculation, packed: PackedStep) -> IntArray:
         """How many tokens the draft model proposes for each chosen row's next step, which it has blocks for then even
         if all drafts of this one are right. It goes along with prompts that are half computed."""
         rows, requests = self._rows, list[tuple[Sequence, int]]()
+        chosen, ends = packed.rows.tolist(), packed.ends.tolist()
         for row, end in zip(chosen, ends, strict=True):
             most = min(speculation.most, rows.sequences[row].drafts)
             requests.append((rows.sequences[row], max(min(most, int(rows.token_limit[row]) - 2 - end), 0)))
         lengths = speculation.propose(requests, len(requests))
         for index, (row, end) in enumerate(zip(chosen, ends, strict=True)):
-            if samples[index] and lengths[index]:
+            if packed.samples[index] and lengths[index]:
                 lengths[index] = max(self._room_after(row, end, lengths[index]), 0)
                 self._extend(row, end + lengths[index])
         return np.array(lengths, np.int32) if any(lengths) else NO_ROWS

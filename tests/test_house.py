@@ -114,7 +114,7 @@ BUDGETS = {
     "kvcache": 675,
     "tokenization": 3_620,
     "media": 900,
-    "scheduler": 2_230,
+    "scheduler": 2_270,
     "engine": 24_450,
     "classic_backends": 8_380,
     "ensembles": 1_200,

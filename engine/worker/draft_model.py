@@ -17,8 +17,8 @@ from ..cpu.sampling import forbid_tokens
 from ..gpu.graphs import StaticStep
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
-from ..step_batch import HostCopy, SampledTokens, SamplingArray, to_device, upload_columns
-from .row_states import RowStates, end_ranges
+from ..step_batch import HostCopy, SampledTokens, SamplingArray, end_ranges, to_device, upload_columns
+from .row_states import RowStates
 from .step_drafter import DraftPass, StepDrafter
 from .vocabulary_map import VocabularyMap
 

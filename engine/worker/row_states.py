@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...scheduler.plan import IntArray, LongArray, MaskArray, NewSequence, StepPlan
-from ..config import LOGITS_PIECE
 from ..cpu.sampling import forbid_tokens
 from ..gpu.graphs import StaticStep
 from ..step_adapters import RankAdapter, StepAdapters
@@ -25,13 +24,15 @@ from ..step_batch import (
     SamplingArray,
     StepBatch,
     as_signed64,
+    end_ranges,
     gather_entries,
     to_device,
     upload_columns,
 )
 from .embedded_rows import PLAIN_PLACES, EmbeddedRows, ImagePlaces
+from .logits_places import logits_places
 from .logits_processors import PreparedLogitsParams, prepare_logits_params, process_logits
-from .logprobs import PromptSpan, ScoredTokens, WantedLogprobs
+from .logprobs import ScoredTokens, WantedLogprobs
 from .sampler import GREEDY_BELOW
 
 
@@ -180,7 +181,7 @@ class RowStates:
         if len(plan.drafts):
             times = (plan.drafts + 1)[plan.samples]
             rows, positions = rows.repeat(times), end_ranges(positions, times).astype(np.int32)
-        places, selected, scored = self._logits_places(plan, batch)
+        places, selected, scored = logits_places(plan, batch, self._scoring, self._tokens)
         sampling = self.sampling_at(rows, positions)
         logprobs = {}
         if self._logprobs:
@@ -265,40 +266,6 @@ class RowStates:
         places = [np.concatenate(own) for own in spans.values()]
         begins = np.cumsum([0, *map(len, places)], dtype=np.int64)
         return StepAdapters(list(spans), begins, np.concatenate(places))
-
-    def _logits_places(
-        self, plan: StepPlan, batch: StepBatch
-    ) -> tuple[LongArray, LongArray | None, ScoredTokens | None]:
-        """Packed places whose logits are computed together, those that are sampled (None: all), and scored tokens."""
-        last: LongArray = batch.first_places + plan.counts - 1
-        sampled: LongArray = last[plan.samples]
-        if len(plan.drafts):
-            sampled = end_ranges(sampled, (plan.drafts + 1)[plan.samples])
-        spans: list[PromptSpan] = []
-        scored_places: list[LongArray] = []
-        for at, row in enumerate(plan.rows.tolist() if self._scoring else ()):
-            if row not in self._scoring:
-                continue
-            prompt, top_n = self._scoring[row]
-            start = int(plan.starts[at])
-            count = int(plan.counts[at])
-            first = int(batch.first_places[at])
-            length = min(count, prompt - 1 - start)
-            if length > 0 and plan.num_logits[at] == count:
-                spans.append(PromptSpan(row, start + 1, length, top_n))
-                scored_places.append(np.arange(first, first + length))
-        if not spans:
-            return sampled, None, None
-        places = np.concatenate(scored_places)
-        rows = np.repeat([span.row for span in spans], [span.length for span in spans])
-        positions = np.concatenate([np.arange(span.first, span.first + span.length) for span in spans])
-        tokens = gather_entries(self._tokens, rows, positions).long()
-        logits = int(plan.num_logits.sum())
-        if logits > LOGITS_PIECE:
-            return sampled, None, ScoredTokens(spans, tokens, self._to(places), None)
-        together = end_ranges(last, plan.num_logits)
-        scored = ScoredTokens(spans, tokens, self._to(places), np.searchsorted(together, places))
-        return together, np.searchsorted(together, sampled), scored
 
     def process_logits(self, inputs: StepInputs, logits: Tensor, masks: MaskArray | None) -> None:
         """Change the float32 `logits` of `inputs.processed` in place, as their rows ask, and then their masks."""
@@ -392,9 +359,3 @@ def _occurrence(rows: LongArray) -> LongArray:
     seen = np.empty_like(rows)
     seen[order] = np.arange(len(rows)) - np.searchsorted(ordered, ordered)
     return seen
-
-
-def end_ranges(lasts: LongArray | IntArray, lengths: LongArray | IntArray) -> LongArray:
-    """The numbers up to and with each of `lasts`, `lengths` of them, one range after the other."""
-    ranges: LongArray = np.repeat(lasts + 1 - np.cumsum(lengths), lengths) + np.arange(int(lengths.sum()))
-    return ranges
