@@ -1,4 +1,4 @@
-"""What a prompt has besides text: images, as a client sends them and as an encoder takes them."""
+"""What a prompt has besides text: images and sounds, as a client sends them and as an encoder takes them."""
 
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
@@ -7,7 +7,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-MediaKind: TypeAlias = Literal["image"]
+MediaKind: TypeAlias = Literal["image", "audio"]
+
+KIND_NOUNS: Mapping[MediaKind, str] = {"image": "image", "audio": "sound"}
+"""What messages call one of a kind."""
+
+FEATURES, WINDOW_BOUNDS = "input_features", "window_bounds"
+"""Inputs of a prepared sound: the features of its windows [windows, bins, frames], and the seconds where each begins
+and ends [windows, 2]."""
 
 
 class MediaSource(msgspec.Struct, frozen=True):

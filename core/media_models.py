@@ -29,20 +29,25 @@ SEEING_FAMILIES = frozenset(
 )
 """The `model_type` of checkpoints whose images are served: towers and language parts read it."""
 
+HEARING_FAMILIES = frozenset({"whisper"})
+"""In the same way, of those that write down sounds."""
+
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an operator says of the media of one model's requests."""
 
-    per_prompt: Mapping[MediaKind, int] = msgspec.field(default_factory=lambda: {"image": 16})
+    per_prompt: Mapping[MediaKind, int] = msgspec.field(default_factory=lambda: {"image": 16, "audio": 1})
     """How many of a kind a prompt may have; a kind that is not named may not come at all."""
     path: str = ""
     """The directory below which `file:` URLs may lead; "": none may."""
     domains: tuple[str, ...] = ()
     """Hosts that files are fetched from, and all below them; `*` is any."""
-    max_bytes: int = 20 << 20
+    max_bytes: int = 25 << 20
     """Bytes of a file."""
     max_pixels: int = 32 << 20
     """Pixels of an image."""
+    max_seconds: float = 3600.0
+    """Of a sound."""
     processes: int = 2
     """Media that are prepared at a time."""
     cache_bytes: int = 256 << 20
@@ -71,6 +76,8 @@ class MediaPart(NamedTuple):
 
     config: MediaConfig
     tower: TowerSpec
+    kind: MediaKind = "image"
+    """What its prompts may have."""
 
 
 class EncodedMedium(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the options say of images."""
+"""What the options say of images and sounds."""
 
 import re
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ MEDIA_FIELDS = {
     "media_domains": "domains",
     "media_max_bytes": "max_bytes",
     "media_max_pixels": "max_pixels",
+    "media_max_seconds": "max_seconds",
     "media_processes": "processes",
     "media_cache_bytes": "cache_bytes",
     "share_media_cache": "share_cache",
@@ -30,7 +31,7 @@ def read_media_config(settings: Mapping[str, Any]) -> MediaConfig:
     given = dict(settings)
     if "per_prompt" in given:
         counts = _counts(given["per_prompt"])
-        given["per_prompt"] = {"image": counts.get("image", MediaConfig().per_prompt["image"])}
+        given["per_prompt"] = {kind: counts.get(kind, most) for kind, most in MediaConfig().per_prompt.items()}
     if "domains" in given:
         given["domains"] = tuple(filter(None, (name.strip() for name in given["domains"].split(","))))
     return MediaConfig(**given)

@@ -149,22 +149,24 @@ class EngineOptions:
     max_lora_bytes: Bytes | None = None
     """Memory for the adapters of a replica; those unused longest make room, and are read again when they are needed."""
     limit_mm_per_prompt: str | None = None
-    """Images that a prompt may have, as in image=4; 0 for none."""
+    """Images and sounds that a prompt may have, as in image=4; 0 for none."""
     media_path: str | None = None
     """Directory below which file: URLs of images may lead; unset: none may."""
     media_domains: str | None = None
     """Hosts that images are fetched from, and all below them: names apart by commas, or * for all; unset: none is
     fetched."""
     media_max_bytes: Bytes | None = None
-    """Size of an image's file in bytes."""
+    """Size of an image's or a sound's file in bytes."""
     media_max_pixels: AtLeastOne | None = None
     """Pixels of an image, before it is scaled."""
+    media_max_seconds: Annotated[float, msgspec.Meta(gt=0, le=14_400)] | None = None
+    """Length of a sound in seconds."""
     media_processes: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
-    """Processes that decode and scale images, of each model that sees."""
+    """Processes that decode and prepare images or sounds, of each model that sees or hears."""
     media_cache_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
-    """Memory for images as they were scaled, and again for what the model's encoder made of them."""
+    """Memory for images and sounds as they were prepared, and again for what the model's encoder made of them."""
     share_media_cache: bool | None = None
-    """Let a tenant find what was made of an image for another."""
+    """Let a tenant find what was made of an image or a sound for another."""
     fake_step_seconds: Seconds | None = None
     """How long a step of the fake executor takes."""
     fake_token_seconds: Seconds | None = None

@@ -9,6 +9,8 @@ from ..core.media import MediaKind, MediaSource
 from ..core.media_models import MediaConfig
 
 _LARGEST_SIDE = 65_535
+_SOUND_SHARE = 600.0
+"""Seconds of sound for which preparing may take as long as for an image; a slow core needs a tenth of that."""
 
 
 class MediaLimits(msgspec.Struct, frozen=True):
@@ -20,13 +22,18 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_waiting: int = 128
     """Media that are fetched or wait to be prepared; more are refused."""
     seconds: float = 20.0
-    """How long a medium may take to prepare, once it is its turn."""
+    """How long a medium may take to prepare, once it is its turn; a sound so much more for each ten minutes that it
+    may have."""
     fetch_seconds: float = 20.0
     """How long a file may take to fetch, redirects included."""
     memory: int = 2 << 30
     """Bytes that preparing may take beside those of the process."""
     max_output: int = 512 << 20
     """Bytes of a prepared medium."""
+
+    def seconds_for(self, kind: MediaKind) -> float:
+        """How long one of the kind may take."""
+        return self.seconds * (1 + self.config.max_seconds / _SOUND_SHARE) if kind == "audio" else self.seconds
 
     def check_count(self, media: Sequence[MediaSource]) -> None:
         """Raises `InvalidArgument` for more media of a kind than a prompt may have."""

@@ -22,14 +22,14 @@ _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer
 """Files that may name the class of the processor, the first one first."""
 
 
-class ProcessedImage(NamedTuple):
-    """What a processor makes of one image, whatever other images a prompt has."""
+class ProcessedMedium(NamedTuple):
+    """What a processor makes of one medium, whatever others a prompt has."""
 
     inputs: Mapping[str, NDArray[np.generic]]
-    """By the encoder's names for them, with a first dimension for one image or its patches."""
-    placeholder: str
-    """The text that stands for the image in the prompt."""
-    grid: tuple[int, int, int]
+    """By the encoder's names for them, with a first dimension for one image, its patches or a sound's windows."""
+    placeholder: str = ""
+    """The text that stands for it in the prompt, if it stands there."""
+    grid: tuple[int, int, int] = (0, 0, 0)
     """Its places by time, height and width; zeros where positions have one dimension."""
 
 
@@ -54,7 +54,7 @@ class ImageProcessor:
         """SHA-256 of what decides, beside the image, on the result."""
         self._merge = int(getattr(processor.image_processor, "merge_size", 1) or 1)
 
-    def process(self, image: Any) -> ProcessedImage:
+    def process(self, image: Any) -> ProcessedMedium:
         """The result for an image of pillow's, in RGB. Raises `InvalidArgument` for one that the processor refuses."""
         try:
             features = self._processor(
@@ -72,7 +72,7 @@ class ImageProcessor:
         names = set(self._processor.image_processor.model_input_names)
         inputs = {name: np.asarray(value) for name, value in features.items() if name in names}
         time, height, width = _grid(inputs)
-        return ProcessedImage(
+        return ProcessedMedium(
             inputs, str(replacement["replacement"]), (time, height // self._merge, width // self._merge)
         )
 

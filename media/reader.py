@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from ..core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
-from ..core.media import MediaSource, PreparedMedium
+from ..core.media import KIND_NOUNS, MediaKind, MediaSource, PreparedMedium
 from ..core.media_models import MediaFacts
 from ..core.metrics import Reading
 from ..core.request_context import RequestContext
@@ -29,7 +29,7 @@ _LARGE = 1 << 18
 
 @dataclass(slots=True)
 class _Preparation:
-    """An image that is being prepared, for all requests that have it."""
+    """A medium that is being prepared, for all requests that have it."""
 
     task: "asyncio.Task[PreparedMedium]"
     waiters: int = 0
@@ -59,8 +59,11 @@ class MediaReader:
     unless they share: neither a digest nor the time tells what others have sent.
     """
 
-    def __init__(self, checkpoint: str, limits: MediaLimits, files: MediaFiles | None = None) -> None:
+    def __init__(
+        self, checkpoint: str, limits: MediaLimits, files: MediaFiles | None = None, kind: MediaKind = "image"
+    ) -> None:
         config = limits.config
+        self._kind, self._noun = kind, KIND_NOUNS[kind]
         self._checkpoint, self._limits, self._files = checkpoint, limits, files or MediaFiles(limits)
         self._threads = ThreadPoolExecutor(config.processes, "media-prepare")
         self._places = asyncio.Semaphore(config.processes)
@@ -79,7 +82,7 @@ class MediaReader:
     def facts(self) -> MediaFacts:
         """What is known of the checkpoint's processor, once it has started."""
         if self._facts is None:
-            raise NotReady("images cannot be prepared yet")
+            raise NotReady(f"{self._noun}s cannot be prepared yet")
         return self._facts
 
     @property
@@ -88,7 +91,7 @@ class MediaReader:
         return len(self._running)
 
     async def load(self) -> None:
-        """Return when images can be prepared. Raises `InvalidArgument` for a checkpoint whose images can't be, and
+        """Return when media can be prepared. Raises `InvalidArgument` for a checkpoint whose media can't be, and
         `Unavailable`."""
         try:
             self._facts = await asyncio.get_running_loop().run_in_executor(self._threads, self._start_first)
@@ -102,7 +105,7 @@ class MediaReader:
         self._limits.check_count(media)
         if media and self.waiting + len(media) > self._limits.max_waiting:
             self._outcomes["refused"] += len(media)
-            raise QueueFull(f"{self.waiting} images wait to be prepared already", retry_after=_RETRY_AFTER)
+            raise QueueFull(f"{self.waiting} {self._noun}s wait to be prepared already", retry_after=_RETRY_AFTER)
 
     async def prepare(self, medium: MediaSource, context: RequestContext) -> PreparedMedium:
         """The prepared medium. Raises `InvalidArgument` by its field if it cannot be had, is broken or costs too much,
@@ -202,7 +205,7 @@ class MediaReader:
 
     def _started(self) -> PreparingWorker:
         """A new worker; in a thread."""
-        worker = PreparingWorker(self._checkpoint, self._limits)
+        worker = PreparingWorker(self._checkpoint, self._limits, self._kind)
         self._running.add(worker)
         if self._closed:  # meanwhile
             worker.kill()

@@ -113,7 +113,7 @@ BUDGETS = {
     "telemetry": 2_765,
     "kvcache": 675,
     "tokenization": 3_620,
-    "media": 900,
+    "media": 1_100,
     "scheduler": 2_270,
     "engine": 24_450,
     "classic_backends": 8_380,

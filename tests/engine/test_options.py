@@ -71,6 +71,7 @@ ALL = {
     "media_domains": "a.example, b.example",
     "media_max_bytes": "1000",
     "media_max_pixels": "2000",
+    "media_max_seconds": "60",
     "media_processes": "3",
     "media_cache_bytes": "0",
     "share_media_cache": "true",
@@ -133,11 +134,12 @@ def test_every_name_arrives() -> None:
         speculation=SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4),
         per_request_spec_decode_metrics="summary",
         media=MediaConfig(
-            per_prompt={"image": 3},
+            per_prompt={"image": 3, "audio": 1},
             path="/pictures",
             domains=("a.example", "b.example"),
             max_bytes=1000,
             max_pixels=2000,
+            max_seconds=60.0,
             processes=3,
             cache_bytes=0,
             share_cache=True,
@@ -171,8 +173,11 @@ def test_a_wrong_limit_of_images_is_refused(written: str, problem: str) -> None:
 
 
 def test_limits_of_media_are_by_kind() -> None:
-    assert engine_config("x", EngineOptions(limit_mm_per_prompt="image=4, video=1")).media.per_prompt == {"image": 4}
-    assert engine_config("x", EngineOptions(limit_mm_per_prompt="audio=0")).media == MediaConfig()
+    assert engine_config("x", EngineOptions(limit_mm_per_prompt="image=4, video=1")).media.per_prompt == {
+        "image": 4,
+        "audio": 1,
+    }
+    assert engine_config("x", EngineOptions(limit_mm_per_prompt="audio=0")).media.per_prompt["image"] == 16
 
 
 def test_the_fake_executors_settings_are_for_it_alone() -> None:
