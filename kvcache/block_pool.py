@@ -2,8 +2,22 @@
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from .cache_events import CacheEvents
+
+_MAKES_ROOM_FIRST = -1
+"""In place of a list's number: what was said not to be wanted again."""
+
+
+@dataclass(slots=True)
+class RetainedList:
+    """Blocks without a holder that make room after all others, in their own order of eviction."""
+
+    sentinel: int
+    length: int = 0
+    rank: tuple[int, int] = (0, 0)
+    """Of several lists the lowest makes room first."""
 
 
 class BlockPool:
@@ -20,16 +34,27 @@ class BlockPool:
     cached                  0        yes, tail   yes, until taken
     worthless               0        yes, head   no
     ======================  =======  ==========  =====================
+
+    Beside it there are up to `lists` others: a cached block may be `assign`ed to one, which takes it when nobody holds
+    it, up to `most_retained` in all. They make room when the list has no block.
     """
 
-    def __init__(self, size: int, events: CacheEvents | None = None) -> None:
+    def __init__(self, size: int, events: CacheEvents | None = None, lists: int = 0, most_retained: int = 0) -> None:
         self.size = size
+        self.most_retained = most_retained
+        self.retained = 0
+        """Blocks without a holder in the other lists."""
+        self.lists: dict[int, RetainedList] = {}
+        self._last_list = 0
+        self._sentinels = [*range(size + lists, size, -1)]
+        self._list_of = array("q", [0]) * size
+        """The list that takes a block; 0, and that of one that there is no more, is the usual one."""
         self._events = events
         self.free = size
         self.references = array("i", [0]) * size
         self._end = size  # the sentinel that closes the ring: its next is the head, its previous the tail
-        self._next = array("i", [*range(1, size + 1), 0])
-        self._previous = array("i", [size, *range(size)])
+        self._next = array("i", [*range(1, size + 1), 0, *range(size + 1, size + 1 + lists)])
+        self._previous = array("i", [size, *range(size), *range(size + 1, size + 1 + lists)])
         self._hashes: list[bytes | None] = [None] * size
         self._index: dict[bytes, int] = {}
         self.is_cached = self._index.__contains__
@@ -42,8 +67,12 @@ class BlockPool:
         """Hold the block at the head of the list; the hash of what it cached is forgotten, and returned. One must be
         free."""
         block: int = self._next[self._end]
-        assert block != self._end, "no block is free"
+        while block == self._end:
+            assert self.retained, "no block is free"
+            self.dissolve(min((kept.rank, number) for number, kept in self.lists.items() if kept.length)[1])
+            block = self._next[self._end]
         self._unlink(block)
+        self._list_of[block] = 0
         digest, self._hashes[block] = self._hashes[block], None
         if digest is not None:
             del self._index[digest]
@@ -75,7 +104,17 @@ class BlockPool:
         self.references[block] -= 1
         if self.references[block]:
             return
-        after = self._next[self._end] if self._hashes[block] is None else self._end
+        after = self._end
+        number = self._list_of[block]
+        if self._hashes[block] is None or number == _MAKES_ROOM_FIRST:
+            after = self._next[self._end]
+            self._list_of[block] = 0
+        elif number and (kept := self.lists.get(number)) is not None and self.retained < self.most_retained:
+            after = kept.sentinel
+            kept.length += 1
+            self.retained += 1
+        elif number:
+            self._list_of[block] = 0
         before = self._previous[after]
         self._next[before] = self._previous[after] = block
         self._previous[block], self._next[block] = before, after
@@ -85,6 +124,44 @@ class BlockPool:
         before, after = self._previous[block], self._next[block]
         self._next[before], self._previous[after] = after, before
         self.free -= 1
+        if (number := self._list_of[block]) and (kept := self.lists.get(number)) is not None:
+            kept.length -= 1
+            self.retained -= 1
+
+    def open_list(self) -> int | None:
+        """The number of a new list, which no other ever has; None where there are too many."""
+        if not self._sentinels:
+            return None
+        self._last_list += 1
+        self.lists[self._last_list] = RetainedList(self._sentinels.pop())
+        return self._last_list
+
+    def assign(self, blocks: Iterable[int], number: int, common: int) -> None:
+        """Let the list of this number take these blocks, which are held, when nobody holds them any more; or the list
+        `common`, where another one would take them."""
+        list_of, lists = self._list_of, self.lists
+        for block in blocks:
+            list_of[block] = number if list_of[block] == number or list_of[block] not in lists else common
+
+    def expect_no_use(self, blocks: Iterable[int]) -> None:
+        """Let these blocks, which are held, be the next to make room when nobody holds them."""
+        for block in blocks:
+            if self._list_of[block] not in self.lists:
+                self._list_of[block] = _MAKES_ROOM_FIRST
+
+    def dissolve(self, number: int, first: bool = False) -> None:
+        """Let the blocks of a list be as all others, as if they had just been used, or be the `first` to make room; in
+        a time that does not depend on their number."""
+        kept = self.lists.pop(number)
+        head, tail = self._next[kept.sentinel], self._previous[kept.sentinel]
+        if head != kept.sentinel:
+            before = self._end if first else self._previous[self._end]
+            after = self._next[before]
+            self._next[before], self._previous[head] = head, before
+            self._next[tail], self._previous[after] = after, tail
+            self._next[kept.sentinel] = self._previous[kept.sentinel] = kept.sentinel
+            self.retained -= kept.length
+        self._sentinels.append(kept.sentinel)
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """Recompute everything from `held`: every block of every table, repeated where shared."""
@@ -92,13 +169,24 @@ class BlockPool:
         for block in held:
             references[block] += 1
         assert references == self.references.tolist(), "a reference count is not the number of holders"
-        listed, block = [], self._next[self._end]
-        while block != self._end:
-            assert self._next[self._previous[block]] == block == self._previous[self._next[block]]
-            listed.append(block)
-            assert len(listed) <= self.size, "the free list runs in a circle"
-            block = self._next[block]
+        listed = self._listed(self._end)
+        for number, kept in self.lists.items():
+            retained = self._listed(kept.sentinel)
+            assert len(retained) == kept.length, "a list is miscounted"
+            assert all(self._list_of[block] == number for block in retained), "a block is in another's list"
+            listed += retained
+        assert sum(kept.length for kept in self.lists.values()) == self.retained <= self.most_retained
         assert sorted(listed) == [block for block in range(self.size) if references[block] == 0]
         assert self.free == len(listed)
         hashed = {digest: block for block, digest in enumerate(self._hashes) if digest is not None}
         assert hashed == self._index, "index and blocks disagree"
+
+    def _listed(self, sentinel: int) -> list[int]:
+        """The blocks of a list, in order."""
+        listed, block = list[int](), self._next[sentinel]
+        while block != sentinel:
+            assert self._next[self._previous[block]] == block == self._previous[self._next[block]]
+            listed.append(block)
+            assert len(listed) <= self.size, "a list runs in a circle"
+            block = self._next[block]
+        return listed

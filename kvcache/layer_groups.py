@@ -71,3 +71,12 @@ class SpanDemand:
 
 ONE_GROUP = LayerGroups()
 """All layers keep every token."""
+
+
+def last_end(most: int, ends: list[int] | None) -> int:
+    """The last of these ends that is not beyond `most`; those that are, are taken out."""
+    if ends is None:
+        return most
+    while ends and ends[-1] > most:
+        ends.pop()
+    return ends[-1] if ends else 0

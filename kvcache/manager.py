@@ -16,7 +16,8 @@ from .block_table import NO_BLOCK, BlockTable
 from .cache_events import CacheEvents, GroupEvents
 from .draft_states import DraftStates
 from .host_tier import HostTier, TierCopy
-from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand
+from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand, last_end
+from .retention import NO_RETENTION, RetentionBudget, SessionRetention
 from .state_pool import StatePool
 
 _ANY_LENGTH = 1 << 30
@@ -38,12 +39,13 @@ class KVCacheManager:
         groups: LayerGroups = ONE_GROUP,
         host_snapshots: int = 0,
         events: CacheEvents | None = None,
+        retention: RetentionBudget = NO_RETENTION,
     ) -> None:
         """`blocks` of `block_size` tokens; of what was evicted, the host keeps the latest `host_blocks` and
         `host_snapshots`. With `snapshots` of sequences' states, a prefix is shared up to a block's end whose state is
         among them. `draft_states`: slots for the states before drafts; None: sequences have no states. `groups`: each
         has its own block for the same tokens; where some slide, a prefix ends where they have what the next token
-        sees. `events`: follows what can be found."""
+        sees. `events`: follows what can be found. `retention`: what scopes may keep of it."""
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
         self.blocks = blocks
@@ -54,10 +56,14 @@ class KVCacheManager:
         self.demand = SpanDemand(groups, block_size)
         self._shared_sliding = 0  # holds of blocks of sliding groups beyond the first of each
         self.events = events
-        self._pool = BlockPool(blocks, events)
+        self._pool = BlockPool(blocks, events, retention.lists, retention.blocks)
         self._host = HostTier(host_blocks, events)
         of_states = None if events is None else GroupEvents(events, groups.total)
-        self.states = StatePool(snapshots, host_snapshots, of_states) if snapshots and prefix_caching else None
+        kept = snapshots, host_snapshots, of_states, retention.states
+        self.states = StatePool(*kept) if snapshots and prefix_caching else None
+        self.retention = (
+            SessionRetention(self._pool, self.states, block_size, groups.total) if retention.blocks else None
+        )
         # Whether a sequence can go on after any block that is cached with all before it.
         self._begins_anywhere = groups.total == groups.full == 1 and self.states is None
         self.draft_states = None if draft_states is None else DraftStates(snapshots, draft_states)
@@ -146,11 +152,11 @@ class KVCacheManager:
         if groups.full != 1:
             full = range(groups.full)
             spans = (all(is_cached(group_key(block_hash, group)) for group in full) for block_hash in following)
-        number = end = _last_end(first + sum(takewhile(bool, spans)), resumable)
+        number = end = last_end(first + sum(takewhile(bool, spans)), resumable)
         while number > max(end - self.demand.window, 0):
             number -= 1
             if not all(is_cached(group_key(hashes[number], group)) for group in range(groups.full, self._span_blocks)):
-                number = end = _last_end(number, resumable)
+                number = end = last_end(number, resumable)
         return end
 
     def _hold_spans(
@@ -373,6 +379,8 @@ class KVCacheManager:
         held = [block for table in self._tables for block in table.blocks if block != NO_BLOCK]
         self._pool.check_integrity(held)
         self._host.check_integrity()
+        if self.retention is not None:
+            self.retention.check_integrity()
         computing: Counter[bytes] = Counter()
         sliding: list[int] = []
         for table in self._tables:
@@ -388,12 +396,3 @@ class KVCacheManager:
             computing.update(table.promised[table.committed :])
         assert computing == self._computing, "a promise leaked"
         assert self._shared_sliding == len(sliding) - len(set(sliding)), "holds of sliding blocks are miscounted"
-
-
-def _last_end(most: int, ends: list[int] | None) -> int:
-    """The last of these ends that is not beyond `most`; those that are, are taken out."""
-    if ends is None:
-        return most
-    while ends and ends[-1] > most:
-        ends.pop()
-    return ends[-1] if ends else 0

@@ -6,6 +6,7 @@ block that ends there. Says where a state is to be copied; copies none itself. K
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from .cache_events import CacheEvents
 from .host_tier import HostTier
@@ -22,14 +23,19 @@ class StatePool:
                     writes it              not come so far
     recent          yes                    proven when it is restored a second time
     proven          yes                    recent again, where there are too many proven ones
+    retained        yes                    recent again when no scope retains it
     ==============  =====================  =====================================================
 
-    The recent one that was used longest ago makes room. So a beginning that many share outlives any number of prompts
-    that come once: Karedla et al., "Caching Strategies to Improve Disk System Performance" (1994), segmented LRU.
+    The recent one that was used longest ago makes room, and a retained one where there is none. So a beginning that
+    many share outlives any number of prompts that come once: Karedla et al., "Caching Strategies to Improve Disk System
+    Performance" (1994), segmented LRU.
     """
 
-    def __init__(self, size: int, host_size: int = 0, events: CacheEvents | None = None) -> None:
+    def __init__(
+        self, size: int, host_size: int = 0, events: CacheEvents | None = None, most_retained: int = 0
+    ) -> None:
         self.size = size
+        self._most_retained = most_retained
         self.host = HostTier(host_size, events)
         self._events = events
         self.evicted = 0
@@ -44,6 +50,9 @@ class StatePool:
         # In the order of eviction.
         self._recent: OrderedDict[bytes, int] = OrderedDict()
         self._proven: OrderedDict[bytes, int] = OrderedDict()
+        self._retained: OrderedDict[bytes, int] = OrderedDict()
+        self.retainers: Counter[bytes] = Counter()
+        """How many scopes retain it, by hash."""
         self._restored_once = set[bytes]()
         self._demoted = set[bytes]()  # the host's memory is not for them
         self._being_restored = set[bytes]()
@@ -51,10 +60,10 @@ class StatePool:
 
     def __len__(self) -> int:
         """Snapshots that can be found on the device."""
-        return len(self._recent) + len(self._proven)
+        return len(self._recent) + len(self._proven) + len(self._retained)
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._recent or digest in self._proven
+        return digest in self._recent or digest in self._proven or digest in self._retained
 
     def is_kept(self, digest: bytes) -> bool:
         """Whether the state of this hash can be found on the device, or in the host's memory."""
@@ -69,7 +78,33 @@ class StatePool:
         self._use(digest)
         self.restored += 1
         self._being_restored.add(digest)
-        return self._proven[digest] if digest in self._proven else self._recent[digest]
+        return self._part_of(digest)[digest]
+
+    def _part_of(self, digest: bytes) -> OrderedDict[bytes, int]:
+        """Where this one is, which is on the device."""
+        parts = self._retained, self._proven, self._recent
+        return next(part for part in parts if digest in part)
+
+    def retain(self, digest: bytes) -> bool:
+        """A scope wants this one, if it is on the device, to stay beyond others. False: it is not, or too many are."""
+        if digest not in self or (digest not in self._retained and len(self._retained) >= self._most_retained):
+            return False
+        if digest not in self._retained:
+            self._retained[digest] = self._part_of(digest).pop(digest)
+            self._demoted.discard(digest)
+        self.retainers[digest] += 1
+        return True
+
+    def let_go(self, digest: bytes, wanted: bool) -> None:
+        """A scope gives up one that it retained; unless it is `wanted`, that is the next to make room."""
+        self.retainers[digest] -= 1
+        if self.retainers[digest]:
+            return
+        del self.retainers[digest]
+        if digest in self._retained:
+            self._recent[digest] = self._retained.pop(digest)
+            if not wanted:
+                self._recent.move_to_end(digest, last=False)
 
     def bring_back(self, digest: bytes, but: Sequence[bytes] = ()) -> bool:
         """Let the state of this hash, which is kept, be on the device. False: it has no room there, beside those `but`
@@ -99,7 +134,7 @@ class StatePool:
                 oldest, snapshot = self._proven.popitem(last=False)
                 self._recent[oldest] = snapshot
         self._restored_once.add(digest)
-        (self._proven if digest in self._proven else self._recent).move_to_end(digest)
+        self._part_of(digest).move_to_end(digest)
 
     def plan_is_made(self) -> None:
         """What the plan restores it reads before a later one writes it."""
@@ -112,10 +147,10 @@ class StatePool:
             snapshot = self._unused.pop()
         else:
             stay = self._being_restored.union(but) if but else self._being_restored
-            oldest = next((digest for digest in self._recent if digest not in stay), None)
+            oldest = next((digest for digest in chain(self._recent, self._retained) if digest not in stay), None)
             if oldest is None:
                 return None
-            snapshot = self._recent.pop(oldest)
+            snapshot = self._part_of(oldest).pop(oldest)
             self._restored_once.discard(oldest)
             self.evicted += 1
             if self._events is not None:
@@ -145,8 +180,9 @@ class StatePool:
     def demote(self, digest: bytes) -> None:
         """Let the snapshot of this hash, if there is one, be the next to make room, and not for the host's memory: what
         it continues is gone, or a later one is of more use."""
-        if digest in self._proven:
-            self._recent[digest] = self._proven.pop(digest)
+        for part in (self._proven, self._retained):
+            if digest in part:
+                self._recent[digest] = part.pop(digest)
         if digest in self._recent:
             self._recent.move_to_end(digest, last=False)
             self._demoted.add(digest)
@@ -170,11 +206,13 @@ class StatePool:
         where a snapshot is lost or in two places."""
         assert sorted(reserved) == sorted(self._reserved), "a reservation leaked"
         assert Counter(promises) == self._promises, "a promise of a snapshot leaked"
-        findable = [*self._recent.values(), *self._proven.values()]
+        findable = [*self._recent.values(), *self._proven.values(), *self._retained.values()]
         assert sorted([*self._unused, *self._reserved, *findable]) == list(range(self.size)), "a snapshot is lost"
-        assert not self._recent.keys() & self._proven.keys(), "one hash in two snapshots"
+        assert len(self) == len(self._recent | self._proven | self._retained), "one hash in two snapshots"
+        assert self._retained.keys() <= self.retainers.keys()
+        assert len(self._retained) <= self._most_retained
         assert len(self._proven) <= self._most_proven
-        assert self._restored_once <= self._recent.keys() | self._proven.keys()
+        assert self._restored_once <= self._recent.keys() | self._proven.keys() | self._retained.keys()
         assert self._demoted <= self._recent.keys()
         self.host.check_integrity()
         assert not self._being_restored, "a plan is being made"

@@ -276,7 +276,7 @@ class RunningSet:
             sequence.row, sequence.preempted_at = None, int(self.computed[row])
             if sequence.spec.adapter:
                 self._leave_adapter(sequence.spec.adapter)
-            self.cache.close(table)
+            sequence.close_table(table, self.cache)
             self.waiting.wake_waiting_for_blocks(table.promised[table.committed :])
             if not self.ended[row]:
                 sequence.rank = sequence.seniority  # most of it is still cached

@@ -8,6 +8,8 @@ steps, and the seconds they took.
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
 
+from msgspec.structs import replace
+
 from ..core.errors import InvalidArgument
 from ..core.metrics import EngineTotals, SequenceState
 from ..kvcache.manager import KVCacheManager
@@ -145,6 +147,20 @@ class Scheduler:
             if key in self._live:
                 self._end(key)
         self._rows.started = [(key, cached) for key, cached in self._rows.started if key in self._live]
+
+    def release_scope(self, tenant: str, scope: str) -> None:
+        """What was retained for this scope of a tenant's is not wanted any more, that of sequences included that have
+        just ended; of those that run something may be retained again."""
+        for row in self._rows.releasing:
+            spec = self._rows.sequences[row].spec
+            if (
+                self._rows.ended[row]
+                and spec.retention is not None
+                and (spec.tenant, spec.retention.scope) == (tenant, scope)
+            ):
+                self._rows.sequences[row].spec = replace(spec, retention=None)
+        if self._cache.retention is not None:
+            self._cache.retention.release(tenant, scope)
 
     def _end(self, key: int) -> None:
         sequence = self._live.pop(key)

@@ -9,8 +9,10 @@ import msgspec
 
 from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
+from ..core.retention import Retention
 from ..core.token_limit import TokenLimit
 from ..kvcache.block_hashes import HashExtras
+from ..kvcache.block_table import BlockTable
 from ..kvcache.cache_events import BlockContent, ExtraKey
 from ..kvcache.manager import KVCacheManager
 from .plan import EmbeddedSpan, EncoderRows, IntArray, ResolvedSampling
@@ -61,6 +63,8 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     snapshot_at: tuple[int, ...] = ()
     """Counts of its first tokens after which others may go on differently, such as ends of messages: where layers keep
     states, that after so many is kept if it spares enough."""
+    retention: Retention | None = None
+    """What is to be kept of it for its session."""
     max_in_flight: int = 0
     """Steps in flight that may have the sequence at once. 0 is no limit of its own; 1 is for one whose next token
     depends on what the host makes of the last."""
@@ -220,6 +224,12 @@ class Sequence:
         """Leading tokens whose blocks it may share, the last token's apart: tokens that lack log-probabilities have to
         run."""
         return self.prompt_logprobs_done if self.lacks_prompt_logprobs else self.known
+
+    def close_table(self, table: BlockTable, cache: KVCacheManager) -> None:
+        """Give its blocks back; its scope retains what it asked for."""
+        if self.spec.retention is not None and cache.retention is not None:
+            cache.retention.keep(table, self.hashes, len(self.spec.prompt), self.spec.tenant, self.spec.retention)
+        cache.close(table)
 
     def uncut_chunk(self, start: int, count: int, most: int) -> int:
         """How many of `count` tokens from `start` on a step computes that has room for `most`: it ends before places

@@ -108,13 +108,13 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_030,
+    "core": 2_045,
     "processes": 1_130,
     "telemetry": 2_765,
-    "kvcache": 675,
+    "kvcache": 980,
     "tokenization": 3_620,
     "media": 1_100,
-    "scheduler": 2_270,
+    "scheduler": 2_295,
     "engine": 24_450,
     "classic_backends": 8_380,
     "ensembles": 1_200,
@@ -126,9 +126,9 @@ BUDGETS = {
     "extras/batches": 1_410,
     "extras/console": 600,
     "extras/rollouts": 1_150,
-    "bench": 6_825,
+    "bench": 6_750,
     "cli": 2_790,
-    "extras/optimizer": 3_960,
+    "extras/optimizer": 4_045,
     "inprocess": 1_400,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""

@@ -21,6 +21,8 @@ _MOST_REQUESTS = 5_000_000
 """Of a load: more is a slip, and would not fit into memory."""
 
 _COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+_SESSION, _PAUSE = "session", "pause"
+"""Columns that a trace of conversations has beside those."""
 _ARRIVALS = 1
 """Their stream of random numbers."""
 
@@ -38,12 +40,16 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     due: float
     prompt: int
     new: int
+    session: str = ""
+    """Those of a session come one after the other, each with all before in its prompt, unless that is shorter."""
+    pause: float = 0.0
+    """Seconds that it comes at the earliest after the answer to the session's request before."""
 
     def fitted(self, longest: int | None) -> "PlannedRequest":
         """The request with at least a token of a prompt and a new one, and at most `longest`: its prompt is cut."""
         new = max(1, self.new if longest is None else min(self.new, longest - 1))
         prompt = max(1, self.prompt if longest is None else min(self.prompt, longest - new))
-        return PlannedRequest(self.index, self.due, prompt, new)
+        return msgspec.structs.replace(self, prompt=prompt, new=new)
 
 
 def draw_arrivals(
@@ -87,7 +93,8 @@ def read_trace(
     """The first `limit` jobs of a CSV with arrived_at (seconds), num_prefill_tokens and num_decode_tokens, in the order
     of their arrival.
 
-    The first is due at once; `speedup` divides the times. Prompts are cut so that no job exceeds `longest` tokens.
+    The first is due at once; `speedup` divides the times, pauses too. Prompts are cut so that no job exceeds `longest`
+    tokens.
 
     Raises:
         InvalidArgument: the file cannot be read, or has no jobs; the message names the line.
@@ -108,21 +115,37 @@ def read_trace(
         raise InvalidArgument(f"{path} has no requests", field="trace")
     jobs.sort(key=lambda job: job.due)
     first = jobs[0].due
-    return [msgspec.structs.replace(job.fitted(longest), due=(job.due - first) / speedup) for job in jobs]
+    times = [((job.due - first) / speedup, job.pause / speedup) for job in jobs]
+    return [
+        msgspec.structs.replace(job.fitted(longest), due=due, pause=pause)
+        for job, (due, pause) in zip(jobs, times, strict=True)
+    ]
 
 
 def _job(line: str, index: int, row: dict[str, str | None]) -> PlannedRequest:
     arrived, prompt, new = (_number(line, column, row[column] or "") for column in _COLUMNS)
-    return PlannedRequest(index, arrived, int(prompt), int(new))
+    pause = _number(line, _PAUSE, row.get(_PAUSE) or "0")
+    return PlannedRequest(index, arrived, int(prompt), int(new), row.get(_SESSION) or "", pause)
+
+
+def write_trace(path: Path, jobs: Iterable[PlannedRequest]) -> None:
+    """What `read_trace` reads. Raises `InvalidArgument` where the file cannot be written."""
+    try:
+        with path.open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow([*_COLUMNS, _SESSION, _PAUSE])
+            rows.writerows((f"{job.due:.3f}", job.prompt, job.new, job.session, f"{job.pause:.3f}") for job in jobs)
+    except OSError as error:
+        raise InvalidArgument(f"cannot write {path}: {error.strerror}", field="trace") from None
 
 
 def _number(line: str, column: str, text: str) -> float:
-    is_time = column == _COLUMNS[0]
+    is_time = column in (_COLUMNS[0], _PAUSE)
     try:
         value = float(text) if is_time else int(text)
     except ValueError:
         value = inf
-    if not (isfinite(value) if is_time else 0 <= value <= MOST_TOKENS):
+    if not (isfinite(value) if is_time else 0 <= value <= MOST_TOKENS) or (column == _PAUSE and value < 0):
         what = "a number of seconds" if is_time else f"a number of tokens, at most {MOST_TOKENS:,}"
         raise InvalidArgument(f"{line}: {column} must be {what}, got {text[:40]!r}", field="trace")
     return value

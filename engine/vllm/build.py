@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.backends import OnProgress, TextBackend
-from ...core.media_models import MediaPart, MediaServices
 from ...core.model import MemoryNeed, Model, ModelConfig
 from ...core.request import GenerateChunk
 from ...core.tensor import TensorSpec
@@ -61,7 +60,6 @@ def vllm_model(
     path: str,
     parameters: Mapping[str, str],
     on_progress: OnProgress,
-    media: MediaServices | None = None,
     **granted: Any,
 ) -> Model:
     """The model that `model.json` in the directory `path` describes. Logs the arguments without effect. Raises as
@@ -70,10 +68,9 @@ def vllm_model(
     if model_json.idle:
         reasons = ", ".join(f"{argument} ({reason})" for argument, reason in model_json.idle.items())
         log.warning("model '%s': engine arguments of vLLM without effect here: %s", written.name, reasons)
-    config = build.granted_config(path, model_json.parameters, **granted)
-    spec = replace(own_engine_spec(config), backend="vllm")
+    spec = replace(own_engine_spec(build.granted_config(path, model_json.parameters, **granted)), backend="vllm")
     layout = VLLM_LAYOUT if spec.lora is None else replace(VLLM_LAYOUT, refused={})
-    return LlmModel(written.name, written.version, spec, on_progress, layout, build.model_media(config, media))
+    return LlmModel(written.name, written.version, spec, on_progress, layout)
 
 
 def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:
@@ -81,14 +78,9 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
     return build.memory_needed(path, read_model_json(path, parameters).parameters, gpus)
 
 
-def media_part(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> MediaPart | None:
-    """See `engine.build`'s."""
-    return build.media_part(path, read_model_json(path, parameters).parameters, gpus)
-
-
 def examine(path: str, parameters: Mapping[str, str]) -> str:
     """See `engine.build`'s."""
     return build.examine(path, read_model_json(path, parameters).parameters)
 
 
-TEXT_BACKEND = TextBackend(vllm_model, memory_needed, examine, written_tensors="implied", find_media_part=media_part)
+TEXT_BACKEND = TextBackend(vllm_model, memory_needed, examine, written_tensors="implied")

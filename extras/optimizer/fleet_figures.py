@@ -10,7 +10,8 @@ import numpy as np
 
 from ...bench.load.figures import Spread
 from ...core.errors import InvalidArgument
-from .simulation import SimulatedResult, Simulation
+from .simulated_request import SimulatedResult
+from .simulation import Simulation
 
 LATENCIES = ("ttft", "itl", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")

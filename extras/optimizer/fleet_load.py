@@ -15,7 +15,7 @@ import numpy as np
 from ...bench.load.planned_requests import MOST_TOKENS, PlannedRequest, draw_arrivals, due_within, read_trace
 from ...core.errors import InvalidArgument
 from .options import FleetLoad
-from .simulation import SimulatedRequest
+from .simulated_request import SimulatedRequest
 
 _LENGTHS, _TENANTS, _PREFIXES = 3, 4, 5
 """Streams of random numbers."""
@@ -45,7 +45,15 @@ def make_requests(load: FleetLoad, max_model_len: int) -> list[SimulatedRequest]
     shares = np.array([tenant.share for tenant in tenants])
     drawn, prefix = (np.random.default_rng((load.seed, stream)) for stream in (_TENANTS, _PREFIXES))
     requests = []
+    sessions: dict[str, tuple[int, int, int]] = {}  # its number, its conversation's, and its last prompt
+    conversations = 0
     for job in _planned(load, max_model_len):
+        number, conversation, before = sessions.get(job.session, (len(sessions) + 1, 0, job.prompt + 1))
+        if job.prompt < before:  # another conversation
+            conversations += 1
+            conversation = conversations
+        if job.session:
+            sessions[job.session] = number, conversation, job.prompt
         tenant = tenants[drawn.choice(len(tenants), p=shares / shares.sum())] if len(tenants) > 1 else tenants[0]
         requests.append(
             SimulatedRequest(
@@ -57,11 +65,23 @@ def make_requests(load: FleetLoad, max_model_len: int) -> list[SimulatedRequest]
                 priority=tenant.priority,
                 shared=min(load.shared_prefix, job.prompt),
                 prefix=int(prefix.integers(load.prefixes)) if load.shared_prefix else 0,
+                session=number if job.session else 0,
+                conversation=conversation,
+                pause=job.pause,
+                retained=load.retain,
             )
         )
+    _mark_last(requests)
     if not requests:
         raise InvalidArgument("the load has no requests", field="trace" if load.trace else "duration")
     return requests
+
+
+def _mark_last(requests: list[SimulatedRequest]) -> None:
+    """Let the last request of each conversation know that it is."""
+    last = {request.conversation: index for index, request in enumerate(requests) if request.session}
+    for index in last.values():
+        requests[index] = requests[index]._replace(last=True)
 
 
 def _planned(load: FleetLoad, max_model_len: int) -> list[PlannedRequest]:
@@ -81,7 +101,7 @@ def _check_numbers(load: FleetLoad) -> None:
     for name in ("speedup", "rate", "longest", "prefixes", "requests", "duration"):
         if (value := getattr(load, name)) is not None and not 0 < value < inf:
             raise InvalidArgument(f"{name} must be above 0, got {value:g}", field=name)
-    for name in ("shared_prefix", "seed"):
+    for name in ("shared_prefix", "seed", "retain"):
         if (value := getattr(load, name)) < 0:
             raise InvalidArgument(f"{name} must be at least 0, got {value}", field=name)
     if not 0 <= load.burstiness <= _BURSTIEST:

@@ -169,6 +169,8 @@ class FleetLoad:
     """How many different such beginnings there are."""
     tenant: tuple[str, ...] = ()
     """A tenant as NAME=SHARE[,WEIGHT[,PRIORITY]], SHARE being its part of the requests; may be given several times."""
+    retain: float = 0.0
+    """Seconds for which the sessions of a trace ask to retain their cache after each answer; see --retained-blocks."""
     requests: int | None = None
     """How many requests."""
     duration: float | None = None
@@ -199,6 +201,10 @@ class SimulatedEngineOptions:
     """Size of the KV cache in bytes."""
     kv_cache_blocks: _Positive = None
     """Size of the KV cache in blocks."""
+    host_blocks: _Positive = None
+    """Blocks in the host's memory for what the cache has no room for."""
+    retained_blocks: _Positive = None
+    """Blocks of the cache that sessions may retain together."""
     prefix_caching: bool | None = None
     """Share the cache of equal prompt beginnings."""
     max_queued_requests: _Positive = None

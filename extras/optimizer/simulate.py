@@ -26,7 +26,8 @@ from .fleet_load import make_requests
 from .line_chart import ChartLine, LineChart, draw_chart, write_page
 from .machine_file import MachineFile, MachineOrigin, read_machine_file, require_writable
 from .options import FleetLoad, FleetOptions, SimulatedEngineOptions
-from .simulation import EngineShape, SimulatedRequest, SimulatedResult, Simulation
+from .simulated_request import SimulatedRequest, SimulatedResult
+from .simulation import EngineShape, Simulation
 
 _MUCH, _LITTLE = 100.0, 0.01
 """Shares of what is allowed: of anything where nothing is, and the least that is drawn."""

@@ -8,9 +8,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from math import inf
 from random import Random
+from time import monotonic
 from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
@@ -22,12 +23,14 @@ from ...engine.client.routing import TOKENS_PER_REQUEST, PrefixIndex, route_prom
 from ...engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...kvcache.manager import KVCacheManager
+from ...kvcache.retention import RetentionBudget, SessionRetention
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, StepPlan, StepResult, StepUpdates
 from ...scheduler.prefill_budget import PrefillBudget
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceSpec
 from .simulated_machine import SimulatedMachine, StepLoadReader
+from .simulated_request import FIRST_TEXT, MOST_TEXTS, SimulatedRequest, SimulatedResult
 
 MakeBudget = Callable[[SchedulerConfig], PrefillBudget]
 WatchStep = Callable[[StepPlan, float], None]
@@ -49,6 +52,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Blocks in the host's memory. Copies there and back take no time in a simulation."""
     host_snapshots: _NotNegative = 0
     """Snapshots in the host's memory, in the same way."""
+    retained_blocks: _NotNegative = 0
+    """The most blocks that sessions retain together; see `SimulatedRequest.retained`."""
     groups: LayerGroups = ONE_GROUP
     """The groups of the model's layers."""
     block_size: _AtLeastOne = 16
@@ -60,11 +65,15 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_queued_tokens: _AtLeastOne = 1_048_576
     """Prompt tokens that may wait, over all requests."""
 
-    def make_cache(self) -> KVCacheManager:
-        """An empty cache of a replica."""
+    def make_cache(self, clock: Callable[[], float] = monotonic) -> KVCacheManager:
+        """An empty cache of a replica; `clock`: seconds."""
         groups = self.groups._replace(in_flight=self.scheduler.tokens_in_flight)
         sizes = self.blocks, self.block_size, self.prefix_caching, self.host_blocks, self.snapshots
-        return KVCacheManager(*sizes, groups=groups, host_snapshots=self.host_snapshots)
+        budget = RetentionBudget(self.retained_blocks, self.snapshots * self.retained_blocks // self.blocks)
+        cache = KVCacheManager(*sizes, groups=groups, host_snapshots=self.host_snapshots, retention=budget)
+        if cache.retention is not None:
+            cache.retention.clock = clock
+        return cache
 
 
 def unlimited_engine(scheduler: SchedulerConfig) -> EngineShape:
@@ -77,49 +86,6 @@ def unlimited_engine(scheduler: SchedulerConfig) -> EngineShape:
         max_queued_requests=sys.maxsize,
         max_queued_tokens=sys.maxsize,
     )
-
-
-class SimulatedRequest(NamedTuple):
-    """A request that comes at a time, for so many new tokens. Times are in seconds."""
-
-    at: float
-    prompt: int
-    """Its tokens."""
-    new: int
-    """Tokens that it asks for."""
-    target_ttft: float | None = None
-    target_itl: float | None = None
-    tenant: str = ""
-    weight: float = 1.0
-    priority: int = 0
-    shared: int = 0
-    """Tokens at the beginning of its prompt that are those of all requests of this tenant with the same `prefix`."""
-    prefix: int = 0
-
-    def tokens(self, key: int) -> IntArray:
-        """Token ids of the prompt, which beyond the shared ones no other request has; `key` tells them apart."""
-        ids = np.full(self.prompt, 2 * key + 1, np.int32)
-        ids[: self.shared] = 2 * self.prefix
-        return ids
-
-
-@dataclass(slots=True)
-class SimulatedResult:
-    """What became of a request: the times of its tokens in seconds from the beginning, how many of its prompt were
-    `cached`, and why it was `refused`, if it was."""
-
-    arrival: SimulatedRequest
-    tokens: list[float] = field(default_factory=list)
-    cached: int = 0
-    refused: str = ""
-
-    @property
-    def ttft(self) -> float:
-        return self.tokens[0] - self.arrival.at
-
-    def gaps(self, begin: float, end: float) -> list[float]:
-        """Seconds between tokens, of those that came from `begin` to `end`."""
-        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False) if begin < b <= end]
 
 
 class _FlyingStep(NamedTuple):
@@ -146,12 +112,15 @@ class SimulatedReplica:
         self._machine = machine
         self._watch = watch
         self._random = Random(seed)
-        self._cache = engine.make_cache()
+        self._now = 0.0
+        self._cache = engine.make_cache(lambda: self._now)
         self.scheduler = Scheduler(engine.scheduler, self._cache, make_budget)
         self._inbox: list[tuple[SequenceSpec, float]] = []
         self._flying = deque[_FlyingStep]()
         self._uncomputed: dict[int, int] = {}
         self._uncomputed_tokens = self._drawn = 0
+        self._texts: dict[int, int] = {}
+        """By row the token that a conversation goes on with."""
         self._loads = StepLoadReader()
         self._warm_up()
 
@@ -174,6 +143,11 @@ class SimulatedReplica:
     def pending_work(self) -> int:
         """The work ahead of it, in tokens as `routing.ReplicaCandidate` counts."""
         return len(self._uncomputed) * TOKENS_PER_REQUEST + self._uncomputed_tokens
+
+    @property
+    def retention(self) -> SessionRetention | None:
+        """What its sessions retain; None: they may not."""
+        return self._cache.retention
 
     @property
     def cache_tokens(self) -> int:
@@ -205,6 +179,7 @@ class SimulatedReplica:
             weight=request.weight,
             target_ttft=request.target_ttft,
             target_itl=request.target_itl,
+            retention=request.retention,
         )
         sequence.check_fits(self.scheduler.config.max_model_len, self._cache)
         self._inbox.append((sequence, now))
@@ -213,9 +188,13 @@ class SimulatedReplica:
         if self.next_at == inf:
             self.next_at = now
 
+    def release(self, request: SimulatedRequest) -> None:
+        """The conversation that this request is of goes on no more."""
+        self.scheduler.release_scope(request.tenant, str(request.conversation))
+
     def step(self) -> StepUpdates:
         """End the step that ends at `next_at`, if one does, and launch what may be launched then."""
-        now = begin = self.next_at
+        self._now = now = begin = self.next_at
         updates = StepUpdates([], [], [], [], [])
         if self._flying:
             updates = self._land(self._flying.popleft())
@@ -232,6 +211,8 @@ class SimulatedReplica:
         began = max(begin, self._flying[-1].end if self._flying else begin)
         seconds = self._machine.draw_seconds(self._loads.read(plan), self._random)
         self._watch(plan, seconds)
+        for new in plan.new:
+            self._texts[new.row] = int(new.tokens[-1])
         self._flying.append(_FlyingStep(plan, seconds, began + seconds))
 
     def _land(self, step: _FlyingStep) -> StepUpdates:
@@ -239,7 +220,7 @@ class SimulatedReplica:
         used = self._cache.blocks - self._cache.free_blocks
         rows = plan.rows[plan.samples]
         ends = (plan.starts + plan.counts)[plan.samples]
-        result = StepResult(plan.step, rows, ends, np.ones_like(rows), self._draw_tokens(len(rows)))
+        result = StepResult(plan.step, rows, ends, np.ones_like(rows), self._draw_tokens(rows))
         updates = self.scheduler.apply(result, step.seconds)
         self.busy += step.seconds
         self.steps += 1
@@ -252,10 +233,14 @@ class SimulatedReplica:
             del self._uncomputed[key]
         return updates
 
-    def _draw_tokens(self, count: int) -> IntArray:
-        """Generated tokens, none of which is in another text: what is generated is never found in the cache."""
+    def _draw_tokens(self, rows: IntArray) -> IntArray:
+        """Generated tokens, none of which is in another text: what is generated is never found in the cache, but by
+        its own conversation."""
+        count = len(rows)
         self._drawn += count
-        return -1 - np.arange(self._drawn - count, self._drawn, dtype=np.int64).astype(np.int32)
+        drawn = -1 - np.arange(self._drawn - count, self._drawn, dtype=np.int64).astype(np.int32)
+        texts = np.array([self._texts[row] for row in rows.tolist()], np.int32)
+        return np.where(texts < FIRST_TEXT + MOST_TEXTS, texts, drawn)
 
 
 class Simulation:
@@ -278,6 +263,9 @@ class Simulation:
         limits = QueueLimits(engine.max_queued_requests, engine.max_queued_tokens)
         self._admission = AdmissionControl(limits, clock=lambda: self.now)
         self._tickets: dict[int, QueueTicket] = {}
+        self._due: list[tuple[float, int]] = []
+        """A heap of when requests come."""
+        self._next_of_session: dict[int, int] = {}
 
     @property
     def busy(self) -> float:
@@ -285,29 +273,56 @@ class Simulation:
         return sum(replica.busy for replica in self.replicas)
 
     def run(self, arrivals: Iterable[SimulatedRequest]) -> list[SimulatedResult]:
-        """Run all to their ends; the results in the order of arrival."""
+        """Run all to their ends; the results in the order of arrival, as far as sessions do not wait for answers."""
         heard = [SimulatedResult(arrival) for arrival in sorted(arrivals, key=lambda arrival: arrival.at)]
-        due = [result.arrival.at + self._machine.arrival_seconds(result.arrival.prompt) for result in heard]
-        for key in sorted(range(len(heard)), key=due.__getitem__):
-            self._advance(due[key], heard)
-            self.now = due[key]
-            self._admit(key, heard[key])
-        self._advance(inf, heard)
-        return heard
+        last: dict[int, int] = {}
+        for key, result in enumerate(heard):
+            if (session := result.arrival.session) in last and session:
+                self._next_of_session[last[session]] = key
+            else:
+                self._expect(key, result)
+            last[session] = key
+        while True:
+            due, key = self._due[0] if self._due else (inf, -1)
+            replica = min(self.replicas, key=lambda replica: replica.next_at)
+            if replica.next_at < due:
+                self._step(replica, heard)
+            elif key < 0:
+                return heard
+            else:
+                heappop(self._due)
+                self.now = due
+                self._admit(key, heard)
 
-    def _advance(self, until: float, heard: Sequence[SimulatedResult]) -> None:
-        """Let every step end that ends before `until`."""
-        while (replica := min(self.replicas, key=lambda replica: replica.next_at)).next_at < until:
-            self.now = replica.next_at
-            updates = replica.step()
-            for key, cached in updates.started:
-                self._tickets.pop(key).release(started=True)
-                heard[key].cached = cached
-            for key in updates.keys:
-                heard[key].tokens.append(self.now)
+    def _expect(self, key: int, result: SimulatedResult) -> None:
+        """Let a request be in the engine as long after its arrival as it takes to get there."""
+        arrival = result.arrival
+        heappush(self._due, (arrival.at + self._machine.arrival_seconds(arrival.prompt), key))
 
-    def _admit(self, key: int, result: SimulatedResult) -> None:
-        request = result.arrival
+    def _step(self, replica: SimulatedReplica, heard: Sequence[SimulatedResult]) -> None:
+        """Let the replica's next step end."""
+        self.now = replica.next_at
+        updates = replica.step()
+        for key, cached in updates.started:
+            self._tickets.pop(key).release(started=True)
+            heard[key].cached = cached
+        for key in updates.keys:
+            heard[key].tokens.append(self.now)
+        for key, _ in updates.finished:
+            if (arrival := heard[key].arrival).retained and arrival.last:
+                replica.release(arrival)
+            self._go_on(key, heard)
+
+    def _go_on(self, key: int, heard: Sequence[SimulatedResult]) -> None:
+        """The next request of the session comes, for this one was answered, or refused."""
+        following = self._next_of_session.pop(key, None)
+        if following is not None:
+            arrival = heard[following].arrival
+            heard[following].arrival = arrival._replace(at=max(arrival.at, self.now + arrival.pause))
+            self._expect(following, heard[following])
+
+    def _admit(self, key: int, heard: Sequence[SimulatedResult]) -> None:
+        request = heard[key].arrival
         try:
             ticket = self._tickets[key] = self._admission.admit(request.tenant)
             self._admission.add_prompt(ticket, request.prompt)
@@ -316,9 +331,10 @@ class Simulation:
             replica.submit(key, request, self.now, cached)
         except (InvalidArgument, QueueFull) as error:
             too_long = self._why_too_long(request)
-            result.refused = f"max_queued_{error.limit}" if isinstance(error, QueueFull) else too_long
+            heard[key].refused = f"max_queued_{error.limit}" if isinstance(error, QueueFull) else too_long
             if key in self._tickets:
                 self._tickets.pop(key).release()
+            self._go_on(key, heard)
 
     def _why_too_long(self, request: SimulatedRequest) -> str:
         """The limit that a request can never keep, without its own numbers: so that refusals can be counted."""

@@ -230,8 +230,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def restore(self, name: bytes) -> None:
-        if self.pool.is_kept(name) and self.pool.bring_back(name):
-            self.copy()
+        brought = self.pool.is_kept(name) and self.pool.bring_back(name)
+        self.copy()  # what made room for it may have been saved in vain
+        if brought:
             snapshot = self.pool.restore(name)
             assert self.contents[snapshot] == name
             self.read.add(snapshot)

@@ -18,7 +18,8 @@ from rich.table import Table
 
 from charonia.bench.load.planned_requests import read_trace
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine
-from charonia.extras.optimizer.simulation import MakeBudget, SimulatedRequest, Simulation, unlimited_engine
+from charonia.extras.optimizer.simulated_request import SimulatedRequest
+from charonia.extras.optimizer.simulation import MakeBudget, Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.prefill_budget import (
     IDLE_STEP_SECONDS,

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine
-from charonia.extras.optimizer.simulation import SimulatedRequest, Simulation, unlimited_engine
+from charonia.extras.optimizer.simulated_request import SimulatedRequest
+from charonia.extras.optimizer.simulation import Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
 
 app = App(name="python -m tests.proofs.scheduler_latency", help=__doc__)

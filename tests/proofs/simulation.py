@@ -36,7 +36,8 @@ from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.extras.optimizer.machine_file import MachineFile, read_machine_file
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine
-from charonia.extras.optimizer.simulation import EngineShape, SimulatedRequest, SimulatedResult, Simulation
+from charonia.extras.optimizer.simulated_request import SimulatedRequest, SimulatedResult
+from charonia.extras.optimizer.simulation import EngineShape, Simulation
 
 TraceName = Literal["conversation", "code"]
 NARROW, WIDE, OF_DIFFERENCE = 0.05, 0.10, 1.5

@@ -12,7 +12,8 @@ from charonia.bench.load.planned_requests import PlannedRequest
 from charonia.core.errors import Unavailable
 from charonia.extras.optimizer.machine_file import MachineFile, MachineOrigin
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine
-from charonia.extras.optimizer.simulation import EngineShape, SimulatedRequest, Simulation
+from charonia.extras.optimizer.simulated_request import SimulatedRequest
+from charonia.extras.optimizer.simulation import EngineShape, Simulation
 from charonia.scheduler.config import SchedulerConfig
 
 from . import simulation as proof

@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepSpread
-from charonia.extras.optimizer.simulation import SimulatedRequest, SimulatedResult, Simulation, unlimited_engine
+from charonia.extras.optimizer.simulated_request import SimulatedRequest, SimulatedResult
+from charonia.extras.optimizer.simulation import Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.prefill_budget import (

@@ -5,7 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from charonia.bench.load.planned_requests import PlannedRequest, draw_arrivals, due_within, read_trace, uniform_jobs
+from charonia.bench.load.planned_requests import (
+    PlannedRequest,
+    draw_arrivals,
+    due_within,
+    read_trace,
+    uniform_jobs,
+    write_trace,
+)
 from charonia.core.errors import InvalidArgument
 
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n10.0,300,40\n11.5,20,5\n14.0,7,1\n"
@@ -41,6 +48,19 @@ def test_a_trace_begins_at_once_and_plays_faster(trace: Path) -> None:
     assert len(read_trace(trace, limit=2)) == 2
 
 
+def test_a_trace_of_sessions_is_read_as_it_was_written(tmp_path: Path) -> None:
+    jobs = [PlannedRequest(0, 0.0, 30, 4, "a"), PlannedRequest(1, 2.0, 40, 4, "a", 3.5), PlannedRequest(2, 4.0, 9, 1)]
+    write_trace(tmp_path / "sessions.csv", jobs)
+    assert read_trace(tmp_path / "sessions.csv") == jobs
+    assert [(job.due, job.pause) for job in read_trace(tmp_path / "sessions.csv", speedup=2)] == [
+        (0, 0),
+        (1, 1.75),
+        (2, 0),
+    ]
+    with pytest.raises(InvalidArgument, match="cannot write"):
+        write_trace(tmp_path, jobs)
+
+
 def test_long_requests_of_a_trace_are_cut(trace: Path) -> None:
     assert read_trace(trace, longest=100)[0] == PlannedRequest(0, 0.0, 60, 40)
     assert read_trace(trace, longest=30)[0] == PlannedRequest(0, 0.0, 1, 29)
@@ -53,6 +73,7 @@ def test_long_requests_of_a_trace_are_cut(trace: Path) -> None:
         ("", "arrived_at"),
         (TRACE + "x,1,1\n", "trace.csv:5: arrived_at must be a number of seconds, got 'x'"),
         (TRACE + "\n\nnan,1,1\n", "trace.csv:7: arrived_at must be a number of seconds, got 'nan'"),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens,pause\n1,2,3,-1\n", "pause must be a number of seconds"),
         (TRACE + "15.0,1\n", "trace.csv:5: num_decode_tokens must be a number of tokens, at most 100,000,000, got ''"),
         (TRACE + "15.0,-1,1\n", "trace.csv:5: num_prefill_tokens must be"),
         (TRACE + f"15.0,{'9' * 5000},1\n", "trace.csv:5: num_prefill_tokens must be .* got '9{40}'"),

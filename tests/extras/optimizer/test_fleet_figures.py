@@ -17,7 +17,8 @@ from charonia.extras.optimizer.fleet_figures import (
 from charonia.extras.optimizer.fleet_load import make_requests
 from charonia.extras.optimizer.options import FleetLoad
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine
-from charonia.extras.optimizer.simulation import EngineShape, SimulatedRequest, Simulation
+from charonia.extras.optimizer.simulated_request import SimulatedRequest
+from charonia.extras.optimizer.simulation import EngineShape, Simulation
 from charonia.scheduler.config import SchedulerConfig
 
 FAST = SimulatedMachine(weights=10e-3, token=0.2e-3, head=0.1e-3, rest=1e-3)

@@ -44,6 +44,21 @@ def test_a_described_load_has_its_rate_lengths_tenants_and_prefixes() -> None:
     assert found == make_requests(load, 4096)
 
 
+def test_a_shorter_prompt_begins_another_conversation_of_its_session(tmp_path: Path) -> None:
+    trace = tmp_path / "sessions.csv"
+    rows = ("0,10,2,a,0", "0,5,2,b,0", "0,20,2,a,1", "0,8,2,a,2", "0,9,2,,0")
+    trace.write_text("\n".join(("arrived_at,num_prefill_tokens,num_decode_tokens,session,pause", *rows)))
+    requests = make_requests(FleetLoad(trace=trace, retain=9.0), 4096)
+    assert [(request.session, request.conversation, request.pause, request.last) for request in requests[:4]] == [
+        (1, 1, 0.0, False),
+        (2, 2, 0.0, True),
+        (1, 1, 1.0, True),
+        (1, 3, 2.0, True),
+    ]
+    assert requests[4].session == 0
+    assert [request.retention is not None for request in requests] == [True] * 4 + [False]
+
+
 def test_burstiness_spreads_the_gaps_and_leaves_the_rate() -> None:
     for burstiness in (0.0, 0.5, 4.0):
         load = FleetLoad(rate=10, requests=20_000, prompt="8", new="1", burstiness=burstiness)

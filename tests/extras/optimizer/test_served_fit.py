@@ -12,7 +12,8 @@ from charonia.extras.optimizer.served_fit import (
     fit_served_machine,
 )
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepLoad
-from charonia.extras.optimizer.simulation import EngineShape, SimulatedRequest, Simulation
+from charonia.extras.optimizer.simulated_request import SimulatedRequest
+from charonia.extras.optimizer.simulation import EngineShape, Simulation
 from charonia.scheduler.config import SchedulerConfig
 
 ENGINE = EngineShape(scheduler=SchedulerConfig(max_num_seqs=32, max_model_len=2048), blocks=4096)

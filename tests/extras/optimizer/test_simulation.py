@@ -1,5 +1,6 @@
 """The simulation: real scheduler, cache, admission and routing, on a clock that nobody waits for."""
 
+from itertools import pairwise
 from math import inf
 from random import Random
 
@@ -11,7 +12,8 @@ from charonia.engine.core.step_loop import EngineCore
 from charonia.engine.worker.executor import StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepSpread
-from charonia.extras.optimizer.simulation import EngineShape, SimulatedRequest, SimulatedResult, Simulation
+from charonia.extras.optimizer.simulated_request import SimulatedRequest, SimulatedResult
+from charonia.extras.optimizer.simulation import EngineShape, Simulation
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import MaskSource, StepPlan
@@ -153,6 +155,41 @@ def test_a_long_prompt_may_be_overtaken_on_its_way_into_the_engine() -> None:
     machine = replace(MACHINE, arrival_token=1e-3)
     long, short = Simulation(machine, ENGINE).run([SimulatedRequest(0.0, 500, 1), SimulatedRequest(0.1, 10, 1)])
     assert short.tokens[0] < long.tokens[0]
+
+
+def turns(session: int, prompts: list[int], pause: float, **wish: float) -> list[SimulatedRequest]:
+    """A conversation whose requests all are there at once, and wait for one another."""
+    requests = [
+        SimulatedRequest(
+            0.0, prompt, 4, session=session, conversation=session, pause=pause, retained=wish.get("retained", 0.0)
+        )
+        for prompt in prompts
+    ]
+    return [*requests[:-1], requests[-1]._replace(last=True)]
+
+
+def test_a_session_goes_on_after_its_answer_with_all_that_was_said() -> None:
+    _, results = run(turns(1, [100, 140, 200], pause=2.0))
+    assert [result.cached for result in results] == [0, 96, 128], "answers are found, too"
+    for before, after in pairwise(results):
+        assert after.arrival.at == before.tokens[-1] + 2.0
+    _, results = run(turns(1, [2000, 140, 100], pause=2.0))
+    assert [bool(result.refused) for result in results] == [True, False, False], "a refused one holds nobody up"
+
+
+def test_what_a_session_retains_is_there_when_others_have_filled_the_cache() -> None:
+    requests = [SimulatedRequest(0.3 * at, 400, 4) for at in range(40)]
+    small = replace(ENGINE, blocks=100)
+    for engine, wish, cached in (
+        (small, 60.0, 0),
+        (replace(small, retained_blocks=30), 0.0, 0),
+        (replace(small, retained_blocks=30), 60.0, 288),
+    ):
+        simulation, results = run([*requests, *turns(1, [300, 320], pause=5.0, retained=wish)], engine)
+        assert [result.cached for result in results if result.arrival.session] == [0, cached]
+    retention = simulation.replicas[0].retention
+    assert retention is not None
+    assert (len(retention), retention.blocks) == (1, 0), "it was released: the record of what scopes share is left"
 
 
 class NotingExecutor(FakeExecutor):
