@@ -28,6 +28,10 @@ class DeviceAttention(AttentionBackend):
     def device_blocks(self) -> list[Tensor]:
         return []
 
+    def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
+        for cache, new in zip(self._cache[layer], (keys, values), strict=True):
+            cache[batch.slots()] = new
+
     def begin_step(self, batch: StepBatch) -> TorchStepAttention:
         there, size = batch.on_device, self._spec.block_size
         places, ends = torch.arange(there.size), there.first_places + there.counts

@@ -128,6 +128,20 @@ class AttentionBackend(ABC):
     def device_blocks(self) -> Sequence[Tensor]:
         """Views of the cache's memory, each of which has a block's numbers behind its first index."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that is computed in."""
+        return self._spec.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._spec.device
+
+    @abstractmethod
+    def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [N, kv_heads, size] of a batch's tokens in the cache numbered `layer`; none of them
+        attends. Not for layers that keep values in keys."""
+
     @abstractmethod
     def begin_step(self, batch: StepBatch) -> StepAttention:
         """The attention of one step; what is the same in all layers is computed here, once."""

@@ -90,6 +90,12 @@ class NativeAttention(AttentionBackend):
     def device_blocks(self) -> Sequence[Tensor]:
         return [cache.transpose(0, 1) for cache in self._by_shape]
 
+    def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
+        caches = self._caches
+        planned = PlannedAttention(caches.params[caches.params_of_layer[layer]], batch, self._spec.dtype)
+        stored = heads_side_by_side(keys), heads_side_by_side(values)
+        planned.store(caches.caches[layer], caches.groups[layer], stored)
+
     def begin_step(self, batch: StepBatch) -> "NativeStepAttention":
         return NativeStepAttention(batch, self._spec, self._caches)
 
@@ -105,7 +111,7 @@ class NativeStepAttention:
     layer, the step is planned at the first call."""
 
     def __init__(self, batch: StepBatch, spec: CacheSpec, caches: LayerCaches) -> None:
-        self._batch = batch
+        self.batch = batch
         self._spec = spec
         self.caches = caches
         self.dtype = spec.dtype
@@ -130,4 +136,4 @@ class NativeStepAttention:
 
     @cached_property
     def _planned(self) -> list[PlannedAttention]:
-        return [PlannedAttention(params, self._batch, self._spec.dtype) for params in self.caches.params]
+        return [PlannedAttention(params, self.batch, self._spec.dtype) for params in self.caches.params]

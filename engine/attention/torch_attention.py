@@ -112,6 +112,11 @@ class ReferenceAttention(AttentionBackend):
         caches = [cache for place, shape in stored for cache in (place[:1] if shape.values_in_keys else place)]
         return [cache.view(-1, self._spec.block_size, *cache.shape[1:]) for cache in caches]
 
+    def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
+        slots = batch.of_group(self._layer_places[layer].group).slots()
+        for cache, new in zip(self._layers[layer], (keys, values), strict=True):
+            cache[slots] = new
+
     def begin_step(self, batch: StepBatch) -> StepAttention:
         counts = batch.counts.tolist()
         starts = batch.starts.tolist()
@@ -227,12 +232,30 @@ class TorchSdpaAttention(AttentionBackend):
     def device_blocks(self) -> Sequence[Tensor]:
         return [cache for keys, values in self._places for cache in ((keys,) if keys is values else (keys, values))]
 
+    def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
+        slots = batch.of_group(self._layer_places[layer].group).slots()
+        self._keep(layer, slots, self._begun(slots), keys, values)
+
+    def _begun(self, slots: Tensor) -> Tensor:
+        """The blocks whose first places are among these."""
+        size = self._spec.block_size
+        return slots[slots % size == 0] // size
+
+    def _keep(self, layer: int, slots: Tensor, begun: Tensor, k: Tensor | None, v: Tensor | None) -> None:
+        for cache, new in zip(self._layers[layer], (k, v), strict=True):
+            if new is None:
+                continue
+            if len(begun):  # blocks with what an earlier sequence left there
+                cache.index_fill_(0, begun, 0)
+            line = (-1, new[0].numel())
+            cache.view(line).index_copy_(0, slots, new.reshape(line))
+
     def begin_step(self, batch: StepBatch) -> StepAttention:
         spec = self._spec
         places = self._layer_places
         groups = {place.group: batch.of_group(place.group) for place in places}
         slots_of = {group: own.slots() for group, own in groups.items()}
-        begun_of = {group: slots[slots % spec.block_size == 0] // spec.block_size for group, slots in slots_of.items()}
+        begun_of = {group: self._begun(slots) for group, slots in slots_of.items()}
         kinds = {(place.group, index) for place, index in zip(places, self._index, strict=True)}
         parts = {(group, index): self._parts(groups[group], self._distinct[index]) for group, index in kinds}
 
@@ -240,14 +263,8 @@ class TorchSdpaAttention(AttentionBackend):
             kv_heads, size, value_size, _ = spec.shapes[layer]
             group = places[layer].group
             slots, begun = slots_of[group], begun_of[group]
-            token = (-1, kv_heads * size)
             grouped = (-1, kv_heads, spec.heads // kv_heads, size)
-            for cache, new in zip(self._layers[layer], (k, v), strict=True):
-                if new is None:
-                    continue
-                if len(begun):  # blocks with what an earlier sequence left there
-                    cache.index_fill_(0, begun, 0)
-                cache.view(token).index_copy_(0, slots, new.reshape(token))
+            self._keep(layer, slots, begun, k, v)
             out = q.new_empty(len(q), kv_heads, spec.heads // kv_heads, value_size)
             for part in parts[group, self._index[layer]]:
                 mixed = self._attend(part, layer, q.view(grouped)[part.tokens], sinks)

@@ -82,6 +82,14 @@ class TritonAttention(AttentionBackend):
     def device_blocks(self) -> Sequence[Tensor]:
         return self._blocks
 
+    def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
+        from ..gpu.cache_write import write_cache
+
+        shape = self._specs[self._index[layer]].shape
+        places = batch.of_group(self._groups[layer]).on_device
+        stored = heads_side_by_side(keys), heads_side_by_side(values)
+        write_cache(shape, self._layers[layer], places, batch.owners, (stored[0], *stored), None)
+
     def begin_step(self, batch: StepBatch) -> "TritonStepAttention":
         tiles = [plan_tiles(spec, batch) for spec in self._specs]
         return TritonStepAttention(batch, self._specs, tiles, self._index, self._layers, self._groups)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ...core.errors import shorten
+from .encoder_shape import EncoderShape
 from .model_spec import (
     ACTIVATIONS,
     DTYPES,
@@ -84,6 +85,8 @@ class ArchitectureDefaults(NamedTuple):
     """Its config.json in the fields that are read here."""
     only: Mapping[str, Any] = {}
     """Fields of which one value alone is computed."""
+    encoder: "Callable[[ConfigFields], EncoderShape] | None" = None
+    """Reads what its layers attend to beside their tokens, where they do."""
 
 
 class ConfigFields(NamedTuple):

@@ -90,7 +90,11 @@ _IMAGE_POSITIONS: dict[str, Mapping[str, Any]] = {
 _SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Fields that stand outside of text_config, for all parts."""
 
+_ENCODER_DECODERS = frozenset({"WhisperForConditionalGeneration"})
+"""Architectures whose config.json is that of both parts, of which the decoder is ours."""
+
 _TEXT_PREFIXES = {
+    "model.decoder.": "model.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "language_model.model.": "model.",
@@ -167,6 +171,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config.json of the text part of the model that `config` describes, if it has one that we serve."""
     names = config.get("architectures")
     outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
+    if outer in _ENCODER_DECODERS:
+        return dict(config)
     text = config.get("text_config", config)  # Qwen's older ones have its fields among the others
     if outer not in _USUAL_TEXT_PART or not isinstance(text, dict):
         return None

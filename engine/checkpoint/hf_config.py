@@ -10,6 +10,7 @@ from .hybrid_config import HYBRIDS
 from .latent_config import LATENTS, latent_attention
 from .llama_kin_config import LLAMA_KIN
 from .model_spec import CheckpointError, LayerAttention, ModelSpec
+from .seq2seq_config import SEQ2SEQ
 
 
 def read_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -93,6 +94,7 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         experts=fields.experts(),
         dtype=fields.dtype(),
         deepstack=fields.number("deepstack_layers", 0, least=0),
+        encoder=None if fields.defaults.encoder is None else fields.defaults.encoder(fields),
     )
 
 
@@ -255,5 +257,6 @@ _ARCHITECTURES: dict[str, ArchitectureDefaults] = {
     **HYBRIDS,
     **LATENTS,
     **LLAMA_KIN,
+    **SEQ2SEQ,
 }
 """Any other architecture has Llama's defaults: no layer has a window."""

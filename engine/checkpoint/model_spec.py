@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
+from .encoder_shape import EncoderShape
 from .recurrence import LayerState, RecurrenceSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -184,6 +185,8 @@ class DecoderShape:
     its own. Empty: every layer has its own."""
     attends_itself: bool = False
     """Whether the decoder attends by itself, and has our cache of keys and values as a store alone."""
+    encoder: EncoderShape | None = None
+    """What every layer attends to beside its tokens; None: to nothing."""
 
     @property
     def layers(self) -> int:

@@ -148,7 +148,15 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     speculation = None if drafts == 0 else _speculation(config, capacity.vocab_size)
     scheduler = Scheduler(rules, cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
-    core = EngineCore(scheduler, cache, executor, grammars=grammars, vocab_size=capacity.vocab_size, events=events)
+    core = EngineCore(
+        scheduler,
+        cache,
+        executor,
+        grammars=grammars,
+        vocab_size=capacity.vocab_size,
+        events=events,
+        encoder=capacity.encoder,
+    )
     progress.report("warm-up", 0.0)
     core.warm_up()
     progress.report("warm-up", 1.0)
@@ -157,7 +165,8 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     gc_tuning.collect_and_freeze(frozen_too=False)
     here = capacity.machine and config.parallel.backend == "mp"
     states = (sizes.extra_states + config.scheduler.max_num_seqs) * capacity.state_bytes
-    cache_bytes = (sizes.blocks * capacity.block_bytes + states) * config.parallel.world if here else 0
+    cached = sizes.blocks * capacity.block_bytes + states + capacity.cross_bytes
+    cache_bytes = cached * config.parallel.world if here else 0
     return core, CoreReady(
         capacity.vocab_size,
         length,

@@ -20,6 +20,7 @@ from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceSpec
+from ..checkpoint.encoder_shape import EncoderShape, check_encoded
 from ..worker.executor import Executor, StepFuture
 from .adapters import CoreAdapters
 from .cache_events import CacheEventRecorder
@@ -66,6 +67,7 @@ class EngineCore:
 
     `inbox` takes messages of the server's process, and errors that end the loop, from any thread. `clock`: seconds, for
     timeouts. Without `grammars` there are no constraints. `events`: who is told what the cache holds.
+    `encoder`: what all sequences attend to beside their tokens, if the model has one.
     """
 
     def __init__(
@@ -77,11 +79,13 @@ class EngineCore:
         grammars: GrammarPool | None = None,
         vocab_size: int = 0,
         events: CacheEventRecorder | None = None,
+        encoder: EncoderShape | None = None,
     ) -> None:
         self.inbox = Inbox(cache, clock, grammars)
         self._adapters = CoreAdapters(executor, self.inbox.reply, scheduler.uses_adapter)
         self._grammars = grammars
         self._events = events
+        self._encoder = encoder
         self._constraints = ConstrainedSequences(vocab_size)
         if scheduler.speculation is not None:
             scheduler.speculation.possible_drafts = self._constraints.possible_drafts
@@ -121,8 +125,10 @@ class EngineCore:
     def _run_alone(self, prompt: int, new: int, sampling: ResolvedSampling = GREEDY) -> list[Logprobs]:
         """The logprobs of the new tokens, if `sampling` wants any."""
         tokens = np.zeros(prompt, np.int32)
+        encoded = None if self._encoder is None else self._encoder.blank()
+        spec = SequenceSpec(key=_WARM_UP_KEY, prompt=tokens, max_tokens=new, sampling=sampling, encoded=encoded)
         with suppress(InvalidArgument):  # a cache too small for the trial needs none
-            self._scheduler.add(SequenceSpec(key=_WARM_UP_KEY, prompt=tokens, max_tokens=new, sampling=sampling))
+            self._scheduler.add(spec)
         logprobs: list[Logprobs] = []
         while self._scheduler.has_work:
             self._launch()
@@ -172,6 +178,7 @@ class EngineCore:
                     try:
                         if spec.adapter and spec.adapter not in self._adapters:
                             raise InvalidArgument("the adapter is not loaded", field="lora_name")
+                        check_encoded(spec.encoded, self._encoder)
                         self._scheduler.add(spec, self._clock() - arrived)
                         if constraint is not None:
                             self._constraints.add(spec.key, constraint)

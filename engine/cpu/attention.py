@@ -130,13 +130,24 @@ class PlannedAttention:
         call = self._call
         call.queries, call.query_stride = q.data_ptr(), q.stride(0)
         call.keys = call.values = None
+        call.sinks = None if sinks is None else sinks.data_ptr()
+        self._take(cache, group, stored)
+        self._attend(*self._addresses)
+        return self._out.clone()
+
+    def store(self, cache: int, group: int, stored: Sequence[Tensor]) -> None:
+        """Stores keys and values of that kind, and attends to nothing, from now on."""
+        self._plan.works = self._plan.folds = 0
+        self._take(cache, group, stored)
+        self._attend(*self._addresses)
+
+    def _take(self, cache: int, group: int, stored: Sequence[Tensor]) -> None:
+        call = self._call
         if stored:
             call.keys, call.key_stride = stored[0].data_ptr(), stored[0].stride(0)
             call.values, call.value_stride = stored[-1].data_ptr(), stored[-1].stride(0)
-        call.cos_sin, call.sinks = None, None if sinks is None else sinks.data_ptr()
+        call.cos_sin = None
         call.cache, call.group = cache, group
-        self._attend(*self._addresses)
-        return self._out.clone()
 
     def _plan_pieces(self, capacity: int) -> None:
         """Plan with arrays of `capacity` pieces, or of as many as C asks for."""

@@ -3,16 +3,18 @@
 
 #include <math.h>
 
-enum activation { SILU, GELU, ERF_GELU, QUICK_GELU, CLAMPED_SWIGLU, SQUARED_RELU };
+enum activation {
+    SILU, GELU, ERF_GELU, QUICK_GELU, CLAMPED_SWIGLU, SQUARED_RELU, UNGATED_SILU, UNGATED_GELU, UNGATED_ERF_GELU, UNGATED_RELU
+};
 
 /* Whether rows have gate and up, or one of them alone. */
-#define GATED(activation) ((activation) != SQUARED_RELU)
+#define GATED(activation) ((activation) < SQUARED_RELU)
 #define CLAMP 7.0f /* of CLAMPED_SWIGLU */
 
 #define SUBJECT "elementwise.inc"
 #include "each_level.h"
 
-typedef void norm_row(void *, const void *, const float *, void *, long, float, int);
+typedef void norm_row(void *, const void *, const float *, const float *, void *, long, float, int);
 typedef void gate_row(const void *, void *, long, int, int);
 typedef void rope_row(const void *, const float *, void *, long, int);
 typedef void scale_row(const void *, void *, long, float, int);
@@ -43,7 +45,8 @@ void norm_in_team(Team *team, const Norm *o)
     FOR_ROWS(team, o->rows, o->rows * o->heads * o->n, for (int64_t h = 0; h < o->heads; h++) {
         const int64_t at = row * o->stride + h * o->n;
         norm(place(o->x, at, o->kind), o->delta ? place(o->delta, at, o->kind) : 0, o->weight + h % o->weights * o->n,
-             place(o->out, at, o->kind), o->n, o->eps, o->kind);
+             o->centred ? o->weight + (o->weights + h % o->weights) * o->n : 0, place(o->out, at, o->kind), o->n, o->eps,
+             o->kind);
     });
 }
 
@@ -117,9 +120,9 @@ void embed_rows(const Embedding *o)
 }
 
 EXPORT void charonia_norm(void *x, const void *delta, const float *weight, void *out, int64_t rows, int64_t heads,
-                          int64_t stride, int64_t weights, int64_t n, float eps, int kind)
+                          int64_t stride, int64_t weights, int64_t n, float eps, int kind, int centred)
 {
-    const Norm norm = {x, delta, weight, out, rows, heads, stride, weights, n, eps, kind};
+    const Norm norm = {x, delta, weight, out, rows, heads, stride, weights, n, eps, kind, centred};
     PARALLEL_REGION(threads_for(rows * heads * n), norm_in_team(team, &norm));
 }
 

@@ -5,7 +5,8 @@
 #include "parallel_region.h"
 
 /* out [rows, heads, n] = norm of x [rows, heads, n], rows of both `stride` elements apart, x may be out; weight
-   [weights, n], one for all heads or one for each. With `delta`, laid out as x, x becomes x + delta first. */
+   [weights, n], one for all heads or one for each, and behind it biases as many, where x is centred. With `delta`, laid
+   out as x, x becomes x + delta first. */
 typedef struct {
     void *x;
     const void *delta;
@@ -13,7 +14,7 @@ typedef struct {
     void *out;
     int64_t rows, heads, stride, weights, n;
     float eps;
-    int kind;
+    int kind, centred;
 } Norm;
 
 /* out [rows, n] = activation(gate) * up of x [rows, gate and up, n], or activation(x) of one without gates. */

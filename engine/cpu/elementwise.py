@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import library
-from .op_trace import EMBED, GATE, JOIN, NORM, SOFT_CAP, OpStruct, OpTrace, SymbolicTensor, TensorOrSymbol
+from .op_trace import EMBED, GATE, JOIN, NORM, POSITIONS, SOFT_CAP, OpStruct, OpTrace, SymbolicTensor, TensorOrSymbol
 
 CLAMPED_SWIGLU = "clamped_swiglu"
 """quick_gelu(gate) * (up + 1) of a gate of at most CLAMP, and an up within it on both sides (arXiv 2508.10925)."""
@@ -16,15 +16,23 @@ CLAMP = 7.0
 SQUARED_RELU = "squared_relu"
 """max(x, 0)^2 of rows that have no gate (arXiv 2109.08668)."""
 
+UNGATED = {"silu": "ungated_silu", "gelu_tanh": "ungated_gelu_tanh", "gelu": "ungated_gelu", "relu": "ungated_relu"}
+"""Activations -> the same of rows that have no gate."""
+
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3, CLAMPED_SWIGLU: 4, SQUARED_RELU: 5}
+ACTIVATION_CODES |= {name: code for code, name in enumerate(UNGATED.values(), 6)}
 """The numbers of `enum activation` of elementwise.c."""
+
+HAVE_NO_GATE = frozenset({SQUARED_RELU, *UNGATED.values()})
 
 
 class FusedNorm:
-    """RMS norm (arXiv 1910.07467): x / rms(x) * weight, x in `dtype`; `weight` [n] or [heads, n] in float32."""
+    """RMS norm (arXiv 1910.07467): x / rms(x) * weight, x in `dtype`; `weight` [n] or [heads, n] in float32. With a
+    `bias` like it, the same of x - mean(x), and the bias added (arXiv 1607.06450)."""
 
-    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
-        self._weight = weight.contiguous()
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype, bias: Tensor | None = None) -> None:
+        self._weight = weight.contiguous() if bias is None else torch.stack((weight, bias))
+        self._centred = int(bias is not None)
         self._eps = eps
         self._kind = library.DTYPE_CODES[dtype]
         self._size, self._weights = weight.shape[-1], weight.numel() // weight.shape[-1]
@@ -63,21 +71,21 @@ class FusedNorm:
     def _normalize(self, out: Tensor, x: Tensor, delta: Tensor | None, heads: int, stride: int) -> None:
         sizes = x.shape[0], heads, stride, self._weights, self._size
         addresses = x.data_ptr(), 0 if delta is None else delta.data_ptr(), self._address, out.data_ptr()
-        self._norm(*addresses, *sizes, self._eps, self._kind)
+        self._norm(*addresses, *sizes, self._eps, self._kind, self._centred)
 
     def _operation(self, heads: int, stride: int) -> OpStruct:
         sizes = {"heads": heads, "stride": stride, "weights": self._weights, "size": self._size}
-        return OpStruct(kind=NORM, what=self._address, number=self._eps, **sizes)
+        return OpStruct(kind=NORM, what=self._address, number=self._eps, activation=self._centred, **sizes)
 
 
 class FusedGate:
     """Gate and up features side by side, [N, 2n] and contiguous -> activation(gate) * up [N, n] (arXiv 2002.05202); of
-    SQUARED_RELU the features [N, n] alone."""
+    those in HAVE_NO_GATE the features [N, n] alone."""
 
     def __init__(self, activation: str) -> None:
         self._activation = ACTIVATION_CODES[activation]
         self._gate = library.bind_function("charonia_gate")
-        self._parts = 1 if activation == SQUARED_RELU else 2
+        self._parts = 1 if activation in HAVE_NO_GATE else 2
 
     def __call__(self, x: TensorOrSymbol) -> TensorOrSymbol:
         if isinstance(x, SymbolicTensor):
@@ -128,3 +136,10 @@ def trace_embedding(trace: OpTrace, table: Tensor, factor: float) -> SymbolicTen
     """The token ids' rows of `table` [vocabulary, n], contiguous and of the trace's dtype, multiplied by `factor`."""
     size = table.shape[1]
     return trace.add_op(OpStruct(kind=EMBED, what=table.data_ptr(), size=size, number=factor), None, size)
+
+
+def trace_positions(x: SymbolicTensor, table: Tensor, first: int) -> None:
+    """To each token's line of `x` [N, n] that of its position is added, of `table` [lines, n], in which position 0 is
+    line `first`."""
+    operation = OpStruct(kind=POSITIONS, what=table.data_ptr(), size=table.shape[1], layer=first)
+    x.trace.add_in_place(operation, x)

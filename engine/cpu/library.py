@@ -36,7 +36,7 @@ SIGNATURES = {
     "charonia_limit": "i",
     "charonia_tiles_refused": "",
     "charonia_threads": "",
-    "charonia_norm": "pppplllllfi",
+    "charonia_norm": "pppplllllfii",
     "charonia_gate": "ppllii",
     "charonia_soft_cap": "pllfi",
     "charonia_gate_heads": "ppplpl",

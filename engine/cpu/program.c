@@ -31,7 +31,7 @@ static void normalize(Team *team, const Operation *o, const StepLayout *l)
     const int64_t first = o->layer * number_bytes(o);
     const Norm norm = {tensor(l, o->x, o->selected) + first, tensor(l, o->delta, o->selected), o->what,
                        tensor(l, o->out, o->selected) + first, rows_of(l, o), o->heads, o->stride, o->weights, o->size,
-                       o->number, o->dtype};
+                       o->number, o->dtype, o->activation};
     norm_in_team(team, &norm);
 }
 
@@ -48,6 +48,27 @@ static void attend(Team *team, const Operation *o, const StepLayout *l)
                                         l->arguments->caches[o->layer], tensor(l, o->out, 0), o->size,
                                         l->arguments->group_of_layer[o->layer]};
     attend_in_team(team, p, &l->step, l->plans + index, &call, l->scratches[index]);
+}
+
+/* Queries alone attend to what stands in another cache. */
+static void attend_across(Team *team, const Operation *o, const StepLayout *l)
+{
+    const StepArguments *a = l->arguments;
+    const struct attention_call call = {.queries = tensor(l, o->x, 0), .query_stride = o->stride,
+                                        .cache = a->cross_caches[o->layer], .out = tensor(l, o->out, 0)};
+    attend_in_team(team, a->cross_params, &l->cross, &l->cross_plan, &call, l->cross_scratch);
+}
+
+/* To each token's line of x that of its position is added. */
+static void add_positions(Team *team, const Operation *o, const StepLayout *l)
+{
+    const struct step *s = &l->step;
+    const int64_t bytes = o->size * number_bytes(o);
+    for (int64_t r = 0; r < s->rows; r++) {
+        const char *lines = (const char *)o->what + (s->starts[r] + o->layer) * bytes;
+        const Addition addition = {tensor(l, o->out, 0) + s->firsts[r] * bytes, lines, s->counts[r], o->size, o->dtype};
+        add_in_team(team, &addition);
+    }
 }
 
 static void embed(const Operation *o, const StepLayout *l)
@@ -242,6 +263,10 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
         adapt(team, o, l);
     } else if (o->kind == STACK) {
         stack(team, o, l);
+    } else if (o->kind == POSITIONS) {
+        add_positions(team, o, l);
+    } else if (o->kind == CROSS) {
+        attend_across(team, o, l);
     } else if (team->me == 0) {
         o->kind == EMBED ? embed(o, l) : o->kind == SELECT ? select_places(o, l) : o->kind == KEEP ? keep(o, l)
         : o->kind == JOIN ? join(o, l) : o->kind == FILL ? fill(o, l) : input(o, l);
@@ -324,20 +349,20 @@ static void locate_rows(StepLayout *l, int64_t *firsts)
     }
 }
 
-static void lay_out_attention(StepLayout *l, int64_t index, Arena *memory, Arena *workspace)
+static void lay_out_attention(const struct attention_params *p, const struct step *s, struct attention_plan *to,
+                              float **to_scratch, Arena *memory, Arena *workspace)
 {
-    const struct attention_params *p = l->arguments->params[index];
     struct attention_plan plan = {0};
-    const int64_t pieces = charonia_attention_plan(p, &l->step, &plan, 0);
+    const int64_t pieces = charonia_attention_plan(p, s, &plan, 0);
     const int64_t bytes = pieces * (int64_t)sizeof(struct attention_piece);
     float *scratch = allocate(memory, plan.scratch * (int64_t)sizeof(float));
     plan.to_write = allocate(workspace, bytes);
     plan.to_work = allocate(workspace, bytes);
     plan.to_fold = allocate(workspace, bytes);
     if (workspace->memory) {
-        charonia_attention_plan(p, &l->step, &plan, pieces);
-        l->plans[index] = plan;
-        l->scratches[index] = scratch;
+        charonia_attention_plan(p, s, &plan, pieces);
+        *to = plan;
+        *to_scratch = scratch;
     }
 }
 
@@ -350,13 +375,15 @@ static void lay_out_step(StepLayout *l, int threads, Arena *memory, Arena *works
     l->sampled_to = allocate(workspace, a->sampled_count * (int64_t)sizeof(int64_t));
     l->plans = allocate(workspace, a->params_count * (int64_t)sizeof(struct attention_plan));
     l->scratches = allocate(workspace, a->params_count * (int64_t)sizeof(float *));
-    l->step.firsts = firsts;
+    l->step.firsts = l->cross.firsts = firsts;
     if (workspace->memory)
         locate_rows(l, firsts);
     l->token_tensors = allocate(memory, l->tokens * l->program->token_bytes);
     l->selected_tensors = allocate(memory, a->logits_count * l->program->selected_bytes);
     for (int64_t index = 0; index < a->params_count; index++)
-        lay_out_attention(l, index, memory, workspace);
+        lay_out_attention(a->params[index], &l->step, l->plans + index, l->scratches + index, memory, workspace);
+    if (a->cross_params)
+        lay_out_attention(a->cross_params, &l->cross, &l->cross_plan, &l->cross_scratch, memory, workspace);
     l->product_memory = allocate(memory, product_memory_bytes(l, threads));
 }
 
@@ -365,7 +392,7 @@ static void lay_out_step(StepLayout *l, int threads, Arena *memory, Arena *works
 EXPORT int64_t charonia_step_submit(ThreadPool *pool, const Program *p, StepArguments *a)
 {
     const int threads = (int)pool_helpers(pool) + 1;
-    const StepLayout blank = {.program = p, .arguments = a, .step = a->step};
+    const StepLayout blank = {.program = p, .arguments = a, .step = a->step, .cross = a->cross};
     StepLayout counted = blank, *layout = (StepLayout *)a->workspace;
     Arena memory = {0, 0}, workspace = {0, 0};
     allocate(&workspace, sizeof(StepLayout));

@@ -13,14 +13,14 @@
 
 enum {
     NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN, CONVOLVE, RECUR,
-    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL, HEADS, STACK
+    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL, HEADS, STACK, POSITIONS, CROSS
 };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
    a token from the beginning, or s bytes a selected place. */
 typedef struct {
     int64_t kind, x, delta, out; /* delta: -1 is none */
-    const void *what;            /* a norm's weights, a product's Matrix, an embedding table; SAMPLE: int32 ids to store in
+    const void *what;            /* a norm's weights, a product's Matrix, a table of embeddings or positions; SAMPLE: int32 ids to store in
                                     place of tokens, or null; ATTENTION: its sinks, or null; CONVOLVE, RECUR,
                                     GATE_HEADS: their Convolution, Recurrence, HeadGate, with lines of x `stride` long,
                                     and of delta, the gates, `size`; EXPERTS: their Mixture, whose scores are delta;
@@ -31,11 +31,12 @@ typedef struct {
                                     LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines; CONVOLVE,
                                     RECUR: the layer's number among those with states; JOIN: the first of the `size`
                                     numbers of delta's lines, which are `stride` long; NORM: the number of a line at
-                                    which its heads begin; STACK: which of the stacked rows are added to x */
+                                    which its heads begin; STACK: which of the stacked rows are added to x;
+                                    POSITIONS: the line of the table for position 0; CROSS: the cache */
     const Matrix *next;          /* product: the matrix of the next product */
     float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x as ADD and
                                     GATE_ROWS do; what SOFT_CAP caps x at */
-    int32_t dtype, activation;
+    int32_t dtype, activation;   /* NORM: 1 if it is centred, with biases behind its weights */
     int32_t selected;            /* whether its tensors are of selected places alone; SELECT: the one that comes out */
 } Operation;
 
@@ -82,6 +83,9 @@ typedef struct {
     int64_t stacked_count;                        /* STACK: layers that add rows, and for each its lines at these places */
     const void *stacked_rows;
     const float *const *cos_sin;                  /* in place of the program's tables, or null */
+    struct step cross;                            /* CROSS: what rows attend to beside their tokens, see cross_cache.py */
+    const struct attention_params *cross_params;  /* or null: there is nothing */
+    char *const *cross_caches;                    /* by layer */
 } StepArguments;
 
 /* A step with its places in memory. */
@@ -93,6 +97,9 @@ typedef struct {
     char *token_tensors, *selected_tensors, *product_memory;
     struct attention_plan *plans;                 /* by attention_params */
     float **scratches;                            /* by attention_params */
+    struct step cross;
+    struct attention_plan cross_plan;
+    float *cross_scratch;
     int64_t *sampled_to;                          /* the index in token_ids of each sampled token */
 } StepLayout;
 

@@ -50,6 +50,8 @@ class _StepArguments(ctypes.Structure):
         ("moves", MovesStruct),
         *struct_fields("p windows matrices"),
         *struct_fields("l filled_count", "p filled_places filled_rows", "l stacked_count", "p stacked_rows cos_sin"),
+        ("cross", StepStruct),
+        *struct_fields("p cross_params cross_caches"),
     ]
 
 
@@ -81,6 +83,8 @@ class ProgramInputs(NamedTuple):
     """The adapters of rows that have one."""
     states: StepSlots | None = None
     """Where layers keep the states of rows."""
+    cross: tuple[StepBatch, LayerCaches] | None = None
+    """What its rows attend to beside their tokens, and where that is."""
 
 
 Head: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor]], Iterator[Tensor] | None]
@@ -257,6 +261,12 @@ class DecoderProgram:
             arguments.moves = states.moves
             arguments.windows = states.layers.windows.ctypes.data
             arguments.matrices = states.layers.matrices.ctypes.data
+        arguments.cross_params = None
+        if inputs.cross is not None:
+            across, cross_caches = inputs.cross
+            arguments.cross = StepStruct(*across.c_fields)
+            arguments.cross_params = ctypes.addressof(cross_caches.params[0])
+            arguments.cross_caches = cross_caches.c_fields[3]
         arguments.filled_count = arguments.stacked_count = 0
         if (embedded := inputs.batch.embedded) is not None:
             arguments.filled_count = len(embedded.places)

@@ -15,11 +15,11 @@ from ..checkpoint.build_context import PipelineLink, rank_slice
 from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
-from ..cpu.elementwise import FusedSoftCap, trace_embedding
+from ..cpu.elementwise import FusedSoftCap, trace_embedding, trace_positions
 from ..cpu.op_trace import OpTrace, SymbolicTensor, Traceable
 from ..step_batch import StepBatch
 from .linear import LMHead, split_reason
-from .norm import NormFactory
+from .norm import WholeNorm
 
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 HEAD_WEIGHT = "lm_head.weight"
@@ -28,9 +28,10 @@ HEAD_WEIGHT = "lm_head.weight"
 class Embedding:
     """Token ids [N] -> rows [N, hidden] of the embedding table, in memory of their own, the vocabulary split over the
     group; called for a step, with the rows that stand in places of no token. The table stays in the memory-mapped file
-    where it can: a step reads few rows of it."""
+    where it can: a step reads few rows of it. `lines` [positions, hidden]: learned positions, added to it."""
 
-    def __init__(self, loader: WeightLoader, spec: ModelSpec, scale: float = 1.0) -> None:
+    def __init__(self, loader: WeightLoader, spec: ModelSpec, scale: float = 1.0, lines: Tensor | None = None) -> None:
+        self._lines = lines
         self._part = rank_slice(spec.vocab_size, loader.group)
         shape = spec.vocab_size, spec.hidden_size
         self._table = loader.mapped(TensorSlice(EMBEDDING_WEIGHT, shape, self._part))
@@ -41,6 +42,8 @@ class Embedding:
 
     def __call__(self, batch: StepBatch) -> Tensor:
         x = self.embed(batch.tokens)
+        if self._lines is not None:
+            x = x + self._lines[batch.positions]
         return x if batch.embedded is None else batch.embedded.fill(x)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -55,7 +58,10 @@ class Embedding:
 
     def trace(self, trace: OpTrace) -> SymbolicTensor:
         """Record the same as operations; only if `untraceable` gives no reason against it."""
-        return trace_embedding(trace, self._table, 1.0 if self._scale is None else float(self._scale))
+        x = trace_embedding(trace, self._table, 1.0 if self._scale is None else float(self._scale))
+        if self._lines is not None:
+            trace_positions(x, self._lines, 0)
+        return x
 
 
 class StageReceiver:
@@ -86,7 +92,9 @@ class StageSender:
 class LogitsOutput:
     """The last norm and the LM head. Logits are softly capped where the model wants it: cap * tanh(logit / cap)."""
 
-    def __init__(self, spec: ModelSpec, loader: WeightLoader, norm: NormFactory, norm_weight: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, loader: WeightLoader, norm: Callable[[Tensor, float], WholeNorm], norm_weight: str
+    ) -> None:
         self.norm = norm(loader.vector(norm_weight, spec.hidden_size), spec.norm_eps)
         name = EMBEDDING_WEIGHT if spec.tied_embeddings else HEAD_WEIGHT
         self.head = LMHead(loader, name, spec.vocab_size, spec.hidden_size)
@@ -145,16 +153,17 @@ class DecoderEnds(NamedTuple):
 def build_ends(
     spec: ModelSpec,
     loader: WeightLoader,
-    norm: NormFactory,
+    norm: Callable[[Tensor, float], WholeNorm],
     scale: float = 1.0,
     last_norm: str = "model.norm.weight",
+    lines: Tensor | None = None,
 ) -> DecoderEnds:
-    """The ends of this rank's pipeline stage. `scale` multiplies embeddings; `norm` makes the one before the head, of
-    the weight `last_norm`."""
+    """The ends of this rank's pipeline stage. `scale` multiplies embeddings, to which `lines` of learned positions are
+    added; `norm` makes the one before the head, of the weight `last_norm`."""
     link = loader.context.shard.link
     stage = loader.context.shard.stage
     first: DecoderInput
-    first = Embedding(loader, spec, scale) if link is None or stage.first else StageReceiver(link, spec, loader)
+    first = Embedding(loader, spec, scale, lines) if link is None or stage.first else StageReceiver(link, spec, loader)
     last: DecoderOutput
     last = LogitsOutput(spec, loader, norm, last_norm) if link is None or stage.last else StageSender(link)
     return DecoderEnds(first, last, spec.hidden_size)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,6 +30,8 @@ class OutputShard(NamedTuple):
     features: slice
     factor: float = 1.0
     """What they are multiplied by."""
+    biased: bool = True
+    """Whether they have a bias where others beside them have one."""
 
     def shifted(self, by: int) -> "OutputShard":
         """The same number of features `by` further on, where one matrix holds several projections."""
@@ -111,8 +114,19 @@ def column_slices(outputs: Iterable[OutputShard], inputs: int) -> list[TensorSli
 
 def column_linear(loader: WeightLoader, outputs: Sequence[OutputShard], inputs: int, *, bias: bool) -> LayerMatmul:
     """The product x [N, in] -> this rank's output features [N, out], those of several matrices in one."""
-    biases = (TensorSlice(f"{o.name}.bias", (o.size,), o.features, factor=o.factor) for o in outputs)
-    return LayerMatmul(loader, column_slices(outputs, inputs), loader.concatenate(biases) if bias else None)
+    return LayerMatmul(loader, column_slices(outputs, inputs), joined_bias(loader, outputs) if bias else None)
+
+
+def joined_bias(loader: WeightLoader, outputs: Iterable[OutputShard]) -> Tensor:
+    """The biases of these output features, zeros for those that have none."""
+    parts: list[Tensor] = []
+    for o in outputs:
+        part = TensorSlice(f"{o.name}.bias", (o.size,), o.features, factor=o.factor)
+        if o.biased:
+            parts.append(loader.concatenate([part]))
+        else:
+            parts.append(torch.zeros(len(part.row_range), dtype=loader.dtype, device=loader.device))
+    return torch.cat(parts)
 
 
 class RowLinear:

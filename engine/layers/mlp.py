@@ -14,7 +14,7 @@ from ..checkpoint.build_context import SingleRank, rank_slice
 from ..checkpoint.model_spec import ExpertsSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
-from ..cpu.elementwise import CLAMP, CLAMPED_SWIGLU, SQUARED_RELU, FusedGate
+from ..cpu.elementwise import CLAMP, CLAMPED_SWIGLU, HAVE_NO_GATE, SQUARED_RELU, UNGATED, FusedGate
 from ..cpu.experts import FusedMixture, Routing, gate_rows
 from ..cpu.matmul import MatrixProduct
 from ..cpu.op_trace import untraceable_reason
@@ -33,8 +33,12 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     SQUARED_RELU: lambda x: F.relu(x).square_(),
+    "ungated_relu": F.relu,
 }
-"""The functions by their names in `model_spec.ACTIVATIONS`."""
+ACTIVATION_FUNCTIONS |= {
+    ungated: ACTIVATION_FUNCTIONS[name] for name, ungated in UNGATED.items() if name in ACTIVATION_FUNCTIONS
+}
+"""The functions by their names in `model_spec.ACTIVATIONS`, and in `elementwise.UNGATED`."""
 
 
 class GatedMLPSpec(NamedTuple):
@@ -46,7 +50,7 @@ class GatedMLPSpec(NamedTuple):
     intermediate: int
     bias: bool = False
     activation: str = "silu"
-    """One of ACTIVATION_FUNCTIONS or CLAMPED_SWIGLU. With SQUARED_RELU the layer has no gate, only `up`."""
+    """One of ACTIVATION_FUNCTIONS or CLAMPED_SWIGLU. With one of HAVE_NO_GATE the layer has no gate, only `up`."""
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -60,7 +64,7 @@ class GatedMLPSpec(NamedTuple):
 
     def gate_and_up(self, features: slice) -> list[OutputShard]:
         """The matrices of gate and up, of each the output `features` that this rank computes."""
-        if self.activation == SQUARED_RELU:
+        if self.activation in HAVE_NO_GATE:
             return [OutputShard(f"{self.name}.{self.up}", self.intermediate, features)]
         if self.fused is None:
             gate = OutputShard(f"{self.name}.{self.gate}", self.intermediate, features, self.gate_factor)
@@ -107,7 +111,7 @@ def _keep_largest(gates: Tensor, spreads: float) -> None:
 
 
 def fastest_gate(activation: str, loader: WeightLoader) -> "FusedGate | TorchGate | TritonGate":
-    if runtime.serves(loader.dtype, loader.device):
+    if runtime.serves(loader.dtype, loader.device) and activation not in UNGATED.values():
         from ..gpu.gate import TritonGate
 
         return TritonGate(activation)
@@ -123,7 +127,7 @@ class TorchGate:
         self._activation = ACTIVATION_FUNCTIONS["quick_gelu" if activation == CLAMPED_SWIGLU else activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._name == SQUARED_RELU:
+        if self._name in HAVE_NO_GATE:
             return self._activation(x)
         gate, up = x.chunk(2, -1)
         if self._name == CLAMPED_SWIGLU:

@@ -1,9 +1,11 @@
-"""RMS norm (arXiv 1910.07467), by the kernels of the device where they serve, else by torch."""
+"""RMS norm (arXiv 1910.07467) and layer norm (arXiv 1607.06450), by the kernels of the device where they serve, else by
+torch."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..cpu import library
@@ -43,6 +45,25 @@ class TorchNorm:
         part.copy_(self(part))
 
 
+class TorchLayerNorm:
+    """(x - mean(x)) / deviation(x) * weight + bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Adds `delta` to x [N, n] in place; returns the norm of the sum."""
+        return self(x.add_(delta))
+
+
+WholeNorm: TypeAlias = Union[TorchLayerNorm, TorchNorm, FusedNorm, "TritonNorm"]
+"""x [N, n] -> [N, n], in x's dtype."""
+
 Norm: TypeAlias = Union[TorchNorm, FusedNorm, "TritonNorm"]
 """x [..., n] -> [..., n], in x's dtype."""
 
@@ -63,6 +84,12 @@ def divided_rms_norm(weight: Tensor, eps: float, divisor: float) -> Norm:
 def offset_rms_norm(weight: Tensor, eps: float) -> Norm:
     """Gemma's x / rms(x) * (1 + weight), all of it in float32."""
     return _fastest_norm(1.0 + weight.float(), eps, weight)
+
+
+def layer_norm(weight: Tensor, bias: Tensor, eps: float) -> WholeNorm:
+    if library.supports(weight.dtype, weight.device):
+        return FusedNorm(weight.float(), eps, weight.dtype, bias.float())
+    return TorchLayerNorm(weight, bias, eps)
 
 
 def _fastest_norm(scale: Tensor, eps: float, like: Tensor) -> Norm:

@@ -21,6 +21,8 @@ class AttentionProjections(NamedTuple):
     """The projections around attention as a checkpoint stores them."""
 
     qkv_bias: bool = False
+    key_bias: bool = True
+    """Whether keys have a bias where queries and values have one."""
     out_bias: bool = False
     fused: bool = False
     """Queries, keys and values are in one matrix, and not in three."""
@@ -75,6 +77,8 @@ class SelfAttention:
         shards = _qkv_shards(name, spec, shape, queries, keys, projections)
         if not kept_heads:
             del shards[1:]
+        elif not projections.key_bias:
+            shards[1] = shards[1]._replace(biased=False)
         if projections.adjacent_pairs:
             rotated = spec.layer_rope(index).rotary_dim(size)
             shards[:2] = [part for matrix in shards[:2] for part in _apart(matrix, size, rotated)]

@@ -45,7 +45,7 @@ SharedPart: TypeAlias = Callable[[Tensor, "StepContext"], Tensor]
 
 class StepContext:
     """The tokens of one step, how they attend, the adapters that some of them have, if any does, and the states of
-    their rows, if layers keep any."""
+    their rows, if layers keep any; and how they attend to an encoder's output, if there is one."""
 
     def __init__(
         self,
@@ -53,11 +53,13 @@ class StepContext:
         attention: StepAttention,
         adapters: StepAdapters | None = None,
         states: StepSlotStates | None = None,
+        cross: StepAttention | None = None,
     ) -> None:
         self.batch = batch
         self.attention = attention
         self.adapters = adapters
         self._states = states
+        self._cross = cross
         self._angles: dict[Rotary, RotaryAngles] = {}
         self._shared: dict[SharedPart, Tensor] = {}
 
@@ -66,6 +68,16 @@ class StepContext:
         """The states of a model whose layers keep some."""
         assert self._states is not None, "who computes a model with states has a store of them"
         return self._states
+
+    @property
+    def cross(self) -> StepAttention:
+        """The attention to an encoder's output, whose keys and values are there already."""
+        assert self._cross is not None, "who computes a model with an encoder has a cache of its output"
+        return self._cross
+
+    @property
+    def attends_across(self) -> bool:
+        return self._cross is not None
 
     @property
     def state_slots(self) -> StepSlots | None:

@@ -13,6 +13,7 @@ from ...core.errors import InvalidArgument
 from ..attention.native import NativeStepAttention
 from ..cpu.op_trace import (
     ATTENTION,
+    CROSS,
     FILL,
     INPUT,
     SAMPLE,
@@ -24,6 +25,7 @@ from ..cpu.op_trace import (
     TraceIO,
 )
 from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, StepRun, ThreadPool
+from ..layers.cross_attention import CrossAttention
 from ..layers.embed_and_head import DecoderEnds, Embedding, LogitsOutput
 from ..layers.rotary import FusedRotary, Rotary, RotaryAngles
 from ..layers.step_context import SharedPart, StepContext
@@ -64,8 +66,10 @@ class NativeDecoder:
     """A `Decoder` of our own layers. Its first step records them, if all can be (`Traceable`) and the attention backend
     is the C kernels'. CUDA graphs are recorded around it (`gpu/graphs.py`)."""
 
-    def __init__(self, ends: DecoderEnds, layers: Sequence[DecoderLayer]) -> None:
+    def __init__(self, ends: DecoderEnds, layers: Sequence[DecoderLayer], cross: Sequence[CrossAttention] = ()) -> None:
         self.ends = ends
+        self.cross = cross
+        """What of its layers attends to an encoder's output."""
         self._layers = layers
         self.program: DecoderProgram | None = None
         """Its layers, once they are recorded."""
@@ -157,7 +161,11 @@ class NativeDecoder:
         caches = attention.caches
         adapters = context.adapters
         slots = context.state_slots
-        return ProgramInputs(context.batch, caches, states, logits_indices, samples, listener, adapters, slots)
+        cross = None
+        if context.attends_across:
+            across = cast(NativeStepAttention, context.cross)
+            cross = across.batch, across.caches
+        return ProgramInputs(context.batch, caches, states, logits_indices, samples, listener, adapters, slots, cross)
 
     def _program_for(self, context: StepContext) -> DecoderProgram | None:
         """The layers as a program; None where they are called one by one."""
@@ -239,6 +247,10 @@ class SymbolicContext:
         if rotary not in self.rotaries:
             self.rotaries.append(rotary)
         return cast(RotaryAngles, _SymbolicAngles(self.rotaries.index(rotary), 2 * rotary.cos_sin.shape[-1]))
+
+    def cross(self, layer: int, q: SymbolicTensor, *_: None) -> SymbolicTensor:
+        """The attention to an encoder's output."""
+        return q.trace.add_op(OpStruct(kind=CROSS, stride=q.width, layer=layer), q, q.width)
 
     def apply_rope_and_attend(
         self, layer: int, packed: SymbolicTensor, angles: _SymbolicAngles, sinks: Tensor | None = None

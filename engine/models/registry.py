@@ -48,6 +48,7 @@ from .mtp import MTP_PREFIX
 from .nemotron_h import build_nemotron_h
 from .olmo import build_exaone4, build_olmo
 from .qwen3_5 import build_qwen3_5
+from .whisper import build_whisper
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "SeedOssForCausalLM": build_seed_oss,
     "SmolLM3ForCausalLM": build_llama,
     "SolarOpenForCausalLM": build_glm4_moe,
+    "WhisperForConditionalGeneration": build_whisper,
 }
 """The entry in config.json's `architectures` -> the function that builds the decoder, or the rank's share of it."""
 

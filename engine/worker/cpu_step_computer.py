@@ -8,9 +8,10 @@ from ...scheduler.plan import MaskArray, MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..cpu.program import StepRun
 from ..layers.recurrent_state import StateSlots, StepSlotStates
-from ..layers.step_context import StepContext
+from ..layers.step_context import StepAttention, StepContext
 from ..models.interfaces import Decoder
 from ..step_batch import SampledTokens
+from .cross_cache import CrossCache
 from .row_states import RowStates, StepInputs
 from .step_computer import BegunStep
 from .step_samples import NO_TOKENS, ChosenTokens, StepLogits, StepSamples, TokenChooser, compute_step_logits
@@ -23,20 +24,33 @@ class CpuStepComputer:
     """A CPU replays programs: see `NativeDecoder`."""
 
     def __init__(
-        self, decoder: Decoder, attention: AttentionBackend, rows: RowStates, states: StateSlots | None = None
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        rows: RowStates,
+        states: StateSlots | None = None,
+        encoded: CrossCache | None = None,
     ) -> None:
         self.decoder = decoder
         self.attention = attention
         self.states = states
+        self.encoded = encoded
         self._chooser = TokenChooser(rows, rows.device)
 
     def follows_unread(self, plan: StepPlan) -> bool:
-        """Kernels go from one step to the next by themselves, unless something has to be copied in between."""
-        return not len(plan.block_copies) and not len(plan.state_copies)
+        """Kernels go from one step to the next by themselves, unless something has to be copied or made in between."""
+        made = any(sequence.encoded is not None for sequence in plan.new)
+        return not made and not len(plan.block_copies) and not len(plan.state_copies)
 
-    def begin(self, inputs: StepInputs, masks: MaskSource | None, states: StepSlotStates | None = None) -> BegunStep:
+    def begin(
+        self,
+        inputs: StepInputs,
+        masks: MaskSource | None,
+        states: StepSlotStates | None = None,
+        cross: StepAttention | None = None,
+    ) -> BegunStep:
         """See `StepComputer.begin`. A step without logits is not begun beside the caller."""
-        context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters, states)
+        context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters, states, cross)
         if len(inputs.logits_indices):
             samples = inputs.samples()
             run = self.decoder.begin_step(context, inputs.logits_indices, samples)

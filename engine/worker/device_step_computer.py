@@ -11,11 +11,12 @@ from ...scheduler.plan import IntArray, MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..gpu.graphs import DecodeGraphs, StaticStep
 from ..layers.recurrent_state import StateSlots, StepSlotStates
-from ..layers.step_context import StepContext
+from ..layers.step_context import StepAttention, StepContext
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
 from ..step_adapters import AdapterBlocks, StepAdapters
 from ..step_batch import SAMPLING_DTYPE, HostCopy, to_device
+from .cross_cache import CrossCache
 from .row_states import RowStates, StepInputs
 from .sampler import choose_sampler
 from .step_computer import BegunStep
@@ -32,10 +33,12 @@ class DeviceStepComputer:
         rows: RowStates,
         device: torch.device,
         states: StateSlots | None = None,
+        encoded: CrossCache | None = None,
     ) -> None:
         self.decoder = decoder
         self.attention = attention
         self.states = states
+        self.encoded = encoded
         self.graphs: DecodeGraphs | None = None
         """Recorded decode steps, made around `compute_static`; the attention must be able to."""
         self._rows = rows
@@ -46,10 +49,16 @@ class DeviceStepComputer:
         """All that a step does is queued, copies of blocks included."""
         return True
 
-    def begin(self, inputs: StepInputs, masks: MaskSource | None, states: StepSlotStates | None = None) -> BegunStep:
+    def begin(
+        self,
+        inputs: StepInputs,
+        masks: MaskSource | None,
+        states: StepSlotStates | None = None,
+        cross: StepAttention | None = None,
+    ) -> BegunStep:
         logits = self._replay(inputs)
         if logits is None:
-            context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters, states)
+            context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters, states, cross)
             logits = compute_step_logits(self.decoder, context, inputs)
         return _QueuedStep(inputs, logits, masks, self._chooser)
 
@@ -79,7 +88,8 @@ class DeviceStepComputer:
         nobody = torch.zeros((4, batch.size), dtype=torch.int64, device=self._device)
         adapters = StepAdapters.on_device(AdapterBlocks(nobody, batch.size)) if adapted else None
         states = None if self.states is None else self.states.begin_step(batch)
-        context = StepContext(batch, self.attention.begin_step(batch), adapters, states)
+        cross = None if self.encoded is None else self.encoded.begin_step(batch)
+        context = StepContext(batch, self.attention.begin_step(batch), adapters, states, cross)
         places = to_device(np.arange(batch.size - min(sampled, batch.size), batch.size), self._device)
         logits = self.decoder.compute_logits(context, (places,))
         assert logits is not None  # only a whole model is measured

@@ -8,6 +8,7 @@ from ...core.adapter import Adapter
 from ...core.errors import CharoniaError
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
+from ..checkpoint.encoder_shape import EncoderShape
 
 ProgressCallback = Callable[[str, float], None]
 """Called with (phase, fraction done from 0 to 1) while loading."""
@@ -36,6 +37,10 @@ class Capacity(NamedTuple):
     """Whether they keep latents (MLA) in place of keys and values."""
     splits: bool = True
     """Whether twice as many ranks of a tensor could share the model."""
+    encoder: EncoderShape | None = None
+    """What sequences attend to beside their tokens, if the model has an encoder."""
+    cross_bytes: int = 0
+    """Bytes of what all rows together may keep of it, which are not among `free_bytes`."""
 
 
 class StepFuture(Protocol):

@@ -36,7 +36,15 @@ from .drafter_loading import check_draft_head, check_drafter, load_drafter
 from .embedded_rows import ImagePlaces
 from .executor import Capacity
 from .model_runner import ModelRunner
-from .model_setup import WHOLE_MODEL, build_context, check_cache, check_products, create_attention, use_cpu_level
+from .model_setup import (
+    WHOLE_MODEL,
+    build_context,
+    check_cache,
+    check_products,
+    create_attention,
+    create_cross_cache,
+    use_cpu_level,
+)
 from .rank_adapters import RankAdapters
 from .rank_memory import estimate_step_bytes, free_memory, measure_step_bytes
 from .roofline import measure_roofline
@@ -86,13 +94,18 @@ class LoadedRank:
         else:
             step_bytes = estimate_step_bytes(config, self.shape)
         lora_bytes = 0 if config.lora is None else config.lora.max_bytes // config.parallel.world
+        cross_bytes = 0 if computer.encoded is None else computer.encoded.bytes
         free_bytes = free_memory(self.context.device, neighbours, config) - step_bytes - lora_bytes
+        if cross_bytes > max(free_bytes, 0):
+            message = f"what {config.scheduler.max_num_seqs} sequences keep of the encoder's output takes {cross_bytes}"
+            message += f" bytes, and {max(free_bytes, 0)} are free; lower max_num_seqs"
+            raise InvalidArgument(message, field="max_num_seqs")
         on_cpu = self.context.device.type == "cpu"
         return Capacity(
             self.shape.vocab_size,
             self.context.max_positions,
             sum(attention.block_bytes for attention in self.runner.attentions),
-            max(free_bytes, 0),
+            max(free_bytes - cross_bytes, 0),
             machine=self._machine() if on_cpu else "",
             ahead=0 if on_cpu else 1,
             on_gpu=not on_cpu,
@@ -101,6 +114,8 @@ class LoadedRank:
             latent=any(self.shape.kept(kind).values_in_keys for kind in self.shape.cached_attention),
             splits=isinstance(self.shape, ModelSpec)
             and can_share(self.shape, 2 * config.parallel.tensor, config.parallel.whole_experts),
+            encoder=self.shape.encoder,
+            cross_bytes=cross_bytes,
         )
 
     def _machine(self) -> str:
@@ -156,6 +171,7 @@ def load_rank(
     states = None
     if any(shape.states):
         states = StateSlots(local.states, config.scheduler.max_num_seqs, context.dtype, device)
+    encoded = create_cross_cache(config, context, local, decoder)
     held: dict[str, RankAdapter] = {}
     lines = 0 if device.type == "cpu" else config.scheduler.max_num_seqs  # recorded steps read them in place
     images = ImagePlaces(shape.shifts_positions, shape.image_token)
@@ -164,9 +180,9 @@ def load_rank(
     draft = load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     computer: StepComputer
     if device.type == "cpu":
-        computer = CpuStepComputer(decoder, attention, rows, states)
+        computer = CpuStepComputer(decoder, attention, rows, states, encoded)
     else:
-        computer = DeviceStepComputer(decoder, attention, rows, device, states)
+        computer = DeviceStepComputer(decoder, attention, rows, device, states, encoded)
         record_decode_steps(config, context, computer, draft, CudaRecorder(device))
     return LoadedRank(config, context, shape, groups, rows, ModelRunner(computer, rows, draft), adapters, served)
 

@@ -64,6 +64,8 @@ class ModelRunner:
             attention.allocate(blocks)
         if self.computer.states is not None:
             self.computer.states.allocate(snapshots)
+        if self.computer.encoded is not None:
+            self.computer.encoded.allocate()
         if self.draft is not None:
             self.draft.forget(blocks)
         views = [view for attention in self.attentions for view in attention.device_blocks]
@@ -77,6 +79,8 @@ class ModelRunner:
             attention.allocate(0)
         if self.computer.states is not None:
             self.computer.states.free()
+        if self.computer.encoded is not None:
+            self.computer.encoded.free()
 
     @property
     def attentions(self) -> list[AttentionBackend]:
@@ -180,7 +184,10 @@ class ModelRunner:
         if (store := self.computer.states) is not None:
             plan = step.plan
             states = store.begin_step(step.inputs.batch, plan.new, plan.state_saves, plan.state_restores)
-        step.begun = self.computer.begin(step.inputs, step.masks, states)
+        cross = None
+        if (encoded := self.computer.encoded) is not None:
+            cross = encoded.begin_step(step.inputs.batch, step.plan.new)
+        step.begun = self.computer.begin(step.inputs, step.masks, states, cross)
         return True
 
     def _read(self, step: _RunnerStep) -> StepResult:

@@ -12,14 +12,16 @@ from ..attention.layer_places import place_layers
 from ..attention.selector import create_backend
 from ..checkpoint.build_context import BuildContext, Shard
 from ..checkpoint.hf_checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.model_spec import DTYPES, DecoderShape
+from ..checkpoint.model_spec import DTYPES, DecoderShape, LayerAttention
 from ..checkpoint.packing_cache import open_packing_cache
 from ..checkpoint.quantization_config import STORED_AS
 from ..config import EngineConfig
 from ..cpu import library
 from ..gpu import runtime
 from ..layers.product_matrix import serves_int8
-from ..models.interfaces import CheckpointBuilder
+from ..models.interfaces import CheckpointBuilder, Decoder
+from ..models.native_decoder import NativeDecoder
+from .cross_cache import BLOCK_SIZE, CrossCache
 from .devices import resolve_device
 
 WHOLE_MODEL = Shard()
@@ -121,3 +123,17 @@ def create_attention(
     places = place_layers(shape.cached_attention, groups, context.max_positions)
     spec = CacheSpec(shape.cached_attention, *sizes, context.dtype, context.device, config.cache.dtype, places)
     return create_backend("reference" if shape.attends_itself else config.attention, spec)
+
+
+def create_cross_cache(
+    config: EngineConfig, context: BuildContext, shape: DecoderShape, decoder: Decoder
+) -> CrossCache | None:
+    """The cache of what a rank's layers attend to beside tokens; None where they attend to nothing else."""
+    if shape.encoder is None or not isinstance(decoder, NativeDecoder):
+        return None
+    sizes = shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE
+    kinds = (LayerAttention(both_ways=True),) * len(decoder.cross)
+    spec = CacheSpec(kinds, *sizes, context.dtype, context.device, config.cache.dtype)
+    attention = create_backend(config.attention, spec)
+    rows = config.scheduler.max_num_seqs
+    return CrossCache(attention, decoder.cross, shape.encoder, rows, context.max_positions)

@@ -7,7 +7,9 @@ from ...scheduler.plan import MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..gpu.graphs import DecodeGraphs
 from ..layers.recurrent_state import StateSlots, StepSlotStates
+from ..layers.step_context import StepAttention
 from ..models.interfaces import Decoder
+from .cross_cache import CrossCache
 from .row_states import StepInputs
 from .step_samples import StepSamples
 
@@ -48,12 +50,23 @@ class StepComputer(Protocol):
         """The states of its layers, if any keep some."""
 
     @property
+    def encoded(self) -> CrossCache | None:
+        """What its layers attend to beside tokens, if they do."""
+
+    @property
     def graphs(self) -> DecodeGraphs | None:
         """Decode steps that were recorded from launches; they refer to the cache and to the tables of the rows."""
 
     def follows_unread(self, plan: StepPlan) -> bool:
         """Whether the step of `plan` may begin before the result of the step before it is read."""
 
-    def begin(self, inputs: StepInputs, masks: MaskSource | None, states: StepSlotStates | None = None) -> BegunStep:
+    def begin(
+        self,
+        inputs: StepInputs,
+        masks: MaskSource | None,
+        states: StepSlotStates | None = None,
+        cross: StepAttention | None = None,
+    ) -> BegunStep:
         """Begin a step whose rows are up to date. `masks` makes the masks of `inputs.masked`, and is called once, when
-        all that can be computed without them has begun. `states`: of the step, begun by the store of `states`."""
+        all that can be computed without them has begun. `states` and `cross`: of the step, begun by the stores of
+        `states` and `encoded`."""

@@ -46,8 +46,9 @@ class Story:
     def step(self, rows: dict[int, int]) -> float:
         """Compute `rows`: counts by row; returns the largest error over all layers and rows."""
         starts = [self.length(row) for row in rows]
-        attend = self.attention.begin_step(self.batch(rows, starts))
-        return max(self.layer(attend, layer, rows, starts) for layer in range(self.spec.layers))
+        batch = self.batch(rows, starts)
+        attend = self.attention.begin_step(batch)
+        return max(self.layer(attend, batch, layer, rows, starts) for layer in range(self.spec.layers))
 
     def batch(self, rows: dict[int, int], starts: list[int]) -> StepBatch:
         for (row, count), start in zip(rows.items(), starts, strict=True):
@@ -59,11 +60,15 @@ class Story:
         counts = list(rows.values())
         return StepBatch.from_tokens(torch.zeros(sum(counts)), starts, counts, tables, self.spec.block_size)
 
-    def layer(self, attend: object, layer: int, rows: dict[int, int], starts: list[int]) -> float:
+    def layer(self, attend: object, batch: StepBatch, layer: int, rows: dict[int, int], starts: list[int]) -> float:
         total = sum(rows.values())
         kept = self.spec.shapes[layer]
         q, k = self.random(total, self.spec.heads, kept.key_size), self.random(total, kept.heads, kept.key_size)
         v = k[..., : kept.value_size] if kept.values_in_keys else self.random(total, kept.heads, kept.value_size)
+        if not kept.values_in_keys:
+            self.attention.store(batch, layer, k, v)
+            stored = attend(layer, q, None, None, self.sinks[layer])
+            assert torch.equal(attend(layer, q, k, v, self.sinks[layer]), stored)
         found = attend(layer, q, k, None if kept.values_in_keys else v, self.sinks[layer])
         # One that stores nothing finds what is there.
         assert torch.equal(attend(layer, q, None, None, self.sinks[layer]), found)

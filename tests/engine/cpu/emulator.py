@@ -146,7 +146,7 @@ def attach_all(memory: Memory, name: str, a: list[int]) -> None:
             attach(a1=a[6] * m.inputs, a2=spans * 4, a3=spans, a4=spans * 4)
         case "charonia_norm":
             rows = ((a[4] - 1) * a[6] + a[5] * a[8]) * WIDTHS[a[9]]
-            attach(a0=rows, a1=rows, a2=a[7] * a[8] * 4, a3=rows)
+            attach(a0=rows, a1=rows, a2=a[7] * a[8] * 4 * (1 + a[10]), a3=rows)
         case "charonia_gate":
             attach(a0=2 * a[2] * a[3] * WIDTHS[a[5]], a1=a[2] * a[3] * WIDTHS[a[5]])
         case "charonia_soft_cap":

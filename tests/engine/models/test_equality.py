@@ -1,12 +1,13 @@
 """The heart of it: whatever the scheduler does to a request, its greedy tokens are those of transformers.generate."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -80,8 +81,10 @@ class Events:
 class Bench:
     """One loaded executor, and schedulers as the settings want them."""
 
-    def __init__(self, checkpoint: Path, backend: str, length: int | None = None) -> None:
-        """`backend` "torch" is the machine without a compiler."""
+    def __init__(
+        self, checkpoint: Path, backend: str, length: int | None = None, how: Mapping[str, Any] | None = None
+    ) -> None:
+        """`backend` "torch" is the machine without a compiler. `how`: other fields of the configuration."""
         config = EngineConfig(
             model=str(checkpoint),
             device="cpu",
@@ -89,7 +92,7 @@ class Bench:
             cache=CacheConfig(block_size=BLOCK, layer_groups=True),
             max_model_len=length,
         )
-        self.executor = InlineExecutor(config)
+        self.executor = InlineExecutor(msgspec.structs.replace(config, **how or {}))
         with patch.object(library, "level", lambda: None) if backend == "torch" else nullcontext():
             self.executor.load(lambda phase, fraction: None)
 

@@ -1,0 +1,39 @@
+"""What a decoder attends to beside its own tokens: the output of its model's encoder."""
+
+from typing import NamedTuple
+
+from ...core.errors import InvalidArgument
+from ...scheduler.plan import EncoderRows
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class EncoderShape(NamedTuple):
+    """Every layer of the decoder attends to all rows of one sequence's `EncoderRows`."""
+
+    rows: int
+    """The most rows that an encoder gives."""
+    width: int
+    """Numbers of a row."""
+
+    def check(self, encoded: EncoderRows) -> None:
+        """Raises `InvalidArgument` for what the encoder can't have made."""
+        size = encoded.length * self.width * _BYTES.get(encoded.dtype, 0)
+        if not 1 <= encoded.length <= self.rows or len(encoded.rows) != size:
+            given = f"{encoded.length} rows of {encoded.dtype} in {len(encoded.rows)} bytes"
+            raise InvalidArgument(f"{given} are not the encoder's: it gives 1 to {self.rows} of {self.width} numbers")
+
+    def blank(self) -> EncoderRows:
+        """What a sequence without meaning attends to."""
+        return EncoderRows(self.rows, b"blank", bytes(2 * self.rows * self.width), "bfloat16")
+
+
+def check_encoded(encoded: EncoderRows | None, encoder: EncoderShape | None) -> None:
+    """Raises `InvalidArgument` unless a sequence has what a model with this encoder, or without one, attends to."""
+    if encoder is None:
+        if encoded is not None:
+            raise InvalidArgument("the model has no encoder, and the sequence attends to the output of one")
+    elif encoded is None:
+        raise InvalidArgument("the model attends to an encoder's output, and the sequence has none")
+    else:
+        encoder.check(encoded)
