@@ -116,7 +116,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """What stands between the parts of the content, in order; empty of a message that is text alone."""
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class Conversation(msgspec.Struct, frozen=True, tag=True):
     """A prompt for a chat template to render.
 
     Raises:
@@ -142,11 +142,20 @@ class Conversation(msgspec.Struct, frozen=True):
             raise InvalidArgument(f"{field}: the last message is empty", field=field)
 
 
-Prompt: TypeAlias = str | tuple[int, ...] | Conversation
+class TextWithMedia(msgspec.Struct, frozen=True, tag=True):
+    """A text to tokenize, with the model's token where each of its media stands; they precede a text without any."""
+
+    text: str
+    media: tuple[MediaSource, ...]
+
+
+Prompt: TypeAlias = str | tuple[int, ...] | Conversation | TextWithMedia
 """Text to tokenize, token ids, or a conversation to render."""
 
 
 def prompt_media(prompt: Prompt) -> tuple[MediaSource, ...]:
+    if isinstance(prompt, TextWithMedia):
+        return prompt.media
     if not isinstance(prompt, Conversation):
         return ()
     return tuple(medium for message in prompt.messages for medium in message.media)

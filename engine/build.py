@@ -46,8 +46,12 @@ def language_model(
         InvalidArgument: a parameter is unknown or wrong; the message names it.
     """
     config = granted_config(path, parameters, memory, gpu_memory)
-    seen = None if media is None else ModelMedia(media, sees_both_ways(locate_checkpoint(config.model)))
-    return LlmModel(written.name, written.version, config, on_progress, media=seen)
+    return LlmModel(written.name, written.version, config, on_progress, media=model_media(config, media))
+
+
+def model_media(config: EngineConfig, media: MediaServices | None) -> ModelMedia | None:
+    """What reads the media of a model's prompts; None of a model that takes none."""
+    return None if media is None else ModelMedia(media, sees_both_ways(locate_checkpoint(config.model)))
 
 
 def granted_config(

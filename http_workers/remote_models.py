@@ -23,6 +23,7 @@ from ..core.request import (
     prompt_media,
 )
 from ..core.request_context import ExecutionTimes, RequestContext
+from ..engine.client.image_tensors import IMAGE_NAMES
 from ..engine.client.llm import LlmModel
 from ..repository.request_validation import validate_request
 from .hub_connection import HubConnection
@@ -269,6 +270,8 @@ class RemoteTextHandle(TextHandle):
     def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
         if request.id:
             self.context.id = request.id
+        if IMAGE_NAMES & request.inputs.keys():  # as in `generate`
+            return super().infer(request)
         validate_request(self.config, request)
         return self._model.infer(request, self.context)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
-from ..core.request import ChatMessage, Conversation
+from ..core.request import ChatMessage, Conversation, TextWithMedia
 
 
 class MediaText(NamedTuple):
@@ -44,6 +44,11 @@ def text_with_tokens(message: ChatMessage, token: str) -> str:
     """A message's content for a template that takes texts alone: each medium is a line with its token."""
     pieces = [part.get("text") or f"{token}\n" for part in message_parts(message)]
     return "".join(pieces).rstrip("\n") if message.media and not message.content else "".join(pieces)
+
+
+def text_with_places(prompt: TextWithMedia, media: MediaText) -> str:
+    """Its text with a token for each medium, where it has none itself in front."""
+    return prompt.text if media.token in prompt.text else media.token * len(prompt.media) + prompt.text
 
 
 def check_texts(conversation: Conversation, media: MediaText) -> None:

@@ -14,11 +14,11 @@ from tokenizers import decoders
 
 from ..core.errors import InvalidArgument, Unavailable
 from ..core.native_calls import NativeCall
-from ..core.request import Conversation, Prompt
+from ..core.request import Conversation, Prompt, TextWithMedia
 from ..core.token_limit import TokenLimit
 from .bounded_encoder import BoundedEncoder
 from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template
-from .media_text import NO_MEDIA, MediaText, expand_media
+from .media_text import NO_MEDIA, MediaText, expand_media, text_with_places
 from .tokenizer_json import read_tokenizer
 
 _HALF = "\ufffd"
@@ -150,10 +150,12 @@ class Tokenizer:
             InvalidArgument: the model cannot render the conversation, or the text is not Unicode.
             ContextLengthExceeded: the text has far more tokens than `limit`; it was not read to its end.
         """
-        if not isinstance(prompt, str | Conversation):
+        if isinstance(prompt, tuple):
             return list(prompt if kept is None else prompt[-kept:])
         if isinstance(prompt, str):
             field, text = "prompt", prompt
+        elif isinstance(prompt, TextWithMedia):
+            field, text = "prompt", text_with_places(prompt, media)
         else:
             field = "messages"
             text = self._render(prompt, media)
@@ -215,6 +217,8 @@ class Tokenizer:
 
     def prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         """The text of a prompt with these ids: itself, or the decoded ids with special tokens."""
+        if isinstance(prompt, TextWithMedia):
+            return prompt.text
         return prompt if isinstance(prompt, str) else self.decode(ids, special=True)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
@@ -298,7 +302,8 @@ class AsyncTokenizer:
         media: MediaText = NO_MEDIA,
     ) -> list[int]:
         # A template counts as long whatever it renders.
-        size = _SHORT + 1 if isinstance(prompt, Conversation) else len(prompt) if isinstance(prompt, str) else 0
+        is_rendered = isinstance(prompt, Conversation | TextWithMedia)
+        size = _SHORT + 1 if is_rendered else len(prompt) if isinstance(prompt, str) else 0
         return await self._run(size, self._tokenizer.prompt_ids, prompt, special, limit, kept, media)
 
     async def text_ids(self, text: str, limit: TokenLimit, field: str) -> list[int]:

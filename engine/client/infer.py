@@ -16,12 +16,22 @@ from ...core.direct_stream import DirectStream, relay
 from ...core.errors import InvalidArgument
 from ...core.gateway import ResponseStream
 from ...core.logprobs import TokenLogprob
-from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, Prompt, Usage, join_chunks
+from ...core.request import (
+    GenerateChunk,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+    Prompt,
+    TextWithMedia,
+    Usage,
+    join_chunks,
+)
 from ...core.request_context import RequestContext
 from ...core.tasks import RequestTaskGroup, merge_streams
 from ...core.tensor import Tensor, TensorSpec
 from ...core.token_limit import TokenLimit
 from ..core.messages import CoreReady
+from .image_tensors import IMAGE_NAMES, read_images
 from .request_parameters import ResponseOptions, decode_text, parse_request_parameters, text_of
 
 Chunks = ResponseStream[GenerateChunk]
@@ -129,7 +139,7 @@ class TensorLayout:
 
 
 _TEXT = "text_output"
-_PROMPTS = {"text_input", "input_ids"}
+_PROMPTS = {"text_input", "input_ids", *IMAGE_NAMES}
 _SAMPLING_PARAMETERS = "sampling_parameters"
 _LOG_PROBS = {"cum_log_probs", "output_log_probs"}
 _LOGPROBS = {*_LOG_PROBS, "cumulative_logprob"}
@@ -281,6 +291,11 @@ def _outputs(request: InferRequest, options: ResponseOptions, layout: TensorLayo
 def _prompt(inputs: Mapping[str, Tensor], limit: TokenLimit | None) -> Prompt:
     if ("text_input" in inputs) == ("input_ids" in inputs):
         raise InvalidArgument("give the prompt either as text_input or as input_ids", field="text_input")
+    if media := read_images(inputs):
+        if "input_ids" in inputs:
+            message = f"{media[0].field}: images stand in a text_input, not between input_ids"
+            raise InvalidArgument(message, field=media[0].field)
+        return TextWithMedia(text_of(inputs["text_input"]), media)
     if "input_ids" in inputs:
         count = inputs["input_ids"].data.size
         if limit is not None and count > max(limit.tokens, _READ_AT_ONCE):

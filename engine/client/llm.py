@@ -44,6 +44,7 @@ from .chunk_builder import TextEnds
 from .client import own_engine_spec
 from .constraint_checker import ConstraintChecker
 from .engine import Engine, EngineSpec
+from .image_tensors import with_image_inputs
 from .infer import OWN_LAYOUT, InferLayout
 from .model_media import ModelMedia
 from .open_streams import OpenStreams
@@ -208,7 +209,9 @@ class LlmModel:
                 self._constraints = ConstraintChecker(bundle.tokenizer.added_tokens(info.vocab_size))
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters, fingerprint=bundle.fingerprint)
-            self._config = replace(self._config, media=self._media.kinds)
+            if self._media.kinds:
+                seeing_inputs = with_image_inputs(self._config.inputs)
+                self._config = replace(self._config, media=self._media.kinds, inputs=seeing_inputs)
         except BaseException:
             starting.cancel()
             seeing.cancel()

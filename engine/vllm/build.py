@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.backends import OnProgress, TextBackend
+from ...core.media_models import MediaPart, MediaServices
 from ...core.model import MemoryNeed, Model, ModelConfig
 from ...core.request import GenerateChunk
 from ...core.tensor import TensorSpec
@@ -60,6 +61,7 @@ def vllm_model(
     path: str,
     parameters: Mapping[str, str],
     on_progress: OnProgress,
+    media: MediaServices | None = None,
     **granted: Any,
 ) -> Model:
     """The model that `model.json` in the directory `path` describes. Logs the arguments without effect. Raises as
@@ -68,9 +70,10 @@ def vllm_model(
     if model_json.idle:
         reasons = ", ".join(f"{argument} ({reason})" for argument, reason in model_json.idle.items())
         log.warning("model '%s': engine arguments of vLLM without effect here: %s", written.name, reasons)
-    spec = replace(own_engine_spec(build.granted_config(path, model_json.parameters, **granted)), backend="vllm")
+    config = build.granted_config(path, model_json.parameters, **granted)
+    spec = replace(own_engine_spec(config), backend="vllm")
     layout = VLLM_LAYOUT if spec.lora is None else replace(VLLM_LAYOUT, refused={})
-    return LlmModel(written.name, written.version, spec, on_progress, layout)
+    return LlmModel(written.name, written.version, spec, on_progress, layout, build.model_media(config, media))
 
 
 def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:
@@ -78,9 +81,14 @@ def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int])
     return build.memory_needed(path, read_model_json(path, parameters).parameters, gpus)
 
 
+def media_part(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> MediaPart | None:
+    """See `engine.build`'s."""
+    return build.media_part(path, read_model_json(path, parameters).parameters, gpus)
+
+
 def examine(path: str, parameters: Mapping[str, str]) -> str:
     """See `engine.build`'s."""
     return build.examine(path, read_model_json(path, parameters).parameters)
 
 
-TEXT_BACKEND = TextBackend(vllm_model, memory_needed, examine, written_tensors="implied")
+TEXT_BACKEND = TextBackend(vllm_model, memory_needed, examine, written_tensors="implied", find_media_part=media_part)

@@ -31,6 +31,7 @@ from ...core.request import (
     InferResponse,
     ParameterValue,
     Prompt,
+    TextWithMedia,
 )
 from ...core.request_context import RequestContext
 from ...core.tensor import Tensor
@@ -376,6 +377,8 @@ def _request_bytes(request: Call) -> int:
 def _prompt_bytes(prompt: Prompt) -> int:
     if isinstance(prompt, Conversation):
         return sum(len(message.content) for message in prompt.messages)
+    if isinstance(prompt, TextWithMedia):
+        return len(prompt.text)
     return len(prompt) * (1 if isinstance(prompt, str) else 8)
 
 

@@ -207,7 +207,7 @@ def test_each_imported_model_answers_the_line_that_was_printed(server: Server, i
 def test_refusals_name_what_and_have_their_status(server: Server) -> None:
     url = f"{server.url}/v2/models/vllm/generate"
     for extra, text in (
-        ({"image": ["aGk="]}, "parameter 'image' is not supported yet"),
+        ({"image": ["aGk="]}, "image[0]: this model takes no image"),
         ({"lora_name": "alpaca"}, "LoRA feature is not enabled."),
         ({"sampling_parameters": '{"lora_name": "alpaca"}'}, "LoRA feature is not enabled."),
         ({"guided_decoding": '{"regexp": "a"}'}, "'guided_decoding.regexp' is unknown"),
@@ -220,7 +220,7 @@ def test_refusals_name_what_and_have_their_status(server: Server) -> None:
         assert text in response.json()["error"]
     [refusal] = streamed(server, text_input=PROMPT.encode(), image=b"aGk=")
     assert isinstance(refusal, InferenceServerException)
-    assert "'image' is not supported" in str(refusal)
+    assert "image[0]: this model takes no image" in str(refusal)
 
 
 def test_adapters_are_those_of_multi_lora_json(server: Server) -> None:

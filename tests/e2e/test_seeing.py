@@ -3,16 +3,19 @@ own processor, whole and streamed, and a second turn computes neither the images
 
 import base64
 import io
+import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
+import tritonclient.http
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
@@ -220,3 +223,53 @@ def test_the_other_protocols_see_the_same(seeing: Server) -> None:
             model=NAME, input=items, max_output_tokens=NEW, temperature=0, extra_body={"ignore_eos": True}
         )
     assert response.output_text == expected.choices[0].message.content
+
+
+def test_tensors_are_seen_as_parts_of_a_chat_are(seeing: Server) -> None:
+    """By `generate` as base64, by `infer` as a file or as pixels; the model's config names both inputs."""
+    expected = said(seeing, NAME).choices[0].message.content
+    text = f"<|user|>What is {TOKEN} beside {TOKEN}?<|end|>\n<|assistant|>"
+    parameters = {"max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+    files = [base64.b64encode(png(pixels)).decode() for pixels in IMAGES]
+    model = f"{seeing.url}/v2/models/{NAME}"
+    asked = {"text_input": text, **parameters, "image": files}
+    answer = httpx.post(f"{model}/generate", json=asked, timeout=60)
+    assert answer.json().get("text_output") == expected, answer.text
+    inputs = [tritonclient.http.InferInput("text_input", [1], "BYTES")]
+    inputs[0].set_data_from_numpy(np.array([text.encode()], object))
+    inputs.append(tritonclient.http.InferInput("image", [1], "BYTES"))
+    inputs[1].set_data_from_numpy(np.array([png(IMAGES[0])], object))
+    inputs.append(tritonclient.http.InferInput("image_pixels", [1, *IMAGES[1].shape], "UINT8"))
+    inputs[2].set_data_from_numpy(IMAGES[1][None])
+    with closing(tritonclient.http.InferenceServerClient(seeing.url.removeprefix("http://"))) as client:
+        result = client.infer(NAME, inputs, parameters=parameters)
+    assert result.as_numpy("text_output")[0].decode() == expected
+    declared = httpx.get(f"{model}/config").json()["input"]
+    assert {"image", "image_pixels"} <= {tensor["name"] for tensor in declared}
+    refused = httpx.post(f"{model}/generate", json={**asked, "image": files[:1]}, timeout=60)
+    assert refused.status_code == 400
+    assert "2 places" in refused.json()["error"]
+    broken = httpx.post(f"{model}/generate", json={**asked, "image": ["AAAA", files[1]]}, timeout=60)
+    assert (broken.status_code, broken.json()["error"][:8]) == (400, "image[0]")
+
+
+@pytest.mark.proof
+def test_triton_s_vllm_repositories_see(
+    checkpoints: dict[str, Path], right: Callable[[str], str], tmp_path: Path
+) -> None:
+    """As clients of that backend send it: base64, beside a text with the model's tokens."""
+    (tmp_path / "models" / NAME / "1").mkdir(parents=True)
+    (tmp_path / "models" / NAME / "config.pbtxt").write_text('backend: "vllm"')
+    arguments = {"model": str(checkpoints[NAME]), "dtype": "float32", "max_num_seqs": 4}
+    (tmp_path / "models" / NAME / "1" / "model.json").write_text(json.dumps(arguments))
+    text = f"<|user|>What is {TOKEN} beside {TOKEN}?<|end|>\n<|assistant|>"
+    asked = {
+        "text_input": text,
+        "image": [base64.b64encode(png(pixels)).decode() for pixels in IMAGES],
+        "exclude_input_in_output": True,
+        "sampling_parameters": json.dumps({"temperature": 0, "max_tokens": NEW, "ignore_eos": True}),
+    }
+    with serving(tmp_path / "t", "--model-repository", str(tmp_path / "models")) as running:
+        answer = httpx.post(f"{running.url}/v2/models/{NAME}/generate", json=asked, timeout=60)
+        assert answer.json().get("text_output") == right(NAME), answer.text
+        assert running.stop() == 0, running.said

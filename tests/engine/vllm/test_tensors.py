@@ -66,8 +66,6 @@ def test_tensors_win_over_everything() -> None:
 @pytest.mark.parametrize(
     ("tensors", "field"),
     [
-        ({"image": b"aGk="}, "image"),
-        ({"image": [b"a", b"b"]}, "image"),
         ({"embedding_request": b"{}"}, "embedding_request"),
         ({"sampling_parameters": b'{"guided_decoding": {"regexp": "a"}}'}, "guided_decoding.regexp"),
         ({"sampling_parameters": b'{"structured_outputs": "{"}'}, "structured_outputs"),

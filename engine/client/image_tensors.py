@@ -1,0 +1,88 @@
+"""Images among the tensors of a v2 request, which become media of its prompt.
+
+A model that sees has `image`, whose elements are files, base64 of files or URLs, and `image_pixels`, which holds images
+of one size as they are.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.errors import InvalidArgument
+from ...core.media import MediaSource
+from ...core.tensor import Tensor, TensorSpec
+
+_FILES, _PIXELS = "image", "image_pixels"
+IMAGE_INPUTS = (
+    TensorSpec(_FILES, "BYTES", (-1,), optional=True),
+    TensorSpec(_PIXELS, "UINT8", (-1, -1, -1, 3), optional=True),
+)
+IMAGE_NAMES = frozenset(spec.name for spec in IMAGE_INPUTS)
+
+_MOST = 1024
+"""Images that are looked at; how many a prompt may have, the model's own limit says."""
+_URLS = ("data:", "http:", "https:", "file:")
+_TIFF_HEADER = 128
+
+
+def with_image_inputs(inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """The inputs of a language model that sees; its layout may have some of them already."""
+    names = {spec.name for spec in inputs}
+    return (*inputs, *(spec for spec in IMAGE_INPUTS if spec.name not in names))
+
+
+def read_images(inputs: Mapping[str, Tensor]) -> tuple[MediaSource, ...]:
+    """The images of a request: files first. Raises `InvalidArgument` for what is neither a file nor text, for images
+    without pixels, and for more than any prompt may have."""
+    media = tuple(islice(_images(inputs), _MOST + 1))
+    if len(media) > _MOST:
+        raise InvalidArgument(f"{media[-1].field}: a request may have at most {_MOST} images", field=media[-1].field)
+    return media
+
+
+def _images(inputs: Mapping[str, Tensor]) -> Iterator[MediaSource]:
+    if _FILES in inputs:
+        for index, element in enumerate(inputs[_FILES].data.ravel()):
+            field = f"{_FILES}[{index}]"
+            content = element.encode() if isinstance(element, str) else bytes(element)
+            if not content:
+                raise InvalidArgument(f"{field} is empty", field=field)
+            yield _image_file(content, field)
+    if _PIXELS in inputs:
+        pixels = inputs[_PIXELS].data.reshape(inputs[_PIXELS].shape)
+        if pixels.size == 0 and len(pixels):
+            raise InvalidArgument(f"{_PIXELS} has images without pixels: {list(pixels.shape)}", field=_PIXELS)
+        for index, image in enumerate(pixels):
+            yield MediaSource("image", data=_tiff(image), field=f"{_PIXELS}[{index}]")
+
+
+def _image_file(content: bytes, field: str) -> MediaSource:
+    """A file as it is, or where text says that it is. No format that is read is text alone."""
+    if not content.isascii() or b"\0" in content:
+        return MediaSource("image", data=content, field=field)
+    text = content.decode("ascii").strip()
+    url = text if text[:6].lower().startswith(_URLS) else f"data:;base64,{text}"
+    return MediaSource("image", url=url, field=field)
+
+
+def _tiff(image: NDArray[np.uint8]) -> bytes:
+    """The pixels [height, width, 3] as an uncompressed TIFF file, which is a header before them."""
+    height, width, _ = image.shape
+    short, long = 3, 4
+    entries = (
+        (256, long, 1, width),
+        (257, long, 1, height),
+        (258, short, 3, _TIFF_HEADER - 6),  # bits of each sample, at the header's end
+        (259, short, 1, 1),  # not compressed
+        (262, short, 1, 2),  # RGB
+        (273, long, 1, _TIFF_HEADER),
+        (277, short, 1, 3),
+        (278, long, 1, height),
+        (279, long, 1, image.size),
+    )
+    directory = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    header = struct.pack("<2sHIH", b"II", 42, 8, len(entries)) + directory + struct.pack("<I3H", 0, 8, 8, 8)
+    return header + np.ascontiguousarray(image).data.cast("B")
