@@ -58,7 +58,7 @@ _MEMBERS: dict[FrameKind, dict[str, Any]] = {
 """Of a request's body, where the door calls them so."""
 _CHAT_LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 _RESPONSES_LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-_KINDS: dict[EndpointName, dict[FrameKind, dict[str, Any]]] = {
+KINDS: dict[EndpointName, dict[FrameKind, dict[str, Any]]] = {
     "completions": {kind: _MEMBERS[kind] for kind in ("plain", "usage", "stop", "logprobs")},
     "chat": _MEMBERS | {"logprobs": _CHAT_LOGPROBS},
     "generate": {"plain": {}, "stop": _MEMBERS["stop"], "logprobs": {"return_log_probs": True}},
@@ -84,7 +84,7 @@ _Switch = Parameter(negative=())
 class FramesTrial:
     """The load of every turn of every contender."""
 
-    doors: Annotated[tuple[EndpointName, ...], _Several] = tuple(_KINDS)
+    doors: Annotated[tuple[EndpointName, ...], _Several] = tuple(KINDS)
     """Protocols."""
     kinds: Annotated[tuple[FrameKind, ...], _Several] = ("plain",)
     """What requests ask for beside text; a door that has no such thing is left out."""
@@ -100,6 +100,32 @@ class FramesTrial:
     """Of our servers."""
     vocab: Annotated[int, Parameter(validator=Number(gte=4096))] = fake_text.VOCAB
     """Tokens of the vocabulary."""
+
+
+def stream_load(
+    trial: FramesTrial, place: ServerAddress, door: EndpointName, more: dict[str, Any], fixed: list[int] | None = None
+) -> LoadRun:
+    """The load of a turn: all streams at once. `more`: members of the bodies; `fixed`: the prompt of all."""
+    port = place.grpc_port if door == "grpc" else place.http_port
+    manner = RequestOptions(fake_model.NAME, counted=False, more=more)
+    return LoadRun(
+        target=LoadTarget(host=place.host, port=port, door=door, manner=manner),
+        jobs=uniform_jobs([0.0] * trial.streams, _PROMPT, trial.tokens),
+        prompts=Prompts(form="text", fixed=fixed),
+        pace=LoopMode(concurrency=trial.streams),
+        warm_up=0,
+    )
+
+
+def write_repository(directory: Path, trial: FramesTrial) -> None:
+    """Make `directory` a repository of the model that the streams are of."""
+    longest = _PROMPT * fake_model.BLOCK + trial.tokens + fake_model.BLOCK
+    parameters = fake_model.stream_parameters(trial.streams, trial.step_ms, longest)
+    parameters |= {"executor": "fake", "fake_vocab_size": trial.vocab}
+    model = directory / fake_model.NAME
+    fake_text.write_text_model(model / "1", trial.vocab)
+    (model / "1" / "config.json").write_text("{}")
+    fake_model.write_config(model, parameters)
 
 
 class FramesBench:
@@ -119,7 +145,7 @@ class FramesBench:
         """Turns of each contender at one door, behind one that is not counted: what a server does for the first time
         with a token is no cost of a frame, and each of the fake model's texts has other ones."""
         for place in self._contenders.values():
-            run(self._load(place, door, _KINDS[door][kind], None))
+            run(stream_load(self._trial, place, door, KINDS[door][kind]))
         last: list[FramesRun] = []
 
         def measure_ours(place: ServerAddress, _: int) -> FramesRun:
@@ -136,7 +162,7 @@ class FramesBench:
 
     def measure(self, place: ServerAddress, door: EndpointName, kind: FrameKind, stages: bool = False) -> FramesRun:
         """A turn of a server of ours."""
-        return self._run(place, door, _KINDS[door][kind], None, stages)
+        return self._run(place, door, KINDS[door][kind], None, stages)
 
     def _run(
         self,
@@ -147,25 +173,14 @@ class FramesBench:
         stages: bool = False,
     ) -> FramesRun:
         meter = FramesMeter(place, stages)
-        streams = self._load(place, door, more, fixed)
+        streams = stream_load(self._trial, place, door, more, fixed)
         return meter.measured(run(streams, on_start=meter.start))
-
-    def _load(self, place: ServerAddress, door: EndpointName, more: dict[str, Any], fixed: list[int] | None) -> LoadRun:
-        port = place.grpc_port if door == "grpc" else place.http_port
-        manner = RequestOptions(fake_model.NAME, counted=False, more=more)
-        return LoadRun(
-            target=LoadTarget(host=place.host, port=port, door=door, manner=manner),
-            jobs=uniform_jobs([0.0] * self._trial.streams, _PROMPT, self._trial.tokens),
-            prompts=Prompts(form="text", fixed=fixed),
-            pace=LoopMode(concurrency=self._trial.streams),
-            warm_up=0,
-        )
 
     def first_tokens(self, door: EndpointName, log: Log) -> float:
         """The median time to the first token of a request beside all streams but one, over that alone."""
         place = self.ours
         alone = self._probe(place, door)
-        streams = self._load(place, door, {}, None)
+        streams = stream_load(self._trial, place, door, {})
         streams = msgspec.structs.replace(
             streams, jobs=streams.jobs[1:], pace=LoopMode(concurrency=len(streams.jobs) - 1)
         )
@@ -180,7 +195,7 @@ class FramesBench:
         return beside / alone
 
     def _probe(self, place: ServerAddress, door: EndpointName) -> float:
-        probes = self._load(place, door, {}, None)
+        probes = stream_load(self._trial, place, door, {})
         pace = LoopMode(concurrency=1, duration=_PROBE_SECONDS)
         probes = msgspec.structs.replace(probes, jobs=uniform_jobs([0.0] * _PROBES, _PROMPT, 1), pace=pace, warm_up=1)
         figures = compute_figures([record for outcome in run(probes) for record in outcome.records])
@@ -192,15 +207,10 @@ class FramesBench:
 @contextmanager
 def open_bench(trial: FramesTrial, before: Path | None, stages: Path | None = None) -> Iterator[FramesBench]:
     """Servers over one repository; raises `Unavailable` if one cannot be started. `stages`: see `show_stages`."""
-    longest = _PROMPT * fake_model.BLOCK + trial.tokens + fake_model.BLOCK
-    parameters = fake_model.stream_parameters(trial.streams, trial.step_ms, longest)
-    parameters |= {"executor": "fake", "fake_vocab_size": trial.vocab}
     with ExitStack() as stack:
-        model = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-"))) / "models" / fake_model.NAME
-        fake_text.write_text_model(model / "1", trial.vocab)
-        (model / "1" / "config.json").write_text("{}")
-        fake_model.write_config(model, parameters)
-        flags = ["--model-repository", str(model.parent)]
+        models = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-"))) / "models"
+        write_repository(models, trial)
+        flags = ["--model-repository", str(models)]
         places = {}
         if before is not None:
             environment = {"PYTHONPATH": str(before.resolve())}
@@ -267,7 +277,7 @@ def show_stages(console: Console, trial: FramesTrial, log: Log) -> None:
 
 
 def _wanted(trial: FramesTrial) -> list[tuple[EndpointName, FrameKind]]:
-    return [(door, kind) for door in trial.doors for kind in trial.kinds if kind in _KINDS[door]]
+    return [(door, kind) for door in trial.doors for kind in trial.kinds if kind in KINDS[door]]
 
 
 @app.default

@@ -93,12 +93,17 @@ def compare(trial: TensorTrial, before: Path | None, log: Log) -> list[Turns]:
         return every
 
 
+def write_repository(directory: Path, elements: int) -> None:
+    """Make `directory` a repository of the model `identity`, for tensors of so many elements."""
+    (directory / "identity" / "1").mkdir(parents=True)
+    (directory / "identity" / "config.pbtxt").write_text(_CONFIG.format(elements=elements))
+
+
 @contextmanager
 def _servers(trial: TensorTrial, before: Path | None) -> Iterator[dict[str, ServerAddress]]:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
-        (scratch / "identity" / "1").mkdir(parents=True)
-        (scratch / "identity" / "config.pbtxt").write_text(_CONFIG.format(elements=trial.elements))
+        write_repository(scratch, trial.elements)
         flags = "--model-repository", str(scratch)
         places: dict[str, ServerAddress] = {"now": stack.enter_context(own_server(*flags))}
         if before is not None:
