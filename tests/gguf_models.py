@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from tests import gguf_converters
+from tests import gguf_converters, gguf_gemmas
 
 ARCHITECTURES = {
     "mistral": "llama",
@@ -93,10 +93,11 @@ EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gat
 def write_gguf(checkpoint: Path, target: Path, kind: str = "F32", extra: Mapping[str, Any] | None = None) -> Path:
     """Write the model in `checkpoint` with its matrices of that type; `extra`: more metadata, such as a tokenizer."""
     config = AutoConfig.from_pretrained(checkpoint)
-    changed = gguf_converters.architecture_of(config)
-    architecture = changed or ARCHITECTURES.get(config.model_type, config.model_type)
+    converter = next((own for own in (gguf_converters, gguf_gemmas) if own.architecture_of(config)), None)
+    usual = ARCHITECTURES.get(config.model_type, config.model_type)
+    architecture = usual if converter is None else converter.architecture_of(config)
     writer = gguf.GGUFWriter(target, architecture)
-    (gguf_converters if changed else sys.modules[__name__]).describe(writer, config, architecture)
+    (converter or sys.modules[__name__]).describe(writer, config, architecture)
     if architecture == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if architecture == "qwen35":
@@ -111,11 +112,11 @@ def write_gguf(checkpoint: Path, target: Path, kind: str = "F32", extra: Mapping
         write_value(writer, key, value)
     files = [load_file(file) for file in checkpoint.glob("*.safetensors")]
     weights = {name: value.float() for file in files for name, value in file.items()}
-    if not changed:
+    if converter is None:
         weights = {name: value.squeeze(1) if value.ndim == 3 else value for name, value in weights.items()}
-    tensors = stored_tensors(weights, config, architecture)
-    if changed:
-        tensors = gguf_converters.stored_tensors(weights, config, architecture, halved)
+        tensors = stored_tensors(weights, config, architecture)
+    else:
+        tensors = converter.stored_tensors(weights, config, architecture, halved)
     for name, values in tensors:
         if kind.startswith(FLOAT4):
             values, own = float4_experts(name, values, kind)
@@ -149,6 +150,7 @@ PLAIN_ENDINGS = (
     "shared_expert_gate.weight",
     "router.layer.weight",
     "router.weight",
+    "router.proj.weight",
     ".bias",
     "ssm_a",
     "ssm_d",

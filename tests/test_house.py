@@ -126,7 +126,7 @@ BUDGETS = {
     "extras/batches": 1_410,
     "extras/console": 600,
     "extras/rollouts": 1_150,
-    "bench": 6_880,
+    "bench": 6_890,
     "cli": 2_790,
     "extras/optimizer": 4_045,
     "inprocess": 1_400,

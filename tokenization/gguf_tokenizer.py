@@ -1,7 +1,7 @@
 """Builds the tokenizer that a GGUF file's metadata describes.
 
-There are two kinds: byte-level BPE, whose word splitting the file only names, and SentencePiece's BPE, which merges the
-pair that makes the piece of the highest score.
+There are three kinds: byte-level BPE, whose word splitting the file only names, SentencePiece's BPE, which merges the
+pair that makes the piece of the highest score, and Gemma 4's, which has its spaces and bytes, but merges of its own.
 """
 
 import logging
@@ -99,11 +99,12 @@ def read_gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, str]]:
     """The file's tokenizer, and its special tokens by role, such as `bos_token`. Raises `InvalidArgument` if it has
     none, or one that is unsupported or broken."""
     model = file.text("tokenizer.ggml.model", "none")
-    if model not in ("gpt2", "llama"):
+    build = _KINDS.get(model)
+    if build is None:
         problem = (
             "it has no tokenizer"
             if model == "none"
-            else f"its tokenizer {model!r} is not supported; gpt2 and llama are"
+            else f"its tokenizer {model!r} is not supported; {', '.join(_KINDS)} are"
         )
         raise file.error(f"{problem}: --tokenizer names a checkpoint that has one")
     tokens = file.strings("tokenizer.ggml.tokens")
@@ -113,7 +114,7 @@ def read_gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, str]]:
     vocabulary = _Vocabulary(file, tokens, kinds or [1] * len(tokens))
     special_tokens = _named_tokens(file, tokens)
     try:
-        tokenizer, begins = _byte_level(vocabulary) if model == "gpt2" else _sentencepiece(vocabulary, special_tokens)
+        tokenizer, begins = build(vocabulary, special_tokens)
         _add_special_tokens(tokenizer, vocabulary, special_tokens)
         _add_ends(tokenizer, file, special_tokens, begins)
     except InvalidArgument:
@@ -135,7 +136,7 @@ def _named_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
     return special_tokens
 
 
-def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+def _byte_level(vocabulary: _Vocabulary, special_tokens: Mapping[str, str]) -> tuple[Tokenizer, bool]:
     file = vocabulary.file
     name = file.text("tokenizer.ggml.pre", "")
     rule = _RULES.get(name)
@@ -144,8 +145,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
         raise file.error(
             f"{problem if name else 'it does not name its pre-tokenizer'}; --tokenizer names another checkpoint"
         )
-    merges = [_pair(merge) for merge in file.strings("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=rule.whole))
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, _merges(file), ignore_merges=rule.whole))
     splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.gpt2)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
@@ -153,6 +153,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, rule.begins
+
+
+def _merges(file: GgufFile) -> list[tuple[str, str]]:
+    return [_pair(merge) for merge in file.strings("tokenizer.ggml.merges")]
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -181,14 +185,29 @@ def _sentencepiece(vocabulary: _Vocabulary, special_tokens: Mapping[str, str]) -
         for at in range(1, len(text))
         if text[:at] in ids and text[at:] in ids
     ]
-    unknown = special_tokens.get("unk_token") or next(iter(vocabulary.of_kind(_UNKNOWN)), None)
-    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefixed = file.flag("tokenizer.ggml.add_space_prefix", True)
+    return _of_pieces(vocabulary, special_tokens, merges, prefixed), True
+
+
+def _gemma4(vocabulary: _Vocabulary, special_tokens: Mapping[str, str]) -> tuple[Tokenizer, bool]:
+    return _of_pieces(vocabulary, special_tokens, _merges(vocabulary.file), prefixed=False), True
+
+
+def _of_pieces(
+    vocabulary: _Vocabulary, special_tokens: Mapping[str, str], merges: list[tuple[str, str]], prefixed: bool
+) -> Tokenizer:
+    """BPE of a whole text whose spaces are letters, `prefixed` with one; letters in no piece become bytes."""
+    unknown = special_tokens.get("unk_token") or next(iter(vocabulary.of_kind(_UNKNOWN)), None)
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
     parts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefixed else parts)
-    return tokenizer, True
+    return tokenizer
+
+
+_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
+"""tokenizer.ggml.model -> what builds its tokenizer, and says whether a text begins with bos."""
 
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, special_tokens: Mapping[str, str]) -> None:
@@ -217,6 +236,7 @@ _ENDS = (
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<EOT>",

@@ -7,19 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from ...core.regular_files import open_regular
 from ...tokenization.gguf_file import GgufFile
-from .gguf_fields import head_dim, kv_heads, largest
-from .gguf_variants import LATENT, READ_BY, UNROUNDED, VARIANTS
+from .gguf_fields import ROPE_FACTORS, head_dim, kv_heads, largest, read_numbers
+from .gguf_variants import LATENT, READ_BY, UNEQUAL, UNROUNDED, VARIANTS
 from .model_spec import CheckpointError
 
 _EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
-_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS = (
-    f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")
-)
-ROPE_TENSORS = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
 """Tensors that are part of the config."""
 
 _ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -35,9 +30,6 @@ _ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "use_parallel_residual": (False,),
 }
 """Fields that would change what is computed, with the values that do not."""
-
-_LARGEST_ROPE = 1 << 12
-"""Numbers that such a tensor may have."""
 
 
 def read_gguf_config(file: GgufFile) -> dict[str, Any]:
@@ -73,7 +65,7 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         "hidden_size": fields.number("embedding_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": max(kv_heads(fields), default=heads),
+        "num_key_value_heads": heads if name in UNEQUAL else max(kv_heads(fields), default=heads),
         "head_dim": size,
         "intermediate_size": largest(fields, "feed_forward_length", fields.number("expert_feed_forward_length", 1)),
         "max_position_embeddings": fields.number("context_length"),
@@ -109,12 +101,12 @@ def _rope_scaling(fields: GgufFile) -> dict[str, Any] | None:
     kind that has divisors, the same ones for texts of any length."""
     length = fields.number("context_length")
     original = fields.number("rope.scaling.original_context_length", length)
-    if _ROPE_FACTORS in fields.tensors:
-        factors = _numbers(fields, _ROPE_FACTORS)
+    if ROPE_FACTORS in fields.tensors:
+        factors = read_numbers(fields, ROPE_FACTORS)
         return _longrope(factors, factors, length, 1.0)
     if _LONG_FACTORS in fields.tensors:
-        long = _numbers(fields, _LONG_FACTORS)
-        short = _numbers(fields, _SHORT_FACTORS)
+        long = read_numbers(fields, _LONG_FACTORS)
+        short = read_numbers(fields, _SHORT_FACTORS)
         return _longrope(short, long, original, fields.real("rope.scaling.attn_factor", 1.0))
     # Older files have the factor of linear scaling alone.
     kind = fields.text("rope.scaling.type", "none" if fields.value("rope.scale_linear") is None else "linear")
@@ -143,15 +135,3 @@ def _longrope(short: list[float], long: list[float], original: int, attention: f
         "attention_factor": attention,
         "original_max_position_embeddings": original,
     }
-
-
-def _numbers(file: GgufFile, name: str) -> list[float]:
-    tensor = file.tensors.get(name)
-    if tensor is None or tensor.type.name != "F32" or tensor.bytes > 4 * _LARGEST_ROPE:
-        raise CheckpointError(f"{file.path}: {name} must be there, with at most {_LARGEST_ROPE} numbers in F32")
-    with open_regular(tensor.file) as opened:
-        opened.seek(tensor.offset)
-        numbers = np.frombuffer(opened.read(tensor.bytes), "<f4")
-    if not (numbers > 0).all():
-        raise CheckpointError(f"{file.path}: the numbers of {name} must be positive")
-    return [float(number) for number in numbers]

@@ -5,8 +5,15 @@ from typing import Any
 
 import numpy as np
 
+from ...core.regular_files import open_regular
 from ...tokenization.gguf_file import GgufFile
 from .model_spec import CheckpointError
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor with divisors of rotations."""
+
+_LARGEST_ROPE = 1 << 12
+"""Numbers that such a tensor may have."""
 
 DRAFTS = "nextn_predict_layers"
 """The field that counts blocks behind the last layer, which draft."""
@@ -87,3 +94,16 @@ def grouped_experts(fields: GgufFile) -> dict[str, Any]:
         "n_group": fields.number("expert_group_count", 1) or 1,
         "topk_group": fields.number("expert_group_used_count", 1) or 1,
     }
+
+
+def read_numbers(file: GgufFile, name: str) -> list[float]:
+    """The positive numbers of a tensor that is part of the config."""
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.type.name != "F32" or tensor.bytes > 4 * _LARGEST_ROPE:
+        raise CheckpointError(f"{file.path}: {name} must be there, with at most {_LARGEST_ROPE} numbers in F32")
+    with open_regular(tensor.file) as opened:
+        opened.seek(tensor.offset)
+        numbers = np.frombuffer(opened.read(tensor.bytes), "<f4")
+    if not (numbers > 0).all():
+        raise CheckpointError(f"{file.path}: the numbers of {name} must be positive")
+    return [float(number) for number in numbers]

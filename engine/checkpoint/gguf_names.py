@@ -10,6 +10,9 @@ _OUTER = {
     "lm_head": "output",
     "model.embedding_norm": "token_embd_norm",
     "model.final_layernorm": "output_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -108,6 +111,10 @@ _BARE = {
     "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "self_attn.sinks": "attn_sinks.weight",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
     **{
         f"{mixer}.{part}": own
         for mixer in ("mamba", "mixer")
@@ -128,6 +135,26 @@ _GEMMA_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_GEMMA_INPUTS = _GEMMA_NORMS | {
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+_GEMMA4 = _GEMMA_INPUTS | {
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+}
+_GEMMA3N = _GEMMA_INPUTS | {
+    "altup.router_norm": "altup_router_norm",
+    "altup.modality_router": "altup_router",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.correction_coefs": "altup_correct_coef",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+}
 _EXPERT = {
     "gate_proj": "ffn_gate_exps",
     "up_proj": "ffn_up_exps",
@@ -145,13 +172,17 @@ _OF_ARCHITECTURE = {
     **dict.fromkeys(("mamba2", "nemotron_h", "nemotron_h_moe"), _MIXER),
     "granitehybrid": _GRANITE,
     "falcon-h1": _FALCON,
+    "gemma3n": _GEMMA3N,
+    "gemma4": _GEMMA4,
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     **dict.fromkeys(("olmo2", "exaone4", "seed_oss", "glm4moe"), _NORMS_BEHIND),
 }
 """What an architecture's layers have beside `_LAYER`, by general.architecture."""
 
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(\d+)\.(\w+)")
+_EXPERT_NAME = re.compile(r"(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?experts\.(\d+)\.(\w+)")
+_STREAMS_NAME = re.compile(r"model\.altup_(projections|unembed_projections)\.(\d+)")
+_STREAMS = {"projections": "altup_proj", "unembed_projections": "altup_unembd_proj"}
 _ROTATED = ("attn_q", "attn_k")
 _PERMUTED = frozenset({"llama", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe"})
 """Architectures whose converter permutes the rows of queries and keys."""
@@ -166,7 +197,7 @@ class StoredName:
 
     name: str
     expert: int | None = None
-    """The expert that it is of a layer's, which are one tensor."""
+    """The expert that it is of a layer's, or the stream that it makes of a token's, where all are one tensor."""
     rotated: bool = False
     """Whether its rows are permuted heads: those that are rotated together are adjacent."""
     plus_one: bool = False
@@ -193,20 +224,24 @@ class GgufNames:
 
     def stored(self, name: str) -> StoredName | None:
         """The place of the tensor that a checkpoint calls `name`; None if it has none."""
-        module, _, kind = name.rpartition(".")
-        layer = _LAYER_NAME.fullmatch(module)
+        layer = _LAYER_NAME.fullmatch(name)
         if layer is None:
-            outer = _OUTER.get(module)
-            plus_one = self._plus_one and module.endswith("norm")
-            return None if outer is None else StoredName(f"{outer}.{kind}", plus_one=plus_one)
-        if bare := self._bare.get(f"{layer[2]}.{kind}"):
+            return self._outer(*name.rsplit(".", 1))
+        if bare := self._bare.get(layer[2]):
             return StoredName(f"blk.{layer[1]}.{bare}")
-        if (expert := _EXPERT_NAME.fullmatch(layer[2])) and expert[2] in _EXPERT:
+        module, _, kind = layer[2].rpartition(".")
+        if (expert := _EXPERT_NAME.fullmatch(module)) and expert[2] in _EXPERT:
             return StoredName(f"blk.{layer[1]}.{_EXPERT[expert[2]]}.{kind}", int(expert[1]))
-        own = self._layer.get(layer[2])
+        own = self._layer.get(module)
         if own is None:
             return None
         rotated = self._permuted and own in _ROTATED
-        return StoredName(
-            f"blk.{layer[1]}.{own}.{kind}", None, rotated, self._plus_one and own.endswith("norm") and own != "ssm_norm"
-        )
+        plus_one = self._plus_one and own.endswith("norm") and own != "ssm_norm"
+        return StoredName(f"blk.{layer[1]}.{own}.{kind}", None, rotated, plus_one)
+
+    def _outer(self, module: str, kind: str = "") -> StoredName | None:
+        if streams := _STREAMS_NAME.fullmatch(module):
+            return StoredName(f"{_STREAMS[streams[1]]}.{kind}", int(streams[2]))
+        outer = _OUTER.get(module)
+        plus_one = self._plus_one and module.endswith("norm")
+        return None if outer is None else StoredName(f"{outer}.{kind}", plus_one=plus_one)

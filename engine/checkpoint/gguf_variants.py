@@ -16,6 +16,7 @@ from .gguf_fields import (
     plain_experts,
     sigmoid_experts,
 )
+from .gguf_gemmas import gemma3n, gemma4
 from .gguf_hybrids import HYBRIDS
 from .model_spec import CheckpointError
 
@@ -217,11 +218,16 @@ VARIANTS: Mapping[str, Callable[[GgufFile], dict[str, Any]]] = {
     "minimax-m2": _minimax_m2,
     "gemma2": _gemma("Gemma2ForCausalLM", 46),
     "gemma3": _gemma("Gemma3ForCausalLM", 62),
+    "gemma3n": gemma3n,
+    "gemma4": gemma4,
 }
 """general.architecture -> what is special in its config.json."""
 
 LATENT = frozenset({"deepseek2"})
 """Architectures whose heads are made of latents, so that their keys and values have lengths of their own."""
+
+UNEQUAL = frozenset({"gemma4"})
+"""Architectures whose layers have key/value heads of their own, which are read there."""
 
 UNROUNDED = frozenset({"gpt-oss"})
 """Architectures whose yarn's bounds are not rounded."""

@@ -200,6 +200,42 @@ def test_user_defined_spaces_are_one_token_where_nothing_is_put_before_a_text(tm
     assert loaded.decode([at, the]) == "  the"
 
 
+def test_gemma4_merges_spaces_and_bytes_as_its_checkpoint_does(tmp_path: Path) -> None:
+    first = ["<pad>", "<bos>", "<unk>", "<|turn>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = sorted(set("abcdefghijklmnopqrstuvwxyz.,!\n\u2581"))
+    pairs = [("t", "h"), ("\u2581", "th"), ("\u2581th", "e"), ("i", "n"), ("\n", "\n"), ("\u2581", "\u2581")]
+    tokens = [*first, *letters, *(one + other for one, other in pairs)]
+    original = Tokenizer(
+        models.BPE(
+            {token: number for number, token in enumerate(tokens)},
+            pairs,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    original.normalizer = normalizers.Replace(" ", "\u2581")
+    original.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    original.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    metadata = {
+        "model": "gemma4",
+        "tokens": tokens,
+        "token_type": [CONTROL, CONTROL, UNKNOWN, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(tokens) - 260)],
+        "scores": [-1000.0] * len(tokens),
+        "merges": [" ".join(pair) for pair in pairs],
+        "bos_token_id": 1,
+        "unknown_token_id": 2,
+        "add_space_prefix": False,
+        "add_bos_token": True,
+    }
+    loaded = LoadedTokenizer.load(write(tmp_path / "model.gguf", **metadata))
+    for text in ("then  in the\n\n\nthing", " the", "naïve 東京 the", "x ", ""):
+        ids = original.encode(text).ids
+        assert loaded.encode(text) == [1, *ids]
+        assert loaded.decode(ids) == text
+    assert loaded.encode("<|turn>the", special=False)[0] == 3
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
