@@ -1,5 +1,7 @@
 """The console in headless Chromium, over a real server: what its user sees, types and presses."""
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -11,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from PIL import Image
 
 from charonia import __version__
 
@@ -224,7 +227,9 @@ def test_a_chat_is_streamed_and_timed(page: Any) -> None:
     message.press("Enter")
     times = page.locator(".turn.answer .times").last
     expect(times).to_have_text(
-        re.compile(r"first token after [\d.]+ m?s · 5 tokens · [\d.]+ tokens/s · [\d.]+ m?s in all · ended at the most")
+        re.compile(
+            r"first token after [\d.]+ m?s · 5 tokens · [\d.,]+ tokens/s · [\d.]+ m?s in all · ended at the most"
+        )
     )
     assert message.input_value() == ""
     assert page.locator(".turn.answer .text").last.inner_text()
@@ -312,6 +317,84 @@ def test_what_is_written_in_markdown_is_shown_as_such_and_markup_as_text(page: A
     assert page.evaluate("navigator.clipboard.readText()") == 'print("<b>", x[::-1])'
     page.set_viewport_size({"width": 360, "height": 640})
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(file, "PNG")
+    return file.getvalue()
+
+
+PASTE = """([name, type, base64]) => {
+  const content = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  const data = new DataTransfer();
+  data.items.add(new File([content], name, { type }));
+  const event = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
+  document.activeElement.dispatchEvent(event);
+}"""
+
+
+def paste(page: Any, name: str, kind: str, content: bytes) -> None:
+    page.get_by_label("Message").focus()
+    page.evaluate(PASTE, [name, kind, base64.b64encode(content).decode()])
+
+
+def test_a_chat_takes_pictures_if_its_model_sees(browser: Any, server: Server) -> None:
+    """By file and by paste. `talker` reads text alone; then its config says that it sees, and its answers come from
+    here."""
+    bodies: list[Any] = []
+
+    def answer(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        text = 'data: {"choices": [{"delta": {"content": "Red."}}]}\n\ndata: [DONE]\n\n'
+        route.fulfill(status=200, content_type="text/event-stream", body=text)
+
+    def describe(route: Any) -> None:
+        config = (reply := route.fetch()).json()
+        route.fulfill(
+            response=reply, json={**config, "input": [*config["input"], {"name": "image_pixels", "optional": True}]}
+        )
+
+    with console(browser, server) as page:
+        give_key(page, KEY)
+        page.evaluate("location.hash = '#chat/talker'")
+        expect(page.get_by_label("Message")).to_be_enabled()
+        expect(page.get_by_role("button", name="Add picture")).to_be_disabled()
+        paste(page, "a.png", "image/png", png(8, 8))
+        expect(page.locator(".attach .notice")).to_have_text("talker reads text alone.")
+        expect(page.locator(".attach canvas")).to_have_count(0)
+
+    with console(browser, server) as page:
+        page.route("**/v2/models/talker/config", describe)
+        page.route("**/v1/chat/completions", answer)
+        give_key(page, KEY)
+        page.evaluate("location.hash = '#chat/talker'")
+        expect(page.get_by_role("button", name="Add picture")).to_be_enabled()
+        paste(page, "a.txt", "text/plain", b"text")
+        expect(page.locator(".attach .notice")).to_contain_text("a.txt is no PNG, JPEG")
+        wide = {"name": "wide.png", "mimeType": "image/png", "buffer": png(400, 100)}
+        page.locator("input[type=file]").set_input_files([wide])
+        expect(page.get_by_role("img", name="wide.png")).to_have_js_property("width", 112)
+        expect(page.get_by_role("img", name="wide.png")).to_have_js_property("height", 28)
+        expect(page.locator(".attach .notice")).to_be_hidden()
+        paste(page, "small.png", "image/png", png(10, 20))
+        expect(page.get_by_role("img", name="small.png")).to_have_js_property("width", 10)
+        page.get_by_role("button", name="Remove wide.png").click()
+        page.get_by_label("Message").fill("Which colour?")
+        page.get_by_label("Message").press("Enter")
+        expect(page.locator(".turn.answer .text").last).to_have_text("Red.")
+        expect(page.locator(".turn.user").get_by_role("img", name="small.png")).to_be_visible()
+        expect(page.locator(".attach canvas")).to_have_count(0)
+        page.get_by_label("Message").fill("And now?")
+        page.get_by_label("Message").press("Enter")
+        expect(page.locator(".turn.answer > .text")).to_have_text(["Red.", "Red."])
+
+    url = f"data:image/png;base64,{base64.b64encode(png(10, 20)).decode()}"
+    seen = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Which colour?"}]
+    asked = {"role": "user", "content": seen}
+    assert bodies[0]["messages"] == [asked]
+    said = {"role": "assistant", "content": "Red."}
+    assert bodies[1]["messages"] == [asked, said, {"role": "user", "content": "And now?"}]
 
 
 def test_the_page_says_whose_server_it_is(page: Any) -> None:

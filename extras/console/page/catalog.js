@@ -104,6 +104,11 @@ function talks(config) {
   );
 }
 
+/** Whether a model's prompts may have pictures. */
+export function sees(config) {
+  return (config.input ?? []).some((tensor) => tensor.name === "image_pixels");
+}
+
 /** How a model is asked at first: by `chat`, or by `generate`. */
 export function mannerOf(config) {
   if (!config) return "chat";

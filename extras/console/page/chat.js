@@ -1,8 +1,9 @@
 /** A conversation with a model, streamed, and how long each answer took. */
 
-import { mannerOf } from "./catalog.js";
+import { mannerOf, sees } from "./catalog.js";
 import { element, nothing, number, offer, problem, refill, seconds } from "./dom.js";
 import { Rendering } from "./markdown.js";
+import { Pictures, thumbnail, userTurn } from "./pictures.js";
 import { Refusal, ask, encoded, errorOf, events } from "./server.js";
 
 /** Pixels from the end from which on the text that comes is followed. */
@@ -41,6 +42,7 @@ export class ChatView {
     "aria-label": "Message",
     onkeydown: (event) => this.#typed(event),
   });
+  #pictures = new Pictures(() => this.#blindness());
   #send = element("button", { type: "submit", class: "primary" }, "Send");
 
   constructor(section, catalog) {
@@ -78,9 +80,11 @@ export class ChatView {
         { class: "compose", onsubmit: submit },
         this.#message,
         this.#send,
+        this.#pictures.element,
         element("p", { class: "muted" }, "Enter sends, Shift+Enter begins a line, Escape stops an answer."),
       ),
     );
+    this.#pictures.watch(section);
     section.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.#stopping?.abort();
     });
@@ -127,9 +131,18 @@ export class ChatView {
     );
   }
 
+  /** Why the model takes no pictures; "" if it does, or if its config may not be read. */
+  #blindness() {
+    const { value } = this.#model;
+    if (!value) return "There is no model to see it.";
+    const config = this.#config(this.#catalog.served.find((card) => card.id === value));
+    return !config || sees(config) ? "" : `${value} reads text alone.`;
+  }
+
   /** The manner that fits the model is chosen once; the user may choose another. */
   #pick() {
     const { value } = this.#model;
+    this.#pictures.update();
     if (value === this.#chosen) return;
     this.#chosen = value;
     const card = this.#catalog.served.find((each) => each.id === value);
@@ -151,6 +164,7 @@ export class ChatView {
     this.#stopping?.abort();
     this.#stopped();
     this.#turns = [];
+    this.#pictures.take();
     this.#log.replaceChildren();
     this.#offer();
     this.#message.focus();
@@ -159,20 +173,22 @@ export class ChatView {
   async #ask() {
     const content = this.#message.value;
     const model = this.#model.value;
-    if (!content.trim() || !model) return;
+    if (!(content.trim() || this.#pictures.chosen.length) || !model) return;
     this.#message.value = "";
+    const pictures = this.#pictures.take();
     if (!this.#log.querySelector(".turn")) this.#log.replaceChildren();
-    this.#log.append(turn("user", "You", content));
+    const shown = pictures.length ? element("div", { class: "pictures" }, pictures.map(thumbnail)) : [];
+    this.#log.append(turn("user", "You", shown, ...(content.trim() ? [content] : [])));
     const answer = new Answer(model);
     this.#log.append(answer.element);
     this.#follow(true);
     let near = true;
     answer.onrender = () => this.#follow(near);
-    const turns = (this.#turns = [...this.#turns, { role: "user", content }]);
+    const turns = (this.#turns = [...this.#turns, userTurn(content, pictures)]);
     const stopping = (this.#stopping = new AbortController());
     this.#send.textContent = "Stop";
     try {
-      for await (const piece of this.#pieces(model, content, stopping.signal)) {
+      for await (const piece of this.#pieces(model, content, pictures, stopping.signal)) {
         near = this.#isNearEnd();
         answer.add(piece);
       }
@@ -184,7 +200,10 @@ export class ChatView {
     // A turn that failed is no part of the conversation; a chat that was cleared meanwhile has none of this.
     if (this.#turns !== turns) return;
     this.#turns = answer.text ? [...turns, { role: "assistant", content: answer.text }] : turns.slice(0, -1);
-    if (!answer.text && !this.#message.value) this.#message.value = content;
+    if (!answer.text && !this.#message.value && !this.#pictures.chosen.length) {
+      this.#message.value = content;
+      this.#pictures.put(pictures);
+    }
     this.#stopped();
     this.#follow(this.#isNearEnd());
   }
@@ -203,14 +222,14 @@ export class ChatView {
   }
 
   /** The parts of an answer: `text`, `reasoning`, `tokens` in all, `reason` of the end, `arm` of a route, `warning`. */
-  #pieces(model, content, signal) {
+  #pieces(model, content, pictures, signal) {
     const sampling = { max_tokens: Number(this.#tokens.value) || 256 };
     if (this.#temperature.value !== "") sampling.temperature = Number(this.#temperature.value);
     if (this.#manner.value === "generate")
       return generated(
         model,
         content,
-        sampling,
+        pictures.length ? { ...sampling, image: pictures.map(({ url }) => url) } : sampling,
         this.#config(this.#catalog.served.find((card) => card.id === model)),
         signal,
       );
