@@ -278,6 +278,45 @@ class DrafterTotals(msgspec.Struct, array_like=True):
             self.accepted_by_place[place] += 1
 
 
+class FetchDecision(StrEnum):
+    """What became of a request whose prefix a directory had: its blocks were fetched, computing them was expected to be
+    faster, they came too late, or no other fetch had come for long."""
+
+    FETCHED = "fetched"
+    COMPUTED = "computed"
+    LATE = "late"
+    STALLED = "stalled"
+
+
+class ImageTotals(msgspec.Struct, array_like=True):
+    """What ranks have done with the files of a directory of cached blocks and states; seconds are those of their
+    threads."""
+
+    read: int = 0
+    missing: int = 0
+    damaged: int = 0
+    """Files that were none of ours, or had a wrong checksum."""
+    read_failures: int = 0
+    """Files that the system refused."""
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    written: int = 0
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    write_failures: int = 0
+    unwritten: int = 0
+    """Images that were not written, because too many waited."""
+    evicted: int = 0
+    """Files that were removed to make room."""
+
+    def add(self, other: "ImageTotals") -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def by_name(self) -> dict[str, float]:
+        return msgspec.structs.asdict(self)
+
+
 class EngineTotals(msgspec.Struct, array_like=True):
     """What engine cores have counted since they started, the warm-up left out unless a field says otherwise. The
     scheduler counts in one; the step loop adds what other parts of a core counted, and sends it with each step."""
@@ -324,6 +363,11 @@ class EngineTotals(msgspec.Struct, array_like=True):
     """Batches of cache events that were published, the warm-up's included."""
     event_batches_dropped: int = 0
     """Batches that were not published, because too many waited."""
+    landed: int = 0
+    """Prompt tokens found in the prefix cache whose blocks came from a directory."""
+    directory: dict[str, float] = {}
+    """What was done with a directory of cached blocks: the counts of `ImageTotals`, and those of `FetchDecision`, by
+    name."""
 
     def count_seconds(self, states: Mapping[SequenceState, int], seconds: float) -> None:
         """A step took so long, while so many sequences were in each state."""

@@ -39,14 +39,15 @@ class InferResponse(msgspec.Struct, frozen=True):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended: an end or stop token, a length limit, its timeout, its client, or a fault of the
-    server."""
+    """Why a generation ended: an end or stop token, a length limit, its timeout, its client, a fault of the server, or
+    that too little of its prompt was cached to begin: see `GenerateRequest.cache_hit_threshold`."""
 
     STOP = "stop"
     LENGTH = "length"
     TIMEOUT = "timeout"
     ABORT = "abort"
     ERROR = "error"
+    CACHE_THRESHOLD = "cache_threshold"
 
 
 _MAX_WORDS = 256

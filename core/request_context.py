@@ -25,7 +25,7 @@ ENSEMBLE_ENDPOINT = "ensemble"
 
 class Outcome(StrEnum):
     """How a request ended: `DONE` is answered without generated text, `REJECTED` is before any work, `ERROR` is by a
-    fault of the server after some work."""
+    fault of the server after some work, `CACHE_THRESHOLD` as its client wanted, for others have more of it cached."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -34,6 +34,7 @@ class Outcome(StrEnum):
     TIMEOUT = "timeout"
     ERROR = "error"
     REJECTED = "rejected"
+    CACHE_THRESHOLD = "cache_threshold"
 
     @property
     def answered(self) -> bool:

@@ -14,6 +14,10 @@ LOGITS_PIECE = 64
 and logits of a whole chunk would take more memory than all else in a step."""
 
 
+DIRECTORY_BYTES = 50_000_000_000
+"""Bytes of a cache's directory, where its configuration says nothing."""
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The cache of keys and values, and of the states of layers that have some."""
 
@@ -33,6 +37,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the host's memory, over all ranks, for what the cache has no room for."""
     state_fraction: float = 0.25
     """The part of the cache, and of `host_bytes`, for snapshots of recurrent states, if the model has any."""
+    directory: str = ""
+    """Where blocks and states are kept beyond this server, for it and others; "" keeps none."""
+    directory_bytes: int | None = None
+    """Bytes of all files there at most; None is `DIRECTORY_BYTES`."""
     layer_groups: bool = False
     """Whether layers with a window have blocks of their own, and give them up, for who plans by `Capacity.groups`."""
 

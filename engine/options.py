@@ -122,6 +122,10 @@ class EngineOptions:
     """Size of the KV cache in blocks, instead of a share."""
     kv_cache_host_bytes: Bytes | None = None
     """Size in bytes of host memory for what a GPU's cache has no room for, until it is needed again."""
+    kv_cache_dir: str | None = None
+    """Keep cached blocks and states in this directory too, for the next start and for other servers that have it."""
+    kv_cache_dir_bytes: Bytes | None = None
+    """Bytes that all files in it may have; those used longest ago make room. Unset: 50 GB."""
     state_cache_fraction: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
     """Share of the KV cache's memory for snapshots of recurrent states, of models that have them."""
     prefix_caching: bool | None = None
@@ -192,6 +196,8 @@ _CACHE_FIELDS = {
     "kv_cache_bytes": "bytes",
     "kv_cache_blocks": "blocks",
     "kv_cache_host_bytes": "host_bytes",
+    "kv_cache_dir": "directory",
+    "kv_cache_dir_bytes": "directory_bytes",
     "state_cache_fraction": "state_fraction",
 }
 _SCHEDULER_FIELDS = {

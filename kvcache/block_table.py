@@ -13,7 +13,18 @@ class BlockTable:
     grows, but that NO_BLOCK takes the place of a sliding group's block behind the window.
     """
 
-    __slots__ = ("blocks", "cached", "committed", "forked", "promised", "restored", "slid", "snapshot", "states")
+    __slots__ = (
+        "blocks",
+        "cached",
+        "committed",
+        "forked",
+        "landed",
+        "promised",
+        "restored",
+        "slid",
+        "snapshot",
+        "states",
+    )
 
     def __init__(self, promised: Sequence[bytes]) -> None:
         self.blocks: list[int] = []
@@ -25,6 +36,8 @@ class BlockTable:
         """The hashes known at `open`; those from `committed` on are what this sequence is computing."""
         self.slid = 0
         """Leading spans without the blocks of sliding groups."""
+        self.landed = 0
+        """Tokens of `cached` whose blocks had landed from elsewhere."""
         self.restored = 0
         """Tokens of `cached` that came back from the host's memory."""
         self.snapshot = -1

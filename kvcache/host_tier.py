@@ -71,6 +71,10 @@ class HostTier:
         of a prefix that was used as a whole the beginning stays longest."""
         self._copies.append(TierCopy(place, self._slots[digest], back=True))
 
+    def restore_landed(self, number: int, place: int) -> None:
+        """A landed image goes to a place that nothing else uses, in the order of the other copies."""
+        self._copies.append(TierCopy(place, landed_slot(number), back=True))
+
     def use(self, digest: bytes) -> None:
         """Let the content of this hash, if it is here, be the last to be overwritten."""
         if digest in self._slots:
@@ -92,4 +96,4 @@ class HostTier:
         slots = sorted(self._slots.values())
         assert slots == list(range(len(slots))), "a slot is lost, or has two contents"
         assert len(slots) <= self.size
-        assert all(0 <= copy.slot < self.size for copy in self._copies)
+        assert all(copy.slot < self.size and (copy.slot >= 0 or copy.back) for copy in self._copies)

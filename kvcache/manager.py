@@ -4,7 +4,7 @@ Knows no tensors, no rows, no steps and no requests.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from itertools import chain, takewhile
 
 import numpy as np
@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from .block_hashes import HashExtras, chain_hashes, group_key, group_keys
 from .block_pool import BlockPool
 from .block_table import NO_BLOCK, BlockTable
+from .block_tiers import BlockTiers
 from .cache_events import CacheEvents, GroupEvents
 from .draft_states import DraftStates
 from .host_tier import HostTier, TierCopy
+from .landed_images import ImagePlace, LandedImages
 from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand, last_end
 from .retention import NO_RETENTION, RetentionBudget, SessionRetention
 from .state_pool import StatePool
@@ -40,12 +42,15 @@ class KVCacheManager:
         host_snapshots: int = 0,
         events: CacheEvents | None = None,
         retention: RetentionBudget = NO_RETENTION,
+        landing: int = 0,
+        landing_states: int = 0,
     ) -> None:
         """`blocks` of `block_size` tokens; of what was evicted, the host keeps the latest `host_blocks` and
         `host_snapshots`. With `snapshots` of sequences' states, a prefix is shared up to a block's end whose state is
         among them. `draft_states`: slots for the states before drafts; None: sequences have no states. `groups`: each
         has its own block for the same tokens; where some slide, a prefix ends where they have what the next token
-        sees. `events`: follows what can be found. `retention`: what scopes may keep of it."""
+        sees. `events`: follows what can be found. `retention`: what scopes may keep of it. `landing` and
+        `landing_states`: images of blocks and of states that may come from elsewhere at a time."""
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
         self.blocks = blocks
@@ -59,14 +64,22 @@ class KVCacheManager:
         self._pool = BlockPool(blocks, events, retention.lists, retention.blocks)
         self._host = HostTier(host_blocks, events)
         of_states = None if events is None else GroupEvents(events, groups.total)
-        kept = snapshots, host_snapshots, of_states, retention.states
-        self.states = StatePool(*kept) if snapshots and prefix_caching else None
+        self.states = None
+        if snapshots and prefix_caching:
+            self.states = StatePool(snapshots, host_snapshots, of_states, retention.states, landing_states)
+        self.landed = LandedImages(landing)
+        """Images of blocks; those of states are in `states`."""
+        self._tiers = BlockTiers(self._pool, self._host, self.landed, self.states)
         self.retention = (
             SessionRetention(self._pool, self.states, block_size, groups.total) if retention.blocks else None
         )
         # Whether a sequence can go on after any block that is cached with all before it.
         self._begins_anywhere = groups.total == groups.full == 1 and self.states is None
         self.draft_states = None if draft_states is None else DraftStates(snapshots, draft_states)
+        self.is_findable = self._tiers.is_findable
+        """Whether the block of a key, see `group_key`, need not be computed."""
+        self.committed: list[ImagePlace] | None = None
+        """Blocks that became findable by being computed, for who takes them away; None: nobody does."""
         self._tables: set[BlockTable] = set()
         self._computing: Counter[bytes] = Counter()
 
@@ -133,13 +146,26 @@ class KVCacheManager:
             resumable = [number for number, digest in enumerate(shared[:forked], 1) if digest in self.states]
         if not self._begins_anywhere:
             shared = shared[: self._prefix_end(shared, 0, self._pool.is_cached, resumable)]
-        self._hold_spans(table, shared, self._share)
+        self._hold_spans(table, shared, self._tiers.share)
         table.cached = table.committed * self.block_size
         table.forked = max(table.cached, forked * self.block_size)
         table.states = [hashes[number - 1] for number in (resumable or ())[-2:]]
         self._tables.add(table)
         self._computing.update(table.promised[table.committed :])
         return table
+
+    def found(self, hashes: Sequence[bytes], more: Container[bytes] = ()) -> int:
+        """The blocks that a sequence could begin with without computing them, if these `more` keys were in the cache
+        too: of blocks, and, as of a group behind all others, of states."""
+        ends = None
+        if self.states is not None:
+            kept, group = self.states.is_kept, self.groups.total
+            ends = [end for end, key in enumerate(hashes, 1) if kept(key) or group_key(key, group) in more]
+        return self._prefix_end(hashes, 0, lambda key: self.is_findable(key) or key in more, ends)
+
+    def found_tokens(self, hashes: Collection[bytes], known: int) -> int:
+        """Of a prompt of `known` tokens those that a sequence could begin with without computing them."""
+        return self.found([*hashes][: (known - 1) // self.block_size]) * self.block_size
 
     def _prefix_end(
         self, hashes: Sequence[bytes], first: int, is_cached: Callable[[bytes], bool], resumable: list[int] | None
@@ -181,33 +207,6 @@ class KVCacheManager:
             self._slide_to(table, slid)
         return table.committed == len(hashes)
 
-    def _share(self, keys: Sequence[bytes]) -> list[int]:
-        """Hold each of these blocks once more, up to the first that is not cached; their numbers."""
-        blocks: list[int] = []
-        for key in keys:
-            block = self._pool.share(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-
-    def _share_or_restore(self, keys: Sequence[bytes]) -> list[int]:
-        """The same of blocks which may be in the host's memory alone, up to the first that does not come back."""
-        blocks: list[int] = []
-        for key in keys:
-            block = self._pool.share(key)
-            if block is None:
-                if key not in self._host:
-                    break
-                block = self._take()
-                if key not in self._host:  # it made room for what was evicted from the block
-                    self._pool.drop(block)
-                    break
-                self._host.restore(key, block)
-                self._pool.publish(block, key)
-            blocks.append(block)
-        return blocks
-
     def _holds_beyond_first(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are held by another table too."""
         return sum(block != NO_BLOCK and self._pool.references[block] > 1 for block in blocks)
@@ -228,10 +227,9 @@ class KVCacheManager:
 
     def _forked(self, blocks: Sequence[bytes]) -> int:
         """How many of the first `blocks` are cached, or computed right now."""
-        is_cached = self._pool.is_cached
-        host = self._host
+        is_cached, is_elsewhere = self._pool.is_cached, self._tiers.is_elsewhere
         computing = self._computing
-        return sum(takewhile(bool, (is_cached(digest) or digest in computing or digest in host for digest in blocks)))
+        return sum(takewhile(bool, (is_cached(key) or key in computing or is_elsewhere(key) for key in blocks)))
 
     def awaits(self, hashes: Sequence[bytes], known: int) -> bytes | None:
         """The last block of the prefix that an open table computes right now and this sequence could share. None when
@@ -242,26 +240,24 @@ class KVCacheManager:
         if self.states is not None:
             for block_hash in blocks[: self._forked(blocks)]:
                 if self.states.is_kept(block_hash):
-                    awaited = None if self._is_findable(block_hash) else block_hash
+                    awaited = None if self._tiers.is_findable(block_hash) else block_hash
                 elif self.states.is_promised(block_hash):
                     awaited = block_hash
             return awaited
         is_cached = self._pool.is_cached
         for block_hash in blocks:
-            if not is_cached(block_hash) and block_hash not in self._host:
+            if not is_cached(block_hash) and not self._tiers.is_elsewhere(block_hash):
                 if not self.being_computed(block_hash):
                     break
                 awaited = block_hash
         return awaited
 
-    def _is_findable(self, block_hash: bytes) -> bool:
-        return block_hash in self._pool or block_hash in self._host
-
     def restore(self, table: BlockTable, known: int) -> None:
-        """Let a table that `open` just made for `known` tokens have the blocks too that follow in the host's memory,
-        and begin with a state that may be there: `take_block_copies` and `take_state_copies` tell what is to be copied.
+        """Let a table that `open` just made for `known` tokens have the blocks too that follow elsewhere, and
+        begin with a state that may be there: `take_block_copies` and `take_state_copies` tell what is to be copied.
         There must be room for all that it is to hold. `table.snapshot` is the state to begin with from now on."""
-        if self._host.size or (self.states is not None and self.states.host.size):
+        of_states = self.states is not None and (self.states.host.size or self.states.landed)
+        if self._host.size or self.landed or of_states:
             self._restore_from_host(table, table.promised[: (known - 1) // self.block_size])
         if self.states is not None and table.states:
             table.snapshot = self.states.restore(*reversed(table.states))
@@ -274,24 +270,27 @@ class KVCacheManager:
         if states is not None:
             most = table.forked // self.block_size
             resumable = [number for number in range(first + 1, most + 1) if states.is_kept(hashes[number - 1])]
-        end = self._prefix_end(hashes, first, self._is_findable, resumable)
+        end = self._prefix_end(hashes, first, self._tiers.is_findable, resumable)
         taken = groups.full * (end - first) + groups.sliding * min(self.demand.window, end - first)
         if end <= first or taken > self._pool.free:
             return
         for block_hash in reversed(hashes[first:end]):  # what makes room for them is to take the place of others
             for group in range(self._span_blocks):
                 self._host.use(group_key(block_hash, group))
-        on_device = states is None or hashes[end - 1] in states
+        from_host = states is not None and hashes[end - 1] in states.host and hashes[end - 1] not in states
         if states is not None and not states.bring_back(hashes[end - 1], table.states[-1:]):
             return
-        if self._hold_spans(table, hashes[:end], self._share_or_restore):
+        table.landed = sum(block_hash in self.landed for block_hash in hashes[first:end]) * self.block_size
+        if self._hold_spans(table, hashes[:end], self._tiers.share_or_restore):
             table.states = [*table.states, *(hashes[number - 1] for number in resumable or ())][-2:]
             if states is not None:
-                states.brought_back += not on_device
+                states.brought_back += from_host
         for block_hash in hashes[first : table.committed]:
             self._settle(block_hash)
-        table.restored = (table.committed - first) * self.block_size
-        table.cached += table.restored
+        came = (table.committed - first) * self.block_size
+        table.landed = min(table.landed, came)
+        table.restored = came - table.landed
+        table.cached += came
         table.forked = max(table.forked, table.cached)
 
     def take_block_copies(self) -> list[TierCopy]:
@@ -313,7 +312,7 @@ class KVCacheManager:
         missing = self.missing_blocks(table, tokens)
         if missing > self._pool.free:
             return False
-        table.blocks.extend([self._take() for _ in range(missing)])
+        table.blocks.extend([self._tiers.take() for _ in range(missing)])
         return True
 
     def slide(self, table: BlockTable, computed: int) -> None:
@@ -329,15 +328,6 @@ class KVCacheManager:
             table.blocks[of_sliding] = [NO_BLOCK] * (total - full)
         table.slid = max(table.slid, spans)
 
-    def _take(self) -> int:
-        block, evicted = self._pool.take()
-        if evicted is not None:
-            if self._host.size:
-                evicted = self._host.save(evicted, block)
-            if evicted is not None and self.states is not None and evicted not in self._pool:
-                self.states.demote(evicted)
-        return block
-
     def commit(self, table: BlockTable, hashes: Sequence[bytes]) -> None:
         """The next blocks of the table are full and final, with these hashes: from now on they can be found."""
         first, total = table.committed, self._span_blocks
@@ -345,6 +335,8 @@ class KVCacheManager:
             blocks = table.blocks[first * total + group :: total]
             for block, key in zip(blocks, group_keys(hashes, group), strict=False):
                 self._pool.publish(block, key)
+                if self.committed is not None:
+                    self.committed.append(ImagePlace(key, block))
         table.committed += len(hashes)
         for block_hash in table.promised[first : table.committed]:
             self._settle(block_hash)

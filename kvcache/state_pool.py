@@ -10,6 +10,7 @@ from itertools import chain
 
 from .cache_events import CacheEvents
 from .host_tier import HostTier
+from .landed_images import ImagePlace, LandedImages
 
 
 class StatePool:
@@ -32,11 +33,17 @@ class StatePool:
     """
 
     def __init__(
-        self, size: int, host_size: int = 0, events: CacheEvents | None = None, most_retained: int = 0
+        self,
+        size: int,
+        host_size: int = 0,
+        events: CacheEvents | None = None,
+        most_retained: int = 0,
+        landing: int = 0,
     ) -> None:
         self.size = size
         self._most_retained = most_retained
         self.host = HostTier(host_size, events)
+        self.landed = LandedImages(landing)
         self._events = events
         self.evicted = 0
         """Snapshots that made room for others so far."""
@@ -44,6 +51,8 @@ class StatePool:
         """How often a sequence began with one so far."""
         self.brought_back = 0
         """How often one came back from the host's memory so far."""
+        self.committed: list[ImagePlace] | None = None
+        """Snapshots that became findable by being computed, for who takes them away; None: nobody does."""
         self._most_proven = 3 * size // 4
         self._unused = list(range(size - 1, -1, -1))
         self._reserved = set[int]()
@@ -66,8 +75,8 @@ class StatePool:
         return digest in self._recent or digest in self._proven or digest in self._retained
 
     def is_kept(self, digest: bytes) -> bool:
-        """Whether the state of this hash can be found on the device, or in the host's memory."""
-        return digest in self or digest in self.host
+        """Whether the state of this hash can be found on the device, in the host's memory, or has landed."""
+        return digest in self or digest in self.host or digest in self.landed
 
     def restore(self, digest: bytes, before: bytes | None = None) -> int:
         """The snapshot of this hash, which is on the device, and which the next plan reads: it is not reserved until
@@ -115,12 +124,15 @@ class StatePool:
         snapshot = self.reserve(but)
         if snapshot is None:
             return False
-        if digest not in self.host:  # it made room for what was on the device
+        if digest in self.landed:
+            self.host.restore_landed(self.landed.restore(digest), snapshot)
+        elif digest in self.host:
+            self.host.restore(digest, snapshot)
+            self.host.use(digest)  # later than what made room for it
+        else:  # it made room for what was on the device
             self.give_back(snapshot)
             return False
-        self.host.restore(digest, snapshot)
-        self.host.use(digest)  # later than what made room for it
-        self.publish(snapshot, digest)
+        self.publish(snapshot, digest, computed=False)
         return True
 
     def _use(self, digest: bytes) -> None:
@@ -162,13 +174,16 @@ class StatePool:
         self._reserved.add(snapshot)
         return snapshot
 
-    def publish(self, snapshot: int, digest: bytes) -> None:
-        """A reserved snapshot has the state of this hash now. Of two that are equal the first stays."""
+    def publish(self, snapshot: int, digest: bytes, computed: bool = True) -> None:
+        """A reserved snapshot has the state of this hash now, as it was `computed`, or will have it when copies are
+        made. Of two that are equal the first stays."""
         if digest in self:
             self.give_back(snapshot)
             return
         self._reserved.remove(snapshot)
         self._recent[digest] = snapshot
+        if computed and self.committed is not None:
+            self.committed.append(ImagePlace(digest, snapshot, of_state=True))
         if self._events is not None:
             self._events.stored(digest, on_host=False)
 

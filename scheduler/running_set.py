@@ -191,6 +191,7 @@ class RunningSet:
             self.totals.prefix_queries += len(spec.prompt) if looks_up else 0
             self.totals.prefix_hits += cached
             self.totals.restored += table.restored
+            self.totals.landed += table.landed
             self.totals.state_misses += table.forked - cached
             self.started.append((spec.key, cached))
         else:

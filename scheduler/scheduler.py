@@ -7,6 +7,7 @@ steps, and the seconds they took.
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
+from math import inf
 
 from msgspec.structs import replace
 
@@ -76,6 +77,11 @@ class Scheduler:
         self._prefill = self._make_budget(self.config)
         if self.speculation is not None:
             self.speculation.costs.reset_step_times()
+
+    def prompt_seconds(self, tokens: int, context: int) -> float:
+        """Seconds that `tokens` of a prompt take to compute after `context`, as far as steps have told; else `inf`."""
+        model = self._prefill.time_model
+        return model.prompt_seconds(tokens, context) if model.calibrated else inf
 
     @property
     def running(self) -> int:

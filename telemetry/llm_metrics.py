@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..core.metrics import EngineTotals, Histogram, Reading, TimeInState
+from ..core.metrics import EngineTotals, FetchDecision, Histogram, Reading, TimeInState
 from ..core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
 from .metric_families import CACHE_INFO
 
@@ -115,6 +115,9 @@ class EngineState(NamedTuple):
         yield Reading("charonia_prefix_cache_queries_total", totals.prefix_queries)
         yield Reading("charonia_prefix_cache_hits_total", totals.prefix_hits)
         yield Reading("charonia_prefix_cache_host_hits_total", totals.restored)
+        if totals.directory:
+            yield Reading("charonia_prefix_cache_directory_hits_total", totals.landed)
+            yield from _directory_readings(totals.directory)
         yield Reading("charonia_state_snapshots", self.state_snapshots)
         yield Reading("charonia_state_host_snapshots", self.host_snapshots)
         yield Reading("charonia_state_snapshot_evictions_total", totals.state_evictions)
@@ -156,6 +159,32 @@ class EngineState(NamedTuple):
             yield Reading("nv_trt_llm_request_metrics", number, {"request_type": kind})
         if self.blocks.size:
             yield from self.blocks.readings(totals.prefix_hits // self.blocks.size)
+
+
+_DIRECTORY_READINGS = {
+    "reads_total": ("outcome", {"read": "read", "missing": "missing", "damaged": "damaged", "read_failures": "failed"}),
+    "writes_total": ("outcome", {"written": "written", "write_failures": "failed", "unwritten": "dropped"}),
+    "fetches_total": ("decision", {decision.value: decision.value for decision in FetchDecision}),
+    **{
+        f"{name}_total": ("", {count: ""})
+        for name, count in (
+            ("read_bytes", "read_bytes"),
+            ("read_seconds", "read_seconds"),
+            ("written_bytes", "written_bytes"),
+            ("write_seconds", "write_seconds"),
+            ("evictions", "evicted"),
+        )
+    },
+}
+"""The metrics of a cache's directory: the label of each, and its value by the name of a count in
+`EngineTotals.directory`."""
+
+
+def _directory_readings(counts: Mapping[str, float]) -> Iterator[Reading]:
+    for name, (label, values) in _DIRECTORY_READINGS.items():
+        for count, value in values.items():
+            labels = {label: value} if label else {}
+            yield Reading(f"charonia_cache_directory_{name}", counts.get(count, 0), labels)
 
 
 class LlmMetrics:

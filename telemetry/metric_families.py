@@ -25,6 +25,19 @@ CHARONIA_FAMILIES = (
     MetricFamily(
         "charonia_prefix_cache_host_hits_total", "counter", "Prompt tokens found in the prefix cache's host memory"
     ),
+    MetricFamily(
+        "charonia_prefix_cache_directory_hits_total", "counter", "Prompt tokens found in the prefix cache's directory"
+    ),
+    MetricFamily("charonia_cache_directory_reads_total", "counter", "Files of the cache's directory, by what was read"),
+    MetricFamily("charonia_cache_directory_read_bytes_total", "counter", "Bytes read from the cache's directory"),
+    MetricFamily("charonia_cache_directory_read_seconds_total", "counter", "Time of threads that read there"),
+    MetricFamily("charonia_cache_directory_writes_total", "counter", "Files for the cache's directory, by their fate"),
+    MetricFamily("charonia_cache_directory_written_bytes_total", "counter", "Bytes written to the cache's directory"),
+    MetricFamily("charonia_cache_directory_write_seconds_total", "counter", "Time of threads that wrote there"),
+    MetricFamily("charonia_cache_directory_evictions_total", "counter", "Files removed there to make room"),
+    MetricFamily(
+        "charonia_cache_directory_fetches_total", "counter", "Requests whose prefix was in the cache's directory"
+    ),
     MetricFamily("charonia_state_snapshots", "gauge", "Snapshots of recurrent states that prompts can begin with"),
     MetricFamily("charonia_state_host_snapshots", "gauge", "Snapshots of recurrent states in the host's memory"),
     MetricFamily("charonia_state_snapshot_evictions_total", "counter", "Snapshots that made room for others"),

@@ -108,14 +108,14 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_045,
-    "processes": 1_130,
-    "telemetry": 2_765,
-    "kvcache": 980,
+    "core": 2_075,
+    "processes": 1_160,
+    "telemetry": 2_800,
+    "kvcache": 1_400,
     "tokenization": 3_620,
     "media": 1_100,
     "scheduler": 2_295,
-    "engine": 25_100,
+    "engine": 25_490,
     "classic_backends": 8_380,
     "ensembles": 1_200,
     "routing": 250,

@@ -192,10 +192,13 @@ class Replica:
 def sum_totals(totals: Iterable[EngineTotals]) -> EngineTotals:
     fields = [msgspec.structs.asdict(total) for total in totals]
     drafters = sum_by_drafter(core.pop("drafters") for core in fields)
-    spent = [core.pop("sequence_seconds") for core in fields]
-    states = {state: sum(seconds.get(state, 0.0) for seconds in spent) for state in {*chain(*spent)}}
+    spent, files = ([core.pop(name) for core in fields] for name in ("sequence_seconds", "directory"))
+    states, directory = (
+        {name: sum(counts.get(name, 0.0) for counts in of_cores) for name in {*chain(*of_cores)}}
+        for of_cores in (spent, files)
+    )
     numbers = {name: sum(core[name] for core in fields) for name in fields[0]}
-    return EngineTotals(**numbers, drafters=drafters, sequence_seconds=states)
+    return EngineTotals(**numbers, drafters=drafters, sequence_seconds=states, directory=directory)
 
 
 class EngineClient:

@@ -5,7 +5,7 @@ Knows nothing of steps or sockets, and of the running sequences only whether the
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -46,8 +46,31 @@ class NewRequest(NamedTuple):
     constraint: SequenceConstraint | None = None
 
 
+class PrefixLookedUp(NamedTuple):
+    """The keys of a request's prefix that the directory has for every rank."""
+
+    key: int
+    present: frozenset[bytes]
+
+
+class ImagesCame(NamedTuple):
+    """The outcome of a fetch from the directory: which of its images have landed."""
+
+    number: int
+    arrived: Sequence[bool]
+
+
+FetchReply: TypeAlias = PrefixLookedUp | ImagesCame
 InboxItem: TypeAlias = (
-    NewRequest | RequestRejected | AbortRequests | LoadAdapter | UnloadAdapter | AdapterReply | Shutdown | BaseException
+    NewRequest
+    | RequestRejected
+    | AbortRequests
+    | LoadAdapter
+    | UnloadAdapter
+    | AdapterReply
+    | FetchReply
+    | Shutdown
+    | BaseException
 )
 
 
@@ -118,16 +141,16 @@ class Inbox:
         """Let the loop end with this error."""
         self._queue.put(error)
 
-    def reply(self, outcome: AdapterReply) -> None:
-        """Give the loop the outcome of loading an adapter."""
+    def reply(self, outcome: AdapterReply | FetchReply) -> None:
+        """Give the loop the outcome of loading an adapter, or of what was wanted of a directory."""
         self._queue.put(outcome)
 
-    def take_all(self, busy: bool) -> list[InboxItem]:
-        """All messages. Unless the loop is `busy`, it waits for the first, IDLE_SECONDS at most."""
+    def take_all(self, busy: bool, patience: float = IDLE_SECONDS) -> list[InboxItem]:
+        """All messages. Unless the loop is `busy`, it waits for the first, `patience` or IDLE_SECONDS at most."""
         if busy and self._queue.empty():
             return []
         try:
-            items = [self._queue.get(timeout=IDLE_SECONDS)]
+            items = [self._queue.get(timeout=min(patience, IDLE_SECONDS))]
         except Empty:
             return []
         while not self._queue.empty():

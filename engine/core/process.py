@@ -36,6 +36,7 @@ from ..grammars.backend import GrammarBackend
 from ..parallel.local_ranks import LocalRanks
 from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
+from .cache_directory import check_cache_directory, landing_sizes, open_cache_directory
 from .cache_events import CacheEventEncoder, CacheEventRecorder, group_kinds
 from .cache_sizes import resolve_cache_sizes
 from .drafters import build_drafter
@@ -129,6 +130,7 @@ class LoadProgress:
 
 def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress) -> tuple[EngineCore, CoreReady]:
     """Load the model, allocate its cache and warm up; the core, and the message with its sizes."""
+    check_cache_directory(config)
     progress.report("weights", 0.0)
     capacity = executor.load(progress.report)
     if capacity.machine:
@@ -144,7 +146,9 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     groups = capacity.groups._replace(in_flight=rules.tokens_in_flight)
     counts = sizes.blocks, config.cache.block_size, caching, sizes.host_blocks, sizes.snapshots, drafts
     events = _event_recorder(config, capacity)
-    cache = KVCacheManager(*counts, groups, sizes.host_snapshots, events)
+    blocks, states = landing_sizes(config, capacity, sizes)
+    landing = {"landing": blocks, "landing_states": states}
+    cache = KVCacheManager(*counts, groups, sizes.host_snapshots, events, **landing)
     speculation = None if drafts == 0 else _speculation(config, capacity.vocab_size)
     scheduler = Scheduler(rules, cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
@@ -160,6 +164,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     progress.report("warm-up", 0.0)
     core.warm_up()
     progress.report("warm-up", 1.0)
+    open_cache_directory(config, capacity, executor, cache, core)
     if config.warm_up_graphs:
         executor.capture_usual_steps(progress.report)
     gc_tuning.collect_and_freeze(frozen_too=False)

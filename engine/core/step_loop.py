@@ -16,18 +16,21 @@ import numpy as np
 from ...core.errors import InvalidArgument, SentError
 from ...core.logprobs import Logprobs
 from ...core.metrics import EngineTotals
+from ...kvcache.directory_tier import DirectoryTier
+from ...kvcache.image_directory import ImageDirectory
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceSpec
 from ..checkpoint.encoder_shape import EncoderShape, check_encoded
 from ..worker.executor import Executor, StepFuture
+from ..worker.image_files import ImageMover
 from .adapters import CoreAdapters
 from .cache_events import CacheEventRecorder
 from .constraints import ConstrainedSequences
 from .deadlines import Deadlines
 from .grammar_pool import NO_GRAMMARS, GrammarPool
-from .inbox import Inbox, NewRequest
+from .inbox import ImagesCame, Inbox, NewRequest, PrefixLookedUp
 from .messages import (
     NO_STEP,
     AbortRequests,
@@ -42,6 +45,7 @@ from .messages import (
     StepStats,
     UnloadAdapter,
 )
+from .prefix_fetches import PrefixFetches
 
 _LAST_STEP_WEIGHT = 0.1
 """Weight of the last step in the moving average of step times."""
@@ -94,6 +98,8 @@ class EngineCore:
         self._cache = cache
         self._executor = executor
         self._clock = clock
+        self._fetches: PrefixFetches | None = None
+        self._below_threshold: list[tuple[int, int]] = []  # requests that end unbegun, and what is cached of them
         self._deadlines = Deadlines()
         self._launched: deque[LaunchedStep] = deque()
         self._step = -1
@@ -102,8 +108,14 @@ class EngineCore:
         self._integrity_checked = True
         self._stopping = False
 
+    def open_directory(self, tier: DirectoryTier, mover: ImageMover, shares: Sequence[ImageDirectory]) -> None:
+        """Keep what is computed in a directory, and begin with what it has; called before the loop runs."""
+        self._fetches = PrefixFetches(tier, mover, shares, self.inbox.reply, self._scheduler.prompt_seconds)
+
     def close(self) -> None:
         """Compile no more grammars, and publish what is left."""
+        if self._fetches is not None:
+            self._fetches.close()
         if self._grammars is not None:
             self._grammars.close()
         if self._events is not None:
@@ -142,7 +154,7 @@ class EngineCore:
             self._receive(send)
             expired = self._deadlines.pop_expired(self._clock())
             self._scheduler.abort(expired)
-            self._constraints.discard(expired)
+            self._forget(expired)
             began = time.perf_counter()
             self._launch()
             if self._launched:
@@ -156,6 +168,8 @@ class EngineCore:
             for rejected in self._failed:
                 send(rejected)
             self._failed.clear()
+            if self._fetches is not None:
+                self._fetches.exchange()
             send(self._message(updates, expired, stats))
             if self._events is not None:
                 self._events.flush()
@@ -164,31 +178,27 @@ class EngineCore:
         """Take the inbox's messages. An idle loop also prepares later steps, and checks its integrity once after each
         busy time."""
         busy = self._scheduler.has_work
-        items = self.inbox.take_all(busy)
+        fetches = self._fetches
+        items = self.inbox.take_all(busy) if fetches is None else self.inbox.take_all(busy, fetches.patience())
         if not (busy or items):
             self._executor.use_idle_time()
             if self._grammars is not None:
                 self._grammars.prepare()  # in a thread, which would compete with the first answers
             if not self._integrity_checked:
                 self._scheduler.check_integrity()
+                if fetches is not None:
+                    fetches.check_integrity()
                 self._integrity_checked = True
         for item in items:
             match item:
-                case NewRequest(spec, deadline, arrived, constraint):
-                    try:
-                        if spec.adapter and spec.adapter not in self._adapters:
-                            raise InvalidArgument("the adapter is not loaded", field="lora_name")
-                        check_encoded(spec.encoded, self._encoder)
-                        self._scheduler.add(spec, self._clock() - arrived)
-                        if constraint is not None:
-                            self._constraints.add(spec.key, constraint)
-                        if deadline is not None:
-                            self._deadlines.set(spec.key, deadline)
-                    except InvalidArgument as error:
-                        refusal = SentError.of(error)
-                        if error.field is not None and error.field not in error.message:
-                            refusal = msgspec.structs.replace(refusal, message=f"{error.field}: {error.message}")
-                        send(RequestRejected(spec.key, refusal))
+                case NewRequest():
+                    if item.deadline is not None:
+                        self._deadlines.set(item.spec.key, item.deadline)
+                    if fetches is None or not fetches.defer(item):
+                        self._add(item, send)
+                case PrefixLookedUp() | ImagesCame():
+                    assert fetches is not None, "a directory answers, and there is none"
+                    fetches.finish(item)
                 case RequestRejected():
                     send(item)
                 case AbortRequests(keys):
@@ -204,7 +214,32 @@ class EngineCore:
                     self._stopping = True
                 case BaseException():
                     raise item
+        for request in () if fetches is None else fetches.take_ready():
+            self._add(request, send)
         self._adapters.forget_unused()
+
+    def _add(self, request: NewRequest, send: Callable[[FromCore], None]) -> None:
+        """Give the request to the scheduler; or end it, if too little of its prompt is cached, or it can never run."""
+        spec = request.spec
+        try:
+            if spec.adapter and spec.adapter not in self._adapters:
+                raise InvalidArgument("the adapter is not loaded", field="lora_name")
+            check_encoded(spec.encoded, self._encoder)
+            if spec.cache_hit_threshold:
+                cached = self._cache.found_tokens(spec.hashes, len(spec.prompt))
+                if cached < spec.cache_hit_threshold * len(spec.prompt):
+                    self._below_threshold.append((spec.key, cached))
+                    self._forget([spec.key])
+                    return
+            self._scheduler.add(spec, self._clock() - request.arrived)
+            if request.constraint is not None:
+                self._constraints.add(spec.key, request.constraint)
+        except InvalidArgument as error:
+            self._forget([spec.key])
+            refusal = SentError.of(error)
+            if error.field is not None and error.field not in error.message:
+                refusal = msgspec.structs.replace(refusal, message=f"{error.field}: {error.message}")
+            send(RequestRejected(spec.key, refusal))
 
     def _launch(self) -> None:
         """Execute all plans that may be scheduled before the next result is known."""
@@ -226,25 +261,37 @@ class EngineCore:
             self._failed += failed
             self._abort([rejected.key for rejected in failed])
         updates = self._scheduler.apply(result, self._landed_at - began, forced, began - ended_before)
-        for key, _ in updates.finished:
-            self._deadlines.discard(key)
-        self._constraints.discard(key for key, _ in updates.finished)
+        self._forget([key for key, _ in updates.finished])
+        if self._fetches is not None:
+            self._fetches.release(key for key, _ in updates.started)
         return updates
 
     def _abort(self, keys: Sequence[int]) -> None:
         self._scheduler.abort(keys)
+        self._forget(keys)
+
+    def _forget(self, keys: Sequence[int]) -> None:
+        """What is kept of requests beside the scheduler goes: they have ended."""
         self._constraints.discard(keys)
         for key in keys:
             self._deadlines.discard(key)
+        if self._fetches is not None:
+            self._fetches.release(keys)
 
     def _message(self, updates: StepUpdates, expired: list[int], stats: StepStats) -> RequestUpdates:
         """The updates, with the end of sequences whose deadline had passed before the step."""
         if expired:
             updates = updates._replace(finished=updates.finished + [(key, "timeout") for key in expired])
+        if self._below_threshold:
+            ended = [(key, "cache_threshold") for key, _ in self._below_threshold]
+            started = updates.started + self._below_threshold
+            updates = updates._replace(started=started, finished=updates.finished + ended)
+            self._below_threshold = []
         scheduler = self._scheduler
         cache = self._cache
         kept = (0, 0) if cache.states is None else (len(cache.states), len(cache.states.host))
-        load = EngineLoad(scheduler.running, scheduler.waiting, cache.free_blocks, self._step_seconds, *kept)
+        waiting = scheduler.waiting + (0 if self._fetches is None else len(self._fetches))
+        load = EngineLoad(scheduler.running, waiting, cache.free_blocks, self._step_seconds, *kept)
         return RequestUpdates(self._step, updates, load, stats, self._totals())
 
     def _totals(self) -> EngineTotals:
@@ -271,6 +318,7 @@ class EngineCore:
             drafters={} if speculation is None else speculation.copied_totals(),
             eager_steps=executor.eager_steps,
             failed_captures=executor.failed_captures,
+            directory={} if self._fetches is None else self._fetches.totals(),
             event_batches=0 if events is None else events.published,
             event_batches_dropped=0 if events is None else events.dropped,
         )

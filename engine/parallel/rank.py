@@ -31,6 +31,7 @@ from ..checkpoint.build_context import Shard, SingleRank, TensorGroup, all_rank_
 from ..checkpoint.partition import PipelineStage
 from ..config import EngineConfig
 from ..worker.devices import assign_device, resolve_device
+from ..worker.image_files import RankImages
 from ..worker.loaded_rank import LoadedRank, load_rank
 from . import rank_messages as messages
 from .rank_connections import listen_on
@@ -202,17 +203,58 @@ def _run(
     wait_for_all_ranks()  # free memory is known when all have taken what they need
     sharing = 1 if loaded.context.device.type == "cuda" else place.local_ranks
     report(messages.RankLoaded(loaded.capacity(sharing)))
-    while _execute_command(loaded, place, connection, report):
+    images = _RankDirectory(loaded, place, report)
+    while _execute_command(loaded, images, connection, report):
         pass
+    images.close()
     loaded.close()
     leave_ranks()
 
 
+class _RankDirectory:
+    """The rank's images in the directory, once the core has named one."""
+
+    def __init__(self, rank: LoadedRank, place: RankPlace, report: Callable[[messages.RankReport], None]) -> None:
+        self._rank = rank
+        self.place = place
+        self._report = report
+        self._images: RankImages | None = None
+
+    def execute(self, command: messages.ImageCommand) -> None:
+        if isinstance(command, messages.OpenDirectory):
+            self._images = self._rank.open_directory(command.settings, self.place.rank, self.place.layout.world)
+            return
+        assert self._images is not None, "images without a directory"
+        match command:
+            case messages.FetchImages(number, images):
+                self._images.fetch(images).add_done_callback(partial(self._report_fetched, number))
+            case messages.StoreImages(images):
+                self._images.store(images)
+                self._report(messages.ImagesCounted(self._images.totals))
+            case messages.DropImages(dropped):
+                self._images.drop(dropped)
+
+    def _report_fetched(self, number: int, fetched: Future[list[bool]]) -> None:
+        """Called by the thread that read."""
+        assert self._images is not None
+        with suppress(OSError):  # the core is gone
+            self._report(messages.ImagesCounted(self._images.totals))
+            self._report(messages.ImagesFetched(number, fetched.result()))
+
+    def close(self) -> None:
+        if self._images is not None:
+            self._images.close()
+
+
 def _execute_command(
-    rank: LoadedRank, place: RankPlace, connection: Connection, report: Callable[[messages.RankReport], None]
+    rank: LoadedRank,
+    directory: _RankDirectory,
+    connection: Connection,
+    report: Callable[[messages.RankReport], None],
 ) -> bool:
     """Wait for the next command and execute it; False for `LeaveRanks`."""
     runner = rank.runner
+    place = directory.place
     match messages.decode_command(connection.recv_bytes()):
         case messages.ComputeStep(plan, sampled):
             if sampled is not None:
@@ -229,7 +271,14 @@ def _execute_command(
             raise ValueError("masks without a step that waits for them")
         case messages.AllocateCache(blocks, host_blocks, snapshots, host_snapshots):
             runner.allocate(blocks, host_blocks, snapshots, host_snapshots)
-            report(messages.CacheAllocated())
+            report(messages.CacheAllocated(rank.image_layout))
+        case (
+            messages.OpenDirectory()
+            | messages.FetchImages()
+            | messages.StoreImages()
+            | messages.DropImages() as command
+        ):
+            directory.execute(command)
         case messages.LoadRankAdapter(path):
             rank.loaded_adapters.load(path).add_done_callback(partial(_report_adapter, report))
         case messages.UnloadRankAdapter(digest):

@@ -9,9 +9,13 @@ from numpy.typing import NDArray
 
 from ...core.adapter import Adapter
 from ...core.errors import SentError
+from ...core.metrics import ImageTotals
+from ...kvcache.directory_tier import DroppedImages
+from ...kvcache.landed_images import ImagePlace
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import IntArray, MaskArray, StepPlan, StepResult
 from ..worker.executor import Capacity
+from ..worker.image_files import ImageDirectorySettings
 
 
 class SampledBatch(NamedTuple):
@@ -57,6 +61,34 @@ class ComputeStep(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Tokens of the steps before, which the plan may need."""
 
 
+class OpenDirectory(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Move images from and to this directory from now on."""
+
+    settings: ImageDirectorySettings
+
+
+class FetchImages(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Let these images land, beside the steps; `ImagesFetched` answers, with the `number`."""
+
+    number: int
+    images: list[ImagePlace]
+
+
+class StoreImages(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Write these images, as they are now."""
+
+    images: list[ImagePlace]
+
+
+class DropImages(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Forget these landed images."""
+
+    dropped: DroppedImages
+
+
+ImageCommand: TypeAlias = OpenDirectory | FetchImages | StoreImages | DropImages
+
+
 class LoadRankAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Read an adapter's directory, beside the steps; `RankAdapterLoaded` or `RankAdapterRefused` answers."""
 
@@ -80,7 +112,17 @@ class LeaveRanks(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 RankCommand: TypeAlias = (
-    JoinRanks | AllocateCache | ComputeStep | LoadRankAdapter | UnloadRankAdapter | ProvideMasks | LeaveRanks
+    JoinRanks
+    | AllocateCache
+    | ComputeStep
+    | OpenDirectory
+    | FetchImages
+    | StoreImages
+    | DropImages
+    | LoadRankAdapter
+    | UnloadRankAdapter
+    | ProvideMasks
+    | LeaveRanks
 )
 
 
@@ -108,7 +150,9 @@ class RankLoaded(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class CacheAllocated(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The rank's part of the cache is allocated."""
+    """The rank's part of the cache is allocated. `image_layout`: what its images are."""
+
+    image_layout: str = ""
 
 
 class StepComputed(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -132,6 +176,22 @@ class RankAdapterRefused(msgspec.Struct, array_like=True, tag=True, frozen=True)
 AdapterReport: TypeAlias = RankAdapterLoaded | RankAdapterRefused
 
 
+class ImagesFetched(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Which of the images of a `FetchImages` have landed."""
+
+    number: int
+    arrived: list[bool]
+
+
+class ImagesCounted(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What the rank has done with images so far."""
+
+    totals: ImageTotals
+
+
+ImageReport: TypeAlias = ImagesFetched | ImagesCounted
+
+
 class RankFailed(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The rank ends. `lost_peer`: it has lost another rank, whose own report says more."""
 
@@ -148,6 +208,8 @@ RankReport: TypeAlias = (
     | StepComputed
     | RankAdapterLoaded
     | RankAdapterRefused
+    | ImagesFetched
+    | ImagesCounted
     | RankFailed
     | LogRecordMessage
 )

@@ -34,12 +34,14 @@ class RankMonitor:
         on_result: Callable[[StepResult], None],
         on_loss: Callable[[CharoniaError], None],
         on_adapter: Callable[[int, messages.AdapterReport], None],
+        on_images: Callable[[int, messages.ImageReport], None],
     ) -> None:
         self.ranks = ranks
         self._layout = layout
         self._on_result = on_result
         self._on_loss = on_loss
         self._on_adapter = on_adapter
+        self._on_images = on_images
         self._reports: SimpleQueue[ReceivedReport | CharoniaError] = SimpleQueue()
         self._over = threading.Event()
         self._deciding = threading.Lock()
@@ -80,6 +82,8 @@ class RankMonitor:
                     self._on_result(report.result)
                 elif isinstance(report, messages.RankAdapterLoaded | messages.RankAdapterRefused):
                     self._on_adapter(rank, report)
+                elif isinstance(report, messages.ImagesFetched | messages.ImagesCounted):
+                    self._on_images(rank, report)
                 elif isinstance(report, LogRecordMessage):
                     report.log_here(name)
                 else:

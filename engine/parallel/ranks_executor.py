@@ -18,10 +18,12 @@ from ...core.errors import CharoniaError, InvalidArgument, Unavailable
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..config import EngineConfig
 from ..worker.executor import Capacity, ProgressCallback
+from ..worker.image_files import ImageDirectorySettings
 from . import rank_messages as messages
 from .local_ranks import LocalRanks
 from .rank_layout import LaunchedRanks, RankLayout
 from .rank_monitor import RankMonitor
+from .ranks_images import RanksImages
 
 F = TypeVar("F")
 R = TypeVar("R", messages.RankStarted, messages.RankJoined, messages.RankLoaded, messages.CacheAllocated)
@@ -50,6 +52,8 @@ class RanksExecutor:
         self._lost: Future[CharoniaError] = Future()
         self._sampled: deque[StepResult] = deque()
         self._adapters = AdapterLoads(self._layout.world)
+        self._images = RanksImages(self._layout.world, self._command)
+        self.image_layout = ""
         self._monitor: RankMonitor | None = None
         # By kind and rank: a quick rank may report the next thing before a slow one reports this.
         self._reports: defaultdict[type[messages.RankReport], dict[int, Any]] = defaultdict(dict)
@@ -63,7 +67,8 @@ class RanksExecutor:
         """
         progress("ranks", 0.0)
         ranks = self._start_ranks(self._config, self._layout)
-        self._monitor = RankMonitor(ranks, self._layout, self._on_result, self._on_loss, self._adapters.add_report)
+        callbacks = self._on_result, self._on_loss, self._adapters.add_report, self._images.add_report
+        self._monitor = RankMonitor(ranks, self._layout, *callbacks)
         deadline = monotonic() + self._join_seconds
         store = self._wait_for_all(messages.RankStarted, deadline)[0]
         self._command(messages.JoinRanks(store.host, store.port))
@@ -79,7 +84,12 @@ class RanksExecutor:
         """Allocate every rank's part of the cache, and begin anew."""
         self._sampled.clear()
         self._command(messages.AllocateCache(blocks, host_blocks, snapshots, host_snapshots))
-        self._wait_for_all(messages.CacheAllocated)
+        allocated = self._wait_for_all(messages.CacheAllocated)
+        self.image_layout = " | ".join(allocated[rank].image_layout for rank in sorted(allocated))
+
+    def open_directory(self, settings: ImageDirectorySettings) -> RanksImages:
+        self._command(messages.OpenDirectory(settings))
+        return self._images
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
         step = self._pending.add()
@@ -130,6 +140,7 @@ class RanksExecutor:
         ranks.close()
         self._pending.cancel_all()
         self._adapters.cancel_all()
+        self._images.forget()
         self._monitor = None
 
     @property
@@ -167,6 +178,7 @@ class RanksExecutor:
 
     def _on_loss(self, error: CharoniaError) -> None:
         self._adapters.fail_all(error)
+        self._images.forget()
         self._pending.fail_all(error)
         self._lost.set_result(error)
 

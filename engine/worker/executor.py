@@ -9,6 +9,7 @@ from ...core.errors import CharoniaError
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..checkpoint.encoder_shape import EncoderShape
+from .image_files import ImageDirectorySettings, ImageMover
 
 ProgressCallback = Callable[[str, float], None]
 """Called with (phase, fraction done from 0 to 1) while loading."""
@@ -76,6 +77,15 @@ class Executor(Protocol):
 
     def unload_adapter(self, digest: str) -> None:
         """Forget an adapter: no plan from now on has it, nor one without a result. None must be loading."""
+
+    @property
+    def image_layout(self) -> str:
+        """What the images of blocks and snapshots are, once these are allocated: those of another layout mean
+        nothing."""
+
+    def open_directory(self, settings: ImageDirectorySettings) -> ImageMover:
+        """Let every rank move images from and to a directory, until the executor is closed. Called once, when the cache
+        is allocated."""
 
     @property
     def eager_steps(self) -> int:

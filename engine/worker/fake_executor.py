@@ -32,8 +32,9 @@ from ...scheduler.plan import (
 from ..checkpoint.adapter_files import read_adapter
 from ..config import LoraConfig
 from .executor import Capacity, ProgressCallback, StepFuture
+from .fake_memory import FakeMemory
+from .image_files import ImageDirectorySettings, RankImages
 
-EMPTY = -1
 _ANY_ADAPTER = LoraConfig()
 SMALL_CAPACITY = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 << 16, free_bytes=1 << 28)
 
@@ -96,11 +97,9 @@ class FakeExecutor:
         self._lora = lora
         self.adapters = set[str]()
         """Digests of those that plans may have."""
-        self._slots = np.full(0, EMPTY, np.int64)
-        self._host_slots = np.full((0, block_size), EMPTY, np.int64)
+        self.memory = FakeMemory(block_size, capacity.max_model_len, check_contents)
         self._holders: list[int] = []
-        self._snapshots: list[list[int]] = []
-        self._host_snapshots: list[list[int]] = []
+        self._images: RankImages | None = None
         self._next_step: int | None = None
 
     def load(self, progress: ProgressCallback) -> Capacity:
@@ -108,11 +107,8 @@ class FakeExecutor:
         return self._capacity
 
     def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
-        self._slots = np.full(blocks * self._block_size, EMPTY, np.int64)
-        self._host_slots = np.full((host_blocks, self._block_size), EMPTY, np.int64)
+        self.memory.allocate(blocks, host_blocks, snapshots, host_snapshots)
         self._holders = [0] * blocks
-        self._snapshots = [[EMPTY]] * snapshots
-        self._host_snapshots = [[EMPTY]] * host_snapshots
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
         step_masks = masks() if masks is not None and len(plan.masked) else None
@@ -139,6 +135,13 @@ class FakeExecutor:
     def unload_adapter(self, digest: str) -> None:
         self.adapters.discard(digest)
 
+    image_layout = "fake"
+
+    def open_directory(self, settings: ImageDirectorySettings) -> RankImages:
+        states = self.memory.state_images if self._capacity.state_bytes else None
+        self._images = RankImages(settings.share(0, 1), self.memory.block_images, states)
+        return self._images
+
     eager_steps = failed_captures = 0
 
     def capture_usual_steps(self, progress: ProgressCallback) -> None:
@@ -151,6 +154,8 @@ class FakeExecutor:
         """See `Executor.watch`: there is nothing to watch."""
 
     def close(self) -> None:
+        if self._images is not None:
+            self._images.close()
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
 
@@ -159,8 +164,10 @@ class FakeExecutor:
         self._next_step = plan.step + 1
         for row in plan.closed.tolist():
             self._let_go(self._rows.pop(row).blocks)
-        self._move_blocks(plan.block_copies.tolist())
-        self._move_states(plan.state_copies.tolist())
+        for block in plan.block_copies[:, 0].tolist():
+            assert not self._holders[block], f"block {block} is moved and has {self._holders[block]} holders"
+        self.memory.move_blocks(plan.block_copies.tolist())
+        self.memory.move_states(plan.state_copies.tolist())
         for new in plan.new:
             assert new.row not in self._rows, f"row {new.row} is occupied"
             assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"
@@ -182,7 +189,7 @@ class FakeExecutor:
             blocks.append(block)
         for row, snapshot in plan.state_restores.tolist():
             assert self._capacity.state_bytes, f"row {row} goes on from a state, and there are none"
-            state = self._snapshots[snapshot].copy()
+            state = self.memory.snapshots[snapshot].copy()
             assert state == self._rows[row].tokens[: len(state)], f"row {row} goes on from another sequence's state"
             self._rows[row].state = state
         for row, position, token in plan.forced.tolist():
@@ -193,26 +200,6 @@ class FakeExecutor:
         if pause:
             time.sleep(pause)
         return result
-
-    def _move_blocks(self, copies: list[list[int]]) -> None:
-        """What leaves a block is not there any more."""
-        for block, slot, back in copies:
-            assert not self._holders[block], f"block {block} is moved and has {self._holders[block]} holders"
-            content = self._slots[block * self._block_size :][: self._block_size]
-            source, target = (self._host_slots[slot], content) if back else (content, self._host_slots[slot])
-            assert (source != EMPTY).all() or not self._check_contents, f"block {block} is moved and has no content"
-            target[:] = source
-            if not back:
-                content[:] = EMPTY
-
-    def _move_states(self, copies: list[list[int]]) -> None:
-        for snapshot, slot, back in copies:
-            places = (self._snapshots, snapshot), (self._host_snapshots, slot)
-            (sources, source), (targets, target) = reversed(places) if back else places
-            assert sources[source] != [EMPTY], f"snapshot {snapshot} is moved and has no content"
-            targets[target] = sources[source]
-            if not back:
-                self._snapshots[snapshot] = [EMPTY]
 
     def _run_rows(self, plan: StepPlan, masks: MaskArray | None) -> StepResult:
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
@@ -225,7 +212,7 @@ class FakeExecutor:
         for row, position, snapshot in plan.state_saves.tolist():
             start = int(plan.starts[plan.rows.tolist().index(row)])
             assert start < position <= self._rows[row].computed, f"row {row} has no state at {position} in this step"
-            self._snapshots[snapshot] = self._rows[row].state[:position]
+            self.memory.snapshots[snapshot] = self._rows[row].state[:position]
         ends = {row: len(self._rows[row].tokens) for row, *_ in ran}  # before tokens are drawn
         drafts = {row: len(guessed) for row, guessed in guesses.items()}
         sampled = [
@@ -317,8 +304,8 @@ class FakeExecutor:
             assert NO_BLOCK not in blocks[first // size :], "a token attends to what slid"
             slots = (np.array(blocks)[:, None] * size + np.arange(size)).ravel()[:end]
             content = np.array(tokens)
-            self._slots[slots[start:]] = content[start:]
-            assert (self._slots[slots] == content)[first:].all(), "a block holds another sequence's tokens"
+            self.memory.slots[slots[start:]] = content[start:]
+            assert (self.memory.slots[slots] == content)[first:].all(), "a block holds another sequence's tokens"
 
     def _slide(self, row: FakeRow) -> None:
         """Let go of blocks behind the window: a plan that is made from now on may give them to another row."""
@@ -345,7 +332,7 @@ class FakeExecutor:
             assert new.state < 0, f"row {new.row} begins with a state that it has no use for"
             return []
         assert new.state >= 0, f"row {new.row} begins after {new.computed} tokens without a state"
-        state = self._snapshots[new.state]
+        state = self.memory.snapshots[new.state]
         assert state == new.tokens[: new.computed].tolist(), f"snapshot {new.state} is another sequence's state"
         return state.copy()
 

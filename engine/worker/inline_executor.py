@@ -16,6 +16,7 @@ from ..checkpoint.partition import PipelineStage
 from ..config import EngineConfig
 from .devices import assign_device
 from .executor import Capacity, ProgressCallback
+from .image_files import ImageDirectorySettings, RankImages
 from .loaded_rank import LoadedRank, load_rank
 
 
@@ -27,6 +28,7 @@ class InlineExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._rank: LoadedRank | None = None
+        self._images: RankImages | None = None
         self._futures: deque[_InlineFuture] = deque()
         self._threads_before: int | None = None
 
@@ -55,6 +57,14 @@ class InlineExecutor:
         self.rank.loaded_adapters.unload(digest)
 
     @property
+    def image_layout(self) -> str:
+        return self.rank.image_layout
+
+    def open_directory(self, settings: ImageDirectorySettings) -> RankImages:
+        self._images = self.rank.open_directory(settings)
+        return self._images
+
+    @property
     def eager_steps(self) -> int:
         return sum(graphs.eager_steps for graphs in self.rank.runner.all_graphs)
 
@@ -81,6 +91,8 @@ class InlineExecutor:
         for future in self._futures:
             future.error = CancelledError()
         self._futures.clear()
+        if self._images is not None:
+            self._images.close()
         if self._rank is not None:
             self._rank.close()
             self._rank = None

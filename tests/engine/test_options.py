@@ -53,6 +53,8 @@ ALL = {
     "kv_cache_bytes": "1000000",
     "kv_cache_blocks": "77",
     "kv_cache_host_bytes": "5000000",
+    "kv_cache_dir": "/kv",
+    "kv_cache_dir_bytes": "7000000",
     "state_cache_fraction": "0.1",
     "prefix_caching": "false",
     "tokenizer": "elsewhere",
@@ -119,6 +121,8 @@ def test_every_name_arrives() -> None:
             blocks=77,
             prefix_caching=False,
             host_bytes=5_000_000,
+            directory="/kv",
+            directory_bytes=7_000_000,
             state_fraction=0.1,
         ),
         scheduler=SchedulerConfig(

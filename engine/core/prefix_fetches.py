@@ -1,0 +1,247 @@
+"""Requests that wait for what a directory has of their prefix, before the scheduler gets them: it is looked up, and
+fetched if that is faster than to compute it. Other sequences go on meanwhile.
+
+Lives in the step loop's thread; files are touched by others.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from math import inf
+from typing import NamedTuple
+
+from ...core.metrics import FetchDecision
+from ...kvcache.directory_tier import DirectoryTier, WantedPrefix
+from ...kvcache.image_directory import ImageDirectory
+from ...kvcache.landed_images import ImagePlace
+from ...processes.daemon_threads import DaemonThreads
+from ...scheduler.sequence import SequenceSpec
+from ..worker.image_files import ImageMover
+from .inbox import FetchReply, ImagesCame, NewRequest, PrefixLookedUp
+
+LOOKUP_SECONDS = 0.5
+"""How long a request waits to know what there is for it. While a lookup takes longer, others do not wait for theirs."""
+STALLED_SECONDS = 5.0
+"""While a fetch takes longer, no other begins."""
+_LEAST_PATIENCE = 0.05
+"""Seconds for which a fetch is waited for in any case; otherwise as long as computing would have taken."""
+_WORTH = 0.8
+"""A fetch is to take this part at most of what computing takes."""
+_LAST_WEIGHT = 0.3
+_FORGETTING = 0.98
+"""After each request that computed because files were slow, they are believed to be so much faster: one day it is tried
+again."""
+
+
+class FetchPace:
+    """What an image takes to come, learnt from those that came."""
+
+    def __init__(self) -> None:
+        self._image_seconds = 0.0
+
+    def observe(self, images: int, seconds: float) -> None:
+        last = seconds / images
+        self._image_seconds += (last - self._image_seconds) * (_LAST_WEIGHT if self._image_seconds else 1.0)
+
+    def pays(self, images: int, computing: float) -> bool:
+        """Whether so many images come in less than the seconds of `computing`."""
+        if images * self._image_seconds <= _WORTH * computing:
+            return True
+        self._image_seconds *= _FORGETTING
+        return False
+
+
+@dataclass(slots=True)
+class _WaitingRequest:
+    request: NewRequest
+    deadline: float
+    """By the clock of the fetches: then it goes on as it is."""
+    looked_up: bool = False
+    fetches: set[int] = field(default_factory=set)
+    """Numbers of those that it waits for."""
+
+
+class _Fetch(NamedTuple):
+    images: Sequence[ImagePlace]
+    began: float
+    waiting: list[int]
+    """The keys of the requests that wait for it."""
+
+
+class PrefixFetches:
+    """Requests and images on their way. `shares`: the directory's part of each rank. `reply`: gives the loop what
+    threads find, from any of them. `prompt_seconds`: what a prompt's tokens take to compute after so many."""
+
+    def __init__(
+        self,
+        tier: DirectoryTier,
+        mover: ImageMover,
+        shares: Sequence[ImageDirectory],
+        reply: Callable[[FetchReply], None],
+        prompt_seconds: Callable[[int, int], float],
+    ) -> None:
+        self._tier = tier
+        self._mover = mover
+        self._shares = shares
+        self._reply = reply
+        self._prompt_seconds = prompt_seconds
+        self._pace = FetchPace()
+        self._lookups = DaemonThreads("prefix-lookup", 1)
+        self._waiting: dict[int, _WaitingRequest] = {}
+        self._held: dict[int, list[ImagePlace]] = {}  # by request that has not begun
+        self._fetches: dict[int, _Fetch] = {}
+        self._fetch_of: dict[ImagePlace, int] = {}  # images on their way
+        self._numbers = count()
+        self._unanswered: dict[int, float] = {}  # lookups by their request, and when they began
+        self._ready: list[NewRequest] = []
+        self.decisions = Counter(dict.fromkeys(FetchDecision, 0))
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def defer(self, request: NewRequest) -> bool:
+        """Whether this request waits for what the directory has; if so, `take_ready` returns it later, once."""
+        spec, now = request.spec, time.monotonic()
+        if spec.sampling.prompt_logprobs is not None or spec.key in self._waiting:
+            return False
+        hashes = self._tier.lacking(tuple(spec.hashes), len(spec.prompt))
+        if not hashes or any(now - began > LOOKUP_SECONDS for began in self._unanswered.values()):
+            return False
+        self._unanswered[spec.key] = now
+        self._waiting[spec.key] = _WaitingRequest(request, now + LOOKUP_SECONDS)
+        self._lookups.start(partial(self._look_up, spec.key, hashes))
+        return True
+
+    def _look_up(self, key: int, hashes: Sequence[bytes]) -> None:
+        """In a thread of its own."""
+        present = set[bytes]()
+        try:
+            for needed, others in self._tier.lookup_keys(hashes):
+                if not all(map(self._is_there, needed)):
+                    break
+                present.update(needed, filter(self._is_there, others))
+        finally:
+            self._reply(PrefixLookedUp(key, frozenset(present)))
+
+    def _is_there(self, key: bytes) -> bool:
+        return all(key in share for share in self._shares)
+
+    def finish(self, reply: FetchReply) -> None:
+        """Take in what a thread has found."""
+        if isinstance(reply, ImagesCame):
+            self._finish_fetch(reply)
+            return
+        self._unanswered.pop(reply.key, None)
+        waiting = self._waiting.get(reply.key)
+        if waiting is None or waiting.looked_up:
+            return
+        waiting.looked_up = True
+        spec = waiting.request.spec
+        wanted = self._tier.wanted(tuple(spec.hashes), len(spec.prompt), reply.present)
+        if wanted.tokens and self._is_worth(wanted):
+            self._fetch(spec, waiting, wanted)
+        else:
+            self._let_go(spec.key)
+
+    def _is_worth(self, wanted: WantedPrefix) -> bool:
+        now = time.monotonic()
+        if any(now - fetch.began > STALLED_SECONDS for fetch in self._fetches.values()):
+            self.decisions[FetchDecision.STALLED] += 1
+            return False
+        if not self._pace.pays(len(wanted.images), self._prompt_seconds(wanted.tokens, wanted.before)):
+            self.decisions[FetchDecision.COMPUTED] += 1
+            return False
+        return True
+
+    def _fetch(self, spec: SequenceSpec, waiting: _WaitingRequest, wanted: WantedPrefix) -> None:
+        held, missing = self._tier.hold(wanted.images)
+        self._held[spec.key] = held
+        if missing:
+            number = next(self._numbers)
+            self._fetches[number] = _Fetch(missing, time.monotonic(), [])
+            self._fetch_of |= dict.fromkeys(missing, number)
+            self._mover.fetch(missing).add_done_callback(partial(self._on_fetched, number, len(missing)))
+        waiting.fetches = {self._fetch_of[image] for image in held if image in self._fetch_of}
+        for number in waiting.fetches:
+            self._fetches[number].waiting.append(spec.key)
+        patience = max(self._prompt_seconds(wanted.tokens, wanted.before), _LEAST_PATIENCE)
+        waiting.deadline = time.monotonic() + min(patience, STALLED_SECONDS)
+        if not waiting.fetches:
+            self._let_go(spec.key)
+
+    def _on_fetched(self, number: int, images: int, fetched: Future[list[bool]]) -> None:
+        """Called by the thread that read."""
+        try:
+            arrived = fetched.result()
+        except CancelledError:  # the ranks end
+            arrived = [False] * images
+        self._reply(ImagesCame(number, arrived))
+
+    def _finish_fetch(self, reply: ImagesCame) -> None:
+        fetch = self._fetches.pop(reply.number)
+        for image in fetch.images:
+            del self._fetch_of[image]
+        self._tier.settle(fetch.images, reply.arrived)
+        if came := sum(reply.arrived):
+            self._pace.observe(came, time.monotonic() - fetch.began)
+        for key in fetch.waiting:
+            waiting = self._waiting.get(key)
+            if waiting is not None:
+                waiting.fetches.discard(reply.number)
+                if not waiting.fetches:
+                    self.decisions[FetchDecision.FETCHED] += 1
+                    self._let_go(key)
+
+    def _let_go(self, key: int) -> None:
+        self._ready.append(self._waiting.pop(key).request)
+
+    def take_ready(self) -> list[NewRequest]:
+        """The requests that wait no longer, some because their patience is over."""
+        if self._waiting:
+            now = time.monotonic()
+            for key in [key for key, waiting in self._waiting.items() if waiting.deadline <= now]:
+                if self._waiting[key].looked_up:
+                    self.decisions[FetchDecision.LATE] += 1
+                self._let_go(key)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def patience(self) -> float:
+        """Seconds until a request's patience is over."""
+        deadline = min((waiting.deadline for waiting in self._waiting.values()), default=inf)
+        return max(deadline - time.monotonic(), 0.0)
+
+    def release(self, keys: Iterable[int]) -> None:
+        """These requests have begun, or ended: nothing waits for them any more."""
+        for key in keys:
+            self._waiting.pop(key, None)
+            if held := self._held.pop(key, None):
+                self._tier.release(held)
+
+    def exchange(self) -> None:
+        """Write what became findable since the last call, and drop what nobody wants; called before a plan is made."""
+        if unwritten := self._tier.take_unwritten():
+            self._mover.store(unwritten)
+        dropped = self._tier.take_dropped()
+        if any(dropped):
+            self._mover.drop(dropped)
+
+    def totals(self) -> dict[str, float]:
+        """See `EngineTotals.directory`."""
+        return self._mover.totals.by_name() | {decision.value: number for decision, number in self.decisions.items()}
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` where an image, or a request, is lost."""
+        self._tier.check_integrity(image for held in self._held.values() for image in held)
+        on_their_way = {image: number for number, fetch in self._fetches.items() for image in fetch.images}
+        assert on_their_way == self._fetch_of
+        waited_for = {number for waiting in self._waiting.values() for number in waiting.fetches}
+        assert waited_for <= self._fetches.keys(), "a request waits for what will not come"
+
+    def close(self) -> None:
+        self._lookups.close()
