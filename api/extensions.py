@@ -50,9 +50,9 @@ class RouteExtensions:
             if served.measure is not None:
                 yield from served.measure()
 
-    def end_listeners(self) -> list[Callable[[RequestContext], None]]:
-        """The functions that are called with each request that has ended."""
-        return [served.request_ended for served in self._served if served.request_ended is not None]
+    def end_listeners(self) -> list[tuple[Callable[[RequestContext], None], bool]]:
+        """The functions that are called with each request that has ended; whether those to routes are enough."""
+        return [(served.request_ended, served.of_routes) for served in self._served if served.request_ended is not None]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

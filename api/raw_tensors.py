@@ -32,6 +32,8 @@ LONG_ELEMENTS = 1 << 14
 _LONG_STRING_BYTES = 1 << 18
 """Elements of a tensor, and bytes of its strings, beyond which it is long."""
 
+_COPIED_BYTES = 1 << 16
+
 _MOST_DIMENSIONS = 64
 """Dimensions that an array of numpy may have."""
 
@@ -174,6 +176,11 @@ def is_long(tensor: Tensor) -> bool:
     if tensor.data.size > LONG_ELEMENTS:
         return True
     return tensor.datatype == "BYTES" and byte_size(tensor) > _LONG_STRING_BYTES
+
+
+def encode_cheaply(tensor: Tensor) -> bytes | memoryview:
+    """The tensor's raw bytes; those of a small one are copied, which takes less than a view."""
+    return encode(tensor) if tensor.data.nbytes < _COPIED_BYTES else encode_view(tensor)
 
 
 def encode(tensor: Tensor) -> bytes:

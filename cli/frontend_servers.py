@@ -74,8 +74,8 @@ class FrontendServers:
             self._servers += self._own_servers(info, app, rpcs)
         if several:
             self._set_up_workers(info, app, rpcs, metrics)
-        for listener in self._extensions.end_listeners():
-            gateway.add_end_listener(listener)
+        for listener, of_routes in self._extensions.end_listeners():
+            gateway.add_end_listener(listener, of_routes)
 
     def _set_up_workers(
         self, info: ServerInfo, app: ASGIApp, rpcs: Mapping[str, BoundRpc], metrics: MetricRegistries

@@ -104,6 +104,16 @@ class ModelHandle(Protocol):
         """Raises as `generate` does."""
 
 
+class InlineHandle(Protocol):
+    """A loaded model that computes in the event loop, for requests without a context."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        """As `ModelHandle.answer_now`; a request that is answered, or fails, is counted."""
+
+
 class ModelLookup(Protocol):
     """The models of the server, for endpoints and for models that ask others. Every process with endpoints has one.
 
@@ -117,6 +127,10 @@ class ModelLookup(Protocol):
     async def acquire(self, context: RequestContext, name: str, version: str = "") -> ModelHandle:
         """Look up the model or adapter of a request, once. The context gets its name and version, and releases the
         handle at the end. Waits for a model that loads on request; `NotReady` if that takes long."""
+
+    def find_inline(self, name: str, version: str = "") -> InlineHandle | None:
+        """The model where nobody has a use for a context of a request that it answers: it computes in the event loop,
+        and such requests leave no record. None: then `acquire` it."""
 
     def check_room(self, context: RequestContext) -> None:
         """As `ModelHandle.check_room`, before the body of a text request is read, on a server with one language

@@ -92,6 +92,9 @@ class RemoteGateway:
         context.on_end(self.connection.on_request_end)
         return context
 
+    def find_inline(self, name: str, version: str = "") -> None:
+        """None: the hub answers."""
+
     async def acquire(self, context: RequestContext, name: str, version: str = "") -> RemoteModelHandle:
         versions = self._by_name.get(name)
         served = None if versions is None else versions.get(version)

@@ -24,8 +24,8 @@ from .builder import ModelBuilder
 from .catalog import RepositoryCatalog
 from .lifecycle import ModelLifecycle
 from .model_control import ModelControl
-from .model_handle import LoadedModelHandle, LoadedResidentHandle, RoutedModelHandle, answer_now
-from .model_registry import InFlightCounter, ModelRegistry, ModelVersion, NotResident
+from .model_handle import LoadedModelHandle, LoadedResidentHandle, RoutedModelHandle
+from .model_registry import InFlightCounter, LoadedModel, ModelRegistry, ModelVersion, NotResident
 from .on_demand import OnDemandLoader
 from .route_control import RouteControl
 from .route_table import RouteTable, ServedRoute
@@ -65,6 +65,8 @@ class InProcessGateway:
         self._strict = strict
         self._healthy = healthy
         self._end_listeners = [*end_listeners]
+        self._observed = False
+        """Whether there is one that was added later, which is to see all requests."""
         self._budget, self._limiter = builder.budget, builder.limiter
         self._ended_without_model: Counter[RequestEnd] = Counter()
         self._draining = self._exiting = False
@@ -210,19 +212,21 @@ class InProcessGateway:
     def answer_now(
         self, name: str, version: str, request: Callable[[ModelConfig], InferRequest]
     ) -> InferResponse | None:
-        """The answer of a model that computes in the event loop, to a request that `request` makes for its config. None
-        if it is another model, would refuse the request, or is to be logged: then `acquire` it. Raises as `infer`."""
+        """The answer of a model that `find_inline` finds, to a request that `request` makes for its config. None if
+        there is no such model, it would refuse the request, or its failure is to be logged: then `acquire` it. Raises
+        as `infer`."""
+        loaded = None if request_log.log.isEnabledFor(logging.INFO) else self.find_inline(name, version)
+        answer = None if loaded is None else loaded.answer_now(request(loaded.config))
+        return None if answer is None else answer[0]
+
+    def find_inline(self, name: str, version: str = "") -> LoadedModel | None:
         entry = None if self._exiting or name in self.routes.served else self.registry.entries.get(name)
         served = None if entry is None else entry.find_version(version)
         loaded = None if served is None else served.loaded
-        if loaded is None or loaded.capabilities.inline is None or self._logs_requests():
+        if loaded is None or loaded.capabilities.inline is None:
             return None
-        answer = answer_now(loaded, request(loaded.config))
-        return None if answer is None else answer[0]
-
-    def _logs_requests(self) -> bool:
-        """Whether the context of each request that ends is of use to somebody."""
-        return self.shared_state.traces.wants_children or request_log.log.isEnabledFor(logging.INFO)
+        unseen = not (self._observed or self.shared_state.traces.wants_children or request_log.logs_all())
+        return loaded if unseen else None
 
     def check_room(self, context: RequestContext) -> None:
         """See `core.gateway.ModelLookup.check_room`: the model is known without a body where no other writes text."""
@@ -268,9 +272,10 @@ class InProcessGateway:
 
     # For the composition root
 
-    def add_end_listener(self, listener: Callable[[RequestContext], None]) -> None:
-        """Call it with the context of every request that ends from now on."""
+    def add_end_listener(self, listener: Callable[[RequestContext], None], of_routes: bool = False) -> None:
+        """Call it with the context of every request that ends from now on, or at least with those of routes."""
         self._end_listeners.append(listener)
+        self._observed = self._observed or not of_routes
 
     def measurements(self) -> Iterator[Measurement]:
         """The readings of each model at a scrape, and of requests that were for none."""

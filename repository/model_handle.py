@@ -10,7 +10,7 @@ from ..core.errors import InvalidArgument, ServerExiting
 from ..core.gateway import ResponseStream
 from ..core.model import ModelConfig, ModelStats, TextModel
 from ..core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse, TokenizedPrompt, TokenizeRequest
-from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
+from ..core.request_context import ExecutionTimes, RequestContext
 from ..routing.arm_selector import ArmName
 from ..telemetry.request_trace import request_trace, trace_tensors
 from ..telemetry.shared_state import SharedState
@@ -36,25 +36,6 @@ class ServingGateway(Protocol):
 
     async def provide(self, missing: NotResident, context: RequestContext) -> None:
         """Load a model that a request is for and that is not in memory, or raise."""
-
-
-def answer_now(loaded: LoadedModel, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
-    """See `core.gateway.ModelHandle.answer_now`: of a request without a context, which counts and is in no log."""
-    inline = loaded.capabilities.inline
-    if inline is None:
-        return None
-    try:
-        validate_request(loaded.config, request)
-    except InvalidArgument:
-        return None
-    try:
-        answer = inline.answer_now(request)
-    except Exception as error:
-        inline.count_end(end_for_error(error, submitted=False))
-        raise
-    if answer is not None:
-        inline.count_end(DONE)
-    return answer
 
 
 class LoadedModelHandle:
@@ -101,7 +82,7 @@ class LoadedModelHandle:
         return LoadedModelHandle(self._gateway, self._loaded, context)
 
     def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
-        return None if self._gateway.exiting() else answer_now(self._loaded, request)
+        return None if self._gateway.exiting() else self._loaded.answer_now(request)
 
     def check_room(self) -> None:
         if self._loaded.capabilities.queue is not None:

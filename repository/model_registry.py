@@ -8,11 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ..core.adapter import Adapter
-from ..core.errors import NotFound, NotReady, Unavailable
+from ..core.errors import InvalidArgument, NotFound, NotReady, Unavailable
 from ..core.gateway import ModelState, RepositoryIndexEntry
 from ..core.metrics import Labels, Measurement, ModelStatistics, Reading
 from ..core.model import Capabilities, Model, ModelConfig
-from ..core.request_context import RequestContext
+from ..core.request import InferRequest, InferResponse
+from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
+from .request_validation import validate_request
 
 UNLOADED = "unloaded"
 ON_DEMAND = "on demand"
@@ -39,6 +41,10 @@ class InFlightCounter:
 
     def increment(self) -> None:
         self.count += 1
+
+    def touch(self) -> None:
+        """Note that there was a request just now."""
+        self.idle_since = time.monotonic()
 
     def decrement(self) -> None:
         self.count -= 1
@@ -70,6 +76,25 @@ class LoadedModel:
 
     def __post_init__(self) -> None:
         self.capabilities = self.model.capabilities
+
+    def answer_now(self, request: InferRequest) -> tuple[InferResponse, ExecutionTimes] | None:
+        """See `core.gateway.InlineHandle`."""
+        inline = self.capabilities.inline
+        if inline is None:
+            return None
+        try:
+            validate_request(self.config, request)
+        except InvalidArgument:
+            return None
+        self.in_flight.touch()
+        try:
+            answer = inline.answer_now(request)
+        except Exception as error:
+            inline.count_end(end_for_error(error, submitted=False))
+            raise
+        if answer is not None:
+            inline.count_end(DONE)
+        return answer
 
 
 @dataclass(slots=True)

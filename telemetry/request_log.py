@@ -109,6 +109,11 @@ request_filter = RequestLogFilter()
 """The filter of this process; `logging_setup` says what passes."""
 
 
+def logs_all() -> bool:
+    """Whether requests are logged whatever they were, and however they ended."""
+    return request_filter.requests == "all" and log.isEnabledFor(logging.INFO)
+
+
 def log_request(context: RequestContext) -> None:
     if not context.logged and request_filter.passes(context) and log.isEnabledFor(logging.INFO):
         log.handle(RequestLogRecord(context))

@@ -108,9 +108,9 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_075,
+    "core": 2_095,
     "processes": 1_160,
-    "telemetry": 2_800,
+    "telemetry": 2_804,
     "kvcache": 1_400,
     "tokenization": 3_620,
     "media": 1_100,
@@ -119,8 +119,8 @@ BUDGETS = {
     "classic_backends": 8_380,
     "ensembles": 1_200,
     "routing": 250,
-    "repository": 4_850,
-    "api": 9_650,
+    "repository": 4_860,
+    "api": 9_700,
     "http_workers": 2_530,
     "extras/trtllm": 1_960,
     "extras/batches": 1_410,

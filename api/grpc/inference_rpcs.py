@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, aclosing
 import grpc
 import msgspec
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2 as pb
 
 from ...core.direct_stream import DirectStream, ReadyResponse
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
@@ -30,6 +31,7 @@ from .messages import (
     parse_infer_message,
     parse_version,
     wants_empty_final,
+    write_response,
     write_response_off_loop,
     write_stream_error,
 )
@@ -42,12 +44,15 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 _STREAM = "ModelStreamInfer"
 _ARM = "charonia_arm"
 _WARNING = "charonia_warning"
+_ANYONE = Caller()
 _MAX_CONCURRENT = 1024
 """Requests of one stream that are answered at a time; the next one is read when one of them is done."""
 
 
 async def model_infer(lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMessage, rpc: RpcContext) -> bytes:
     """The encoded response to a ModelInfer call. Raises `CharoniaError`, as `model_stream_infer`."""
+    if policy.takes_all and (answer := _answer_now(lookup, policy, message, rpc)) is not None:
+        return answer
     metadata = call_metadata(rpc)
     with lookup.open_request("ModelInfer", metadata) as context:
         context.client = address = peer_address(rpc)
@@ -88,6 +93,35 @@ async def model_stream_infer(
             context.client = address
             raise
     await StreamInferCall(lookup, rpc, closing, caller).run()
+
+
+def _answer_now(lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMessage, rpc: RpcContext) -> bytes | None:
+    """The encoded response of a model that computes in the event loop, without a context for the request: that costs
+    more than all else that becomes of a small one. None where it takes more, or is to be refused. Raises what the model
+    raises."""
+    if type(message) is not pb.ModelInferRequest:
+        return None
+    model = lookup.find_inline(message.model_name, message.model_version)
+    if model is None or model.config.decoupled:
+        return None
+    try:
+        call = parse_infer_message(message, lookup.shared_state.shared_memory, _ANYONE)
+    except CharoniaError:
+        return None
+    if call.deferred:
+        return None
+    try:
+        answer = model.answer_now(call.request)
+        if answer is None:
+            return None
+        return write_response(model.config, call, answer[0], limit=policy.max_response_size)
+    except Exception:
+        metadata = call_metadata(rpc)
+        with lookup.open_request("ModelInfer", metadata) as context:  # for the log
+            policy.identify_caller("ModelInfer", metadata, peer_address(rpc)).note_in(context)
+            context.id, context.model, context.version = message.id, model.config.name, model.config.version
+            context.counted = True
+            raise
 
 
 async def _read_call(lookup: ServerLookup, model: ModelHandle, message: ProtoMessage, caller: Caller) -> InferCall:

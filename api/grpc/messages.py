@@ -163,7 +163,9 @@ def _lent_memory(tensor: ProtoMessage, regions: SharedMemoryRegistry) -> LentMem
 def _inputs(message: ProtoMessage, regions: SharedMemoryRegistry, deferred: DeferredInputs) -> dict[str, Tensor]:
     """The tensors; those that take long to decode are left to `deferred`."""
     inputs: dict[str, Tensor] = {}
-    model, blobs = message.model_name, iter(message.raw_input_contents)
+    request_id, model = message.id, message.model_name
+    raw = message.raw_input_contents
+    blobs = iter(raw)
     contents = message.contents if isinstance(message, LazyInferRequest) else {}
     for index, tensor in enumerate(message.inputs):
         name, refusal = tensor.name, ""
@@ -173,11 +175,11 @@ def _inputs(message: ProtoMessage, regions: SharedMemoryRegistry, deferred: Defe
         typed = index in contents or tensor.HasField("contents")
         if typed and data is not None:
             refusal = f"unexpected 'content' provided when using shared memory for input tensor '{name}' for model"
-        elif typed and message.raw_input_contents:
+        elif typed and raw:
             refusal = f"contents field must not be specified when using raw_input_contents for '{name}' for model"
         if refusal:
             raise InvalidArgument(f"{refusal} '{model}'", field=name)
-        declared = DeclaredInput(message.id, model, name, tensor.datatype, tuple(tensor.shape))
+        declared = DeclaredInput(request_id, model, name, tensor.datatype, tuple(tensor.shape))
         if index in contents:
             decode = partial(asyncio.to_thread, _decode_contents, declared, iter_contents(contents[index]))
             inputs[name] = infer_call.defer(declared, decode, deferred)
@@ -280,7 +282,7 @@ def write_response(
         if wanted.memory is None:
             response_size.add(tensor, as_json=False)
         outline.append((tensor.name, tensor.datatype, tensor.shape))
-        contents.append(raw_tensors.encode_view(tensor) if wanted.memory is None else b"")
+        contents.append(raw_tensors.encode_cheaply(tensor) if wanted.memory is None else b"")
     size = sum(map(len, contents))
     if size > _LARGEST:
         raise InvalidArgument(f"Response has byte size {size} which exceeds gRPC's byte size limit {_LARGEST}.")

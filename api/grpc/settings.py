@@ -93,12 +93,18 @@ class GrpcCallPolicy:
     forwarding: HeaderForwarding = field(default_factory=HeaderForwarding)
     max_response_size: int = MAX_RESPONSE_BYTES
     gateway: GatewayHeaders = field(default_factory=GatewayHeaders)
+    takes_all: bool = field(init=False)
+    """Whether calls are answered as they come, whatever their metadata say."""
+
+    def __post_init__(self) -> None:
+        chooses = self.keys or self.required_headers or self.forwarding or self.gateway
+        object.__setattr__(self, "takes_all", not chooses)
 
     def identify_caller(self, rpc: str, metadata: Sequence[tuple[str, Any]], address: str = "") -> Caller:
         """The client of an inference call. Raises as `authorize` does, and `InvalidArgument` for what the forwarding or
         a gateway's headers do not take."""
         request_id = str(dict(metadata).get("x-request-id", ""))
-        if not (self.keys or self.required_headers or self.forwarding or self.gateway):
+        if self.takes_all:
             return Caller(request_id=request_id, address=address, max_response_size=self.max_response_size)
         texts = {name: value for name, value in metadata if isinstance(value, str)}
         tenant = self.authorize(rpc, texts)

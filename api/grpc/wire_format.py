@@ -5,6 +5,7 @@ are tensors; not what they mean.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -201,6 +202,7 @@ def delimited(number: int, value: bytes | memoryview) -> bytes:
     return b"".join((delimiter(number, len(value)), value))
 
 
+@lru_cache(1024)
 def delimiter(number: int, size: int) -> bytes:
     """The beginning of a field whose value of so many bytes follows."""
     out = bytearray()

@@ -87,7 +87,7 @@ def encode_infer_response(
         if wanted.memory is None:
             size.add(tensor, as_json=not wanted.binary)
         if wanted.binary:
-            blob = raw_tensors.encode(tensor) if tensor.data.nbytes < _COPIED else raw_tensors.encode_view(tensor)
+            blob = raw_tensors.encode_cheaply(tensor)
             blobs.append(blob)
             place = len(blob)
         elif wanted.memory is None:

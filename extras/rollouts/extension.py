@@ -38,6 +38,7 @@ def _serve_rollouts(host: ExtensionHost) -> ServedRoutes:
         running=control.running,
         measure=control.measure,
         request_ended=control.request_ended,
+        of_routes=True,
     )
 
 

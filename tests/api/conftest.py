@@ -149,6 +149,8 @@ class FakeGateway:
         self.contexts.append(RequestContext(endpoint, headers))
         return self.contexts[-1]
 
+    def find_inline(self, name: str, version: str = "") -> None: ...
+
     async def acquire(self, context: RequestContext, name: str, version: str = "") -> "FakeHandle":
         for served in self.served_adapters:
             if served.is_called(name):
