@@ -24,6 +24,7 @@ SEEING_FAMILIES = frozenset(
         "qwen3_5",
         "qwen3_5_moe",
         "qwen3_vl",
+        "qwen3_vl_moe",
         "smolvlm",
     }
 )

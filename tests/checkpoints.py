@@ -424,6 +424,14 @@ CONFIGS["qwen2.5-vl-text"] = LLAMA | {
 QWEN2_EYE = {"depth": 1, "num_heads": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
 CONFIGS["qwen2-vl-text"] = CONFIGS["qwen2.5-vl-text"] | {"model_type": "qwen2_vl_text"}
 CONFIGS["qwen3-vl-text"] = CONFIGS["qwen2.5-vl-text"] | {"model_type": "qwen3_vl_text", "head_dim": 16}
+CONFIGS["qwen3-vl-moe-text"] = CONFIGS["qwen3-vl-text"] | {
+    "model_type": "qwen3_vl_moe_text",
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+}
 PARTS = {
     "gemma3-image": with_images(
         "gemma3", "gemma3", {"model_type": "siglip_vision_model"}, mm_tokens_per_image=4, image_token_index=380
@@ -467,6 +475,13 @@ PARTS = {
         QWEN_EYE | {"num_hidden_layers": 2, "deepstack_visual_indexes": [0, 1]},
         image_token_id=380,
         tie_word_embeddings=True,
+    ),
+    "qwen3-vl-moe": with_images(
+        "qwen3_vl_moe",
+        "qwen3-vl-moe-text",
+        QWEN_EYE | {"num_hidden_layers": 2, "deepstack_visual_indexes": [0, 1]},
+        image_token_id=380,
+        tie_word_embeddings=False,
     ),
     "qwen3.5-image": with_images(
         "qwen3_5",

@@ -13,7 +13,7 @@ from charonia.scheduler.plan import EmbeddedSpan
 PLACEHOLDER = 380
 """The token at an image's places."""
 
-QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
 class Images(NamedTuple):

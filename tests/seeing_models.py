@@ -112,6 +112,17 @@ MODELS = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen3-vl-moe": SeeingModel(
+        "qwen3-vl",
+        "<|image_pad|>",
+        {
+            "model_type": "qwen3_vl_moe",
+            "text_config": _text("qwen3-vl-moe-text"),
+            "vision_config": _QWEN_EYE
+            | {"patch_size": 16, "hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3.5": SeeingModel(
         "qwen3-vl",
         "<|image_pad|>",

@@ -52,6 +52,7 @@ _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen3_vl_text": ("Qwen3ForCausalLM", {}),
+    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {}),
 }
@@ -71,6 +72,7 @@ _USUAL_TEXT_PART = {
     "Qwen2VLForConditionalGeneration": "qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
     "SmolVLMForConditionalGeneration": "llama",
@@ -82,6 +84,7 @@ _IMAGE_POSITIONS: dict[str, Mapping[str, Any]] = {
     "Qwen2VLForConditionalGeneration": _CHUNKED,
     "Qwen2_5_VLForConditionalGeneration": _CHUNKED,
     "Qwen3VLForConditionalGeneration": _INTERLEAVED | {"mrope_section": [24, 20, 20]},
+    "Qwen3VLMoeForConditionalGeneration": _INTERLEAVED | {"mrope_section": [24, 20, 20]},
     "Qwen3_5ForConditionalGeneration": _INTERLEAVED | {"mrope_section": [11, 11, 10]},
     "Qwen3_5MoeForConditionalGeneration": _INTERLEAVED | {"mrope_section": [11, 11, 10]},
 }

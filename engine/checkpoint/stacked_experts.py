@@ -2,7 +2,7 @@
 stored by itself."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,7 +11,7 @@ _STACKED = re.compile(
     r"(?P<mixture>.*)\.(?:(?P<own>input_linear|output_linear)\.weight"
     r"|experts\.(?P<part>gate_up_proj|down_proj)(?:_(?P<piece>bias|blocks|scales))?)"
 )
-"""Names of such tensors: Granite's, and Qwen 3.5's or, with pieces, gpt-oss's."""
+"""Names of such tensors: Granite's, and those of Qwen 3.5, Qwen3-VL or, with pieces, gpt-oss."""
 
 _BIASED = "experts.gate_up_proj_bias"
 """A mixture that has it is laid out as gpt-oss's: outputs of gate and up take turns, and whole matrices are
@@ -65,9 +65,19 @@ def stacked_matrices(names: Iterable[str], shape_of: Callable[[str], tuple[int, 
         turning = f"{mixture}.{_BIASED}" in known
         if len(shape := shape_of(name)) != 3 and not turning:
             continue
+        transposed = turning or _inputs_first(mixture, known, shape_of)
         halves = _HALVES if turning and part == "gate_up_proj" else {part: 0}
         for number in range(shape[0]):
             for half, first in halves.items():
-                stored = StackedMatrix(name, number, first, len(halves), turning and piece is None)
+                stored = StackedMatrix(name, number, first, len(halves), transposed and piece is None)
                 matrices[f"{mixture}.experts.{number}.{half}.{piece or 'weight'}"] = stored
     return matrices
+
+
+def _inputs_first(mixture: str, names: Collection[str], shape_of: Callable[[str], tuple[int, ...]]) -> bool:
+    """Whether a mixture's matrices are stored as [inputs, outputs], as Qwen3-VL's are: what the second takes, the first
+    one gives twice, so their shapes tell."""
+    first, second = f"{mixture}.experts.gate_up_proj", f"{mixture}.experts.down_proj"
+    if first not in names or second not in names:
+        return False
+    return shape_of(first)[2] == 2 * shape_of(second)[1]

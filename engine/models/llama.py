@@ -135,4 +135,6 @@ def _qwen3_experts(spec: ModelSpec, loader: WeightLoader, index: int) -> FeedFor
     if spec.experts is None or not spec.experts.sparse_layers[index]:
         return build_dense_mlp(spec, loader, index)
     expert = mlp_spec(spec, index)._replace(intermediate=spec.experts.intermediate_size)
+    if loader.has(f"{expert.name}.experts.0.gate_up_proj.weight"):  # Qwen3-VL's
+        expert = expert._replace(fused="gate_up_proj")
     return MixtureOfExperts(loader, expert, spec.experts)

@@ -25,6 +25,7 @@ from charonia.media.processor import ImageProcessor
 from charonia.telemetry.scrape import Interval, parse_scrape
 from charonia.tokenization.media_text import MediaText
 from charonia.tokenization.tokenizer import Tokenizer
+from tests.quantised_files import STYLES, write_quantised
 from tests.seeing_models import MODELS, picture, write_seeing
 
 from .models import write_model
@@ -92,11 +93,11 @@ def seeing(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path
 
 
 @pytest.fixture(scope="module")
-def right(checkpoints: dict[str, Path]) -> Callable[[str], str]:
+def right(checkpoints: dict[str, Path]) -> Callable[..., str]:
     """What transformers generates greedily for the chat, through the checkpoint's processor."""
 
-    def generate(name: str) -> str:
-        model: Any = AutoModelForImageTextToText.from_pretrained(checkpoints[name], dtype=torch.float32)
+    def generate(name: str, weights: Path | None = None) -> str:
+        model: Any = AutoModelForImageTextToText.from_pretrained(weights or checkpoints[name], dtype=torch.float32)
         model.generation_config.eos_token_id = None
         processor = ImageProcessor(checkpoints[name])
         processor._processor.tokenizer.pad_token = "<|end|>"
@@ -272,4 +273,16 @@ def test_triton_s_vllm_repositories_see(
     with serving(tmp_path / "t", "--model-repository", str(tmp_path / "models")) as running:
         answer = httpx.post(f"{running.url}/v2/models/{NAME}/generate", json=asked, timeout=60)
         assert answer.json().get("text_output") == right(NAME), answer.text
+        assert running.stop() == 0, running.said
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("style", ["awq", "gptq"])
+def test_a_quantised_checkpoint_sees(
+    checkpoints: dict[str, Path], right: Callable[..., str], tmp_path: Path, style: str
+) -> None:
+    """It says what its numbers mean: its plain twin is asked."""
+    small, plain = write_quantised(checkpoints[NAME], tmp_path, STYLES[style]())
+    with serve_one(tmp_path, NAME, small) as running:
+        check_answers(running, NAME, right(NAME, plain))
         assert running.stop() == 0, running.said

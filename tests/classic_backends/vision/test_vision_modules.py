@@ -14,6 +14,7 @@ from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.runtime import Arrays
 from charonia.media.processor import ImageProcessor
 from tests.checkpoints import write_checkpoint
+from tests.quantised_files import STYLES, write_quantised
 from tests.seeing_models import MODELS, picture, write_seeing
 
 SIZES = ((90, 50), (60, 120), (90, 50))
@@ -69,3 +70,16 @@ def test_what_is_no_tower_is_refused_by_name(tmp_path: Path) -> None:
         tower.encode([{"image_sizes": torch.zeros(1, 2).numpy()}])
     with pytest.raises(InvalidArgument, match=r"the tower refuses the image's pixel_values \[1, 3, 30, 30\]"):
         tower.encode([{"pixel_values": torch.zeros(1, 3, 30, 30).numpy()}])
+
+
+@pytest.mark.parametrize("style", ["awq", pytest.param("gptq", marks=pytest.mark.proof)])
+def test_a_tower_beside_a_quantised_language_part(tmp_path: Path, style: str) -> None:
+    """As such checkpoints are published: the tower's weights stand as they are beside packed ones."""
+    source = write_seeing(tmp_path / "source", "qwen2.5-vl")
+    small, _ = write_quantised(source, tmp_path / "quantised", STYLES[style]())
+    media = [ImageProcessor(source).process(Image.fromarray(picture(90, 50))).inputs]
+    [right] = VisionTower(read_vision_files(source, "auto"), "cpu", together=False).encode(media)
+    files = read_vision_files(small, "auto")
+    assert all("visual" in weight.name for weight in files.weights)
+    [medium] = VisionTower(files, "cpu", together=False).encode(media)
+    assert torch.equal(medium.rows, right.rows)

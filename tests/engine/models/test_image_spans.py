@@ -36,6 +36,7 @@ SETTINGS = {
     "cut": Setting(chunk=29, rows=3),
     "everything, ahead 1": Setting(chunk=29, prefix=True, tight=True, ahead=1, rows=3),
 }
+WITH_PLAIN = (Setting(), *SETTINGS.values())
 BLOCKS = 16
 
 
@@ -131,7 +132,7 @@ def more(*names: str, backend: str = "native") -> list[Any]:
         ("gemma3-image", "reference"),
         *more("qwen2.5-vl", "gemma3-image", backend="torch"),
         *more("qwen3-vl", backend="reference"),
-        *more("qwen2.5-vl", "llava", "ministral3-image"),
+        *more("qwen2.5-vl", "llava", "ministral3-image", "qwen3-vl-moe"),
     ],
 )
 def test_logits_are_those_from_pixels(name: str, backend: str, seeing: Callable[[str], Seeing]) -> None:
@@ -176,6 +177,24 @@ def test_greedy_tokens_are_those_from_pixels(name: str, backend: str, seeing: Ca
         found = sum(result.cached[key] for key in range(len(prompts), len(bench.asked)))
         assert setting.tight or not setting.prefix or found > 4 * BLOCK, setting
         assert events.unfinished_chunks or setting.chunk > 256
+    bench.executor.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-vl", *(pytest.param(name, marks=pytest.mark.proof) for name in ("gemma3-image", "qwen3.5-image"))]
+)
+def test_a_cache_of_int8_holds_images_as_it_holds_texts(name: str, seeing: Callable[[str], Seeing]) -> None:
+    """Logits are near, and the tokens are the same whether images are found again, cut or computed anew."""
+    model, directory, prompts = seeing(name)
+    cache = CacheConfig(block_size=BLOCK, layer_groups=True, dtype="int8")
+    bench = ImageBench(directory, "native", how={"cache": cache})
+    for prompt in prompts[:2]:
+        right = whole_logits(model, prompt)
+        assert (bench.logits(prompt) - right).square().mean().sqrt() < 0.05 * right.std()
+    bench.asked = prompts * 3
+    plain, *others = (bench.run(setting, asked=[prompt.tokens for prompt in bench.asked])[0] for setting in WITH_PLAIN)
+    for other in others:
+        assert other.tokens == plain.tokens
     bench.executor.close()
 
 
