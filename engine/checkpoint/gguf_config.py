@@ -9,10 +9,11 @@ from typing import Any
 
 from ...tokenization.gguf_file import GgufFile
 from .gguf_fields import ROPE_FACTORS, head_dim, kv_heads, largest, read_numbers
+from .gguf_names import EMBEDDING_TABLES
 from .gguf_variants import LATENT, READ_BY, UNEQUAL, UNROUNDED, VARIANTS
 from .model_spec import CheckpointError
 
-_EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
+_EMBEDDINGS, _HEAD = EMBEDDING_TABLES[0], "output.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
 """Tensors that are part of the config."""

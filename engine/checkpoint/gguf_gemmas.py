@@ -10,10 +10,10 @@ import numpy as np
 
 from ...tokenization.gguf_file import GgufFile
 from .gguf_fields import ROPE_FACTORS, plain_experts, read_numbers
+from .gguf_names import EMBEDDING_TABLES
 from .model_spec import CheckpointError
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_LAYERS_EMBEDDINGS = "per_layer_token_embd.weight"
 
 
 def gemma4(fields: GgufFile) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _of_each_layer(fields: GgufFile, key: str) -> list[int]:
 def _gemma_fields(fields: GgufFile, types: list[str]) -> Mapping[str, Any]:
     """Those of both."""
     size = fields.number("embedding_length_per_layer_input", 0)
-    embeddings = fields.tensors.get(_LAYERS_EMBEDDINGS)
+    embeddings = fields.tensors.get(EMBEDDING_TABLES[1])
     cap = fields.value("final_logit_softcapping")
     return {
         "layer_types": types,

@@ -4,6 +4,9 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
+EMBEDDING_TABLES = "token_embd.weight", "per_layer_token_embd.weight"
+"""Of which a step takes single rows: of tokens, and of tokens for each layer."""
+
 _OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",

@@ -64,6 +64,9 @@ class QuantizedWeights:
         matrix = self._matrix(piece)
         return self._weights.codes(piece) if matrix is None else matrix.codes(piece.rows)
 
+    def blocks(self, piece: TensorSlice) -> tuple[str, Tensor] | None:
+        return None
+
     def _matrix(self, piece: TensorSlice) -> MatrixReader | None:
         if piece.name not in self._matrices:
             self._matrices[piece.name] = find_matrix(self._weights, piece.name, piece.shape, self._stored)

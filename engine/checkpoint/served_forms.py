@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 SCALE_ERROR = 2.0**-11
 """The largest relative error of a scale or an offset that is rounded to eleven bits."""
 
@@ -75,3 +77,8 @@ class ServedForms:
             f"{count.matrices} matrices {form} ({count.kept / 1e6:.1f} MB, {count.stored / 1e6:.1f} MB in the file)"
             for form, count in quantised
         ]
+
+
+def float_error(dtype: torch.dtype) -> float:
+    """The largest relative error of a number that is rounded to the dtype."""
+    return 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2

@@ -13,6 +13,7 @@ from ...tokenization.checkpoint_files import locate_checkpoint, read_json
 from ...tokenization.gguf_file import GgufFile, read_gguf
 from ..kernel_choice import computes_with_triton, keeps_codes
 from .gguf_config import read_gguf_config
+from .gguf_names import EMBEDDING_TABLES
 from .hf_checkpoint import (
     find_weights,
     is_drafting_layer,
@@ -167,15 +168,18 @@ def _fp8_group(stored: StoredQuantization) -> float | None:
 
 
 def _gguf_bytes(file: GgufFile, use: WeightUse) -> float:
-    """The memory of weights in GGUF. Where kernels multiply with blocks these stay, five and six bits as eight; the
-    table of embeddings becomes floats."""
+    """The memory of weights in GGUF. Where kernels multiply with blocks these stay, five and six bits as eight, and on
+    the host tables of embeddings stay in the file; elsewhere those become floats."""
     dtype = str(read_gguf_config(file)["dtype"]) if use.dtype == "auto" else use.dtype
     floats = _WIDTHS.get(dtype, 2)
     integers = keeps_codes(dtype, False, use.capability)
     total = 0.0
     for tensor in file.tensors.values():
         kept = tensor.type.kept_bytes if integers and tensor.type.values > 1 else floats
-        table = tensor.name == "token_embd.weight"
-        tied = table and "output.weight" not in file.tensors
-        total += prod(tensor.shape) * (floats + kept * (tied and kept != floats) if table else kept)
+        if tensor.name in EMBEDDING_TABLES:
+            tied = tensor.name == EMBEDDING_TABLES[0] and "output.weight" not in file.tensors
+            coded = integers and use.capability is None and tensor.type.values > 1
+            own = tensor.bytes / prod(tensor.shape) if coded else floats
+            kept = own + kept * (tied and kept != floats)
+        total += prod(tensor.shape) * kept
     return total

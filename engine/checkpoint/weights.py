@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ..cpu import library
 from ..cpu.matmul import GroupedRows
 from ..cpu.memory import HugePageArena
 from .build_context import BuildContext, TensorGroup
@@ -17,7 +18,8 @@ from .code_forms import CodeForm, CodeRange, StoredForm, common_form, turn_codes
 from .hf_checkpoint import find_weights
 from .model_spec import CheckpointError
 from .packing_cache import Packing
-from .served_forms import ServedForm, ServedForms
+from .row_table import RowTable
+from .served_forms import ServedForm, ServedForms, float_error
 from .stacked_experts import StackedMatrix, stacked_matrices
 from .weight_files import describe, open_weight_file
 
@@ -102,6 +104,10 @@ class WeightSource(Protocol):
         """The rows of `piece` with all columns, in the codes of `form`. Raises `CheckpointError` as `form`, and for an
         invalid code."""
 
+    def blocks(self, piece: TensorSlice) -> tuple[str, Tensor] | None:
+        """The rows of `piece` as the file has them, uint8 [rows, bytes], and which of BLOCKS they consist of; None: of
+        none. Raises as `form`."""
+
 
 class CheckpointWeights:
     """A `WeightSource` over safetensors or torch's .bin in a directory, a file or shards under an index. Files are
@@ -147,6 +153,9 @@ class CheckpointWeights:
 
     def codes(self, piece: TensorSlice) -> GroupedRows:
         raise CheckpointError(f"{self.where}: tensor {piece.name} is stored as floats")
+
+    def blocks(self, piece: TensorSlice) -> tuple[str, Tensor] | None:
+        return None
 
     def read(self, piece: TensorSlice) -> Tensor:
         return self.view(piece, STORED)
@@ -277,14 +286,22 @@ class WeightLoader:
                 self.count_floats([piece], product=False)
         return tensor
 
-    def gathered(self, piece: TensorSlice) -> Tensor:
-        """A table of which a step takes single rows, in the host's memory: as `mapped` where that is the device's."""
-        if self.device.type in ("cpu", "meta"):
-            return self.mapped(piece)
+    def table(self, piece: TensorSlice, on_host: bool = False) -> RowTable:
+        """A table of which a step takes single rows: in blocks where the file has them and kernels decode them, else as
+        `mapped`, or with `on_host` in the host's memory."""
+        pinned = on_host and self.device.type not in ("cpu", "meta")
+        blocks = self._weights.blocks(piece) if library.supports(self.dtype, self.device) else None
+        if blocks is not None:
+            form = self._weights.form(piece)
+            self.reading.count(piece, form, mapped=True)
+            self.count_served([piece], form.name, form.bits, float_error(self.dtype), product=False)
+            return RowTable(blocks[1], piece.width, self.dtype, blocks[0])
+        if not pinned:
+            return RowTable(self.mapped(piece), piece.width, self.dtype)
         table = torch.empty(len(piece.row_range), piece.width, dtype=self.dtype, pin_memory=True)
         for first, rows in self.tiles([piece]):
             table[first : first + len(rows)].copy_(rows)
-        return table
+        return RowTable(table, piece.width, self.dtype)
 
     def concatenate(self, pieces: Iterable[TensorSlice]) -> Tensor:
         """The slices, concatenated by rows, in memory of their own."""
@@ -339,8 +356,7 @@ class WeightLoader:
 
     def count_floats(self, pieces: Iterable[TensorSlice], product: bool = True) -> None:
         """Count matrices that are floats of the model's dtype."""
-        error = 0.0 if self.dtype == torch.float32 else torch.finfo(self.dtype).eps / 2
-        self.count_served(pieces, dtype_name(self.dtype), 8 * self.dtype.itemsize, error, product)
+        self.count_served(pieces, dtype_name(self.dtype), 8 * self.dtype.itemsize, float_error(self.dtype), product)
 
     def _code_range(self, piece: TensorSlice) -> CodeRange | None:
         codes = self._weights.form(piece).codes

@@ -1,5 +1,6 @@
 /* Normalisation, gating, rotation and embedding over many rows. Each row by itself: no result depends on another row. */
 #include "elementwise.h"
+#include "gguf_blocks.h"
 
 #include <math.h>
 
@@ -114,9 +115,18 @@ void widen_in_team(Team *team, const Widening *o)
 void embed_rows(const Embedding *o)
 {
     scale_row *scale = scales[charonia_level()];
-    for (int64_t row = 0; row < o->rows; row++)
-        scale(place(o->table, o->ids[row] * o->n, o->kind), place(o->out, row * o->n, o->kind), o->n, o->factor,
-              o->kind);
+    for (int64_t row = 0; row < o->rows; row++) {
+        char *out = place(o->out, row * o->n, o->kind);
+        const char *from = out;
+        if (o->block_type == 0) {
+            from = place(o->table, o->ids[row] * o->n, o->kind);
+        } else {
+            const int type = o->block_type - 1;
+            const uint8_t *blocks = (const uint8_t *)o->table + o->ids[row] * gguf_row_bytes(type, o->n);
+            decode_gguf_row(type, blocks, o->n, out, o->kind);
+        }
+        scale(from, out, o->n, o->factor, o->kind);
+    }
 }
 
 EXPORT void charonia_norm(void *x, const void *delta, const float *weight, void *out, int64_t rows, int64_t heads,

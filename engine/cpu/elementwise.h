@@ -41,14 +41,15 @@ typedef struct {
     void *out;
 } HeadGateCall;
 
-/* out [rows, n] = the rows `ids` of table [vocabulary, n], multiplied with `factor`. */
+/* out [rows, n] = the rows `ids` of table [vocabulary, n], multiplied with `factor`. The table has numbers, or with
+   `block_type` blocks of type block_type - 1 of gguf_blocks.h. */
 typedef struct {
     const int32_t *ids;
     const void *table;
     void *out;
     int64_t rows, n;
     float factor;
-    int kind;
+    int kind, block_type;
 } Embedding;
 
 /* x [rows, n] times `factor`, or softly capped at it, in place. */

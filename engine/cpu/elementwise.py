@@ -132,10 +132,11 @@ def join_features(first: TensorOrSymbol, second: TensorOrSymbol, column: int = 0
     return torch.cat((first, second[:, column : column + first.shape[1]]), -1)
 
 
-def trace_embedding(trace: OpTrace, table: Tensor, factor: float) -> SymbolicTensor:
-    """The token ids' rows of `table` [vocabulary, n], contiguous and of the trace's dtype, multiplied by `factor`."""
-    size = table.shape[1]
-    return trace.add_op(OpStruct(kind=EMBED, what=table.data_ptr(), size=size, number=factor), None, size)
+def trace_embedding(trace: OpTrace, table: Tensor, size: int, block_type: int, factor: float) -> SymbolicTensor:
+    """The token ids' rows of `table`, contiguous, of `size` numbers of the trace's dtype, or in blocks of that type,
+    multiplied by `factor`."""
+    struct = OpStruct(kind=EMBED, what=table.data_ptr(), size=size, layer=block_type, number=factor)
+    return trace.add_op(struct, None, size)
 
 
 def trace_positions(x: SymbolicTensor, table: Tensor, first: int) -> None:

@@ -1,5 +1,6 @@
 /* GGUF's blocks of numbers as codes with scales and offsets, and codes of any origin as floats. Plain C: the same codes at
  * every level. engine/checkpoint/gguf_blocks.py says the same in torch, where there is no compiler. */
+#include "gguf_blocks.h"
 #include "matmul.h"
 
 #include <math.h>
@@ -7,6 +8,12 @@
 
 /* In the order of BLOCKS in gguf_blocks.py. */
 enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
+
+static const struct { int bytes, numbers, groups, middle; } types[] = {
+    {18, 32, 1, 8}, {20, 32, 1, 0}, {22, 32, 1, 128}, {24, 32, 1, 0}, {34, 32, 1, 128}, {144, 256, 8, 0}, {176, 256, 8, 0},
+    {210, 256, 16, 128},
+};
+enum { MOST_NUMBERS = 256, MOST_GROUPS = 16 };
 
 /* fp16 as fp32. */
 static float widened(const uint8_t *from)
@@ -99,24 +106,51 @@ static void decode_block(int type, const uint8_t *block, uint8_t *codes, float *
 EXPORT void charonia_decode_blocks(int type, const uint8_t *blocks, int64_t count, uint8_t *codes, float *scales,
                                    float *offsets)
 {
-    static const struct { int bytes, numbers, groups; } sizes[] = {
-        {18, 32, 1}, {20, 32, 1}, {22, 32, 1}, {24, 32, 1}, {34, 32, 1}, {144, 256, 8}, {176, 256, 8}, {210, 256, 16},
-    };
-    const int bytes = sizes[type].bytes, numbers = sizes[type].numbers, groups = sizes[type].groups;
+    const int bytes = types[type].bytes, numbers = types[type].numbers, groups = types[type].groups;
 #pragma omp parallel for schedule(static)
     for (int64_t b = 0; b < count; b++)
         decode_block(type, blocks + b * bytes, codes + b * numbers, scales + b * groups,
                      offsets ? offsets + b * groups : 0);
 }
 
+ALWAYS_INLINE void dequantise(const uint8_t *codes, float scale, float offset, int64_t size, int middle, float *out)
+{
+    for (int64_t i = 0; i < size; i++)
+        out[i] = (float)(codes[i] - middle) * scale - offset;
+}
+
+/* bfloat16: to nearest, ties to even; NaN stays one. */
+static uint16_t rounded(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7FC0 : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+void decode_gguf_row(int type, const uint8_t *blocks, int64_t n, void *out, int kind)
+{
+    const int numbers = types[type].numbers, groups = types[type].groups, size = numbers / groups;
+    for (int64_t first = 0; first < n; first += numbers, blocks += types[type].bytes) {
+        uint8_t codes[MOST_NUMBERS];
+        float scales[MOST_GROUPS], offsets[MOST_GROUPS] = {0}, decoded[MOST_NUMBERS];
+        decode_block(type, blocks, codes, scales, offsets);
+        for (int g = 0; g < groups; g++)
+            dequantise(codes + g * size, scales[g], offsets[g], size, types[type].middle, decoded + g * size);
+        if (kind == FLOAT32)
+            memcpy((float *)out + first, decoded, (size_t)numbers * sizeof(float));
+        else
+            for (int i = 0; i < numbers; i++)
+                ((uint16_t *)out)[first + i] = rounded(decoded[i]);
+    }
+}
+
+int64_t gguf_row_bytes(int type, int64_t n) { return n / types[type].numbers * types[type].bytes; }
+
 /* Whole groups of `size` codes -> (code - middle) * scale - offset in fp32; `offsets` may be null. */
 EXPORT void charonia_dequantise(const uint8_t *codes, const float *scales, const float *offsets, int64_t groups,
                                 int64_t size, int middle, float *out)
 {
 #pragma omp parallel for schedule(static)
-    for (int64_t g = 0; g < groups; g++) {
-        const float scale = scales[g], offset = offsets ? offsets[g] : 0;
-        for (int64_t i = g * size; i < (g + 1) * size; i++)
-            out[i] = (float)(codes[i] - middle) * scale - offset;
-    }
+    for (int64_t g = 0; g < groups; g++)
+        dequantise(codes + g * size, scales[g], offsets ? offsets[g] : 0, size, middle, out + g * size);
 }

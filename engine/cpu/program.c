@@ -77,7 +77,7 @@ static void embed(const Operation *o, const StepLayout *l)
     for (int64_t r = 0; r < s->rows; r++) {
         const int32_t *ids = l->arguments->token_ids + s->lines[r] * l->arguments->token_ids_stride + s->starts[r];
         const Embedding rows = {ids, o->what, tensor(l, o->out, 0) + s->firsts[r] * o->size * number_bytes(o),
-                                s->counts[r], o->size, o->number, o->dtype};
+                                s->counts[r], o->size, o->number, o->dtype, (int)o->layer};
         embed_rows(&rows);
     }
 }

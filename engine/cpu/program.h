@@ -32,7 +32,8 @@ typedef struct {
                                     RECUR: the layer's number among those with states; JOIN: the first of the `size`
                                     numbers of delta's lines, which are `stride` long; NORM: the number of a line at
                                     which its heads begin; STACK: which of the stacked rows are added to x;
-                                    POSITIONS: the line of the table for position 0; CROSS: the cache */
+                                    POSITIONS: the line of the table for position 0; CROSS: the cache; EMBED: the
+                                    type of its table's blocks, 0 for numbers */
     const Matrix *next;          /* product: the matrix of the next product */
     float number;                /* a norm's eps; the factor of embeddings, and of SCALE, which changes x as ADD and
                                     GATE_ROWS do; what SOFT_CAP caps x at */

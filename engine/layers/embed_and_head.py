@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint.build_context import PipelineLink, rank_slice
@@ -34,10 +33,10 @@ class Embedding:
         self._lines = lines
         self._part = rank_slice(spec.vocab_size, loader.group)
         shape = spec.vocab_size, spec.hidden_size
-        self._table = loader.mapped(TensorSlice(EMBEDDING_WEIGHT, shape, self._part))
+        self._table = loader.table(TensorSlice(EMBEDDING_WEIGHT, shape, self._part))
         self._group = loader.group
         self._scale = None if scale == 1 else torch.tensor(scale, dtype=loader.dtype, device=loader.device)
-        contiguous = None if self._table.is_contiguous() else "its embedding table is not contiguous"
+        contiguous = None if self._table.rows.is_contiguous() else "its embedding table is not contiguous"
         self.untraceable = split_reason(loader.group) or contiguous
 
     def __call__(self, batch: StepBatch) -> Tensor:
@@ -48,17 +47,18 @@ class Embedding:
 
     def embed(self, tokens: Tensor) -> Tensor:
         if self._group.size == 1:
-            x = F.embedding(tokens, self._table)
+            x = self._table.gather(tokens)
         else:
             local = tokens - self._part.start
             elsewhere = (local < 0) | (local >= len(self._table))
-            mine = F.embedding(local.masked_fill(elsewhere, 0), self._table)
+            mine = self._table.gather(local.masked_fill(elsewhere, 0))
             x = self._group.all_reduce(mine.masked_fill_(elsewhere.unsqueeze(-1), 0))
         return x if self._scale is None else x * self._scale
 
     def trace(self, trace: OpTrace) -> SymbolicTensor:
         """Record the same as operations; only if `untraceable` gives no reason against it."""
-        x = trace_embedding(trace, self._table, 1.0 if self._scale is None else float(self._scale))
+        factor = 1.0 if self._scale is None else float(self._scale)
+        x = trace_embedding(trace, self._table.rows, self._table.width, self._table.block_type, factor)
         if self._lines is not None:
             trace_positions(x, self._lines, 0)
         return x

@@ -4,10 +4,10 @@ and only gathered from: it stays in the host's memory, on a CPU in its file."""
 import math
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint.model_spec import GemmaSpec, ModelSpec
+from ..checkpoint.row_table import RowTable
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu.elementwise import join_features, trace_embedding
 from ..cpu.op_trace import SymbolicTensor
@@ -29,7 +29,7 @@ class PerLayerInputs:
         """Numbers of a layer's inputs."""
         width = spec.layers * self.size
         table = TensorSlice("model.embed_tokens_per_layer.weight", (gemma.per_layer_vocab, width))
-        self._table = loader.gathered(table)
+        self._table = loader.table(table, on_host=True)
         self._factor = math.sqrt(gemma.per_layer_size / 2)
         projection = TensorSlice("model.per_layer_model_projection.weight", (width, spec.hidden_size))
         self._project = build_matmul(loader, [projection])
@@ -37,8 +37,8 @@ class PerLayerInputs:
         # The projection is divided by sqrt(hidden) before its norm, which is as if the norm's epsilon were larger.
         self._norm = divided_rms_norm(weight, spec.norm_eps * spec.hidden_size, math.sqrt(2))
         self._add_embeddings = _fastest_addition(self._table, self._factor, loader)
-        self.host_bound = self._table.device != loader.device and not runtime.serves(loader.dtype, loader.device)
-        whole = self._table.is_contiguous() and gemma.per_layer_vocab >= spec.vocab_size
+        self.host_bound = self._table.rows.device != loader.device and not runtime.serves(loader.dtype, loader.device)
+        whole = self._table.rows.is_contiguous() and gemma.per_layer_vocab >= spec.vocab_size
         self.untraceable = None if whole else "its embeddings for layers are not one table of all tokens"
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
@@ -46,7 +46,9 @@ class PerLayerInputs:
         self._norm.norm_heads(inputs.view(-1, self._layers, self.size), self._layers)
         traced: object = x  # declared for tensors
         if isinstance(traced, SymbolicTensor):
-            return inputs.add_(trace_embedding(traced.trace, self._table, self._factor))  # type: ignore[arg-type]
+            table = self._table
+            rows = trace_embedding(traced.trace, table.rows, table.width, table.block_type, self._factor)
+            return inputs.add_(rows)  # type: ignore[arg-type]
         self._add_embeddings(inputs, context.batch.tokens)
         return inputs
 
@@ -74,17 +76,17 @@ class PerLayerGate:
         return self._norm(self._project(gated, context))
 
 
-def _fastest_addition(table: Tensor, factor: float, loader: WeightLoader) -> Callable[[Tensor, Tensor], object]:
+def _fastest_addition(table: RowTable, factor: float, loader: WeightLoader) -> Callable[[Tensor, Tensor], object]:
     """Adds to x [N, width], on the model's device, the rows of tokens [N] times `factor`; of tokens beyond the table,
     such as those of images, the first one."""
     if runtime.serves(loader.dtype, loader.device):
         from ..gpu.host_rows import add_rows
 
-        return lambda x, tokens: add_rows(x, table, tokens, factor)
+        return lambda x, tokens: add_rows(x, table.rows, tokens, factor)
 
     def add(x: Tensor, tokens: Tensor) -> Tensor:
-        stored = tokens.to(table.device)
-        rows = F.embedding(stored.where(stored < len(table), 0), table)
+        stored = tokens.to(table.rows.device)
+        rows = table.gather(stored.where(stored < len(table), 0))
         return x.add_(rows.to(x.device).mul_(factor))
 
     return add

@@ -65,6 +65,9 @@ class CodedWeights:
         whole = self.rows[piece.name]
         return GroupedRows(*(None if one is None else one[piece.rows] for one in whole))
 
+    def blocks(self, piece: TensorSlice) -> None:
+        return None
+
     def read(self, piece: TensorSlice) -> torch.Tensor:
         form = self.forms[piece.name]
         if form is None:

@@ -20,8 +20,9 @@ from safetensors.numpy import load_file
 from charonia.core.errors import CharoniaError
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.code_forms import dequantise_codes
+from charonia.engine.checkpoint.gguf_blocks import BLOCKS, decode_rows
 from charonia.engine.checkpoint.gguf_config import read_gguf_config
-from charonia.engine.checkpoint.gguf_weights import BLOCKS, GgufWeights, decode_rows
+from charonia.engine.checkpoint.gguf_weights import GgufWeights
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.hf_config import read_spec
 from charonia.engine.checkpoint.model_spec import CheckpointError

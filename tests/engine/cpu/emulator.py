@@ -25,6 +25,7 @@ FLAGS = "-static -std=gnu11 -Og -fopenmp -fno-math-errno -fno-trapping-math -ffp
 SOURCES = (
     "convolution",
     "elementwise",
+    "gguf_blocks",
     "level",
     "matmul",
     "matmul_dotprod",

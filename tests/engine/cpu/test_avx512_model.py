@@ -29,6 +29,7 @@ SOURCES = (
     "convolution.c",
     "elementwise.c",
     "experts.c",
+    "gguf_blocks.c",
     "matmul.c",
     "matmul_avx512.c",
     "matmul_pack.c",
