@@ -115,7 +115,7 @@ BUDGETS = {
     "tokenization": 3_620,
     "media": 1_100,
     "scheduler": 2_295,
-    "engine": 25_600,
+    "engine": 25_750,
     "classic_backends": 8_380,
     "ensembles": 1_200,
     "routing": 250,

@@ -1,5 +1,5 @@
 """Attention by Triton kernels on a GPU: decoding rows in one launch, chunks of prompts in another, whatever is mixed in
-a step. A row's result depends on its own tokens alone, but for a chunk's, on how its prompt was cut."""
+a step. What a token gets depends on the tokens before it alone, to the bit, and not on which of the two computes it."""
 
 from collections.abc import Sequence
 from typing import ClassVar

@@ -10,8 +10,15 @@ from torch import Tensor
 from ..step_batch import StepBatch, to_device
 from .runtime import LARGEST_CODES, capability
 
-LEAST_PART, MOST_PARTS = 256, 16
-"""The fewest tokens of a part of the context, and the most parts."""
+PART_TOKENS = 256
+"""Tokens of a part of the context: by its parts, from position 0 on, a row's sums are ordered."""
+
+_ENOUGH_PROGRAMS = 512
+"""Programs that occupy a device; to be measured."""
+_LONG_RUN = 32
+"""Parts that a program of many takes one after the other."""
+_STATE_BYTES = 128 << 20
+"""The most memory for states of parts, of one layer's attention."""
 
 DECODE_PLACES = (1, 2, 4, 8)
 """Sizes of decoding tiles: a row with more places is a chunk."""
@@ -95,10 +102,27 @@ class StepTiles(NamedTuple):
     """The most parts of a decoding row's context."""
     chunks: Tensor | None
     """The tiles of chunks, int32 [T, row and offset]."""
-    decoded: int
-    """Places of all decoding rows."""
-    first_states: Tensor | None = None
-    """Decoding places before each row, int32 [R]; None: no row is a chunk, so these are all places before it."""
+
+
+class PartsPlan(NamedTuple):
+    """How programs share out the parts of decoding rows. It changes no sum and no order of sums."""
+
+    run: int
+    """Parts that a program takes of a row with more; it takes all of a row with fewer."""
+    programs: int
+    """Programs of a row and key head."""
+    states: int
+    """States, one for each place and part, that there is room for; rows without room are a program's whole."""
+
+
+def plan_parts(spec: AttentionSpec, rows: int, tiles: StepTiles) -> PartsPlan:
+    """Few rows: a program for each part. Many: one walks through all parts of a context that is not long."""
+    shape = spec.shape
+    run = _LONG_RUN if rows * shape.kv_heads >= _ENOUGH_PROGRAMS else 1
+    if tiles.parts <= run:
+        return PartsPlan(run, 1, 0)
+    room = _STATE_BYTES // (4 * shape.heads * (shape.head_dim + 2))
+    return PartsPlan(run, -(-tiles.parts // run), min(rows * tiles.places * tiles.parts, room))
 
 
 def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
@@ -106,14 +130,26 @@ def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
     counts = batch.counts
     few = counts[counts <= spec.most_decoded]
     places = spec.decode_places(int(few.max())) if few.any() else 0
-    parts = min(-(-batch.longest // LEAST_PART), MOST_PARTS)
+    return StepTiles(places, most_parts(spec, batch.longest), _plan_chunks(spec, batch, places))
+
+
+def most_parts(spec: AttentionSpec, longest: int) -> int:
+    """The most parts that a decoding row of up to `longest` tokens sees."""
+    parts = -(-longest // PART_TOKENS)
+    return min(parts, -(-(spec.window + spec.most_decoded) // PART_TOKENS) + 1) if spec.window else parts
+
+
+def _plan_chunks(spec: AttentionSpec, batch: StepBatch, places: int) -> Tensor | None:
+    """The tiles of the rows with more than `places` places, and of those whose places see some behind themselves."""
+    wanted = (batch.counts > places) | _sees_ahead(spec, batch)
+    left = np.flatnonzero(wanted)
+    if not len(left):
+        return None
     device = batch.token_ids.device
-    chunks = _chunk_tiles(spec, (counts > places) | _sees_ahead(spec, batch), counts, device)
-    if chunks is None or not places or parts == 1:
-        return StepTiles(places, parts, chunks, batch.size)
-    decoding = np.where(counts <= places, counts, 0)
-    first_states = to_device((np.cumsum(decoding) - decoding).astype(np.int32), device)
-    return StepTiles(places, parts, chunks, int(decoding.sum()), first_states)
+    tokens = chunk_plan(spec, capability(device))["M"] // spec.group
+    numbers = -(-batch.counts[left] // tokens)
+    offsets = (np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * tokens
+    return to_device(np.stack((np.repeat(left, numbers), offsets), 1).astype(np.int32), device)
 
 
 def _sees_ahead(spec: AttentionSpec, batch: StepBatch) -> NDArray[np.bool_]:
@@ -126,20 +162,6 @@ def _sees_ahead(spec: AttentionSpec, batch: StepBatch) -> NDArray[np.bool_]:
     return sees
 
 
-def _chunk_tiles(
-    spec: AttentionSpec, wanted: NDArray[np.bool_], counts: NDArray[np.int32], device: torch.device
-) -> Tensor | None:
-    """The tiles of the rows that are `wanted`: of those with more places than the decoding kernel takes, and of those
-    for which it computes something else."""
-    left = np.flatnonzero(wanted)
-    if not len(left):
-        return None
-    tokens = chunk_plan(spec, capability(device))["M"] // spec.group
-    numbers = -(-counts[left] // tokens)
-    offsets = (np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * tokens
-    return to_device(np.stack((np.repeat(left, numbers), offsets), 1).astype(np.int32), device)
-
-
 def _sizes(spec: AttentionSpec, sinks: bool) -> dict[str, Any]:
     shape = spec.shape
     cache = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
@@ -148,33 +170,44 @@ def _sizes(spec: AttentionSpec, sinks: bool) -> dict[str, Any]:
 
 
 def decode_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[str, Any]:
-    """Tensor cores need sixteen queries or more. Keys are as many as leave room for two tiles in flight, or four of
-    codes."""
-    queries = max(next_power_of_2(places * spec.group), 16)
-    cut = {"PLACES": places, "LEAST": LEAST_PART, "MOST": MOST_PARTS, "M": queries, "TILE": _tile_tokens(spec)}
+    """Tensor cores need sixteen queries; more than fit in registers with two states are several programs'. Keys are as
+    many as leave room for two tiles in flight, or four of codes."""
+    most = 32 if spec.shape.head_dim <= 256 else 16
+    queries = min(max(next_power_of_2(places * spec.group), 16), most)
+    cut = {"PLACES": places, "PART": PART_TOKENS, "M": queries, "TILE": _tile_tokens(spec)}
     stages = 3 if spec.shape.codes is None else 5
-    warps = 4 if queries <= 32 else 8
-    if spec.shape.head_dim > 256:
-        warps = 8 if queries == 16 else 16
+    warps = 8 if queries == 32 or spec.shape.head_dim > 256 else 4
     return _sizes(spec, sinks) | cut | {"num_warps": warps, "num_stages": stages}
 
 
-def combine_plan(spec: AttentionSpec, places: int) -> dict[str, Any]:
-    plan = decode_plan(spec, places)
-    names = ("HEADS", "HEAD_DIM", "WINDOW", "PLACES", "LEAST", "MOST", "TILE", "DIMS", "num_warps")
-    return {name: plan[name] for name in names}
+def combine_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[str, Any]:
+    """A warp holds 256 numbers of a state, and more parts' are on their way."""
+    plan = decode_plan(spec, places, sinks)
+    names = ("HEADS", "HEAD_DIM", "LARGEST_CODE", "WINDOW", "SINKS", "PLACES", "PART", "DIMS")
+    kept = {name: plan[name] for name in names}
+    return kept | {"STAGES": 4, "num_warps": max(plan["DIMS"] // 256, 1)}
 
 
 def chunk_plan(spec: AttentionSpec, generation: int, sinks: bool = False, spans: bool = False) -> dict[str, Any]:
-    """The largest tile that spills no register; an A100 has room for fewer queries than later GPUs."""
+    """The largest tile that spills no register."""
+    lines = max(_chunk_queries(spec, generation), next_power_of_2(spec.group))
+    tile = {"SPANS": spans, "PART": PART_TOKENS, "M": lines, "TILE": _tile_tokens(spec)}
+    return _sizes(spec, sinks) | tile | {"num_warps": 8, "num_stages": 2}
+
+
+def _chunk_queries(spec: AttentionSpec, generation: int) -> int:
+    """Hopper keeps the sums of products in registers of its own width; codes take room until they are multiplied."""
     size = spec.shape.head_dim
-    queries = 128 if 64 < size <= 128 and generation >= 90 else 64 if size <= 256 else 32
-    tile = {"SPANS": spans, "M": max(queries, next_power_of_2(spec.group)), "TILE": _tile_tokens(spec)}
-    return _sizes(spec, sinks) | tile | {"num_warps": 4 if size <= 64 else 8, "num_stages": 2}
+    if size <= 64:
+        return 64
+    if size > 256 or generation < 90:
+        return 32
+    roomy = generation < 100 and spec.shape.codes is None
+    return (128 if roomy else 64) if size <= 128 else 64 if roomy else 32
 
 
 def _tile_tokens(spec: AttentionSpec) -> int:
-    """Tokens whose keys and values are read at a time."""
+    """Tokens whose keys and values are read at a time, by whichever kernel: they divide PART_TOKENS."""
     size = spec.shape.head_dim
     return 64 if size <= 128 else 32 if size <= 256 else 16
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -93,3 +94,32 @@ def interpreted(kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch)
     """Layers and backends that a test builds in this process are those of a GPU."""
     monkeypatch.setenv(library.LEVEL_VARIABLE, "triton")
     monkeypatch.setattr(library, "level", lambda: None)
+
+
+@pytest.fixture
+def sums_of_a_gpu(kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter adds as tensor cores and warps do, where numpy's order is that of the processor: an element of a
+    product takes its inputs in order, whatever the tile; a sum of floats is taken in an order that the whole tile's
+    shape decides, so a kernel that may not depend on its tile's size does not live by one."""
+    from triton.runtime import interpreter
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def add_in_order(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        if a.data.dtype.kind == "i" or a.dtype.primitive_bitwidth == 8:
+            return dot(builder, a, b, d, *precision)
+        total = d.data.copy()
+        for left, right in zip(a.data.T.astype(total.dtype), b.data.astype(total.dtype), strict=True):
+            total += left[:, None] * right
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    def add_by_shape(reduction: Any, tile: Any) -> Any:
+        data = tile.handle.data
+        if data.dtype.kind == "f" and data.ndim:
+            axis = 0 if reduction.axis is None else reduction.axis
+            data = np.roll(data, data.size // data.shape[axis] % 7, axis)
+        summed = np.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims)
+        return reduction.to_tensor(summed, tile.dtype)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", add_in_order)
+    monkeypatch.setattr(interpreter.ReduceOps, "sum", add_by_shape)

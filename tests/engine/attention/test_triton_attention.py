@@ -150,14 +150,6 @@ def test_rows_of_any_shape(
     Pair(spec(LayerAttention(window), block_size=block * 4, kv_cache_dtype=kept), rows).check()
 
 
-def test_a_row_says_the_same_whatever_is_beside_it() -> None:
-    pair = Pair(spec(), [(300, 1), (40, 3), (0, 20)])
-    q, k, v = (random(24, heads, 16) for heads in (6, 2, 2))
-    together = pair.backends[0].begin_step(pair.batch(pair.rows, [0, 1, 2]))(0, q, k, v)
-    alone = pair.backends[0].begin_step(pair.batch([(300, 1)], [0]))(0, q[:1], k[:1], v[:1])
-    assert torch.equal(together[0], alone[0])
-
-
 @pytest.mark.parametrize("kept", KEPT)
 def test_rotation_and_write_are_those_of_torch(kept: str) -> None:
     """And no other line of the cache is written."""
@@ -292,13 +284,3 @@ def test_a_new_cache_has_numbers_everywhere(kept: str, monkeypatch: pytest.Monke
     backend = TritonAttention(spec(kv_cache_dtype=kept))
     backend.allocate(3)
     assert all(block.float().isfinite().all() for block in backend.device_blocks)
-
-
-def test_beside_chunks_only_places_that_decode_have_states() -> None:
-    """What is kept between the parts of a context, for each head: for a chunk's tokens it would be gigabytes."""
-    pair = Pair(spec(), [(0, 30), (600, 1), (3, 40), (520, 2)])
-    pair.check()
-    [tiles] = pair.backends[0].begin_step(pair.batch(pair.rows, [0, 1, 2, 3]))._tiles
-    assert (tiles.parts, tiles.decoded) == (3, 3)
-    assert tiles.first_states is not None
-    assert tiles.first_states.tolist() == [0, 0, 1, 1]
