@@ -49,6 +49,7 @@ from .http.request_context import (
 from .http.request_cycle import add_response_header, response_started, send_response
 from .metadata import ServerInfo
 from .openai.adapter_routes import AdapterRoutes
+from .openai.audio_routes import AudioRoutes
 from .openai.embeddings import EncoderRoutes
 from .openai.invocations import InvocationRoutes
 from .openai.model_list import ModelListRoutes
@@ -86,6 +87,7 @@ _ENDPOINTS = {
     "health": "/health, /v2/health/live, /v2/health/ready",
     "models": "/v1/models, POST /v2/repository/index",
     "openai": "/v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/rerank",
+    "speech": "/v1/audio/transcriptions, /v1/audio/translations",
     "vllm": "/score, /classify, /pooling, /invocations, /load, /tokenizer_info",
     "anthropic": "/v1/messages, /v1/messages/count_tokens",
     "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
@@ -205,6 +207,7 @@ def lookup_routes(
         *OpenAIRoutes(lookup, info).routes(),
         *ResponsesRoutes(lookup, info).routes(),
         *MessagesRoutes(lookup, info).routes(),
+        *AudioRoutes(lookup, info).routes(),
         *EncoderRoutes(lookup, info.max_input_size).routes(),
         *ScoringRoutes(lookup, info.max_input_size, info.max_response_size).routes(),
         *_server_routes(lookup, info, listed),

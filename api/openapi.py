@@ -22,10 +22,12 @@ from .anthropic.messages_request import MessagesBody
 from .http.error_responses import json_response
 from .metadata import ServerInfo
 from .openai.adapter_routes import LoadAdapterBody, UnloadAdapterBody
+from .openai.audio_routes import TRANSCRIPTIONS, TRANSLATIONS
 from .openai.embeddings import EmbeddingsBody, RerankBody
 from .openai.responses_request import ResponsesBody
 from .openai.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
 from .openai.scoring import ClassifyBody, PoolingBody, ScoreBody
+from .openai.transcription_request import TranscriptionBody
 
 PAGE, DESCRIPTION = "/docs", "/openapi.json"
 
@@ -35,6 +37,7 @@ _PATHS: dict[tuple[type[msgspec.Struct], ...], tuple[str, ...]] = {
     (ResponsesBody,): ("/v1/responses", "/v1/responses/input_tokens"),
     (MessagesBody,): ("/v1/messages", "/v1/messages/count_tokens"),
     (EmbeddingsBody,): ("/v1/embeddings",),
+    (TranscriptionBody,): (TRANSCRIPTIONS, TRANSLATIONS),
     (RerankBody,): ("/v1/rerank", "/v2/rerank", "/rerank"),
     (ScoreBody,): ("/score", "/v1/score"),
     (ClassifyBody,): ("/classify",),

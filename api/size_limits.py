@@ -35,6 +35,11 @@ def check_json_size(size: int, limit: int) -> None:
         )
 
 
+def check_form_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise BodyTooLarge(f"the form has {size} bytes, which {_exceeds(limit)}")
+
+
 def check_json_tensor_size(name: str, size: int, limit: int) -> None:
     """Raises `InvalidArgument`: the body itself may be short."""
     if size > limit:

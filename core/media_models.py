@@ -154,7 +154,8 @@ class MediaEncoder(Protocol):
 
 
 class MediaServices(NamedTuple):
-    """What a language model that sees has beside its engine."""
+    """What a language model that sees, or hears, has beside its engine."""
 
     preparer: MediaPreparer
     encoder: MediaEncoder
+    kind: MediaKind = "image"

@@ -73,6 +73,8 @@ class ModelConfig:
     """Other names that requests may call the model by."""
     media: frozenset[MediaKind] = frozenset()
     """The kinds of media that the prompts of a language model may have, once it is loaded."""
+    transcribes: bool = False
+    """Whether it writes down sounds, and nothing else."""
 
     @property
     def openai_api(self) -> str:

@@ -12,6 +12,7 @@ from .errors import InvalidArgument
 from .logprobs import PromptToken, TokenLogprob
 from .media import MediaSource
 from .sampling import SamplingParams, check_range
+from .speech import Speech, Transcript
 from .tensor import Tensor
 
 ParameterValue: TypeAlias = str | int | float | bool
@@ -202,7 +203,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    prompt: Prompt
+    prompt: Prompt = ""
+    speech: Speech | None = None
+    """What a model that writes down sounds gets in place of the prompt."""
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
     """The priority class; 0 is the most urgent."""
@@ -331,13 +334,15 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The last token ended the text and is no part of it."""
     drafts: DraftSummary | None = None
     """In the last chunk, if the model reports drafts."""
+    transcript: Transcript | None = None
+    """What the text is, of a request with `speech`."""
 
     @property
     def is_text(self) -> bool:
         """Whether it has tokens and their text, and nothing else."""
         return not (
             self.finish_reason or self.logprobs or self.reasoning or self.tool_calls or self.prompt_logprobs
-            or self.prompt_ids or self.drafts
+            or self.prompt_ids or self.drafts or self.transcript
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ..telemetry.host_metrics import Gpus
 from ..tokenization.checkpoint_files import locate_checkpoint
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import open_checkpoint
-from .checkpoint.vision_support import sees_both_ways, takes_images
+from .checkpoint.vision_support import media_kind, sees_both_ways
 from .checkpoint.weight_memory import WeightUse, count_weight_bytes
 from .client.client import own_engine_spec
 from .client.llm import LlmModel
@@ -98,14 +98,15 @@ def computes_on_host(device: str | None, gpus: Sequence[int]) -> bool:
 
 
 def media_part(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) -> MediaPart | None:
-    """The part of a model that sees: its tower computes beside the first rank. None for another model, one whose
-    images are not served, or for which `limit_mm_per_prompt` allows none. Raises as `language_model`."""
+    """The part of a model that sees or hears: its tower computes beside the first rank. None for another model, one
+    whose images are not served, or for which `limit_mm_per_prompt` allows none. Raises as `language_model`."""
     checkpoint, options, lora_modules = _read(path, parameters)
     if options.executor == "fake":
         return None
     media = engine_config(checkpoint, options, lora_modules).media
     try:
-        if not media.per_prompt.get("image") or not takes_images(locate_checkpoint(checkpoint)):
+        kind = media_kind(locate_checkpoint(checkpoint))
+        if kind is None or (kind == "image" and not media.per_prompt.get(kind)):
             return None
         directory = open_checkpoint(checkpoint).directory  # the tower's weights of one of the hub are there then, too
     except NotFound:  # which its load tells
@@ -113,7 +114,7 @@ def media_part(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) ->
     _, _, number = (options.device or "").partition(":")
     gpu = None if computes_on_host(options.device, gpus) else int(number) if number.isdecimal() else gpus[0]
     tower = TowerSpec(str(directory), options.dtype or "auto", gpu, media.cache_bytes, media.share_cache)
-    return MediaPart(media, tower)
+    return MediaPart(media, tower, kind)
 
 
 def examine(path: str, parameters: Mapping[str, Any]) -> str:

@@ -173,7 +173,8 @@ def media_services(part: MediaPart, name: str, version: str) -> MediaServices:
     served."""
     tower = cast(MediaEncoder, _import("classic_backends.vision.media_tower", "MediaTower")(name, version, part.tower))
     limits = _import("media.limits", "MediaLimits")(part.config)
-    return MediaServices(_import("media.reader", "MediaReader")(part.tower.checkpoint, limits), tower)
+    preparer = _import("media.reader", "MediaReader")(part.tower.checkpoint, limits, kind=part.kind)
+    return MediaServices(preparer, tower, part.kind)
 
 
 def composite_model(

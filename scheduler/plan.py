@@ -54,6 +54,8 @@ class LogitsParams(NamedTuple):
     suppressed_first: tuple[int, ...] = ()
     """Not chosen as the first new token."""
     timestamps: TimestampRules | None = None
+    reported: bool = False
+    """Whether log-probabilities are those of the changed logits, and not the model's own."""
 
 
 class ResolvedSampling(NamedTuple):

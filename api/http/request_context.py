@@ -30,6 +30,8 @@ _ENDPOINTS = {
     "/v1/responses/input_tokens": "tokenize",
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "tokenize",
+    "/v1/audio/transcriptions": "transcriptions",
+    "/v1/audio/translations": "translations",
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",

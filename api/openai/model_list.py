@@ -63,7 +63,9 @@ def max_model_len(config: ModelConfig) -> int | None:
 def model_card(config: ModelConfig, name: str) -> dict[str, Any]:
     """A model as /v1/models lists it, by one of its names; `root` is its own."""
     card = {"id": name, "object": "model", "created": config.created, "owned_by": "charonia"}
-    return card | {"root": config.name, "parent": None, "max_model_len": max_model_len(config)}
+    taken = [*(() if config.transcribes else ("text",)), *sorted(config.media)]
+    own = {"root": config.name, "parent": None, "max_model_len": max_model_len(config)}
+    return card | own | ({"input_modalities": taken} if config.media else {})
 
 
 def adapter_card(served: ServedAdapter) -> dict[str, Any]:

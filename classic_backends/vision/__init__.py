@@ -1,1 +1,2 @@
-"""The towers of models that see: images, as their processors cut them, to rows of a language model's inputs."""
+"""The towers of models that see or hear: images and sounds, as their processors cut them, to rows that a language model
+takes or attends to."""

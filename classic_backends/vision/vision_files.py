@@ -1,5 +1,5 @@
-"""Which part of a checkpoint is its tower: the families that are served, the names and bytes of its weights. Imports no
-torch."""
+"""Which part of a checkpoint is its tower, or its encoder of sounds: the families that are served, the names and the
+bytes of its weights. Imports no torch."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.media_models import SEEING_FAMILIES
+from ...core.media import FEATURES
+from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES
 from ...core.native_calls import NativeCall
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.weight_files import read_weight_index, refuse_long_header
@@ -21,11 +22,12 @@ INPUTS = {
     "image_grid_thw": "INT64",
     "image_position_ids": "INT64",
     "pixel_attention_mask": "INT64",
+    FEATURES: "FP32",
 }
-"""What processors make of images for towers, each family some of it; their datatypes here."""
+"""What processors make of media for towers, each family some of it; their datatypes here."""
 
 _OTHER_PARTS = re.compile(
-    r"(model\.)?(language_model|text_model|lm_head|layers|embed_tokens|norm|mtp|audio_tower|embed_audio)\."
+    r"(model\.)?(language_model|text_model|lm_head|layers|embed_tokens|norm|mtp|audio_tower|embed_audio|decoder|proj_out)\."
 )
 """Beginnings of the names of tensors that belong to no tower, in newer and older checkpoints."""
 
@@ -67,7 +69,7 @@ def read_vision_files(directory: Path, dtype: str) -> VisionFiles:
     """
     config = read_json(directory / "config.json")
     family = str(config.get("model_type", ""))
-    if family not in SEEING_FAMILIES:
+    if family not in SEEING_FAMILIES | HEARING_FAMILIES:
         known = ", ".join(sorted(SEEING_FAMILIES))
         raise Unsupported(f"{directory}: images of the family '{family}' are not served; those of {known} are")
     stored = str(_stored_dtype(config)) if dtype == "auto" else dtype

@@ -7,12 +7,14 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ...core.errors import Internal, InvalidArgument
+from ...core.media_models import HEARING_FAMILIES
 from ...core.runtime import Arrays
 from ...processes.host import map_large_blocks_separately
+from .hearing_modules import load_hearing
+from .tower_module import TowerModule, read_weights
 from .vision_files import VisionFiles
 
 _GRIDS, _PIXELS = "image_grid_thw", "pixel_values"
@@ -21,7 +23,7 @@ _LANGUAGE = ("lm_head.", "model.language_model.", "model.text_model.")
 
 
 class MediumRows(NamedTuple):
-    """What the tower makes of one image."""
+    """What the tower makes of one medium."""
 
     rows: Tensor
     """[length, hidden]"""
@@ -30,10 +32,10 @@ class MediumRows(NamedTuple):
 
 
 class VisionTower:
-    """A tower and its projector, whose rows are in the files' dtype, whatever the host computes in.
+    """A tower and its projector, or an encoder of sounds: rows in the files' dtype, whatever the host computes in.
 
-    With `together` images of one size, or packed patches of any, are computed at once: on a GPU most kernels are
-    launched in more time than one image takes. Without, a row never depends on other images.
+    With `together` images of one size, packed patches of any, or windows of sounds are computed at once: on a GPU most
+    kernels are launched in more time than one of them takes. Without, a row never depends on other media.
     """
 
     def __init__(self, files: VisionFiles, device: str, together: bool) -> None:
@@ -41,13 +43,14 @@ class VisionTower:
         self._together = together
         self._stored: torch.dtype = getattr(torch, files.dtype)
         self._dtype = self._stored if device != "cpu" or _computes_halves() else torch.float32
-        model = _load_model(files, self._dtype)
-        model.model.requires_grad_(False)
-        self._model = model.model.to(device).eval()
+        load = load_hearing if files.family in HEARING_FAMILIES else _load_seeing
+        self._tower = tower = load(files, self._dtype)
+        tower.module.requires_grad_(False)
+        tower.module.to(device).eval()
 
     @torch.inference_mode()
     def encode(self, media: Sequence[Arrays]) -> list[MediumRows]:
-        """The rows of each image, from its inputs by the processor's names.
+        """The rows of each medium, from its inputs by the processor's names.
 
         Raises:
             InvalidArgument: its inputs are not what the tower takes.
@@ -64,16 +67,17 @@ class VisionTower:
     def _encode_group(self, media: Sequence[Arrays]) -> list[MediumRows]:
         inputs = {name: torch.cat([torch.tensor(inputs[name]) for inputs in media]) for name in media[0]}
         inputs = {name: tensor.to(self._device) for name, tensor in inputs.items()}
-        if _PIXELS not in inputs:
-            raise InvalidArgument(f"the processor has made no {_PIXELS} of an image")
-        inputs[_PIXELS] = inputs[_PIXELS].to(self._dtype)
-        counts = [len(medium[_GRIDS if _GRIDS in medium else _PIXELS]) for medium in media]
+        main = self._tower.main_input
+        if main not in inputs:
+            raise InvalidArgument(f"the processor has made no {main}")
+        inputs[main] = inputs[main].to(self._dtype)
+        counts = [len(medium[_GRIDS if _GRIDS in medium else main]) for medium in media]
         try:
-            output = self._model.get_image_features(**inputs, return_dict=True)
+            output = self._tower.features(**inputs, return_dict=True)
         except (ValueError, TypeError, RuntimeError) as error:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
-            raise InvalidArgument(f"the tower refuses the image's {shapes}: {error}") from error
-        rows = [part.to(self._stored) for part in _split(output.pooler_output, counts)]
+            raise InvalidArgument(f"the tower refuses {shapes}: {error}") from error
+        rows = [part.to(self._stored) for part in _split(getattr(output, self._tower.output), counts)]
         layers = [_split(layer, counts) for layer in getattr(output, "deepstack_features", None) or ()]
         return [
             MediumRows(
@@ -99,7 +103,7 @@ def _split(features: Any, counts: Sequence[int]) -> list[Tensor]:
     return [torch.cat(parts[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
 
-def _load_model(files: VisionFiles, dtype: torch.dtype) -> Any:
+def _load_seeing(files: VisionFiles, dtype: torch.dtype) -> TowerModule:
     """The whole model without layers of text, in the host's memory."""
     import transformers
 
@@ -122,7 +126,7 @@ def _load_model(files: VisionFiles, dtype: torch.dtype) -> Any:
     try:
         known: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         model, report = known.from_pretrained(
-            None, config=config, state_dict=_read_weights(files), dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=read_weights(files), dtype=dtype, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         raise InvalidArgument(f"transformers cannot load the tower of {files.directory}: {error}") from error
@@ -132,14 +136,4 @@ def _load_model(files: VisionFiles, dtype: torch.dtype) -> Any:
     if missing:
         shown = ", ".join(missing[:3])
         raise InvalidArgument(f"{files.directory} lacks {len(missing)} weights of its tower: {shown}")
-    return model
-
-
-def _read_weights(files: VisionFiles) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file in {weight.file for weight in files.weights}:
-        with safe_open(file, framework="pt") as opened:
-            for weight in files.weights:
-                if weight.file == file:
-                    tensors[weight.name] = opened.get_tensor(weight.name)
-    return tensors
+    return TowerModule(model.model, _PIXELS, model.model.get_image_features, "pooler_output")

@@ -1,21 +1,25 @@
-"""Whether a checkpoint takes images, and how they attend, by its files. Knows no tower. Imports no torch."""
+"""Whether a checkpoint takes images or sounds, and how they attend, by its files. Knows no tower. Imports no torch."""
 
 from pathlib import Path
 from typing import Any
 
-from ...core.media_models import SEEING_FAMILIES
+from ...core.media import MediaKind
+from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES
 from ...tokenization.checkpoint_files import read_json
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
-def takes_images(directory: Path) -> bool:
-    """Whether a checkpoint directory has a part that sees and whose images the engine takes, and a processor of
-    them."""
-    if not directory.is_dir() or not any((directory / name).is_file() for name in _PROCESSORS):
-        return False
+def media_kind(directory: Path) -> MediaKind | None:
+    """The kind of media that the engine takes for a checkpoint directory: images, if it has a part that sees and a
+    processor of them; sounds, if it does nothing else than write them down."""
+    if not directory.is_dir():
+        return None
     config = read_json(directory / "config.json")
-    return config.get("model_type") in SEEING_FAMILIES and isinstance(config.get("vision_config"), dict)
+    if config.get("model_type") in HEARING_FAMILIES:
+        return "audio"
+    sees = config.get("model_type") in SEEING_FAMILIES and isinstance(config.get("vision_config"), dict)
+    return "image" if sees and any((directory / name).is_file() for name in _PROCESSORS) else None
 
 
 def sees_both_ways(directory: Path) -> bool:

@@ -13,9 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import msgspec
+
 from ...core.adapter import Adapter
 from ...core.errors import InvalidArgument, NotFound, NotReady, Unavailable
 from ...core.metrics import Reading
+from ...core.request import GenerateRequest
+from ...core.request_context import RequestContext
 from ...processes.scratch import ScratchDirectory
 from ..config import LoraConfig
 from .token_stream import SequenceStats
@@ -330,3 +334,16 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
     """Retrieve the error of a task without a reader, or asyncio logs it."""
     if not task.cancelled():
         task.exception()
+
+
+def with_adapter(request: GenerateRequest, context: RequestContext) -> GenerateRequest:
+    """The request with the adapter by whose name its model was acquired, if there is one. Raises `InvalidArgument` if
+    the request names another."""
+    adapter = context.adapter
+    if not adapter or request.adapter == adapter:
+        context.adapter = request.adapter
+        return request
+    if request.adapter:
+        message = f"lora_name: '{request.adapter}' is not for the adapter '{adapter}': ask for the model itself"
+        raise InvalidArgument(message, field="lora_name")
+    return msgspec.structs.replace(request, adapter=adapter)

@@ -36,7 +36,7 @@ from ...telemetry.llm_metrics import LlmMetrics
 from ...tokenization.checkpoint_files import locate_adapter
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
-from .adapters import AdapterTable
+from .adapters import AdapterTable, with_adapter
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
 from .admission import BackgroundLimit, QueueTicket
 from .answer_plan import plan_answer
@@ -51,9 +51,12 @@ from .open_streams import OpenStreams
 from .task_adapters import TaskAdapters
 from .token_stream import SequenceStats, open_sequence, record_request, v2_statistics
 from .tokenizer_bundle import TokenizerBundle
+from .transcriber import HeardPrompt, Transcriber, load_transcriber
 
 OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds so far, detail."""
+
+Chunks: TypeAlias = DirectStream[GenerateChunk]
 
 _MIN_COUNTED = 65_536
 """Tokens that `tokenize` accepts whatever the model's length: clients count texts that they then cut."""
@@ -119,6 +122,7 @@ class LlmModel:
         self._loaded: TokenizerBundle | None = None
         self._info = CoreReady(0, 0, 0, 0)
         self._open = OpenStreams()
+        self._transcriber: Transcriber | None = None
         self._constraints: ConstraintChecker | None = None
         self._background = BackgroundLimit(spec.most_in_background)
         self._adapters: AdapterTable | None = None
@@ -209,9 +213,11 @@ class LlmModel:
                 self._constraints = ConstraintChecker(bundle.tokenizer.added_tokens(info.vocab_size))
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters, fingerprint=bundle.fingerprint)
-            if self._media.kinds:
-                seeing_inputs = with_image_inputs(self._config.inputs)
-                self._config = replace(self._config, media=self._media.kinds, inputs=seeing_inputs)
+            self._config = replace(self._config, media=self._media.kinds, transcribes=self._media.transcribes)
+            if self._media.transcribes:
+                self._transcriber = load_transcriber(self._media, bundle, info, self._ask, self.check_room)
+            elif self._media.kinds:
+                self._config = replace(self._config, inputs=with_image_inputs(self._config.inputs))
         except BaseException:
             starting.cancel()
             seeing.cancel()
@@ -260,22 +266,29 @@ class LlmModel:
             adapter = await self._adapter_table.load(name, str(directory))
             self._on_progress("adapters", 1.0, time.monotonic() - began, f"{name}, rank {adapter.rank}")
 
-    def generate(self, request: GenerateRequest, context: RequestContext) -> DirectStream[GenerateChunk]:
-        return DirectStream(partial(self._generate, request, context))
+    def generate(self, request: GenerateRequest, context: RequestContext) -> Chunks:
+        if self._transcriber is not None:
+            return self._transcriber.generate(request, context)
+        if request.speech is not None:
+            raise InvalidArgument(f"model '{self._config.name}' writes down no sounds", field="model")
+        return self._ask(request, context)
+
+    def _ask(self, request: GenerateRequest, context: RequestContext, heard: HeardPrompt | None = None) -> Chunks:
+        return DirectStream(partial(self._generate, request, context, heard))
 
     async def _generate(
-        self, request: GenerateRequest, context: RequestContext, output: DirectStream[GenerateChunk]
+        self, request: GenerateRequest, context: RequestContext, heard: HeardPrompt | None, output: Chunks
     ) -> AsyncGenerator[GenerateChunk, None]:
         # A token's whole way is one generator: every further one would cost each chunk of each stream.
         with open_sequence(self._metrics, request, context) as stats:
             bundle, info = self._bundle, self._info
             tokenizer, sampling = bundle.async_tokenizer, request.sampling
-            request = self._with_adapter(request, context)
+            request = with_adapter(request, context)
             self._spec.check_request(request, context.tenant)
             with self._admit(request, context) as ticket, await self.use_adapter(request, stats, context) as adapter:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 limit = TokenLimit(info.max_model_len)
-                media = await self._media.read(request.prompt, context, request.cache_salt)
+                media = heard or await self._media.read(request.prompt, context, request.cache_salt)
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept, media=media.text)
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
@@ -309,18 +322,6 @@ class LlmModel:
         if report == "none" or not most:
             return last
         return msgspec.structs.replace(last, drafts=summarize_drafts(stats.drafts, most, report == "detailed"))
-
-    def _with_adapter(self, request: GenerateRequest, context: RequestContext) -> GenerateRequest:
-        """The request with the adapter by whose name the model was acquired, if there is one. Raises `InvalidArgument`
-        if the request names another."""
-        adapter = context.adapter
-        if not adapter or request.adapter == adapter:
-            context.adapter = request.adapter
-            return request
-        if request.adapter:
-            message = f"lora_name: '{request.adapter}' is not for the adapter '{adapter}': ask for the model itself"
-            raise InvalidArgument(message, field="lora_name")
-        return msgspec.structs.replace(request, adapter=adapter)
 
     async def use_adapter(
         self, request: GenerateRequest, stats: SequenceStats, context: RequestContext

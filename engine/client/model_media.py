@@ -1,4 +1,5 @@
-"""The images of a language model's prompts: prepared and encoded while the request waits, then put at their places.
+"""The media of a language model's requests: prepared and encoded while the request waits; images are then put at their
+places, and windows of sounds are handed to what writes them down.
 
 Knows no processor, no tower and no protocol: both are contracts of core.
 """
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from ...core.backends import OnProgress
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.media import MediaKind, MediaSource, PreparedMedium
+from ...core.media import FEATURES, KIND_NOUNS, WINDOW_BOUNDS, MediaKind, MediaSource, PreparedMedium
 from ...core.media_models import EncodedMedium, MediaServices
 from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ReservedMemory
@@ -24,6 +25,7 @@ from ...core.request_context import RequestContext
 from ...scheduler.plan import EmbeddedSpan
 from ...tokenization.media_text import NO_MEDIA, MediaText
 from ..core.messages import AddRequest
+from .transcript import SoundWindow
 
 log = logging.getLogger(__name__)
 
@@ -106,17 +108,25 @@ class ModelMedia:
     @property
     def kinds(self) -> frozenset[MediaKind]:
         """The kinds that prompts may have."""
-        return frozenset() if self._services is None else frozenset({"image"})
+        return frozenset() if self._services is None else frozenset({self._services.kind})
+
+    @property
+    def transcribes(self) -> bool:
+        """Whether sounds are written down, and nothing else is asked of the model."""
+        return self.kinds == {"audio"}
 
     async def load(self, name: str, on_progress: OnProgress) -> None:
-        """Load what images need. A model `name` that lacks some of it serves texts alone, and the log says why. Raises
-        what else the parts do, and leaves nothing running."""
+        """Load what media need. A model `name` that lacks some of it for images serves texts alone, and the log says
+        why. Raises what else the parts do, and leaves nothing running."""
         if self._services is None:
             return
         began = time.monotonic()
         try:
             await _all([self._services.preparer.load(), self._services.encoder.load()])
         except (InvalidArgument, Unsupported) as error:
+            if self._services.kind == "audio":
+                await self.unload()
+                raise
             log.warning("model '%s' takes no images: %s", name, error.message)
             await self.unload()
             self._services = None
@@ -124,7 +134,8 @@ class ModelMedia:
             await self.unload()
             raise
         else:
-            on_progress("images", 1.0, time.monotonic() - began, "processor and tower")
+            noun = KIND_NOUNS[self._services.kind]
+            on_progress(f"{noun}s", 1.0, time.monotonic() - began, "processor and tower")
 
     async def unload(self) -> None:
         if self._services is not None:
@@ -151,7 +162,7 @@ class ModelMedia:
         else waits for. Raises as the parts do, and `InvalidArgument` for media that the model does not take."""
         media = prompt_media(prompt)
         services = self._checked(media)
-        if services is None:
+        if services is None or not services.preparer.facts.token_ids:
             return PromptMedia()
         token = services.preparer.facts.token_ids[0]
         if not media:
@@ -160,9 +171,31 @@ class ModelMedia:
         encoded = await _all([services.encoder.encode(medium, context, salt) for medium in prepared])
         return PromptMedia(_text_of(services, prepared), token, prepared, encoded, self._bidirectional)
 
+    async def prepare_sound(
+        self, sound: MediaSource, context: RequestContext
+    ) -> list[tuple[SoundWindow, PreparedMedium]]:
+        """The windows of a sound, each with what the encoder takes. Raises `InvalidArgument` by the sound's field, and
+        `QueueFull`."""
+        assert self._services is not None
+        self._services.preparer.check([sound])
+        prepared = await self._services.preparer.prepare(sound, context)
+        features, bounds = prepared.inputs[FEATURES], prepared.inputs[WINDOW_BOUNDS].tolist()
+        windows: list[tuple[SoundWindow, PreparedMedium]] = []
+        for index, (begin, end) in enumerate(bounds):
+            digest = sha256(prepared.digest + index.to_bytes(4, "little")).digest()
+            inputs = {FEATURES: features[index : index + 1]}
+            windows.append((SoundWindow(begin, end), PreparedMedium("audio", digest, "", inputs)))
+        return windows
+
+    async def encode(self, window: PreparedMedium, context: RequestContext, salt: str) -> EncodedMedium:
+        """What the encoder makes of a window of a sound. Raises as the encoder."""
+        assert self._services is not None
+        return await self._services.encoder.encode(window, context, salt)
+
     def _checked(self, media: Sequence[MediaSource]) -> MediaServices | None:
-        if self._services is None and media:
-            raise InvalidArgument(f"{media[0].field}: this model takes no {media[0].kind}", field=media[0].field)
+        for medium in media:
+            if medium.kind not in self.kinds or self.transcribes:
+                raise InvalidArgument(f"{medium.field}: this model takes no {medium.kind}", field=medium.field)
         return self._services
 
     async def _prepare(

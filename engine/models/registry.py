@@ -14,7 +14,7 @@ from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVaria
 from ..checkpoint.packing_cache import Packing, packing_key
 from ..checkpoint.partition import PipelineStage, check_partition
 from ..checkpoint.quantised_weights import open_weights
-from ..checkpoint.vision_support import takes_images
+from ..checkpoint.vision_support import media_kind
 from ..checkpoint.weights import WeightLoader, WeightSource, dtype_name
 from ..config import ParallelConfig
 from ..cpu import library
@@ -162,7 +162,7 @@ class NativeBuilder(CheckpointBuilder):
         directory = self.checkpoint.directory
         if built.served is not None and (served := built.served.lines()):
             log.info("%s: %s", directory, "; ".join(served))
-        if self.checkpoint.language_part and takes_images(directory):
+        if self.checkpoint.language_part and media_kind(directory) is not None:
             log.info("%s: its language part is loaded; the tower is a model beside it", directory)
         elif self.checkpoint.language_part and whole:
             message = "%s: its language part is served; %d other tensors are its towers', or left out, such as %s"

@@ -22,6 +22,8 @@ class WantedLogprobs(NamedTuple):
 
     top: int
     ids: tuple[int, ...] = ()
+    processed: bool = False
+    """Whether by the logits as `LogitsParams` changed them."""
 
 
 def measure_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:

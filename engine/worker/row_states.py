@@ -331,7 +331,8 @@ class RowStates:
         if sampling.logits is not None:
             self._processed[row] = prepare_logits_params(sequence.prompt, sampling.logits)
         if sampling.logprobs is not None:
-            self._logprobs[row] = WantedLogprobs(sampling.logprobs, sampling.logprob_token_ids)
+            processed = sampling.logits is not None and sampling.logits.reported
+            self._logprobs[row] = WantedLogprobs(sampling.logprobs, sampling.logprob_token_ids, processed)
         if sampling.prompt_logprobs is not None:
             self._scoring[row] = sequence.prompt, sampling.prompt_logprobs
 

@@ -105,6 +105,7 @@ class TokenChooser:
         else:
             tokens = torch.empty(len(inputs.rows), dtype=torch.int32)
             tokens[torch.from_numpy(inputs.unprocessed)] = torch.from_numpy(sampled)
+        changed: Tensor | None = None
         if len(inputs.processed):
             # Changed in a copy: the rows without processors pay nothing for the others.
             places = self._to(inputs.processed)
@@ -114,11 +115,22 @@ class TokenChooser:
             tokens[places] = self._sample(changed, sampling).to(torch.int32)
         self._rows.store_tokens(inputs.rows, inputs.positions, tokens)
         host_tokens = HostCopy(tokens)
-        sample_logits = own[self._to(np.fromiter(inputs.logprobs, np.int64))] if inputs.logprobs else None
+        sample_logits = self._reported_logits(inputs, own, changed) if inputs.logprobs else None
         scored_logits = logits.scored
         if inputs.scored is not None and inputs.scored.among is not None:
             scored_logits = iter(torch.split(wanted[self._to(inputs.scored.among)], LOGITS_PIECE))
         return ChosenTokens(inputs, tokens, host_tokens, sample_logits, scored_logits)
+
+    def _reported_logits(self, inputs: StepInputs, own: Tensor, changed: Tensor | None) -> Tensor:
+        """The logits [W, vocabulary] of the samples whose log-probabilities are wanted. `changed`: those of
+        `inputs.processed`."""
+        samples = np.fromiter(inputs.logprobs, np.int64)
+        logits = own[self._to(samples)]
+        processed = np.flatnonzero([report.processed for report in inputs.logprobs.values()])
+        if changed is not None and len(processed):
+            logits = logits.float()
+            logits[self._to(processed)] = changed[self._to(np.searchsorted(inputs.processed, samples[processed]))]
+        return logits
 
     def _to(self, places: LongArray) -> Tensor:
         return to_device(places, self._device)

@@ -66,6 +66,7 @@ PAGES = (
     "tools-and-reasoning.md",
     "architecture.md",
     "images.md",
+    "speech.md",
     "life-of-a-request.md",
     "performance.md",
     "benchmarks.md",

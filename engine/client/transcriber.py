@@ -1,0 +1,291 @@
+"""Writes down the sound of a request: its windows side by side, each anew at a higher temperature while what is heard
+makes no sense. Knows no protocol, and of the engine that it answers prompts."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from ...core.direct_stream import DirectStream
+from ...core.errors import InvalidArgument, QueueFull, Unavailable
+from ...core.gateway import ResponseStream
+from ...core.media import PreparedMedium
+from ...core.request import FinishReason, GenerateChunk, GenerateRequest, Prompt, join_chunks
+from ...core.request_context import RequestContext
+from ...core.sampling import SamplingParams
+from ...core.speech import Speech, Transcript, TranscriptSegment
+from ...core.token_limit import TokenLimit
+from ...scheduler.plan import EncoderRows, LogitsParams, TimestampRules
+from ...tokenization.media_text import NO_MEDIA, MediaText
+from ...tokenization.speech_tokens import SpeechTokens, read_speech_tokens
+from ...tokenization.tokenizer import AsyncTokenizer
+from ..core.messages import AddRequest, CoreReady
+from .add_request import NO_LOGITS_PARAMS
+from .model_media import ModelMedia
+from .tokenizer_bundle import TokenizerBundle
+from .transcript import (
+    LEAST_LOGPROB,
+    TEMPERATURES,
+    HeardWindow,
+    SoundWindow,
+    TimedTokens,
+    segment_of,
+    split_times,
+)
+
+_AHEAD = 8
+"""Windows of one sound that are heard at a time."""
+_FIRST_RETRY, _LONGEST_RETRY = 0.1, 2.0
+"""Seconds between looks at a full queue, for a sound of which a part is heard already."""
+_ENGLISH = "en"
+_PLAIN = SamplingParams(
+    max_tokens=1,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    logprobs=0,
+    skip_special_tokens=False,
+)
+"""What of a checkpoint's defaults never counts."""
+
+
+class HeardPrompt(NamedTuple):
+    """What a prompt of the decoder has beside its tokens."""
+
+    encoded: EncoderRows
+    rules: LogitsParams = NO_LOGITS_PARAMS
+    """Of these `suppressed`, `suppressed_first`, `timestamps` and `reported` count."""
+    reported: tuple[int, ...] = ()
+    """Tokens whose log-probability is reported with each new one."""
+    text: MediaText = NO_MEDIA
+
+    def place(self, add: AddRequest, _prompt: Prompt) -> AddRequest:
+        """The request for a sequence that attends to the window."""
+        sampling, rules = add.spec.sampling, self.rules
+        logits = (sampling.logits or NO_LOGITS_PARAMS)._replace(
+            suppressed=rules.suppressed,
+            suppressed_first=rules.suppressed_first,
+            timestamps=rules.timestamps,
+            reported=rules.reported,
+        )
+        sampling = sampling._replace(
+            logits=None if logits == NO_LOGITS_PARAMS else logits, logprob_token_ids=self.reported
+        )
+        spec = msgspec.structs.replace(add.spec, sampling=sampling, encoded=self.encoded)
+        return msgspec.structs.replace(add, spec=spec)
+
+
+AskDecoder: TypeAlias = Callable[[GenerateRequest, RequestContext, HeardPrompt], ResponseStream[GenerateChunk]]
+"""Generates one sequence."""
+
+
+class _Task(NamedTuple):
+    """One request, as all its windows have it."""
+
+    request: GenerateRequest
+    speech: Speech
+    context: RequestContext
+    previous: tuple[int, ...]
+    """What comes before each transcript, as tokens."""
+    language: str = _ENGLISH
+
+
+class _FirstToken(NamedTuple):
+    """What the decoder makes of the beginning of a transcript."""
+
+    token: int
+    no_speech: float
+
+
+class Transcriber:
+    """Answers the requests of one model that writes down sounds. `length`: tokens of a prompt and its transcript.
+    `check_room`: raises `QueueFull` where a request of that tenant would be refused."""
+
+    def __init__(
+        self,
+        media: ModelMedia,
+        tokens: SpeechTokens,
+        tokenizer: AsyncTokenizer,
+        length: int,
+        ask: AskDecoder,
+        check_room: Callable[[str], None],
+    ) -> None:
+        self._media, self._tokens, self._tokenizer, self._length = media, tokens, tokenizer, length
+        self._ask, self._check_room = ask, check_room
+
+    def generate(self, request: GenerateRequest, context: RequestContext) -> DirectStream[GenerateChunk]:
+        """A chunk for each window, in order, and one at the end. Raises `InvalidArgument` for what the model does not
+        know, and as what prepares, encodes and generates."""
+        speech = request.speech
+        if speech is None:
+            message = f"model '{context.model}' writes down sounds, and nothing else: ask /v1/audio/transcriptions"
+            raise InvalidArgument(message, field="model")
+        return DirectStream(lambda _: self._transcribe(request, speech, context))
+
+    async def _transcribe(
+        self, request: GenerateRequest, speech: Speech, context: RequestContext
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        self._check(speech)
+        self._check_room(context.tenant)
+        task = _Task(request, speech, context, await self._previous(speech.context), speech.language or _ENGLISH)
+        windows = await self._media.prepare_sound(speech.sound, context)
+        if self._tokens.languages and not speech.language:
+            first = await self._first_token(task, await self._encode(windows[0][1], task), by_language=True)
+            codes = {token: code for code, token in self._tokens.languages.items()}
+            task = task._replace(language=codes.get(first.token, _ENGLISH))
+        waiting, running = deque(windows), deque[asyncio.Task[list[TranscriptSegment]]]()
+        transcript = Transcript(task.language, windows[-1][0].end)
+        try:
+            while waiting or running:
+                while waiting and len(running) < _AHEAD:
+                    running.append(asyncio.create_task(self._write_window(task, *waiting.popleft())))
+                segments = await running[0]
+                running.popleft()
+                yield GenerateChunk(
+                    text="".join(segment.text for segment in segments),
+                    token_ids=tuple(token for segment in segments for token in segment.tokens),
+                    usage=context.usage,
+                    transcript=msgspec.structs.replace(transcript, segments=tuple(segments)),
+                )
+        finally:
+            for window in running:
+                window.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        yield GenerateChunk(
+            text="", token_ids=(), usage=context.usage, finish_reason=FinishReason.STOP, transcript=transcript
+        )
+
+    def _check(self, speech: Speech) -> None:
+        known = self._tokens.languages or {_ENGLISH: 0}
+        if speech.language and speech.language not in known:
+            named = ", ".join(known)
+            message = f"language: this model does not know '{speech.language}', but {named}"
+            raise InvalidArgument(message, field="language")
+        if speech.translate and (self._tokens.translate is None or not self._tokens.languages):
+            raise InvalidArgument("this model does not translate: it knows one language", field="model")
+
+    async def _previous(self, text: str) -> tuple[int, ...]:
+        """The end of what the client says came before, as the decoder gets it. Raises `InvalidArgument` for special
+        tokens."""
+        previous = self._tokens.previous
+        if previous is None or not text.strip():
+            return ()
+        ids = await self._tokenizer.text_ids(f" {text.strip()}", TokenLimit(self._length), "prompt")
+        if max(ids) >= self._tokens.end:
+            raise InvalidArgument("prompt: it has a special token of the model", field="prompt")
+        return (previous, *ids[-(self._length // 2 - 1) :])
+
+    async def _encode(self, window: PreparedMedium, task: _Task) -> EncoderRows:
+        encoded = await self._media.encode(window, task.context, task.request.cache_salt)
+        return EncoderRows(encoded.length, window.digest, encoded.rows, encoded.dtype)
+
+    async def _write_window(self, task: _Task, window: SoundWindow, medium: PreparedMedium) -> list[TranscriptSegment]:
+        """The segments of what is heard in a window; none where nobody speaks."""
+        rows = await self._encode(medium, task)
+        heard = await self._hear(task, rows)
+        if heard.is_silence:
+            return []
+        tokens, first_time = heard.tokens, self._tokens.first_time
+        parts = split_times(tokens, first_time) if task.speech.timestamps else [TimedTokens(0.0, None, tokens)]
+        segments = [segment_of(part, await self._text(part.tokens), window, heard) for part in parts]
+        return [segment for segment in segments if segment.text.strip()]
+
+    async def _hear(self, task: _Task, rows: EncoderRows) -> HeardWindow:
+        """What is heard at the lowest temperature at which that makes sense, or at the highest."""
+        chosen = task.request.sampling.temperature
+        no_speech: float | None = None
+        if task.speech.no_speech:
+            no_speech = (await self._first_token(task, rows)).no_speech
+        for temperature in (chosen,) if chosen else TEMPERATURES:
+            heard = await self._attempt(task, rows, temperature)
+            if no_speech is None and heard.mean_logprob < LEAST_LOGPROB:
+                no_speech = (await self._first_token(task, rows)).no_speech
+            heard = heard._replace(no_speech=no_speech or 0.0)
+            if heard.makes_sense:
+                break
+        return heard
+
+    async def _attempt(self, task: _Task, rows: EncoderRows, temperature: float) -> HeardWindow:
+        known = self._tokens
+        rules = TimestampRules(known.first_time, known.end, known.no_timestamps, known.most_initial)
+        answer = await self._generate(
+            task,
+            self._prompt(task),
+            HeardPrompt(
+                rows,
+                LogitsParams(
+                    suppressed=known.suppressed,
+                    suppressed_first=known.suppressed_first,
+                    timestamps=rules if task.speech.timestamps else None,
+                    reported=True,
+                ),
+            ),
+            msgspec.structs.replace(
+                _PLAIN,
+                max_tokens=max(1, min(self._length // 2, self._length - len(self._prompt(task)))),
+                temperature=temperature,
+            ),
+        )
+        tokens = tuple(token for token in answer.token_ids if token < known.end or token >= known.first_time)
+        total = math.fsum(logprob.logprob for logprob in answer.logprobs)
+        return HeardWindow(tokens, await self._text(tokens), temperature, total / (len(tokens) + 1))
+
+    def _prompt(self, task: _Task) -> tuple[int, ...]:
+        known = self._tokens
+        prompt = [*task.previous, known.start]
+        if known.languages:
+            prompt.append(known.languages[task.language])
+        work = known.translate if task.speech.translate else known.transcribe
+        if known.languages and work is not None:
+            prompt.append(work)
+        if not task.speech.timestamps:
+            prompt.append(known.no_timestamps)
+        return tuple(prompt)
+
+    async def _first_token(self, task: _Task, rows: EncoderRows, by_language: bool = False) -> _FirstToken:
+        """The likeliest token behind the beginning of a transcript, among all or among the languages, and how likely it
+        is that nobody speaks."""
+        allowed = tuple(self._tokens.languages.values()) if by_language else None
+        sampling = msgspec.structs.replace(_PLAIN, allowed_token_ids=allowed)
+        prompt = (*task.previous, self._tokens.start)
+        answer = await self._generate(task, prompt, HeardPrompt(rows, reported=(self._tokens.no_speech,)), sampling)
+        [logprob] = answer.logprobs
+        return _FirstToken(answer.token_ids[0], math.exp(logprob.top[-1].logprob))
+
+    async def _generate(
+        self, task: _Task, prompt: tuple[int, ...], heard: HeardPrompt, sampling: SamplingParams
+    ) -> GenerateChunk:
+        """The whole answer to a prompt, once there is room for it."""
+        sampling = msgspec.structs.replace(sampling, seed=task.request.sampling.seed or 0)
+        request = msgspec.structs.replace(task.request, speech=None, prompt=prompt, sampling=sampling)
+        pause = _FIRST_RETRY
+        while True:
+            try:
+                self._check_room(task.context.tenant)
+                break
+            except QueueFull:  # what was heard so far is not given up
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_RETRY)
+        async with aclosing(self._ask(request, task.context, heard)) as stream:
+            chunks = [chunk async for chunk in stream]
+        if not chunks or chunks[-1].finish_reason is FinishReason.ABORT:
+            raise Unavailable("the sound was not heard to its end")
+        return join_chunks(chunks)
+
+    async def _text(self, tokens: tuple[int, ...]) -> str:
+        return await self._tokenizer.decode([token for token in tokens if token < self._tokens.end])
+
+
+def load_transcriber(
+    media: ModelMedia, bundle: TokenizerBundle, engine: CoreReady, ask: AskDecoder, check_room: Callable[[str], None]
+) -> Transcriber:
+    """The transcriber over an engine. Raises as `read_speech_tokens`."""
+    tokens = read_speech_tokens(Path(bundle.checkpoint), bundle.tokenizer, engine.vocab_size)
+    return Transcriber(media, tokens, bundle.async_tokenizer, engine.max_model_len, ask, check_room)
