@@ -54,6 +54,7 @@ from .openai.embeddings import EncoderRoutes
 from .openai.invocations import InvocationRoutes
 from .openai.model_list import ModelListRoutes
 from .openai.responses_routes import ResponsesRoutes
+from .openai.retention_routes import RetentionRoutes
 from .openai.routes import OpenAIRoutes
 from .openai.scoring import ScoringRoutes
 from .openapi import DocsRoutes
@@ -93,6 +94,7 @@ _ENDPOINTS = {
     "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
     "routes": "/v2/routes",
     "adapters": "/v1/load_lora_adapter, /v1/unload_lora_adapter",
+    "sessions": "/v1/release_retention",
     "tokens": "/tokenize, /detokenize",
     "metrics": "/metrics",
 }
@@ -224,6 +226,7 @@ def control_routes(
         *TrafficEndpoints(administration).routes(),
         *ModelListRoutes(administration).routes(),
         *AdapterRoutes(administration, rules.lora_root, info.max_input_size).routes(),
+        *RetentionRoutes(administration, rules.gateway, info.max_input_size).routes(),
         *ExplainEndpoint(administration, metrics.whole).routes(),
         *_measured_routes(administration, metrics.shown),
         *(DocsRoutes(info).routes() if rules.api_docs else ()),

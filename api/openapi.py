@@ -25,6 +25,7 @@ from .openai.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from .openai.audio_routes import TRANSCRIPTIONS, TRANSLATIONS
 from .openai.embeddings import EmbeddingsBody, RerankBody
 from .openai.responses_request import ResponsesBody
+from .openai.retention_routes import ReleaseRetentionBody
 from .openai.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
 from .openai.scoring import ClassifyBody, PoolingBody, ScoreBody
 from .openai.transcription_request import TranscriptionBody
@@ -46,6 +47,7 @@ _PATHS: dict[tuple[type[msgspec.Struct], ...], tuple[str, ...]] = {
     (DetokenizeBody,): ("/detokenize",),
     (LoadAdapterBody,): ("/v1/load_lora_adapter",),
     (UnloadAdapterBody,): ("/v1/unload_lora_adapter",),
+    (ReleaseRetentionBody,): ("/v1/release_retention",),
 }
 """By the structs that together have the fields of a body: the paths whose endpoints read it."""
 

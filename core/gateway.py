@@ -216,3 +216,11 @@ class Administration(ModelLookup, Protocol):
 
     async def unload_adapter(self, name: str) -> ServedAdapter:
         """Stop serving an adapter; running requests end with it. Raises `NotFound`."""
+
+    def release_scope(self, model: str, tenant: str, scope: str) -> None:
+        """Let what a model's cache retains for a scope of a tenant's make room; an unknown scope is released already.
+
+        Raises:
+            NotFound: there is no such model.
+            InvalidArgument: its cache retains nothing for anybody.
+        """

@@ -359,6 +359,10 @@ class EngineTotals(msgspec.Struct, array_like=True):
     """Prompt tokens whose blocks were found, but no state to go on from."""
     states_brought_back: int = 0
     """Snapshots that came back from the host's memory."""
+    retention_refused: int = 0
+    """Blocks that sessions asked to retain, and for which the budget had no room."""
+    retention_displaced: int = 0
+    """Scopes of sessions that ended to make room for others."""
     event_batches: int = 0
     """Batches of cache events that were published, the warm-up's included."""
     event_batches_dropped: int = 0

@@ -203,6 +203,13 @@ class AdaptableModel(Protocol):
         """Refuse new requests for it; running ones end with it. Raises `NotFound`."""
 
 
+class RetainingModel(Protocol):
+    """A model, or its engine, that keeps of its cache what sessions asked for."""
+
+    def release_scope(self, tenant: str, scope: str) -> None:
+        """What was retained for this scope of a tenant's is not wanted any more; an unknown one is none."""
+
+
 class SelfCheckingModel(Protocol):
     """A model that can be asked whether it works."""
 
@@ -240,4 +247,5 @@ class Capabilities:
     inline: InlineModel | None = None
     self_check: SelfCheckingModel | None = None
     memory: MemoryHolder | None = None
+    retention: RetainingModel | None = None
     measured: MeasuredModel | None = None

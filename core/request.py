@@ -11,6 +11,7 @@ from .drafts import DraftLimit, DraftSummary
 from .errors import InvalidArgument
 from .logprobs import PromptToken, TokenLogprob
 from .media import MediaSource
+from .retention import Retention
 from .sampling import SamplingParams, check_range
 from .speech import Speech, Transcript
 from .tensor import Tensor
@@ -250,6 +251,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The expected answer, for speculation."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Words that are never generated, as token ids."""
+    retention: Retention | None = None
+    """What of its cache is to be kept for its session; without a scope that is the gateway's, or its own."""
     stop_word_ids: tuple[tuple[int, ...], ...] = ()
     """Words that end the text and stay in it, as token ids."""
 

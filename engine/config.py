@@ -35,6 +35,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     host_bytes: int = 0
     """Bytes of the host's memory, over all ranks, for what the cache has no room for."""
+    retention_bytes: int = 0
+    """Bytes of the cache, over all ranks, that sessions may retain beyond its usual order."""
     state_fraction: float = 0.25
     """The part of the cache, and of `host_bytes`, for snapshots of recurrent states, if the model has any."""
     directory: str = ""

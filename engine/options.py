@@ -126,6 +126,9 @@ class EngineOptions:
     """Keep cached blocks and states in this directory too, for the next start and for other servers that have it."""
     kv_cache_dir_bytes: Bytes | None = None
     """Bytes that all files in it may have; those used longest ago make room. Unset: 50 GB."""
+    kv_cache_retention_bytes: Bytes | None = None
+    """Size in bytes of what sessions may retain of the KV cache; unset: nothing, and the least recently used makes
+    room."""
     state_cache_fraction: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
     """Share of the KV cache's memory for snapshots of recurrent states, of models that have them."""
     prefix_caching: bool | None = None
@@ -198,6 +201,7 @@ _CACHE_FIELDS = {
     "kv_cache_host_bytes": "host_bytes",
     "kv_cache_dir": "directory",
     "kv_cache_dir_bytes": "directory_bytes",
+    "kv_cache_retention_bytes": "retention_bytes",
     "state_cache_fraction": "state_fraction",
 }
 _SCHEDULER_FIELDS = {

@@ -177,6 +177,12 @@ class InProcessGateway:
     async def unload_adapter(self, name: str) -> ServedAdapter:
         return await self.lifecycle.run_to_completion(self._adapters.unload(name))
 
+    def release_scope(self, model: str, tenant: str, scope: str) -> None:
+        capability = self.registry.find_loaded(model).capabilities.retention
+        if capability is None:
+            raise InvalidArgument(f"model '{model}' retains nothing for sessions", field="model")
+        capability.release_scope(tenant, scope)
+
     def _explicit_control(self) -> ModelControl:
         if self.model_control is None:
             raise Unavailable("explicit model load / unload is not allowed if polling is enabled")

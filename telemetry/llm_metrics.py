@@ -1,11 +1,14 @@
 """The instruments of one language model, and its series for a scrape."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
-from ..core.metrics import EngineTotals, FetchDecision, Histogram, Reading, TimeInState
+import msgspec
+
+from ..core.metrics import EngineTotals, FetchDecision, Histogram, Reading, TimeInState, sum_by_drafter
 from ..core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
 from .metric_families import CACHE_INFO
 
@@ -101,6 +104,10 @@ class EngineState(NamedTuple):
     """Snapshots of recurrent states that can be found."""
     host_snapshots: int = 0
     """Snapshots in the host's memory; some are on the device too."""
+    retained_scopes: int = 0
+    """Scopes for which sessions retain cache."""
+    retained_blocks: int = 0
+    """Blocks that are retained for them, and that no sequence holds."""
     splits: bool = True
     """Whether more ranks could share the model."""
     totals: EngineTotals = EngineTotals()
@@ -124,6 +131,10 @@ class EngineState(NamedTuple):
         yield Reading("charonia_state_snapshot_hits_total", totals.state_hits)
         yield Reading("charonia_state_snapshot_host_hits_total", totals.states_brought_back)
         yield Reading("charonia_state_missed_tokens_total", totals.state_misses)
+        yield Reading("charonia_retained_scopes", self.retained_scopes)
+        yield Reading("charonia_retained_blocks", self.retained_blocks)
+        yield Reading("charonia_retention_refused_blocks_total", totals.retention_refused)
+        yield Reading("charonia_retention_displaced_scopes_total", totals.retention_displaced)
         yield Reading("charonia_cache_event_batches_total", totals.event_batches)
         yield Reading("charonia_cache_event_batches_dropped_total", totals.event_batches_dropped)
         yield Reading("charonia_preemptions_total", totals.preemptions)
@@ -263,3 +274,16 @@ class LlmMetrics:
 def ended_readings(ended: Mapping[RequestEnd, int]) -> Iterator[Reading]:
     for (outcome, reason), count in ended.items():
         yield Reading("charonia_requests_total", count, {"outcome": outcome.value, "reason": reason})
+
+
+def sum_totals(totals: Iterable[EngineTotals]) -> EngineTotals:
+    """What several cores have counted together."""
+    fields = [msgspec.structs.asdict(total) for total in totals]
+    drafters = sum_by_drafter(core.pop("drafters") for core in fields)
+    spent, files = ([core.pop(name) for core in fields] for name in ("sequence_seconds", "directory"))
+    states, directory = (
+        {name: sum(counts.get(name, 0.0) for counts in of_cores) for name in {*chain(*of_cores)}}
+        for of_cores in (spent, files)
+    )
+    numbers = {name: sum(core[name] for core in fields) for name in fields[0]}
+    return EngineTotals(**numbers, drafters=drafters, sequence_seconds=states, directory=directory)

@@ -45,6 +45,12 @@ CHARONIA_FAMILIES = (
     MetricFamily(
         "charonia_state_snapshot_host_hits_total", "counter", "Snapshots that came back from the host's memory"
     ),
+    MetricFamily("charonia_retained_scopes", "gauge", "Scopes for which sessions retain cache"),
+    MetricFamily("charonia_retained_blocks", "gauge", "Cache blocks that are retained and that no sequence holds"),
+    MetricFamily(
+        "charonia_retention_refused_blocks_total", "counter", "Blocks to be retained that the budget had no room for"
+    ),
+    MetricFamily("charonia_retention_displaced_scopes_total", "counter", "Scopes that ended to make room for others"),
     MetricFamily("charonia_cache_event_batches_total", "counter", "Batches of cache events that were published"),
     MetricFamily(
         "charonia_cache_event_batches_dropped_total",

@@ -108,9 +108,9 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_125,
+    "core": 2_202,
     "processes": 1_160,
-    "telemetry": 2_804,
+    "telemetry": 2_828,
     "kvcache": 1_400,
     "tokenization": 3_680,
     "media": 1_100,
@@ -120,13 +120,13 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_860,
-    "api": 10_070,
+    "api": 10_105,
     "http_workers": 2_530,
     "extras/trtllm": 1_960,
     "extras/batches": 1_410,
     "extras/console": 600,
     "extras/rollouts": 1_150,
-    "bench": 6_890,
+    "bench": 7_015,
     "cli": 2_790,
     "extras/optimizer": 4_045,
     "inprocess": 1_400,

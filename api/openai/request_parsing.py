@@ -7,6 +7,7 @@ import msgspec
 
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, Prompt, TokenizeRequest, ToolUse
+from ...core.retention import parse_retention
 from ...core.sampling import SamplingParams
 from .chat_messages import MESSAGE_SHAPE, content_text, parse_messages
 from .chat_tools import TOOL_SHAPE, parse_tool_use, parse_tools, unenforced_grammars
@@ -249,6 +250,8 @@ def _parsed(
     # The prompt's logprobs are told by its first choice alone; but in a stream no choice waits for another.
     further = sampling if stream else msgspec.structs.replace(sampling, prompt_logprobs=None)
     guided_decoding, drafts = fields.constraint(), fields.drafts
+    wishes = fields.retention_directives, fields.retention_scope, fields.kv_cache_retention_config
+    retention = parse_retention(*wishes) if any(wishes) else None
     requests = tuple(
         GenerateRequest(
             id=spec.id,
@@ -262,6 +265,7 @@ def _parsed(
             adapter=fields.lora_name or "",
             guided_decoding=guided_decoding,
             drafts=drafts,
+            retention=retention,
             choice=choice,
             choice_count=spec.best_of,
             prompt_count=len(prompts),

@@ -243,6 +243,9 @@ class GenerationBody(ConstraintFields, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     lora_name: str | None = None
+    retention_scope: str | None = None
+    retention_directives: Any = None
+    kv_cache_retention_config: Any = None
     speculative: SpeculativeOptions | bool | None = None
 
     @property

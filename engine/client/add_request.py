@@ -7,11 +7,13 @@ import secrets
 from collections.abc import Sequence
 from math import inf
 
+import msgspec
 import numpy as np
 
 from ...core.errors import InvalidArgument
 from ...core.request import Conversation, GenerateRequest
 from ...core.request_context import RequestContext
+from ...core.retention import Retention
 from ...core.sampling import SamplingParams
 from ...core.token_limit import TokenLimit
 from ...scheduler.plan import IntArray, LogitsParams, ResolvedSampling
@@ -85,9 +87,21 @@ def build_add_request(
         drafts_wanted=None if request.drafts is None else request.drafts.most,
         prediction=np.array(prediction[: engine.max_model_len], np.int32) if prediction else None,
         snapshot_at=_message_ends(tokens, defaults.eos),
+        retention=_retention(request, context, engine),
     )
     timeout = request.timeout or (_NO_TIMEOUT if context.background else 0.0)
     return AddRequest(spec, request.guided_decoding, timeout)
+
+
+def _retention(request: GenerateRequest, context: RequestContext, engine: CoreReady) -> Retention | None:
+    wish = request.retention
+    if wish is None:
+        return None
+    if not engine.retained_blocks:
+        context.warn("retention: nothing is retained beyond its turn: the model has no --kv-cache-retention-bytes")
+        return None
+    scope = wish.scope or context.hints.session or request.id or secrets.token_hex(8)
+    return msgspec.structs.replace(wish, scope=scope)
 
 
 def _message_ends(prompt: IntArray, eos: Sequence[int]) -> tuple[int, ...]:

@@ -5,22 +5,21 @@ Knows nothing of text: token ids in, token ids out. Lives in one event loop.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 
 import msgspec
 
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, InvalidArgument, NotReady
-from ...core.metrics import DrafterTotals, EngineTotals, SequenceState, sum_by_drafter
+from ...core.metrics import DrafterTotals, EngineTotals, SequenceState
 from ...core.model import ReservedMemory
 from ...core.request import FinishReason, GenerateRequest
 from ...processes.host import available_memory, resident_memory_of, usable_cores
 from ...scheduler.sequence import SequenceSpec
 from ...scheduler.speculation import GRAMMAR, PREDICTION
-from ...telemetry.llm_metrics import CacheBlocks, EngineState, LlmMetrics
+from ...telemetry.llm_metrics import CacheBlocks, EngineState, LlmMetrics, sum_totals
 from ...tokenization.answers.answer_formats import AnswerParsers
 from ..config import EngineConfig
 from ..core.messages import (
@@ -29,6 +28,7 @@ from ..core.messages import (
     AddRequest,
     CoreLoading,
     CoreReady,
+    ReleaseScope,
     RequestRejected,
     RequestUpdates,
 )
@@ -189,18 +189,6 @@ class Replica:
             stream.fail(error)
 
 
-def sum_totals(totals: Iterable[EngineTotals]) -> EngineTotals:
-    fields = [msgspec.structs.asdict(total) for total in totals]
-    drafters = sum_by_drafter(core.pop("drafters") for core in fields)
-    spent, files = ([core.pop(name) for core in fields] for name in ("sequence_seconds", "directory"))
-    states, directory = (
-        {name: sum(counts.get(name, 0.0) for counts in of_cores) for name in {*chain(*of_cores)}}
-        for of_cores in (spent, files)
-    )
-    numbers = {name: sum(core[name] for core in fields) for name in fields[0]}
-    return EngineTotals(**numbers, drafters=drafters, sequence_seconds=states, directory=directory)
-
-
 class EngineClient:
     """An `Engine` over our own cores: one or several equal replicas, each with its own cache, which are restarted when
     they die. `affinity`: requests go where the beginning of their prompt is cached. `admission` counts the requests
@@ -252,7 +240,7 @@ class EngineClient:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(adapters=self, memory=self)
+        return EngineCapabilities(adapters=self, memory=self, retention=self)
 
     def state(self) -> EngineState:
         totals = sum_totals(replica.totals for replica in self.replicas)
@@ -275,6 +263,8 @@ class EngineClient:
             ),
             state_snapshots=sum(replica.core.load.state_snapshots for replica in self.replicas),
             host_snapshots=sum(replica.core.load.host_snapshots for replica in self.replicas),
+            retained_scopes=sum(replica.core.load.retained_scopes for replica in self.replicas),
+            retained_blocks=sum(replica.core.load.retained_blocks for replica in self.replicas),
             core_restarts=sum(replica.losses for replica in self.replicas),
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
             splits=self._splits,
@@ -319,6 +309,11 @@ class EngineClient:
         """Take no more requests with this adapter; its memory is free when those in flight have ended."""
         for replica in self.replicas:
             replica.adapters.unload(digest)
+
+    def release_scope(self, tenant: str, scope: str) -> None:
+        """What was retained for a scope of a tenant's makes room first from now on."""
+        for replica in self.replicas:
+            replica.core.send(ReleaseScope(tenant, scope))
 
     def reserved_memory(self) -> ReservedMemory:
         """The host memory that the cores and their ranks will hold, and hold now."""

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 from ...core.drafts import DraftReport
 from ...core.errors import InvalidArgument
-from ...core.model import MemoryHolder
+from ...core.model import MemoryHolder, RetainingModel
 from ...core.request import GenerateRequest, GuidedDecoding
 from ...scheduler.speculation import PREDICTED_DRAFTS
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
@@ -53,6 +53,7 @@ class EngineCapabilities:
     adapters: AdapterEngine | None = None
     memory: MemoryHolder | None = None
     shared: SharedEngine | None = None
+    retention: RetainingModel | None = None
 
 
 class Engine(Protocol):

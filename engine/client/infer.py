@@ -191,6 +191,7 @@ def parse_infer_request(
         adapter=options.lora_name,
         guided_decoding=options.constraint,
         drafts=options.drafts,
+        retention=options.retention,
         echo=(layout.echoes and not options.stream) if excluded is None else not excluded,
     )
     requests = (msgspec.structs.replace(generate, choice=choice) for choice in range(options.n))

@@ -190,10 +190,10 @@ class LlmModel:
 
     @property
     def capabilities(self) -> Capabilities:
-        memory = self._client.capabilities.memory
-        return Capabilities(
-            text=self, adapters=self, queue=self, memory=self._media.memory_beside(memory), measured=self
-        )
+        engine = self._client.capabilities
+        memory = self._media.memory_beside(engine.memory)
+        own = Capabilities(text=self, adapters=self, queue=self, memory=memory, measured=self)
+        return replace(own, retention=engine.retention)
 
     async def load(self) -> None:
         """Return when the engine has generated a token. Raises a `CharoniaError` for a wrong checkpoint or

@@ -16,6 +16,7 @@ from ...core.drafts import MAX_DRAFTS, DraftLimit
 from ...core.errors import InvalidArgument, describe_validation_error, did_you_mean
 from ...core.foreign_parameters import FOREIGN_PARAMETERS
 from ...core.request import GuidedDecoding, GuidedDecodingKind, ParameterValue
+from ...core.retention import Retention, parse_retention
 from ...core.sampling import SamplingParams
 from ...core.structured_outputs import JsonText, only_constraint, parse_structured_outputs
 from ...core.tensor import Tensor
@@ -58,6 +59,14 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: JsonText = ""
     guided_decoding: JsonText = ""
     speculative_k: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFTS)] | None = None
+    retention_scope: str = ""
+    retention_directives: str | list[Any] = ""
+    kv_cache_retention_config: JsonText = ""
+
+    @property
+    def retention(self) -> Retention | None:
+        """Raises `InvalidArgument` where it is malformed."""
+        return parse_retention(self.retention_directives, self.retention_scope, self.kv_cache_retention_config)
 
     @property
     def drafts(self) -> DraftLimit | None:

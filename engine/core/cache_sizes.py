@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
+from ...kvcache.retention import NO_RETENTION, RetentionBudget
 from ..config import CacheConfig, EngineConfig
 from ..worker.executor import Capacity
 
@@ -204,3 +205,23 @@ def _host_sizes(config: EngineConfig, capacity: Capacity, caching: bool, fractio
             raise InvalidArgument(f"{what} takes {size} bytes, and {field} is {room}{of}", field=field)
     blocks, snapshots = (share // size if size else 0 for _, size, share in kinds)
     return blocks, snapshots
+
+
+def retention_budget(config: EngineConfig, sizes: CacheSizes, capacity: Capacity) -> RetentionBudget:
+    """What sessions may retain of a cache of these sizes: the same share of its blocks and of its snapshots.
+
+    Raises:
+        InvalidArgument: it is not even a block, or nothing that is cached would be found again.
+    """
+    room, field = config.cache.retention_bytes, "kv_cache_retention_bytes"
+    if not room:
+        return NO_RETENTION
+    if not sizes.prefix_caching:
+        raise InvalidArgument(f"{field}: what is retained is found by prefix caching, which is off", field=field)
+    ranks = config.parallel.world
+    whole = max((sizes.blocks * capacity.block_bytes + sizes.snapshots * capacity.state_bytes) * ranks, 1)
+    blocks = sizes.blocks * min(room, whole) // whole
+    if not blocks:
+        size = capacity.block_bytes * ranks
+        raise InvalidArgument(f"a block takes {size} bytes of the cache's {whole}, and {field} is {room}", field=field)
+    return RetentionBudget(blocks, sizes.snapshots * min(room, whole) // whole)

@@ -25,6 +25,7 @@ from .messages import (
     AdapterReply,
     AddRequest,
     LoadAdapter,
+    ReleaseScope,
     RequestRejected,
     Shutdown,
     ToCore,
@@ -65,6 +66,7 @@ InboxItem: TypeAlias = (
     NewRequest
     | RequestRejected
     | AbortRequests
+    | ReleaseScope
     | LoadAdapter
     | UnloadAdapter
     | AdapterReply

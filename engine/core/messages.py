@@ -35,6 +35,13 @@ class AbortRequests(msgspec.Struct, array_like=True, tag="abort", frozen=True):
     keys: list[int]
 
 
+class ReleaseScope(msgspec.Struct, array_like=True, tag="release_scope", frozen=True):
+    """What was retained for this scope of a tenant's is not wanted any more; unknown ones are ignored."""
+
+    tenant: str
+    scope: str
+
+
 class LoadAdapter(msgspec.Struct, array_like=True, tag="load_adapter", frozen=True):
     """Read the adapter in a directory beside the steps; `AdapterLoaded` or `AdapterRefused` answers with `number`."""
 
@@ -52,7 +59,7 @@ class Shutdown(msgspec.Struct, array_like=True, tag="shutdown", frozen=True):
     """Stop the loop and exit."""
 
 
-ToCore: TypeAlias = AddRequest | AbortRequests | LoadAdapter | UnloadAdapter | Shutdown
+ToCore: TypeAlias = AddRequest | AbortRequests | ReleaseScope | LoadAdapter | UnloadAdapter | Shutdown
 
 
 def encode_tokens(tokens: Any) -> bytes:
@@ -87,6 +94,8 @@ class CoreReady(msgspec.Struct, array_like=True, tag="ready", frozen=True):
     """The host's memory that a full cache takes."""
     groups: int = 1
     """Groups of layers, each of which has blocks of its own for the same tokens."""
+    retained_blocks: int = 0
+    """The most blocks that sessions may retain."""
     splits: bool = True
     """Whether twice as many ranks of a tensor could share the model."""
 
@@ -103,6 +112,10 @@ class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
     """Snapshots of recurrent states that can be found."""
     host_snapshots: int = 0
     """Snapshots in the host's memory; some are on the device too."""
+    retained_scopes: int = 0
+    """Scopes of sessions that there are."""
+    retained_blocks: int = 0
+    """Blocks that are kept for them, and that no sequence holds."""
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True):

@@ -38,7 +38,7 @@ from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
 from .cache_directory import check_cache_directory, landing_sizes, open_cache_directory
 from .cache_events import CacheEventEncoder, CacheEventRecorder, group_kinds
-from .cache_sizes import resolve_cache_sizes
+from .cache_sizes import resolve_cache_sizes, retention_budget
 from .drafters import build_drafter
 from .event_publisher import EventPublisher
 from .grammar_pool import GrammarPool
@@ -148,7 +148,8 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     events = _event_recorder(config, capacity)
     blocks, states = landing_sizes(config, capacity, sizes)
     landing = {"landing": blocks, "landing_states": states}
-    cache = KVCacheManager(*counts, groups, sizes.host_snapshots, events, **landing)
+    retention = retention_budget(config, sizes, capacity)
+    cache = KVCacheManager(*counts, groups, sizes.host_snapshots, events, retention, **landing)
     speculation = None if drafts == 0 else _speculation(config, capacity.vocab_size)
     scheduler = Scheduler(rules, cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))
@@ -179,6 +180,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
         sizes.blocks,
         cache_bytes,
         groups.total,
+        retention.blocks,
         capacity.splits,
     )
 

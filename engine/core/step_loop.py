@@ -39,6 +39,7 @@ from .messages import (
     EngineLoad,
     FromCore,
     LoadAdapter,
+    ReleaseScope,
     RequestRejected,
     RequestUpdates,
     Shutdown,
@@ -203,6 +204,8 @@ class EngineCore:
                     send(item)
                 case AbortRequests(keys):
                     self._abort(keys)
+                case ReleaseScope(tenant, scope):
+                    self._scheduler.release_scope(tenant, scope)
                 case LoadAdapter():
                     self._adapters.load(item)
                 case UnloadAdapter(digest):
@@ -289,7 +292,8 @@ class EngineCore:
             self._below_threshold = []
         scheduler = self._scheduler
         cache = self._cache
-        kept = (0, 0) if cache.states is None else (len(cache.states), len(cache.states.host))
+        kept: tuple[int, ...] = (0, 0) if cache.states is None else (len(cache.states), len(cache.states.host))
+        kept += (0, 0) if cache.retention is None else (len(cache.retention), cache.retention.blocks)
         waiting = scheduler.waiting + (0 if self._fetches is None else len(self._fetches))
         load = EngineLoad(scheduler.running, waiting, cache.free_blocks, self._step_seconds, *kept)
         return RequestUpdates(self._step, updates, load, stats, self._totals())
@@ -302,6 +306,7 @@ class EngineCore:
         grammars = NO_GRAMMARS if self._grammars is None else self._grammars.totals
         speculation, states = self._scheduler.speculation, self._cache.states
         events = None if self._events is None else self._events.publisher
+        retention = self._cache.retention
         return msgspec.structs.replace(
             scheduled,
             sequence_seconds=scheduled.sequence_seconds.copy(),
@@ -319,6 +324,8 @@ class EngineCore:
             eager_steps=executor.eager_steps,
             failed_captures=executor.failed_captures,
             directory={} if self._fetches is None else self._fetches.totals(),
+            retention_refused=0 if retention is None else retention.refused_blocks,
+            retention_displaced=0 if retention is None else retention.displaced,
             event_batches=0 if events is None else events.published,
             event_batches_dropped=0 if events is None else events.dropped,
         )

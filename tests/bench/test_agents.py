@@ -27,6 +27,13 @@ def test_conversations_grow_and_pause_as_published() -> None:
     assert 30 < pauses.max() <= 60
 
 
+def test_others_come_once_beside_them(tmp_path: Path) -> None:
+    trace(tmp_path / "a.csv", sessions=1, conversations=1, turns=2, others=2.0, seconds=50, scale=10)
+    lone = [job for job in read_trace(tmp_path / "a.csv") if not job.session]
+    assert len(lone) == pytest.approx(100, rel=0.3)
+    assert {(job.prompt, job.new) for job in lone} == {(3200, 44)}
+
+
 def test_a_trace_is_scaled_and_the_same_for_a_seed(tmp_path: Path) -> None:
     trace(tmp_path / "a.csv", sessions=3, conversations=1, turns=5, scale=100, seed=2)
     jobs = read_trace(tmp_path / "a.csv")
