@@ -258,6 +258,8 @@ class StepPacker:
         first, next_of_all = self._waiting.peek(self._step, long), self._waiting.peek(self._step)
         if first is None or (first is not next_of_all and self._rows.num_free == 1):
             return None
+        if first.spec.encoded is not None and self._admitted_rows:
+            return None  # keys and values are made of it before the others of its first step go on
         blocked, available = self._rows.blocked
         if blocked not in (first, next_of_all):
             return first

@@ -25,6 +25,10 @@ class GenerationDefaults(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    decoder_start: tuple[int, ...] = ()
+    """What a decoder that writes while an encoder reads the prompt begins with."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that such a decoder never chooses."""
 
     def limited_to(self, vocab_size: int) -> "GenerationDefaults":
         """These defaults without `eos` tokens beyond the vocabulary, which are logged."""
@@ -68,4 +72,25 @@ def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> Generatio
         SamplingParams(**values)
     except InvalidArgument as error:
         raise InvalidArgument(f"{file}: {error.message}") from None
-    return GenerationDefaults(ids, **values)
+    decoder = _decoder_values(directory, generation)
+    return GenerationDefaults(ids, **values, **decoder)
+
+
+def _decoder_values(directory: Path, generation: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The fields of a model whose decoder writes while an encoder reads."""
+    config = {} if directory.is_file() else read_json(directory / "config.json")
+    if not config.get("is_encoder_decoder"):
+        return {}
+    known = {**config, **{name: value for name, value in generation.items() if value is not None}}
+    start = known.get("decoder_start_token_id")
+    begins = [known.get("bos_token_id") if start is None else start, known.get("forced_bos_token_id")]
+    words = known.get("bad_words_ids") or []
+    banned = [*(known.get("suppress_tokens") or []), *(word[0] for word in words if len(word) == 1)]
+    for token in (*begins, *banned):
+        if token is not None and type(token) is not int:
+            message = f"{directory}: decoder_start_token_id, forced_bos_token_id, suppress_tokens or bad_words_ids"
+            raise InvalidArgument(f"{message}: {shorten(repr(token))} is no token's number")
+    return {
+        "decoder_start": tuple(token for token in begins if token is not None),
+        "suppressed": tuple(token for token in banned if token >= 0),
+    }

@@ -174,6 +174,8 @@ class ConfigFields(NamedTuple):
 
     def activation(self) -> str:
         name = str(self.config.get("hidden_activation") or self.config.get("hidden_act") or "silu")
+        if name == "relu" and self.defaults.encoder is not None:  # the only ones with an MLP that has no gate
+            return name
         if name not in ACTIVATIONS:
             raise self.unknown(f"hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]

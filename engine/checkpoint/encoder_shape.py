@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
-from ...scheduler.plan import EncoderRows
+from ...scheduler.plan import SOURCE_TOKENS, EncoderRows
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -15,16 +15,22 @@ class EncoderShape(NamedTuple):
     """The most rows that an encoder gives."""
     width: int
     """Numbers of a row."""
+    reads_text: bool = False
+    """Whether it reads tokens, and the engine has it: then sequences may bring these (SOURCE_TOKENS)."""
 
     def check(self, encoded: EncoderRows) -> None:
         """Raises `InvalidArgument` for what the encoder can't have made."""
-        size = encoded.length * self.width * _BYTES.get(encoded.dtype, 0)
-        if not 1 <= encoded.length <= self.rows or len(encoded.rows) != size:
+        width = self.width * _BYTES.get(encoded.dtype, 0)
+        if self.reads_text and encoded.dtype == SOURCE_TOKENS:
+            width = 4
+        if not 1 <= encoded.length <= self.rows or len(encoded.rows) != encoded.length * width:
             given = f"{encoded.length} rows of {encoded.dtype} in {len(encoded.rows)} bytes"
             raise InvalidArgument(f"{given} are not the encoder's: it gives 1 to {self.rows} of {self.width} numbers")
 
     def blank(self) -> EncoderRows:
         """What a sequence without meaning attends to."""
+        if self.reads_text:
+            return EncoderRows(self.rows, b"blank", bytes(4 * self.rows), SOURCE_TOKENS)
         return EncoderRows(self.rows, b"blank", bytes(2 * self.rows * self.width), "bfloat16")
 
 

@@ -93,11 +93,20 @@ _IMAGE_POSITIONS: dict[str, Mapping[str, Any]] = {
 _SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Fields that stand outside of text_config, for all parts."""
 
-_ENCODER_DECODERS = frozenset({"WhisperForConditionalGeneration"})
+_ENCODER_DECODERS = {
+    "BartForConditionalGeneration",
+    "M2M100ForConditionalGeneration",
+    "MBartForConditionalGeneration",
+    "MarianMTModel",
+    "PegasusForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+}
 """Architectures whose config.json is that of both parts, of which the decoder is ours."""
 
 _TEXT_PREFIXES = {
     "model.decoder.": "model.",
+    "model.encoder.": "encoder.",
+    "model.shared.": "model.embed_tokens.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "language_model.model.": "model.",

@@ -1,26 +1,29 @@
 """What config.json says of decoders that attend to an encoder's output."""
 
 from collections.abc import Mapping
+from math import sqrt
 from typing import Any
 
 from .config_fields import ArchitectureDefaults, ConfigFields
 from .encoder_shape import EncoderShape
 
 
-def _whisper_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    """The decoder's fields by the names that other decoders' have. What scales embeddings is published for none."""
+def _decoder_fields(fields: ConfigFields, longest: str) -> Mapping[str, Any]:
+    """The decoder's fields by the names that other decoders' have; `longest` is that of its positions."""
     config = fields.config
-    layers = fields.number("decoder_layers")
+    width, heads, layers = (fields.number(name) for name in ("d_model", "decoder_attention_heads", "decoder_layers"))
     return {
         **config,
-        "hidden_size": fields.number("d_model"),
+        "hidden_size": width,
         "num_hidden_layers": layers,
-        "num_attention_heads": fields.number("decoder_attention_heads"),
-        "num_key_value_heads": fields.number("decoder_attention_heads"),
-        "head_dim": fields.number("d_model") // fields.number("decoder_attention_heads"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": width // heads,
         "intermediate_size": fields.number("decoder_ffn_dim"),
-        "max_position_embeddings": fields.number("max_target_positions"),
+        "max_position_embeddings": fields.number(longest),
+        "vocab_size": fields.number("decoder_vocab_size", fields.number("vocab_size")),
         "hidden_act": config.get("activation_function"),
+        "embedding_multiplier": sqrt(width) if fields.flag("scale_embedding") else None,
         "rotates": [False] * layers,
         "mlp_matrices": 2,
         "rms_norm_eps": 1e-5,
@@ -28,11 +31,43 @@ def _whisper_fields(fields: ConfigFields) -> Mapping[str, Any]:
     }
 
 
+def _whisper_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    return _decoder_fields(fields, "max_target_positions")
+
+
 def _whisper_encoder(fields: ConfigFields) -> EncoderShape:
     return EncoderShape(fields.number("max_source_positions"), fields.number("d_model"))
 
 
+def _text_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    return _decoder_fields(fields, "max_position_embeddings")
+
+
+def _text_encoder(fields: ConfigFields) -> EncoderShape:
+    return EncoderShape(fields.number("max_position_embeddings"), fields.number("d_model"), reads_text=True)
+
+
+def _of_text(**absent: Any) -> ArchitectureDefaults:
+    """A model whose encoder reads text; `absent`: what differs from BART."""
+    usual = {
+        "activation_function": "gelu",
+        "d_model": 1024,
+        "decoder_attention_heads": 16,
+        "decoder_ffn_dim": 4096,
+        "decoder_layers": 12,
+        "max_position_embeddings": 1024,
+        "scale_embedding": False,
+        "vocab_size": 50265,
+    }
+    return ArchitectureDefaults(absent=usual | absent, translate=_text_fields, encoder=_text_encoder)
+
+
 SEQ2SEQ: dict[str, ArchitectureDefaults] = {
+    "BartForConditionalGeneration": _of_text(),
+    "M2M100ForConditionalGeneration": _of_text(activation_function="relu", scale_embedding=True, vocab_size=128112),
+    "MBartForConditionalGeneration": _of_text(),
+    "MarianMTModel": _of_text(vocab_size=58101),
+    "PegasusForConditionalGeneration": _of_text(),
     "WhisperForConditionalGeneration": ArchitectureDefaults(
         absent={
             "activation_function": "gelu",
@@ -42,7 +77,6 @@ SEQ2SEQ: dict[str, ArchitectureDefaults] = {
             "decoder_layers": 4,
             "max_source_positions": 1500,
             "max_target_positions": 448,
-            "scale_embedding": False,
             "vocab_size": 51865,
         },
         translate=_whisper_fields,

@@ -86,7 +86,10 @@ def count_weight_bytes(directory: Path, use: WeightUse) -> int:
         tensors = [*_headers(files)]
         if part is not None:
             own = (tensor._replace(name=text_tensor_name(tensor.name)) for tensor in tensors)
-            tensors = [tensor for tensor in own if tensor.name.startswith(_TEXT_PARTS)]
+            beside = (
+                () if outer.get("model_type") == "whisper" else ("encoder.",)
+            )  # one that reads text is the engine's
+            tensors = [tensor for tensor in own if tensor.name.startswith((*_TEXT_PARTS, *beside))]
         tensors = [tensor for tensor in tensors if not is_drafting_layer(tensor.name, config)]
         return int(_plain_bytes(tensors, config, use) if stored is None else _quantised_bytes(tensors, stored, use))
     except (CharoniaError, OSError, SafetensorError):

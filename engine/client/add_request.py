@@ -5,6 +5,7 @@ Knows nothing of sockets and text.
 
 import secrets
 from collections.abc import Sequence
+from hashlib import sha256
 from math import inf
 
 import msgspec
@@ -16,7 +17,7 @@ from ...core.request_context import RequestContext
 from ...core.retention import Retention
 from ...core.sampling import SamplingParams
 from ...core.token_limit import TokenLimit
-from ...scheduler.plan import IntArray, LogitsParams, ResolvedSampling
+from ...scheduler.plan import SOURCE_TOKENS, EncoderRows, IntArray, LogitsParams, ResolvedSampling
 from ...scheduler.sequence import SequenceSpec
 from ...tokenization.generation_defaults import GenerationDefaults
 from ..core.messages import AddRequest, CoreReady
@@ -55,6 +56,12 @@ def build_add_request(
         ContextLengthExceeded: prompt and new tokens are more than the model's length.
     """
     check_vocabulary(prompt, engine.vocab_size)
+    encoded = None
+    if engine.source_tokens:
+        encoded, prompt = _source_of(request, prompt, engine.source_tokens), [*defaults.decoder_start]
+        if not prompt:
+            raise InvalidArgument("config.json names no decoder_start_token_id: the decoder has nothing to begin with")
+        check_vocabulary(prompt, engine.vocab_size, "decoder_start_token_id")
     sampling, hints = request.sampling, context.hints
     priority = request.priority if hints.priority is None else hints.priority
     tokens = np.array(prompt, np.int32)
@@ -88,6 +95,7 @@ def build_add_request(
         prediction=np.array(prediction[: engine.max_model_len], np.int32) if prediction else None,
         snapshot_at=_message_ends(tokens, defaults.eos),
         retention=_retention(request, context, engine),
+        encoded=encoded,
     )
     timeout = request.timeout or (_NO_TIMEOUT if context.background else 0.0)
     return AddRequest(spec, request.guided_decoding, timeout)
@@ -102,6 +110,17 @@ def _retention(request: GenerateRequest, context: RequestContext, engine: CoreRe
         return None
     scope = wish.scope or context.hints.session or request.id or secrets.token_hex(8)
     return msgspec.structs.replace(wish, scope=scope)
+
+
+def _source_of(request: GenerateRequest, prompt: list[int], most: int) -> EncoderRows:
+    """The prompt as what an encoder reads. Raises `InvalidArgument` for one that is too long for it."""
+    if not 1 <= len(prompt) <= most:
+        field = "messages" if isinstance(request.prompt, Conversation) else "prompt"
+        raise InvalidArgument(
+            f"{field}: the encoder reads 1 to {most} tokens, and these are {len(prompt)}", field=field
+        )
+    tokens = np.array(prompt, np.int32).tobytes()
+    return EncoderRows(len(prompt), sha256(tokens).digest(), tokens, SOURCE_TOKENS)
 
 
 def _message_ends(prompt: IntArray, eos: Sequence[int]) -> tuple[int, ...]:
@@ -136,6 +155,7 @@ def _logits_params(
         min_tokens=min(sampling.min_tokens, engine.max_model_len) if stops else 0,
         stop_token_ids=stops if sampling.min_tokens else (),
         allowed_token_ids=_allowed(sampling.allowed_token_ids or (), engine.vocab_size),
+        suppressed=tuple(token for token in defaults.suppressed if token < engine.vocab_size),
     )
     for token, _ in params.logit_bias:
         if token >= engine.vocab_size:

@@ -98,6 +98,8 @@ class CoreReady(msgspec.Struct, array_like=True, tag="ready", frozen=True):
     """The most blocks that sessions may retain."""
     splits: bool = True
     """Whether twice as many ranks of a tensor could share the model."""
+    source_tokens: int = 0
+    """The most tokens of a prompt that an encoder reads, while a decoder writes what follows; 0: there is none."""
 
 
 class EngineLoad(msgspec.Struct, array_like=True, frozen=True):

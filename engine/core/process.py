@@ -139,7 +139,11 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     sizes = resolve_cache_sizes(config, capacity, length)
     progress.report("cache", 0.0)
     executor.allocate(sizes.blocks, sizes.host_blocks, sizes.extra_states, sizes.host_snapshots)
-    progress.report("cache", 1.0, sizes.describe(config.cache.block_size))
+    described = sizes.describe(config.cache.block_size)
+    if capacity.cross_bytes:
+        rows = config.scheduler.max_num_seqs
+        described += f", {capacity.cross_bytes / 1e6:.3g} MB for what {rows} sequences keep of an encoder's output"
+    progress.report("cache", 1.0, described)
     caching = sizes.prefix_caching
     drafts = sizes.draft_states if capacity.state_bytes else None
     rules = scheduler_config(config, length, capacity.ahead)
@@ -182,6 +186,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
         groups.total,
         retention.blocks,
         capacity.splits,
+        capacity.encoder.rows if capacity.encoder is not None and capacity.encoder.reads_text else 0,
     )
 
 

@@ -77,6 +77,10 @@ class SymbolicTensor:
             self.trace.add_in_place(OpStruct(kind=ADD, size=self.width), self, delta)
         return self
 
+    def copy_(self, other: "SymbolicTensor") -> "SymbolicTensor":
+        self.trace.ops.append(TracedOp(OpStruct(kind=KEEP, size=self.width), other, None, self))
+        return self
+
     def select(self) -> "SymbolicTensor":
         out = SymbolicTensor(self.trace, self.width, self.dtype, selected=True)
         self.trace.ops.append(TracedOp(OpStruct(kind=SELECT, size=self.width), self, None, out))

@@ -24,13 +24,24 @@ EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 HEAD_WEIGHT = "lm_head.weight"
 
 
+class InputPositions(NamedTuple):
+    """What is added to embeddings by position: of `lines` [.., hidden], in which position 0 is line `first`; and the
+    norm of the sum, if it has one."""
+
+    lines: Tensor
+    first: int = 0
+    norm: WholeNorm | None = None
+
+
 class Embedding:
     """Token ids [N] -> rows [N, hidden] of the embedding table, in memory of their own, the vocabulary split over the
     group; called for a step, with the rows that stand in places of no token. The table stays in the memory-mapped file
-    where it can: a step reads few rows of it. `lines` [positions, hidden]: learned positions, added to it."""
+    where it can: a step reads few rows of it. `positions`: what is added to it, if anything is."""
 
-    def __init__(self, loader: WeightLoader, spec: ModelSpec, scale: float = 1.0, lines: Tensor | None = None) -> None:
-        self._lines = lines
+    def __init__(
+        self, loader: WeightLoader, spec: ModelSpec, scale: float = 1.0, positions: InputPositions | None = None
+    ) -> None:
+        self._positions = positions
         self._part = rank_slice(spec.vocab_size, loader.group)
         shape = spec.vocab_size, spec.hidden_size
         self._table = loader.table(TensorSlice(EMBEDDING_WEIGHT, shape, self._part))
@@ -41,8 +52,9 @@ class Embedding:
 
     def __call__(self, batch: StepBatch) -> Tensor:
         x = self.embed(batch.tokens)
-        if self._lines is not None:
-            x = x + self._lines[batch.positions]
+        if (positions := self._positions) is not None:
+            x = x + positions.lines[batch.positions + positions.first]
+            x = x if positions.norm is None else positions.norm(x)
         return x if batch.embedded is None else batch.embedded.fill(x)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -59,8 +71,9 @@ class Embedding:
         """Record the same as operations; only if `untraceable` gives no reason against it."""
         factor = 1.0 if self._scale is None else float(self._scale)
         x = trace_embedding(trace, self._table.rows, self._table.width, self._table.block_type, factor)
-        if self._lines is not None:
-            trace_positions(x, self._lines, 0)
+        if (positions := self._positions) is not None:
+            trace_positions(x, positions.lines, positions.first)
+            x = x if positions.norm is None else cast(Any, positions.norm)(x)
         return x
 
 
@@ -93,11 +106,16 @@ class LogitsOutput:
     """The last norm and the LM head. Logits are softly capped where the model wants it: cap * tanh(logit / cap)."""
 
     def __init__(
-        self, spec: ModelSpec, loader: WeightLoader, norm: Callable[[Tensor, float], WholeNorm], norm_weight: str
+        self,
+        spec: ModelSpec,
+        loader: WeightLoader,
+        norm: Callable[[Tensor, float], WholeNorm],
+        norm_weight: str,
+        bias: Tensor | None = None,
     ) -> None:
         self.norm = norm(loader.vector(norm_weight, spec.hidden_size), spec.norm_eps)
         name = EMBEDDING_WEIGHT if spec.tied_embeddings else HEAD_WEIGHT
-        self.head = LMHead(loader, name, spec.vocab_size, spec.hidden_size)
+        self.head = LMHead(loader, name, spec.vocab_size, spec.hidden_size, bias)
         self._soft_cap = None if spec.logit_softcap is None else _fastest_soft_cap(spec.logit_softcap, loader)
         self.untraceable = self.head.untraceable
 
@@ -156,14 +174,17 @@ def build_ends(
     norm: Callable[[Tensor, float], WholeNorm],
     scale: float = 1.0,
     last_norm: str = "model.norm.weight",
-    lines: Tensor | None = None,
+    positions: InputPositions | None = None,
+    bias: Tensor | None = None,
 ) -> DecoderEnds:
-    """The ends of this rank's pipeline stage. `scale` multiplies embeddings, to which `lines` of learned positions are
-    added; `norm` makes the one before the head, of the weight `last_norm`."""
+    """The ends of this rank's pipeline stage. `scale` multiplies embeddings, to which `positions` are added; `norm`
+    makes the one before the head, of the weight `last_norm`; `bias` [vocabulary] is added to logits."""
     link = loader.context.shard.link
     stage = loader.context.shard.stage
     first: DecoderInput
-    first = Embedding(loader, spec, scale, lines) if link is None or stage.first else StageReceiver(link, spec, loader)
+    first = (
+        Embedding(loader, spec, scale, positions) if link is None or stage.first else StageReceiver(link, spec, loader)
+    )
     last: DecoderOutput
-    last = LogitsOutput(spec, loader, norm, last_norm) if link is None or stage.last else StageSender(link)
+    last = LogitsOutput(spec, loader, norm, last_norm, bias) if link is None or stage.last else StageSender(link)
     return DecoderEnds(first, last, spec.hidden_size)

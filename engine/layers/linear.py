@@ -150,9 +150,10 @@ class RowLinear:
 class LMHead:
     """Hidden states [S, hidden] -> logits [S, vocabulary], the vocabulary split over the group."""
 
-    def __init__(self, loader: WeightLoader, name: str, vocab: int, hidden: int) -> None:
+    def __init__(self, loader: WeightLoader, name: str, vocab: int, hidden: int, bias: Tensor | None = None) -> None:
         rows = rank_slice(vocab, loader.group)
-        self._matmul = build_matmul(loader, [TensorSlice(name, (vocab, hidden), rows)], use=LM_HEAD)
+        own_bias = None if bias is None else bias[rows]
+        self._matmul = build_matmul(loader, [TensorSlice(name, (vocab, hidden), rows)], own_bias, LM_HEAD)
         self._group = loader.group
         self._vocab = vocab
         self.untraceable = split_reason(loader.group)

@@ -36,3 +36,35 @@ class CrossLayer:
         mixed = self._mixer(self._before_mixer.add_and_norm(x, delta), context)
         crossed = self._cross(self._before_cross.add_and_norm(x, mixed), context)
         return self._mlp(self._before_mlp.add_and_norm(x, crossed), context)
+
+
+class PostNormCrossLayer:
+    """A `DecoderLayer` of the same parts, each behind which a norm stands, and the residual stream is what it gives.
+    The norm behind the last part is that of the next layer, `before` all else, or of the decoder's output."""
+
+    host_bound = True
+    """As of `CrossLayer`."""
+
+    def __init__(
+        self,
+        before: WholeNorm | None,
+        mixer: Mixer,
+        after_mixer: WholeNorm,
+        cross: CrossAttention,
+        after_cross: WholeNorm,
+        mlp: FeedForward,
+    ) -> None:
+        self._before = before
+        self._mixer = mixer
+        self._after_mixer = after_mixer
+        self._cross = cross
+        self._after_cross = after_cross
+        self._mlp = mlp
+        self.untraceable = mixer.untraceable or cross.untraceable or mlp.untraceable
+
+    def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
+        states = x.add_(delta) if self._before is None else self._before.add_and_norm(x, delta)
+        states = self._after_mixer.add_and_norm(states, self._mixer(states, context))
+        states = self._after_cross.add_and_norm(states, self._cross(states, context))
+        x.copy_(states)
+        return self._mlp(states, context)

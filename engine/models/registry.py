@@ -48,12 +48,13 @@ from .mtp import MTP_PREFIX
 from .nemotron_h import build_nemotron_h
 from .olmo import build_exaone4, build_olmo
 from .qwen3_5 import build_qwen3_5
-from .whisper import build_whisper
+from .seq2seq import build_bart, build_m2m, build_marian, build_mbart, build_pegasus, build_whisper
 
 log = logging.getLogger(__name__)
 
 ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "BambaForCausalLM": build_bamba,
+    "BartForConditionalGeneration": build_bart,
     "DeepseekV2ForCausalLM": build_deepseek,
     "DeepseekV32ForCausalLM": build_deepseek,
     "DeepseekV3ForCausalLM": build_deepseek,
@@ -77,7 +78,10 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Lfm2ForCausalLM": build_lfm2,
     "Lfm2MoeForCausalLM": build_lfm2,
     "LlamaForCausalLM": build_llama,
+    "M2M100ForConditionalGeneration": build_m2m,
+    "MBartForConditionalGeneration": build_mbart,
     "Mamba2ForCausalLM": build_mamba2,
+    "MarianMTModel": build_marian,
     "MiMoForCausalLM": build_qwen2,
     "MiniMaxM2ForCausalLM": build_minimax_m2,
     "Ministral3ForCausalLM": build_mistral,
@@ -86,13 +90,14 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "NemotronHForCausalLM": build_nemotron_h,
     "Olmo2ForCausalLM": build_olmo,
     "Olmo3ForCausalLM": build_olmo,
+    "PegasusForConditionalGeneration": build_pegasus,
     "Phi3ForCausalLM": build_phi3,
     "Qwen2ForCausalLM": build_qwen2,
     "Qwen3ForCausalLM": build_qwen3,
+    "Qwen3MoeForCausalLM": build_qwen3_moe,
     "Qwen3NextForCausalLM": build_qwen3_5,
     "Qwen3_5ForCausalLM": build_qwen3_5,
     "Qwen3_5MoeForCausalLM": build_qwen3_5,
-    "Qwen3MoeForCausalLM": build_qwen3_moe,
     "SeedOssForCausalLM": build_seed_oss,
     "SmolLM3ForCausalLM": build_llama,
     "SolarOpenForCausalLM": build_glm4_moe,
@@ -162,7 +167,7 @@ class NativeBuilder(CheckpointBuilder):
         directory = self.checkpoint.directory
         if built.served is not None and (served := built.served.lines()):
             log.info("%s: %s", directory, "; ".join(served))
-        if self.checkpoint.language_part and media_kind(directory) is not None:
+        if self.spec.encoder is not None or (self.checkpoint.language_part and media_kind(directory) is not None):
             log.info("%s: its language part is loaded; the tower is a model beside it", directory)
         elif self.checkpoint.language_part and whole:
             message = "%s: its language part is served; %d other tensors are its towers', or left out, such as %s"

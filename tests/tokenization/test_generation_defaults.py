@@ -22,9 +22,9 @@ def test_eos_comes_from_the_first_file_that_names_it(checkpoint: Path) -> None:
 
 
 def test_sampling_defaults_come_from_the_model(checkpoint: Path) -> None:
-    assert defaults(checkpoint)[1:] == (1.0, 0, 1.0, 0.0, 1.0)
+    assert defaults(checkpoint)[1:] == (1.0, 0, 1.0, 0.0, 1.0, (), ())
     wanted = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
-    assert defaults(checkpoint, generation_config=wanted)[1:] == (0.6, 20, 0.9, 0.1, 1.1)
+    assert defaults(checkpoint, generation_config=wanted)[1:] == (0.6, 20, 0.9, 0.1, 1.1, (), ())
     assert defaults(checkpoint, generation_config={"do_sample": False}).temperature == 0.0
 
 
@@ -70,3 +70,13 @@ def test_the_request_wins() -> None:
     assert [model.resolve(SamplingParams(), name) for name in names] == [0.6, 20, 0.9, 0.1, 1.1]
     asked = SamplingParams(temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
     assert [model.resolve(asked, name) for name in names] == [0.0, -1, 1.0, 0.0, 1.0]
+
+
+def test_a_decoder_begins_as_its_files_say(checkpoint: Path) -> None:
+    """Those of models whose encoder reads the prompt."""
+    config = {"is_encoder_decoder": True, "decoder_start_token_id": 2}
+    generation = {"forced_bos_token_id": 9, "suppress_tokens": [4, -1], "bad_words_ids": [[6], [7, 8]]}
+    read = defaults(checkpoint, config=config, generation_config=generation)
+    assert (read.decoder_start, read.suppressed) == ((2, 9), (4, 6))
+    with pytest.raises(InvalidArgument, match="decoder_start_token_id"):
+        defaults(checkpoint, generation_config={"decoder_start_token_id": "two"})

@@ -1,0 +1,117 @@
+"""Decoders of models whose encoder reads text, over what transformers' encoders made: their texts are those of
+transformers."""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
+
+from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.plan import EncoderRows, ResolvedSampling
+from charonia.scheduler.sequence import SequenceSpec
+
+from .test_equality import NEW, Bench, Setting
+
+LENGTHS = (1, 5, 1, 20, 34)
+"""Of the decoder's prompts."""
+SOURCES = (3, 40, 17, 1, 70)
+"""Of the encoder's texts."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bart": {},
+    "mbart": {"scale_embedding": True},
+    "marian": {"scale_embedding": True, "activation_function": "swish"},
+    "pegasus": {"activation_function": "relu"},
+    "m2m_100": {"scale_embedding": True, "activation_function": "relu"},
+}
+
+
+class Written(NamedTuple):
+    directory: Path
+    model: Any
+    sources: list[Tensor]
+    prompts: list[list[int]]
+
+
+def written(family: str, directory: Path) -> Written:
+    torch.manual_seed(5)
+    config = CONFIG_MAPPING[family](
+        vocab_size=384,
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_position_embeddings=256,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        init_std=0.2,
+        **FAMILIES[family],
+    )
+    model: Any = AutoModelForSeq2SeqLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(std=0.2)
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_()
+    model.save_pretrained(directory)
+    with torch.inference_mode():
+        sources = [
+            model.get_encoder()(torch.randint(4, 384, (1, length))).last_hidden_state[0].contiguous()
+            for length in SOURCES
+        ]
+    prompts = [[2, *torch.randint(4, 384, (length - 1,)).tolist()] for length in LENGTHS]
+    return Written(directory, model, sources, prompts)
+
+
+class WrittenBench(Bench):
+    written: Written
+
+    def request(self, cache: KVCacheManager, key: int, prompt: list[int], sampling: ResolvedSampling) -> SequenceSpec:
+        source = self.written.sources[key]
+        rows = source.numpy().tobytes()
+        encoded = EncoderRows(len(source), sha256(rows).digest(), rows, "float32")
+        spec = SequenceSpec(key=key, prompt=np.array(prompt, np.int32), max_tokens=NEW, encoded=encoded)
+        return msgspec.structs.replace(spec, hashes=cache.digest(spec.identities, spec.extras))
+
+
+def more(*cases: tuple[str, str]) -> list[Any]:
+    """Cases that are proofs: each has a like one in the suite."""
+    return [pytest.param(*case, marks=pytest.mark.proof) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        *((family, "auto") for family in ("bart", "marian", "m2m_100")),
+        *more(("mbart", "auto"), ("pegasus", "auto")),
+        *more(*((family, backend) for family in FAMILIES for backend in ("torch", "reference"))),
+    ],
+)
+def test_texts_are_those_of_transformers(
+    family: str, backend: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    own = written(family, tmp_path)
+    bench = WrittenBench(own.directory, backend)
+    request.addfinalizer(bench.executor.close)
+    bench.written = own
+    outcome, _ = bench.run(Setting(chunk=29, prefix=True, ahead=1), asked=own.prompts)
+    for number, prompt in enumerate(own.prompts):
+        text = outcome.tokens[number]
+        ids = torch.tensor([[*prompt, *text]])
+        with torch.inference_mode():
+            encoded = (own.sources[number].unsqueeze(0),)
+            logits = own.model(encoder_outputs=encoded, decoder_input_ids=ids).logits[0]
+        assert text == logits[len(prompt) - 1 : -1].argmax(-1).tolist(), number
+    decoder: Any = bench.executor.rank.runner.computer.decoder
+    assert (decoder.program is not None) == (backend == "auto")
