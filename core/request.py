@@ -200,7 +200,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One text generation. Engines may lack parts of it, see `EngineSpec.capabilities`.
 
     Raises:
-        InvalidArgument: `priority` or a target is negative, or the request asks for nothing.
+        InvalidArgument: `priority` or a target is negative, a part is none, or the request asks for nothing.
     """
 
     id: str
@@ -212,6 +212,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The priority class; 0 is the most urgent."""
     cache_salt: str = ""
     """Separates the prefix cache from that of other salts."""
+    cache_hit_threshold: float | None = None
+    """The part of the prompt, from 0 to 1, that has to be cached: else the answer is empty at once, for the request may
+    find more elsewhere. None is the model's default."""
     timeout: float = 0.0
     """Seconds from arrival to the last token; 0 is the model's default."""
     target_ttft_ms: float = 0.0
@@ -262,6 +265,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             check_range(
                 name, getattr(self, name), f"from 0 to {_LONGEST_TARGET:,}", lambda v: 0 <= v <= _LONGEST_TARGET
             )
+        part = self.cache_hit_threshold
+        check_range("cache_hit_threshold", part, "from 0 to 1", lambda v: v is None or 0 <= v <= 1)
         for name in ("bad_word_ids", "stop_word_ids"):
             check_range(name, getattr(self, name), f"at most {_MAX_WORDS} words", lambda v: len(v) <= _MAX_WORDS)
         if self.prompt_only and not (self.echo or self.wants_prompt_logprobs or self.choice):

@@ -18,11 +18,11 @@ from .config import (
     CacheConfig,
     EngineConfig,
     FakeConfig,
-    KVEventsConfig,
     LoraConfig,
     ParallelConfig,
     SpeculationConfig,
 )
+from .kv_events_options import read_kv_events_config
 from .media_options import MEDIA_FIELDS, read_media_config
 from .option_values import plain_count, plain_value, takes_count
 
@@ -133,6 +133,8 @@ class EngineOptions:
     """Share of the KV cache's memory for snapshots of recurrent states, of models that have them."""
     prefix_caching: bool | None = None
     """Share the cache of equal prompt beginnings."""
+    cache_hit_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    """Part of a prompt that has to be cached: else the answer is empty at once, with the reason cache_threshold."""
     kv_events_config: str | None = None
     """Tell routers what the cache holds: JSON by vLLM's keys, as in {"enable_kv_cache_events": true, "topic": "t"}."""
     speculative_config: str | None = None
@@ -206,7 +208,15 @@ _CACHE_FIELDS = {
 }
 _SCHEDULER_FIELDS = {
     name: name
-    for name in ("max_num_seqs", "max_num_batched_tokens", "target_ttft_ms", "target_itl_ms", "ahead", "admission")
+    for name in (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "target_ttft_ms",
+        "target_itl_ms",
+        "ahead",
+        "admission",
+        "cache_hit_threshold",
+    )
 }
 _PARALLEL_FIELDS = {
     "tensor_parallel_size": "tensor",
@@ -366,27 +376,6 @@ def read_speculation_config(written: str) -> SpeculationConfig:
         raise InvalidArgument(f"{field}: {path or 'it'} {reason}", field=field) from None
     except msgspec.DecodeError as error:
         raise InvalidArgument(f"{field} must be a JSON object: {error}", field=field) from None
-
-
-def read_kv_events_config(written: str, prefix_caching: bool) -> KVEventsConfig | None:
-    """What `kv_events_config` says; None where it enables nothing.
-
-    Raises:
-        InvalidArgument: it is no JSON object, a key or its value means nothing, or nothing would ever be told.
-    """
-    field = "kv_events_config"
-    try:
-        config = msgspec.json.decode(written, type=KVEventsConfig)
-    except msgspec.ValidationError as error:
-        path, reason, *_ = describe_validation_error(error)
-        raise InvalidArgument(f"{field}: {path or 'it'} {reason}", field=field) from None
-    except msgspec.DecodeError as error:
-        raise InvalidArgument(f"{field} must be a JSON object: {error}", field=field) from None
-    if not config.publishes:
-        return None
-    if not prefix_caching:
-        raise InvalidArgument(f"{field}: events tell of the prefix cache, and prefix_caching is off", field=field)
-    return config
 
 
 def _take(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

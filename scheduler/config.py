@@ -47,6 +47,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds between tokens, in the same way. With 0, prompts have no bound at all."""
     max_loras: int = 0
     """Different adapters of running sequences; 0 is no limit."""
+    cache_hit_threshold: float = 0.0
+    """The part of a prompt that has to be cached, of sequences that say nothing else."""
     snapshots: SnapshotRule = SnapshotRule()
 
     def __post_init__(self) -> None:

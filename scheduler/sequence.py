@@ -58,8 +58,9 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     """What a decoder of a model with an encoder attends to beside its tokens; of other models None."""
     hashes: Collection[bytes] = ()
     """What `KVCacheManager.digest` makes of the prompt's `identities` and `extras`."""
-    cache_hit_threshold: float = 0.0
-    """The part of the prompt that has to be cached, or else it ends unbegun: see `FinishReason.CACHE_THRESHOLD`."""
+    cache_hit_threshold: float | None = None
+    """The part of the prompt that has to be cached, or else it ends unbegun: see `FinishReason.CACHE_THRESHOLD`. None
+    is that of `SchedulerConfig`."""
     constrained: bool = False
     """The host follows the tokens and may force some, see `ForcedTokens`."""
     snapshot_at: tuple[int, ...] = ()

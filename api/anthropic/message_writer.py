@@ -23,6 +23,7 @@ _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
     FinishReason.TIMEOUT: "pause_turn",
+    FinishReason.CACHE_THRESHOLD: "pause_turn",
 }
 _DELTAS: dict[BlockKind, tuple[str, str]] = {
     "thinking": ("thinking_delta", "thinking"),

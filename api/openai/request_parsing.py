@@ -259,6 +259,7 @@ def _parsed(
             sampling=further if choice else sampling,
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt or "",
+            cache_hit_threshold=fields.cache_hit_threshold,
             timeout=timeout,
             target_ttft_ms=fields.target_ttft_ms or 0.0,
             target_itl_ms=fields.target_itl_ms or 0.0,

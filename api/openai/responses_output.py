@@ -26,11 +26,16 @@ _STATUS = {
     FinishReason.STOP: "completed",
     FinishReason.LENGTH: "incomplete",
     FinishReason.TIMEOUT: "incomplete",
+    FinishReason.CACHE_THRESHOLD: "incomplete",
     FinishReason.ABORT: "failed",
     FinishReason.ERROR: "failed",
 }
 _ENDED = "the answer was ended before it was complete"
-_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.TIMEOUT: "timeout"}
+_INCOMPLETE = {
+    FinishReason.LENGTH: "max_output_tokens",
+    FinishReason.TIMEOUT: "timeout",
+    FinishReason.CACHE_THRESHOLD: "cache_threshold",
+}
 
 
 def _item_event(name: str, place: JsonObject, item: JsonObject) -> JsonObject:

@@ -231,6 +231,7 @@ class GenerationBody(ConstraintFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     cache_salt: str | None = None
+    cache_hit_threshold: float | None = None
     priority: int | None = None
     timeout: float | None = None
     target_ttft_ms: float | None = None

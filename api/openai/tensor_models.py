@@ -53,6 +53,7 @@ _NO_OP_VALUES: NoOpValues = {
     "include_reasoning": (True,),
     "separate_reasoning": (True, False),
     "cache_salt": ("",),
+    "cache_hit_threshold": (0,),
     "lora_name": ("",),
     "guided_decoding_guide": ("",),
     "logit_bias": ({},),

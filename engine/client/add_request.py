@@ -87,6 +87,7 @@ def build_add_request(
         tenant=_unicode(context.tenant, "tenant"),
         weight=context.tenant_weight,
         salt=_unicode(request.cache_salt, "cache_salt"),
+        cache_hit_threshold=0.0 if context.background else request.cache_hit_threshold,
         adapter=_unicode(adapter, "lora_name"),
         adapter_name=request.adapter,
         target_ttft=_target(request.target_ttft_ms or hints.target_ttft_ms, context),

@@ -184,6 +184,7 @@ def parse_infer_request(
         sampling=sampling,
         priority=options.priority,
         cache_salt=options.cache_salt,
+        cache_hit_threshold=options.cache_hit_threshold,
         timeout=options.timeout / 1e6,
         target_ttft_ms=options.target_ttft_ms,
         target_itl_ms=options.target_itl_ms,

@@ -49,6 +49,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     return_logprobs: bool = False
     priority: int = 0
     cache_salt: str = ""
+    cache_hit_threshold: float | None = None
     timeout: Microseconds = 0
     """As Triton has it; 0 is the model's default."""
     target_ttft_ms: float = 0.0

@@ -302,7 +302,7 @@ class TokenStream:
         """End the stream; a timeout before the first token is an error."""
         if reason is FinishReason.TIMEOUT and not self._written:
             self._error = RequestTimeout()
-        elif self._prompt_only:
+        elif self._prompt_only and reason is not FinishReason.CACHE_THRESHOLD:
             self._finish = FinishReason.LENGTH
         else:
             self._finish = reason

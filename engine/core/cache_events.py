@@ -22,6 +22,8 @@ class CacheChange(NamedTuple):
     group: int
     on_host: bool
     stored: bool
+    is_shared: bool = False
+    """Whether it is about a directory that servers share."""
 
 
 Changes: TypeAlias = list[CacheChange | None]
@@ -84,6 +86,13 @@ class CacheEventRecorder:
         block = self._known[digest]
         block.places |= _place(group, on_host)
         self._changes.append(CacheChange(block.content, group, on_host, stored=True))
+
+    def written(self, key: bytes) -> None:
+        """A block that can be found is written to a directory that servers share. Nobody learns here how long it stays
+        there, so it is told once, and noted nowhere."""
+        digest, group = split_key(key)
+        if (block := self._known.get(digest)) is not None:
+            self._changes.append(CacheChange(block.content, group, on_host=False, stored=True, is_shared=True))
 
     def removed(self, key: bytes, on_host: bool) -> None:
         digest, group = split_key(key)
@@ -205,7 +214,7 @@ class CacheEventEncoder:
             kind = self._kinds[change.group]
             if kind is None:
                 continue
-            medium = "CPU" if change.on_host else "GPU"
+            medium = "SHARED_STORAGE" if change.is_shared else "CPU" if change.on_host else "GPU"
             if change.stored:
                 last = self._store(change.content, kind, medium, last)
             elif isinstance(last, BlockRemoved) and (last.group_idx, last.medium) == (kind.number, medium):

@@ -89,6 +89,8 @@ class PrefixFetches:
         self._shares = shares
         self._reply = reply
         self._prompt_seconds = prompt_seconds
+        self.written: Callable[[bytes], None] | None = None
+        """Told the key of what is given to be written."""
         self._pace = FetchPace()
         self._lookups = DaemonThreads("prefix-lookup", 1)
         self._waiting: dict[int, _WaitingRequest] = {}
@@ -103,6 +105,11 @@ class PrefixFetches:
     def __len__(self) -> int:
         """Requests that wait."""
         return len(self._waiting)
+
+    @property
+    def fetching(self) -> int:
+        """Fetches whose outcome is not known."""
+        return len(self._fetches)
 
     def defer(self, request: NewRequest) -> bool:
         """Whether this request waits for what the directory has; if so, `take_ready` returns it later, once."""
@@ -227,6 +234,8 @@ class PrefixFetches:
         """Write what became findable since the last call, and drop what nobody wants; called before a plan is made."""
         if unwritten := self._tier.take_unwritten():
             self._mover.store(unwritten)
+            for image in unwritten if self.written is not None else ():
+                self.written(image.key)
         dropped = self._tier.take_dropped()
         if any(dropped):
             self._mover.drop(dropped)

@@ -112,6 +112,8 @@ class EngineCore:
     def open_directory(self, tier: DirectoryTier, mover: ImageMover, shares: Sequence[ImageDirectory]) -> None:
         """Keep what is computed in a directory, and begin with what it has; called before the loop runs."""
         self._fetches = PrefixFetches(tier, mover, shares, self.inbox.reply, self._scheduler.prompt_seconds)
+        if self._events is not None:
+            self._fetches.written = self._events.written
 
     def close(self) -> None:
         """Compile no more grammars, and publish what is left."""
@@ -228,9 +230,12 @@ class EngineCore:
             if spec.adapter and spec.adapter not in self._adapters:
                 raise InvalidArgument("the adapter is not loaded", field="lora_name")
             check_encoded(spec.encoded, self._encoder)
-            if spec.cache_hit_threshold:
+            threshold = spec.cache_hit_threshold
+            if threshold is None:
+                threshold = self._scheduler.config.cache_hit_threshold
+            if threshold:
                 cached = self._cache.found_tokens(spec.hashes, len(spec.prompt))
-                if cached < spec.cache_hit_threshold * len(spec.prompt):
+                if cached < threshold * len(spec.prompt):
                     self._below_threshold.append((spec.key, cached))
                     self._forget([spec.key])
                     return

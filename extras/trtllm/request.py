@@ -62,6 +62,8 @@ class SamplingTranslator:
         spec, sampling = add.spec, add.spec.sampling
         logits = sampling.logits or _NO_LOGITS_PARAMS
         self._check(sampling, logits)
+        if spec.cache_hit_threshold:
+            raise InvalidArgument("cache_hit_threshold: TensorRT-LLM has nothing like it", field="cache_hit_threshold")
         greedy, held_back = sampling.temperature == 0, logits.min_tokens > 0
         return SamplingParams(
             max_tokens=max(spec.max_tokens, 1),

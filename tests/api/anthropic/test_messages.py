@@ -141,6 +141,7 @@ def built(middle: list[Any], index: int) -> dict[str, Any]:
         (FinishReason.LENGTH, None, 20, ("max_tokens", None)),
         (FinishReason.LENGTH, None, 19, ("model_context_window_exceeded", None)),
         (FinishReason.TIMEOUT, None, 4, ("pause_turn", None)),
+        (FinishReason.CACHE_THRESHOLD, None, 4, ("pause_turn", None)),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -184,9 +184,11 @@ async def test_what_reaches_the_gateway(client: httpx.AsyncClient, gateway: Any)
         "logit_bias": {"7": -100},
         "logprobs": 2,
     }
-    await client.post(TEXT, json=PROMPT | sampling | {"cache_salt": "s", "priority": 2, "timeout": 1.5, "user": "me"})
+    others = {"cache_salt": "s", "priority": 2, "timeout": 1.5, "user": "me", "cache_hit_threshold": 0.5}
+    await client.post(TEXT, json=PROMPT | sampling | others)
     request: GenerateRequest = gateway.asked[0]
     assert (request.prompt, request.priority, request.cache_salt, request.timeout) == ("hi", 2, "s", 1.5)
+    assert request.cache_hit_threshold == 0.5
     got = {name: getattr(request.sampling, name) for name in sampling}
     lists = {"stop_token_ids": (4, 5), "stop": ("a", "b"), "bad_words": ("c",), "logit_bias": {7: -100.0}}
     assert got == sampling | lists | {"allowed_token_ids": (3, 4)}
@@ -505,6 +507,7 @@ REFUSED = [
     ({"priority": -1}, "priority"),
     ({"timeout": -0.5}, "timeout"),
     ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_hit_threshold": 1.5}, "cache_hit_threshold"),
     ({"model": 5}, "model"),
 ]
 
