@@ -38,15 +38,18 @@ class Histogram:
     """Counts of observations by upper bound: `counts[i]` were at most `bounds[i]`; the last count is above all
     bounds."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("_bucket", "_last", "bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        self._last, self._bucket = math.nan, 0
 
     def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
+        if value != self._last:  # all streams of a step bring the same
+            self._last, self._bucket = value, bisect_left(self.bounds, value)
+        self.counts[self._bucket] += times
         self.sum += value * times
 
 

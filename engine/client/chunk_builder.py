@@ -156,6 +156,11 @@ class ChunkBuilder:
         )
 
     def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
+        if self._completion_tokens and delta.finish_reason is None and not self._by_token:  # as most are
+            token_ids = delta.token_ids
+            self._completion_tokens += len(token_ids)
+            text = self._text.push(token_ids)
+            return None if not text or sink(text) else self.text_chunk(text, delta)
         built = self.build_text(delta)
         if not isinstance(built, str):
             return built

@@ -8,8 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -187,21 +186,29 @@ class TokenDelta(msgspec.Struct, frozen=True):
 
 
 class _UnreadSinks:
-    """What is unread by the sinks of an event loop's streams, and is passed on in one go: tokens that come in the same
-    turn merge."""
+    """The streams of an event loop whose sinks have something unread, which is passed on in one go: tokens that come in
+    the same turn merge."""
 
     def __init__(self) -> None:
-        self._calls: list[Callable[[], None]] = []
+        self._streams: list[TokenStream] = []
 
-    def add(self, pass_on: Callable[[], None]) -> None:
-        if not self._calls:
+    def add(self, stream: "TokenStream") -> None:
+        if not self._streams:
             asyncio.get_running_loop().call_soon(self._pass_all_on)
-        self._calls.append(pass_on)
+        self._streams.append(stream)
 
     def _pass_all_on(self) -> None:
-        calls, self._calls = self._calls, []
-        for pass_on in calls:
-            pass_on()
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.pass_on()
+
+
+class _WaitingChunk(NamedTuple):
+    """Who waits for the first chunk that the sinks of `output` do not take, and what makes chunks meanwhile."""
+
+    reader: "asyncio.Future[GenerateChunk]"
+    builder: "DeltaReader"
+    output: DirectStream[GenerateChunk]
 
 
 _unread_sinks: WeakKeyDictionary[asyncio.AbstractEventLoop, _UnreadSinks] = WeakKeyDictionary()
@@ -251,7 +258,8 @@ class TokenStream:
         self._unread = self._lags = False
         self._reader: asyncio.Future[None] | None = None
         self._on_unread: Callable[[], None] | None = None
-        self._chunk: asyncio.Future[GenerateChunk] | None = None
+        self._chunk: _WaitingChunk | None = None
+        self._sinks: _UnreadSinks | None = None
         self.started = False
 
     @property
@@ -278,7 +286,11 @@ class TokenStream:
         if logprobs:
             self._logprobs += [scores for scores in logprobs if scores is not None]
         self.stats.record_tokens(len(tokens), at)
-        self._wake_reader()
+        if self._sinks is None:
+            self._wake_reader()
+        elif not self._unread:
+            self._unread = True
+            self._sinks.add(self)
 
     def _count_unread(self, tokens: int) -> None:
         """Count tokens that come while others are unread."""
@@ -338,24 +350,27 @@ class TokenStream:
             if (left := self._pass_to_sinks(builder, output)) is not None:
                 return left
         loop = asyncio.get_running_loop()
-        self._chunk = loop.create_future()
-        self._on_unread = partial(_unread_sinks_of(loop).add, partial(self._pass_on, builder, output))
+        self._chunk = _WaitingChunk(loop.create_future(), builder, output)
+        self._sinks = _unread_sinks_of(loop)
         try:
-            return await self._chunk
+            return await self._chunk.reader
         finally:
-            self._on_unread = self._chunk = None
+            self._sinks = self._chunk = None
 
-    def _pass_on(self, builder: DeltaReader, output: DirectStream[GenerateChunk]) -> None:
+    def pass_on(self) -> None:
         """Give the sinks what is unread, or the waiting reader what they do not take."""
-        reader = self._chunk
-        if reader is None or reader.done() or not self._unread:  # it was cancelled, or has taken all meanwhile
+        waiting = self._chunk
+        if waiting is None or not self._unread:  # it has taken all meanwhile
+            return
+        reader, builder, output = waiting
+        if reader.done():  # it was cancelled
             return
         try:
             if (left := self._pass_to_sinks(builder, output)) is not None:
                 reader.set_result(left)
         except Exception as error:
             reader.set_exception(error)
-            reader = None  # the traceback has this call, which would keep the error
+            del reader, waiting  # the traceback has this call, which would keep the error
 
     def _pass_to_sinks(self, builder: DeltaReader, output: DirectStream[GenerateChunk]) -> GenerateChunk | None:
         """Give the sinks what is unread; the chunk that they do not take."""
@@ -388,6 +403,11 @@ class TokenStream:
         return TokenDelta(tokens, self._cached, self._finish, logprobs, scores)
 
     def _wake_reader(self) -> None:
+        if self._sinks is not None:
+            if not self._unread:
+                self._unread = True
+                self._sinks.add(self)
+            return
         if self._on_unread is not None:
             if not self._unread:
                 self._unread = True
