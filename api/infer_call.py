@@ -115,6 +115,13 @@ class InferCall(msgspec.Struct, frozen=True):
         """Whether an output is copied to a GPU, which `RequestedOutput.apply` then waits for."""
         return any(isinstance(output.memory, CudaSlice) for output in self.outputs.values())
 
+    @property
+    def returns_plainly(self) -> bool:
+        """Whether its outputs come as they are, in the response: nothing of them can be refused but their size."""
+        return not (
+            self.outputs and any(output.classes or output.memory is not None for output in self.outputs.values())
+        )
+
     async def decode_deferred(self, model: ModelHandle) -> "InferCall":
         """The call with all its inputs, decoded once the model finds that the request fits it. Raises `InvalidArgument`
         if it does not fit, before anything is decoded, or if an input cannot be decoded."""

@@ -1,5 +1,6 @@
 """The instruments of one language model, and its series for a scrape."""
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +9,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..core.metrics import EngineTotals, FetchDecision, Histogram, Reading, TimeInState, sum_by_drafter
-from ..core.request_context import QUEUE_FULL_ENDS, Outcome, RequestEnd
+from ..core.metrics import (
+    BatchStatistics,
+    EngineTotals,
+    FetchDecision,
+    Histogram,
+    InferenceStatistics,
+    Reading,
+    StatisticDuration,
+    TimeInState,
+    VersionStatistics,
+    sum_by_drafter,
+)
+from ..core.request_context import QUEUE_FULL_ENDS, Outcome, RequestContext, RequestEnd
 from .metric_families import CACHE_INFO
 
 LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -287,3 +299,51 @@ def sum_totals(totals: Iterable[EngineTotals]) -> EngineTotals:
     )
     numbers = {name: sum(core[name] for core in fields) for name in fields[0]}
     return EngineTotals(**numbers, drafters=drafters, sequence_seconds=states, directory=directory)
+
+
+def record_request(metrics: LlmMetrics, context: RequestContext) -> None:
+    """Count a request that has ended, and measure the phases of an answered one."""
+    assert context.end is not None
+    metrics.ended[context.end] += 1
+    if not context.end.outcome.answered:
+        return
+    summary = context.summary
+    arrived = context.arrived_at
+    ended = context.ended_at
+    submitted = summary.submitted or arrived
+    begun = summary.begun or submitted
+    last = summary.last or begun
+    metrics.request.observe(ended - arrived)
+    metrics.decode.observe(last - (summary.first or last))
+    metrics.prompt_length.observe(summary.prompt or 0)
+    metrics.generation_length.observe(summary.generated)
+    spent = metrics.durations
+    spent.request += _microseconds(ended - arrived)
+    spent.compute_input += _microseconds(submitted - arrived)
+    spent.queue += _microseconds(begun - submitted)
+    spent.compute_infer += _microseconds(last - begun)
+    spent.compute_output += _microseconds(ended - last)
+    spent.last = int(time.time() * 1000)
+
+
+def _microseconds(seconds: float) -> int:
+    return int(max(seconds, 0.0) * 1e6)
+
+
+def v2_statistics(metrics: LlmMetrics) -> VersionStatistics:
+    """A language model's counters as v2's statistics, by the rules of its `nv_inference_` metrics: a request is one
+    execution of batch size 1, and the time of failed ones is not measured."""
+    answered, spent = metrics.answered, metrics.durations
+
+    def took(microseconds: int) -> StatisticDuration:
+        return StatisticDuration(answered, microseconds * 1000)
+
+    computed = took(spent.compute_input), took(spent.compute_infer), took(spent.compute_output)
+    failed = metrics.total(Outcome.ERROR, Outcome.REJECTED, Outcome.TIMEOUT, Outcome.CANCELLED)
+    return VersionStatistics(
+        last_inference=spent.last,
+        inference_count=answered,
+        execution_count=answered,
+        inference=InferenceStatistics(took(spent.request), StatisticDuration(failed), took(spent.queue), *computed),
+        batches=(BatchStatistics(1, *computed),) if answered else (),
+    )

@@ -108,7 +108,7 @@ def _answer_now(lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMess
         call = parse_infer_message(message, lookup.shared_state.shared_memory, _ANYONE)
     except CharoniaError:
         return None
-    if call.deferred:
+    if call.deferred or not call.returns_plainly:
         return None
     try:
         answer = model.answer_now(call.request)

@@ -5,7 +5,9 @@ the request's record carry it.
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -44,7 +46,7 @@ _ENDPOINTS = {
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
-_CONTEXT = "charonia.context"
+_CONTEXT, _LATE_CONTEXT = "charonia.context", "charonia.late_context"
 _ID_HEADER = b"x-request-id"
 _ANTHROPIC_ID_HEADER = b"request-id"
 _REQUEST_ID = "charonia.request_id"
@@ -57,6 +59,41 @@ LONGEST_WARNING = 2000
 _LONGEST_ID = 256
 """Bytes that are kept of a client's id."""
 _MODEL_ENDPOINTS = ("infer", "generate", "generate_stream")
+
+
+class LateContext:
+    """Opens the context of a request when it is first of use, at last at the request's end, unless the request was
+    `answered` and counted without."""
+
+    __slots__ = ("_arrived_at", "_endpoint", "_lookup", "_scope", "answered")
+
+    def __init__(self, lookup: ModelLookup, endpoint: str, scope: Scope) -> None:
+        self._lookup = lookup
+        self._endpoint = endpoint
+        self._scope = scope
+        self._arrived_at = time.monotonic()
+        self.answered = False
+
+    def open(self) -> RequestContext:
+        scope = self._scope
+        context = scope[_CONTEXT] = self._lookup.open_request(self._endpoint, scope["headers"])
+        context.arrived_at = self._arrived_at
+        context.client_id = request_id_of(scope)
+        context.client = scope["client"][0] if scope.get("client") else ""
+        context.tenant, context.tenant_weight = tenant_of(scope)
+        return context
+
+    def __enter__(self) -> None:
+        self._scope[_LATE_CONTEXT] = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        context: RequestContext | None = self._scope.get(_CONTEXT)
+        del self._scope[_LATE_CONTEXT]  # which names the scope
+        if context is None and self.answered and error is None:
+            return
+        (context or self.open()).__exit__(kind, error, trace)
 
 
 class RequestContextMiddleware:
@@ -81,10 +118,7 @@ class RequestContextMiddleware:
         try:
             if not endpoint or scope["method"] != "POST":
                 return await self._app(scope, receive, send)
-            with self._lookup.open_request(endpoint, scope["headers"]) as context:
-                context.client_id = request_id_of(scope)
-                context.client = scope["client"][0] if scope.get("client") else ""
-                scope[_CONTEXT] = context
+            with LateContext(self._lookup, endpoint, scope):
                 await self._app(scope, receive, send)
         except CONTROL_FLOW:
             flush_parts(scope)
@@ -130,8 +164,18 @@ def endpoint_name(path: str) -> str:
 
 
 def context_of(scope: Scope) -> RequestContext:
-    context: RequestContext = scope[_CONTEXT]
-    return context
+    """The context of a request that has one, and from now on does."""
+    context: RequestContext | None = scope.get(_CONTEXT)
+    return scope[_LATE_CONTEXT].open() if context is None else context
+
+
+def late_context(scope: Scope) -> LateContext | None:
+    """What opens the context of a request, if that may still be answered without."""
+    return None if _CONTEXT in scope else scope.get(_LATE_CONTEXT)
+
+
+def _has_context(scope: Scope) -> bool:
+    return _CONTEXT in scope or _LATE_CONTEXT in scope
 
 
 def answer_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
@@ -155,13 +199,13 @@ def _warning_header(warnings: Sequence[str]) -> list[tuple[bytes, bytes]]:
 
 def record_error(scope: Scope, error: CharoniaError) -> None:
     """Note in the request's context, if it has one, that the answer is this error."""
-    if _CONTEXT in scope:
+    if _has_context(scope):
         context_of(scope).fail(error)
 
 
 def record_warning(scope: Scope, message: str) -> None:
     """Let the answer's header tell the client that something is not as it asked."""
-    if _CONTEXT in scope:
+    if _has_context(scope):
         context_of(scope).warn(message)
     else:
         scope.setdefault(_WARNINGS, []).append(message)
@@ -169,7 +213,7 @@ def record_warning(scope: Scope, message: str) -> None:
 
 def record_body(scope: Scope, members: Mapping[str, Any]) -> None:
     """Note what a request's body says, in its context, if it has one."""
-    if _CONTEXT in scope:
+    if _has_context(scope):
         context_of(scope).body = members
 
 
@@ -183,7 +227,7 @@ def record_tenant(scope: Scope, tenant: Tenant) -> None:
 
 def record_hints(scope: Scope, gateway: GatewayHeaders, has_key: bool) -> None:
     """Note what a gateway's headers say in the request's context, if it has one; raises as `GatewayHeaders.note_in`."""
-    if _CONTEXT in scope:
+    if _has_context(scope):
         context = context_of(scope)
         headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         gateway.note_in(context, headers, has_key)

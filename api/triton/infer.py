@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...api import json_tensors, raw_tensors
 from ...core.direct_stream import ReadyResponse
 from ...core.errors import Internal, InvalidArgument, Unsupported
-from ...core.gateway import ModelHandle, ResponseStream
+from ...core.gateway import InlineHandle, ModelHandle, ResponseStream
 from ...core.model import ModelConfig
 from ...core.request import InferResponse, ParameterValue
 from ...core.tensor import Tensor
@@ -28,7 +28,7 @@ from ..header_rules import HeaderForwarding
 from ..http import content_encoding
 from ..http.connection import CancelOnDisconnect, offload_if_large, receive_body, refuse_form
 from ..http.eager import EagerAwaitable
-from ..http.request_context import context_of
+from ..http.request_context import context_of, late_context
 from ..http.request_cycle import send_complete_response
 from ..http.request_head import header_map
 from ..infer_call import (
@@ -174,23 +174,29 @@ class InferEndpoint:
         return InferRequestReader(self._lookup.shared_state.shared_memory, self._max_size, self._max_raw_size)
 
     async def answer(self, request: Request) -> ASGIApp:
-        path = request.scope["path_params"]
-        model = await self._lookup.acquire(context_of(request.scope), path["model"], str(path.get("version", "")))
-        config = model.config
-        if not supports_single_response(config):
-            raise Unsupported(_DECOUPLED)
-        model.check_room()
-        headers = header_map(request.scope)
-        call = await self._read(model, headers, request)
-        if config.decoupled and wants_stream(call.request):
-            raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
-        stream = model.infer(call.request)
-        if type(stream) is ReadyResponse:
-            response = stream.response
+        scope = request.scope
+        path, headers = scope["path_params"], header_map(scope)
+        name, version = path["model"], str(path.get("version", ""))
+        late = late_context(scope)
+        inline = None if late is None else self._lookup.find_inline(name, version)
+        if late is None or inline is None or inline.config.decoupled:
+            model = await self._lookup.acquire(context_of(scope), name, version)
+            if not supports_single_response(model.config):
+                raise Unsupported(_DECOUPLED)
+            model.check_room()
+            call = await self._read(model.config, headers, request)
+            config, response = await _answer(model, call, request.receive)
         else:
-            response = await _single_response(stream, config.decoupled, request.receive)
+            config = inline.config
+            call = await self._read(config, headers, request)
+            answer = _answer_now(inline, call, scope)
+            if answer is not None:
+                late.answered, response = True, answer
+            else:
+                model = await self._lookup.acquire(context_of(scope), name, version)
+                config, response = await _answer(model, call, request.receive)
         release_memory_after(response)
-        encode = partial(encode_infer_response, model.config, call, response, self._max_response_size)
+        encode = partial(encode_infer_response, config, call, response, self._max_response_size)
         encoded = await asyncio.to_thread(encode) if is_long(call, response) else encode()
         accepted = headers.get(b"accept-encoding", b"").decode("latin-1")
         encoding = content_encoding.negotiate_encoding(accepted) if accepted else ""
@@ -199,7 +205,7 @@ class InferEndpoint:
         body = await offload_if_large(encoded.size, content_encoding.compress, encoded.parts, encoding)
         return InferHttpResponse((body,), encoded.header_length, encoding)
 
-    async def _read(self, model: ModelHandle, headers: HeaderMap, request: Request) -> InferCall:
+    async def _read(self, config: ModelConfig, headers: HeaderMap, request: Request) -> InferCall:
         coding = headers.get(b"content-encoding")
         encoding = content_encoding.content_coding(coding.decode("latin-1")) if coding else ""
         length = _header_length(headers)
@@ -216,14 +222,42 @@ class InferEndpoint:
         if json_size > PIECE_BYTES:
             size_limits.check_json_size(json_size, self._max_size)
             document = await parse_long_document(memoryview(body)[:json_size])
-        call = self._reader.read(model.config, body, length, document)
-        if call.deferred:
-            call = await call.decode_deferred(model)
+        call = self._reader.read(config, body, length, document)
         if self._forwarding is not None and (forwarded := self._forwarding.parameters(headers)):
             parameters = {**call.request.parameters, **forwarded}
             with_headers = msgspec.structs.replace(call.request, parameters=parameters)
             call = msgspec.structs.replace(call, request=with_headers)
         return call
+
+
+def _answer_now(model: InlineHandle, call: InferCall, scope: Scope) -> InferResponse | None:
+    """The response of a model that computes in the event loop, to a request that has no context yet, and needs none
+    unless the model fails. None if the request takes more, or is to be refused."""
+    if call.deferred or not call.returns_plainly:
+        return None
+    try:
+        answer = model.answer_now(call.request)
+    except Exception:
+        context = context_of(scope)  # for the log
+        context.id, context.model, context.version = call.request.id, model.config.name, model.config.version
+        context.counted = True
+        raise
+    return None if answer is None else answer[0]
+
+
+async def _answer(model: ModelHandle, call: InferCall, receive: Receive) -> tuple[ModelConfig, InferResponse]:
+    """The one response of a model, and the config of the arm that made it."""
+    if call.deferred:
+        call = await call.decode_deferred(model)
+    decoupled = model.config.decoupled
+    if decoupled and wants_stream(call.request):
+        raise Unsupported(f"{_DECOUPLED}: set stream to false, or use generate_stream", field="stream")
+    stream = model.infer(call.request)
+    if type(stream) is ReadyResponse:
+        response = stream.response
+    else:
+        response = await _single_response(stream, decoupled, receive)
+    return model.config, response
 
 
 async def _single_response(stream: ResponseStream[InferResponse], decoupled: bool, receive: Receive) -> InferResponse:

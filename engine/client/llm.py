@@ -32,7 +32,7 @@ from ...core.request import (
 )
 from ...core.request_context import Outcome, RequestContext
 from ...core.token_limit import TokenLimit
-from ...telemetry.llm_metrics import LlmMetrics
+from ...telemetry.llm_metrics import LlmMetrics, record_request, v2_statistics
 from ...tokenization.checkpoint_files import locate_adapter
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
@@ -49,7 +49,7 @@ from .infer import OWN_LAYOUT, InferLayout
 from .model_media import ModelMedia
 from .open_streams import OpenStreams
 from .task_adapters import TaskAdapters
-from .token_stream import SequenceStats, open_sequence, record_request, v2_statistics
+from .token_stream import SequenceStats, open_sequence
 from .tokenizer_bundle import TokenizerBundle
 from .transcriber import HeardPrompt, Transcriber, load_transcriber
 

@@ -16,7 +16,6 @@ import msgspec
 from ...core.direct_stream import DirectStream, Sink
 from ...core.errors import CharoniaError, RequestTimeout
 from ...core.logprobs import Logprobs, PromptLogprobs
-from ...core.metrics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
 from ...core.request import FinishReason, GenerateChunk, GenerateRequest
 from ...core.request_context import CANCELLED, Outcome, RequestContext, RequestEnd, end_for_error
 from ...core.sampling import SamplingParams
@@ -122,54 +121,6 @@ def open_sequence(metrics: LlmMetrics, request: GenerateRequest, context: Reques
     finally:
         if stats.end is None:
             stats.end = CANCELLED
-
-
-def record_request(metrics: LlmMetrics, context: RequestContext) -> None:
-    """Count a request that has ended, and measure the phases of an answered one."""
-    assert context.end is not None
-    metrics.ended[context.end] += 1
-    if not context.end.outcome.answered:
-        return
-    summary = context.summary
-    arrived = context.arrived_at
-    ended = context.ended_at
-    submitted = summary.submitted or arrived
-    begun = summary.begun or submitted
-    last = summary.last or begun
-    metrics.request.observe(ended - arrived)
-    metrics.decode.observe(last - (summary.first or last))
-    metrics.prompt_length.observe(summary.prompt or 0)
-    metrics.generation_length.observe(summary.generated)
-    spent = metrics.durations
-    spent.request += _microseconds(ended - arrived)
-    spent.compute_input += _microseconds(submitted - arrived)
-    spent.queue += _microseconds(begun - submitted)
-    spent.compute_infer += _microseconds(last - begun)
-    spent.compute_output += _microseconds(ended - last)
-    spent.last = int(time.time() * 1000)
-
-
-def _microseconds(seconds: float) -> int:
-    return int(max(seconds, 0.0) * 1e6)
-
-
-def v2_statistics(metrics: LlmMetrics) -> VersionStatistics:
-    """A language model's counters as v2's statistics, by the rules of its `nv_inference_` metrics: a request is one
-    execution of batch size 1, and the time of failed ones is not measured."""
-    answered, spent = metrics.answered, metrics.durations
-
-    def took(microseconds: int) -> StatisticDuration:
-        return StatisticDuration(answered, microseconds * 1000)
-
-    computed = took(spent.compute_input), took(spent.compute_infer), took(spent.compute_output)
-    failed = metrics.total(Outcome.ERROR, Outcome.REJECTED, Outcome.TIMEOUT, Outcome.CANCELLED)
-    return VersionStatistics(
-        last_inference=spent.last,
-        inference_count=answered,
-        execution_count=answered,
-        inference=InferenceStatistics(took(spent.request), StatisticDuration(failed), took(spent.queue), *computed),
-        batches=(BatchStatistics(1, *computed),) if answered else (),
-    )
 
 
 class TokenDelta(msgspec.Struct, frozen=True):

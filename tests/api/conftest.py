@@ -40,9 +40,11 @@ from charonia.core.tensor import Tensor, TensorSpec
 from charonia.processes.client_shared_memory import CudaMemoryRegion, SharedMemoryRegistry
 from charonia.processes.cuda_memory import CudaDriver, CudaMemory
 from charonia.repository.request_validation import validate_request
+from charonia.telemetry.request_log import request_filter
 from charonia.telemetry.shared_state import SharedState
 
 from ..gpu_stand_in import GpuAllocation, gpu_allocation
+from .inline_model import InlineServer
 
 LLM = ModelConfig(
     "llm",
@@ -382,3 +384,10 @@ async def port(echo: ASGIApp) -> AsyncIterator[int]:
         await server.start()
         yield sock.getsockname()[1]
         await server.stop()
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> InlineServer:
+    """One whose log has no requests that succeed."""
+    monkeypatch.setattr(request_filter, "requests", "llm")
+    return InlineServer()

@@ -2,8 +2,7 @@
 
 from charonia.core.metrics import BatchStatistics, InferenceStatistics, StatisticDuration, VersionStatistics
 from charonia.core.request_context import Outcome, RequestEnd
-from charonia.engine.client.token_stream import v2_statistics
-from charonia.telemetry.llm_metrics import LlmMetrics
+from charonia.telemetry.llm_metrics import LlmMetrics, v2_statistics
 
 
 def test_nothing_happened_yet() -> None:
