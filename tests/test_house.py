@@ -108,7 +108,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_202,
+    "core": 2_210,
     "processes": 1_160,
     "telemetry": 2_878,
     "kvcache": 1_400,
@@ -120,7 +120,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_860,
-    "api": 10_160,
+    "api": 10_175,
     "http_workers": 2_530,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
