@@ -234,8 +234,9 @@ class PrefixFetches:
         """Write what became findable since the last call, and drop what nobody wants; called before a plan is made."""
         if unwritten := self._tier.take_unwritten():
             self._mover.store(unwritten)
-            for image in unwritten if self.written is not None else ():
-                self.written(image.key)
+            if self.written is not None:
+                for image in unwritten:
+                    self.written(image.key)
         dropped = self._tier.take_dropped()
         if any(dropped):
             self._mover.drop(dropped)

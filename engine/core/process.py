@@ -150,10 +150,9 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     groups = capacity.groups._replace(in_flight=rules.tokens_in_flight)
     counts = sizes.blocks, config.cache.block_size, caching, sizes.host_blocks, sizes.snapshots, drafts
     events = _event_recorder(config, capacity)
-    blocks, states = landing_sizes(config, capacity, sizes)
-    landing = {"landing": blocks, "landing_states": states}
     retention = retention_budget(config, sizes, capacity)
-    cache = KVCacheManager(*counts, groups, sizes.host_snapshots, events, retention, **landing)
+    landing = landing_sizes(config, capacity, sizes)
+    cache = KVCacheManager(*counts, groups, sizes.host_snapshots, events, retention, *landing)
     speculation = None if drafts == 0 else _speculation(config, capacity.vocab_size)
     scheduler = Scheduler(rules, cache, speculation=speculation)
     grammars = GrammarPool(partial(_grammar_backend, config, capacity.vocab_size))

@@ -1,0 +1,135 @@
+"""Models whose blocks and states come from a directory: a core that was never asked says the same, bit for bit."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from charonia.core.errors import InvalidArgument
+from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from charonia.engine.core.cache_directory import cache_fingerprint, check_cache_directory
+from charonia.engine.core.messages import AddRequest, FromCore, RequestUpdates, Shutdown
+from charonia.engine.core.process import build_executor, start_core
+from charonia.engine.worker.executor import Capacity
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import ResolvedSampling
+from charonia.scheduler.sequence import SequenceSpec
+
+SILENT: Any = SimpleNamespace(report=lambda *_: None)
+PROMPTS = [np.random.default_rng(seed).integers(1, 384, 90, dtype=np.int32) for seed in range(2)]
+SEEDED = ResolvedSampling(temperature=0.8, seed=5)
+
+
+def config(checkpoint: Path, directory: str, tensor: int = 1, **cache: object) -> EngineConfig:
+    return EngineConfig(
+        model=str(checkpoint),
+        device="cpu",
+        threads=1,
+        dtype="float32",
+        cache=CacheConfig(bytes=1 << 24, directory=directory, **cache),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64),
+        parallel=ParallelConfig(tensor=tensor),
+        max_model_len=128,
+    )
+
+
+def answers(config: EngineConfig, prompts: Sequence[np.ndarray] = PROMPTS) -> tuple[list[list[int]], list[int]]:
+    """The new tokens of each prompt, and how many of its own were cached, from a core of its own."""
+    executor = build_executor(config)
+    try:
+        core, _ = start_core(config, executor, SILENT)
+        tokens: dict[int, list[int]] = {key: [] for key in range(len(prompts))}
+        cached: dict[int, int] = {}
+        ended = set[int]()
+
+        def send(message: FromCore) -> None:
+            assert isinstance(message, RequestUpdates)
+            updates = message.updates
+            cached.update(updates.started)
+            new = iter(updates.tokens)
+            for key, count in zip(updates.keys, updates.counts, strict=True):
+                tokens[key] += [next(new) for _ in range(count)]
+            ended.update(key for key, _ in updates.finished)
+            if len(ended) == len(prompts):
+                core.inbox.accept(Shutdown())
+
+        for key, prompt in enumerate(prompts):
+            core.inbox.accept(AddRequest(SequenceSpec(key=key, prompt=prompt, max_tokens=12, sampling=SEEDED)))
+        core.run(send)
+        core.close()
+    finally:
+        executor.close()
+    return [tokens[key] for key in sorted(tokens)], [cached[key] for key in sorted(cached)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "found"),
+    [
+        ("llama", {}, 80),
+        ("llama", {"dtype": "int8"}, 80),
+        ("gemma3", {}, 80),
+        ("qwen3.5", {"state_fraction": 0.5}, 64),
+    ],
+)
+def test_a_warm_start_says_the_same(
+    checkpoint: Callable[..., Path], tmp_path: Path, name: str, cache: dict[str, object], found: int
+) -> None:
+    plain, _ = answers(config(checkpoint(name), "", **cache))
+    shared = config(checkpoint(name), str(tmp_path / "kv"), **cache)
+    cold, nothing = answers(shared)
+    assert (cold, nothing) == (plain, [0, 0])
+    warm, cached = answers(shared)
+    assert (warm, cached) == (plain, [found, found])
+
+
+@pytest.mark.proof
+def test_ranks_have_their_shares(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    shared = config(checkpoint("llama"), str(tmp_path / "kv"), tensor=2)
+    cold, nothing = answers(shared)
+    warm, cached = answers(shared)
+    assert (warm, nothing, cached) == (cold, [0, 0], [80, 80])
+    assert len(list((tmp_path / "kv").iterdir())) == 2
+    for path in sorted((tmp_path / "kv").glob("*-1of2/*/*")):
+        path.unlink()  # of one rank alone
+    again, cached = answers(shared)
+    assert (again, cached) == (cold, [0, 0])
+
+
+def test_a_fingerprint_is_of_what_is_computed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    base = config(checkpoint("llama"), "kv")
+    capacity = Capacity(384, 256, 1, 1)
+    own = cache_fingerprint(base, capacity, "layout")
+    assert own == cache_fingerprint(msgspec.structs.replace(base, threads=2), capacity, "layout")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in checkpoint("llama").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    copied = msgspec.structs.replace(base, model=str(copy))
+    assert own == cache_fingerprint(copied, capacity, "layout")
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[4000] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    others = [
+        cache_fingerprint(copied, capacity, "layout"),
+        cache_fingerprint(base, capacity, "other"),
+        cache_fingerprint(msgspec.structs.replace(base, dtype="bfloat16"), capacity, "layout"),
+        cache_fingerprint(msgspec.structs.replace(base, parallel=ParallelConfig(tensor=2)), capacity, "layout"),
+        cache_fingerprint(base, capacity._replace(max_model_len=128), "layout"),
+    ]
+    assert len({own, *others}) == 6
+
+
+def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "kv"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(InvalidArgument, match=r"kv_cache_dir: .* must belong to the server's user"):
+        check_cache_directory(config(tmp_path, str(shared)))
+    with pytest.raises(InvalidArgument, match="kv_cache_dir: what is in it is found by prefix caching, which is off"):
+        check_cache_directory(config(tmp_path, str(shared), prefix_caching=False))
+    with pytest.raises(InvalidArgument, match="kv_cache_dir_bytes needs kv_cache_dir"):
+        check_cache_directory(config(tmp_path, "", directory_bytes=5))
