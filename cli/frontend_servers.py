@@ -217,9 +217,13 @@ class FrontendServers:
         say(*lines)
 
     def _example(self, url: str) -> Iterator[str]:
-        """The line that shows how to ask the first model that generates text, if one does."""
+        """The line that shows how to ask the first model that generates text, or writes sounds down, if one does."""
         key = "-H 'Authorization: Bearer <key>' " if self._plan.endpoints.keys else ""
         for config in self._gateway.model_configs():
+            if config.transcribes:
+                model = f"-F file=@speech.wav -F model={shlex.quote(config.name)}"
+                yield f"Try: curl {key}{url}/v1/audio/transcriptions {model}"
+                return
             inputs, outputs = ({spec.name for spec in specs} for specs in (config.inputs, config.outputs))
             if "text_input" in inputs and "text_output" in outputs:
                 body = shlex.quote(_QUESTION if config.openai_api == "chat" else _PROMPT)

@@ -19,8 +19,10 @@ from .checkpoint.hf_checkpoint import open_checkpoint
 from .checkpoint.vision_support import media_kind, sees_both_ways
 from .checkpoint.weight_memory import WeightUse, count_weight_bytes
 from .client.client import own_engine_spec
+from .client.infer import OWN_LAYOUT
 from .client.llm import LlmModel
 from .client.model_media import ModelMedia
+from .client.speech_tensors import SpeechLayout
 from .client.tokenizer_bundle import TokenizerBundle
 from .config import EngineConfig, LoraConfig
 from .options import EngineOptions, engine_config, parse_settings, read_speculation_config
@@ -46,7 +48,9 @@ def language_model(
         InvalidArgument: a parameter is unknown or wrong; the message names it.
     """
     config = granted_config(path, parameters, memory, gpu_memory)
-    return LlmModel(written.name, written.version, config, on_progress, media=model_media(config, media))
+    seen = model_media(config, media)
+    layout = SpeechLayout() if seen is not None and seen.transcribes else OWN_LAYOUT
+    return LlmModel(written.name, written.version, config, on_progress, layout, seen)
 
 
 def model_media(config: EngineConfig, media: MediaServices | None) -> ModelMedia | None:

@@ -270,7 +270,7 @@ class RemoteTextHandle(TextHandle):
     def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
         if request.id:
             self.context.id = request.id
-        if IMAGE_NAMES & request.inputs.keys():  # as in `generate`
+        if self.config.transcribes or IMAGE_NAMES & request.inputs.keys():  # as in `generate`
             return super().infer(request)
         validate_request(self.config, request)
         return self._model.infer(request, self.context)

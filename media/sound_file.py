@@ -27,6 +27,7 @@ _OPTIONS = {
     "adpcm_ima_wav",
     "probesize": str(1 << 20),
 }
+_LOUDEST = 1000.0
 _MISSING_SECONDS, _MISSING_SHARE = 0.5, 0.02
 """What a file may be shorter than it says: encoders pad the beginning and the end."""
 
@@ -68,8 +69,9 @@ def decode_sound(data: bytes, rate: int, limits: MediaLimits) -> Samples:
         raise InvalidArgument(f"the sound is broken ({container.name}): {text or type(error).__name__}") from error
     if not len(samples):
         raise InvalidArgument("the sound is empty: it has no samples")
-    if not np.isfinite(samples).all():
-        raise InvalidArgument("the sound has samples that are no finite numbers")
+    if not np.abs(samples).max() <= _LOUDEST:  # nor is one that is no number
+        message = f"the sound has samples that are no numbers, or more than {_LOUDEST:g} times as loud as the loudest"
+        raise InvalidArgument(message)
     return samples
 
 

@@ -76,6 +76,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FIELDS = frozenset(_Message.__struct_fields__)
+_SOUNDS = ("input_audio", "audio_url")
+"""The types of parts that are sounds."""
 _TEXT_SHAPES = {"text": shape_of(_TextPart), "refusal": shape_of(_RefusalPart)}
 _PARTS = ShapeByType(_TEXT_SHAPES | dict.fromkeys(IMAGE_PARTS, IMAGE_PART_SHAPE), default="text")
 MESSAGE_SHAPE = Shape(
@@ -198,6 +200,9 @@ def _reasoning(where: str, message: _Message) -> str:
 def _part_text(where: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type") == "refusal":
         return convert_fields(part, _RefusalPart, where).refusal
+    if isinstance(part, dict) and part.get("type") in _SOUNDS:
+        problem = "is a sound, and chats take none: /v1/audio/transcriptions writes down what is said in one"
+        raise field_error(f"{where}.type", problem)
     if isinstance(part, dict) and part.get("type") not in (None, "text"):
         raise field_error(f"{where}.type", f"must be 'text', got {shortened(part['type'])}")
     return convert_fields(part, _TextPart, where).text

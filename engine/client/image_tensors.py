@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
-from ...core.media import MediaSource
+from ...core.media import MediaKind, MediaSource
 from ...core.tensor import Tensor, TensorSpec
 
 _FILES, _PIXELS = "image", "image_pixels"
@@ -50,7 +50,7 @@ def _images(inputs: Mapping[str, Tensor]) -> Iterator[MediaSource]:
             content = element.encode() if isinstance(element, str) else bytes(element)
             if not content:
                 raise InvalidArgument(f"{field} is empty", field=field)
-            yield _image_file(content, field)
+            yield file_source("image", content, field)
     if _PIXELS in inputs:
         pixels = inputs[_PIXELS].data.reshape(inputs[_PIXELS].shape)
         if pixels.size == 0 and len(pixels):
@@ -59,13 +59,13 @@ def _images(inputs: Mapping[str, Tensor]) -> Iterator[MediaSource]:
             yield MediaSource("image", data=_tiff(image), field=f"{_PIXELS}[{index}]")
 
 
-def _image_file(content: bytes, field: str) -> MediaSource:
+def file_source(kind: MediaKind, content: bytes, field: str) -> MediaSource:
     """A file as it is, or where text says that it is. No format that is read is text alone."""
     if not content.isascii() or b"\0" in content:
-        return MediaSource("image", data=content, field=field)
+        return MediaSource(kind, data=content, field=field)
     text = content.decode("ascii").strip()
     url = text if text[:6].lower().startswith(_URLS) else f"data:;base64,{text}"
-    return MediaSource("image", url=url, field=field)
+    return MediaSource(kind, url=url, field=field)
 
 
 def _tiff(image: NDArray[np.uint8]) -> bytes:

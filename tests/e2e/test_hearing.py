@@ -1,6 +1,7 @@
 """Models that write down sounds, over HTTP through OpenAI's package: what they say is what transformers says by the
 checkpoint's own extractor and decoder."""
 
+import base64
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+import tritonclient.http
 from transformers import (
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -146,6 +148,23 @@ def test_a_long_sound_is_heard_window_by_window(client: openai.OpenAI) -> None:
     assert 2 <= len(events) <= 4
     assert events[-1].usage.output_tokens > 0
     assert np.isclose(len(parts[0]) / RATE, 28.5)
+
+
+def test_tensors_are_heard_as_forms_are(hearing: Server, client: openai.OpenAI) -> None:
+    name, file = file_of(SOUND)
+    form = client.audio.transcriptions.create(model="whisper", file=(name, file), language="de")
+    body = {"audio": base64.b64encode(file.getvalue()).decode(), "language": "de"}
+    answer = httpx.post(f"{hearing.url}/v2/models/whisper/generate", json=body)
+    assert answer.json()["text_output"] == form.text
+    with tritonclient.http.InferenceServerClient(hearing.http_address) as triton:
+        sound = tritonclient.http.InferInput("audio", [1], "BYTES")
+        sound.set_data_from_numpy(np.array([file.getvalue()], object))
+        language = tritonclient.http.InferInput("language", [1], "BYTES")
+        language.set_data_from_numpy(np.array([b"de"], object))
+        result = triton.infer("whisper", [sound, language])
+        assert result.as_numpy("text_output")[0].decode() == form.text
+    assert httpx.post(f"{hearing.url}/v2/models/whisper/generate", json={"audio": "AAAA"}).status_code == 400
+    assert "/v1/audio/transcriptions -F file=@speech.wav -F model=whisper" in hearing.said
 
 
 def test_what_is_no_sound_is_named(hearing: Server, client: openai.OpenAI) -> None:
