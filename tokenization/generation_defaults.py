@@ -72,15 +72,15 @@ def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> Generatio
         SamplingParams(**values)
     except InvalidArgument as error:
         raise InvalidArgument(f"{file}: {error.message}") from None
-    decoder = _decoder_values(directory, generation)
-    return GenerationDefaults(ids, **values, **decoder)
+    start, suppressed = _decoder_tokens(directory, generation)
+    return GenerationDefaults(ids, **values)._replace(decoder_start=start, suppressed=suppressed)
 
 
-def _decoder_values(directory: Path, generation: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The fields of a model whose decoder writes while an encoder reads."""
+def _decoder_tokens(directory: Path, generation: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`decoder_start` and `suppressed` of a model whose decoder writes while an encoder reads."""
     config = {} if directory.is_file() else read_json(directory / "config.json")
     if not config.get("is_encoder_decoder"):
-        return {}
+        return (), ()
     known = {**config, **{name: value for name, value in generation.items() if value is not None}}
     start = known.get("decoder_start_token_id")
     begins = [known.get("bos_token_id") if start is None else start, known.get("forced_bos_token_id")]
@@ -90,7 +90,4 @@ def _decoder_values(directory: Path, generation: dict[str, Any]) -> dict[str, tu
         if token is not None and type(token) is not int:
             message = f"{directory}: decoder_start_token_id, forced_bos_token_id, suppress_tokens or bad_words_ids"
             raise InvalidArgument(f"{message}: {shorten(repr(token))} is no token's number")
-    return {
-        "decoder_start": tuple(token for token in begins if token is not None),
-        "suppressed": tuple(token for token in banned if token >= 0),
-    }
+    return tuple(token for token in begins if token is not None), tuple(token for token in banned if token >= 0)

@@ -85,6 +85,17 @@ class WrittenBench(Bench):
         return msgspec.structs.replace(spec, hashes=cache.digest(spec.identities, spec.extras))
 
 
+@torch.inference_mode()
+def chosen(own: Written, number: int, text: list[int]) -> list[int]:
+    """What transformers chooses greedily after the prompt and after each token of the text."""
+    prompt = own.prompts[number]
+    ids = torch.tensor([[*prompt, *text]])
+    encoded = (own.sources[number].unsqueeze(0),)
+    logits = own.model(encoder_outputs=encoded, decoder_input_ids=ids).logits[0]
+    tokens: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return tokens
+
+
 def more(*cases: tuple[str, str]) -> list[Any]:
     """Cases that are proofs: each has a like one in the suite."""
     return [pytest.param(*case, marks=pytest.mark.proof) for case in cases]
@@ -106,12 +117,7 @@ def test_texts_are_those_of_transformers(
     request.addfinalizer(bench.executor.close)
     bench.written = own
     outcome, _ = bench.run(Setting(chunk=29, prefix=True, ahead=1), asked=own.prompts)
-    for number, prompt in enumerate(own.prompts):
-        text = outcome.tokens[number]
-        ids = torch.tensor([[*prompt, *text]])
-        with torch.inference_mode():
-            encoded = (own.sources[number].unsqueeze(0),)
-            logits = own.model(encoder_outputs=encoded, decoder_input_ids=ids).logits[0]
-        assert text == logits[len(prompt) - 1 : -1].argmax(-1).tolist(), number
+    for number in range(len(LENGTHS)):
+        assert outcome.tokens[number] == chosen(own, number, outcome.tokens[number]), number
     decoder: Any = bench.executor.rank.runner.computer.decoder
     assert (decoder.program is not None) == (backend == "auto")
