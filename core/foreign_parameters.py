@@ -5,7 +5,6 @@ FOREIGN_PARAMETERS = frozenset(
     (
         # vLLM's
         "ec_transfer_params",
-        "kv_transfer_params",
         "logprob_token_ids",
         "prompt_embeds",
         "repetition_detection",

@@ -375,6 +375,8 @@ class EngineTotals(msgspec.Struct, array_like=True):
     directory: dict[str, float] = {}
     """What was done with a directory of cached blocks: the counts of `ImageTotals`, and those of `FetchDecision`, by
     name."""
+    transfers: dict[str, float] = {}
+    """Prompts sent to other servers and received, by the rest of their metrics' names; see `PrefixTransfers.totals`."""
 
     def count_seconds(self, states: Mapping[SequenceState, int], seconds: float) -> None:
         """A step took so long, while so many sequences were in each state."""

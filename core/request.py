@@ -9,6 +9,7 @@ import msgspec
 from .adapter import LoraTask
 from .drafts import DraftLimit, DraftSummary
 from .errors import InvalidArgument
+from .kv_transfer import KVTransferParams
 from .logprobs import PromptToken, TokenLogprob
 from .media import MediaSource
 from .retention import Retention
@@ -252,6 +253,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The limit of drafts; None is the model's default."""
     prediction: str = ""
     """The expected answer, for speculation."""
+    kv_transfer: KVTransferParams | None = None
+    """The server that is to answer what this one computes, or that has computed the prompt."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Words that are never generated, as token ids."""
     retention: Retention | None = None
@@ -344,6 +347,12 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """In the last chunk, if the model reports drafts."""
     transcript: Transcript | None = None
     """What the text is, of a request with `speech`."""
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """In the last chunk, where another server is to go on: how it finds what was computed."""
+
+    def handed_over(self, params: Mapping[str, Any] | None) -> "GenerateChunk":
+        """The chunk with these `kv_transfer_params`, if there are any."""
+        return self if params is None else msgspec.structs.replace(self, kv_transfer_params=params)
 
     @property
     def is_text(self) -> bool:

@@ -8,6 +8,7 @@ from ..core.drafts import MAX_DRAFTS, DraftReport
 from ..core.media_models import MediaConfig
 from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
+from .transfer_config import KVTransferConfig
 
 LOGITS_PIECE = 64
 """Most places of a step whose logits are computed at once, sampled ones apart: with more of them a head is no faster,
@@ -303,6 +304,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None where nothing is drafted."""
     kv_events: KVEventsConfig | None = None
     """None where nobody is told what the cache holds."""
+    kv_transfer: KVTransferConfig | None = None
+    """None where prompts are computed and answered by one server."""
     media: MediaConfig = MediaConfig()
     """For a model that sees."""
     per_request_spec_decode_metrics: DraftReport = "none"

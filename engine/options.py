@@ -25,6 +25,7 @@ from .config import (
 from .kv_events_options import read_kv_events_config
 from .media_options import MEDIA_FIELDS, read_media_config
 from .option_values import plain_count, plain_value, takes_count
+from .transfer_config import read_kv_transfer_config
 
 T = TypeVar("T")
 
@@ -137,6 +138,8 @@ class EngineOptions:
     """Part of a prompt that has to be cached: else the answer is empty at once, with the reason cache_threshold."""
     kv_events_config: str | None = None
     """Tell routers what the cache holds: JSON by vLLM's keys, as in {"enable_kv_cache_events": true, "topic": "t"}."""
+    kv_transfer_config: str | None = None
+    """Compute prompts for other servers, or go on with what others computed: JSON by vLLM's keys."""
     speculative_config: str | None = None
     """Draft tokens and verify several in one step: JSON, as in {"method": "ngram", "num_speculative_tokens": 4}."""
     per_request_spec_decode_metrics: DraftReport | None = None
@@ -288,6 +291,8 @@ def engine_config(model: str, options: EngineOptions, lora_modules: str = "") ->
     given["lora"] = _lora_config(given, lora_modules)
     if (written := given.pop("kv_events_config", None)) is not None:
         given["kv_events"] = read_kv_events_config(written, cache.prefix_caching)
+    if (written := given.pop("kv_transfer_config", None)) is not None:
+        given["kv_transfer"] = read_kv_transfer_config(written, cache.prefix_caching)
     given["media"] = read_media_config(_take(given, MEDIA_FIELDS))
     if (written := given.pop("speculative_config", None)) is not None:
         given["speculation"] = read_speculation_config(written)

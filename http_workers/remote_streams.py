@@ -30,6 +30,9 @@ class RemoteStreams:
         for key, cached, begun in steps.started:
             if key in streams:
                 streams[key].start(cached, begun)
+        for key, held in steps.held:
+            if key in streams:
+                streams[key].stats.held = held
         for key, scores in steps.prompt_logprobs:
             if key in streams:
                 for tokens_scores in scores:

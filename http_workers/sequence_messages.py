@@ -1,5 +1,7 @@
 """The messages between a worker and the hub about sequences in the engines of language models."""
 
+from typing import Any
+
 import msgspec
 
 from ..core.errors import SentError
@@ -88,3 +90,6 @@ class SequenceSteps(msgspec.Struct, array_like=True, tag="steps", frozen=True):
     """(key, tokens drafted and accepted of each step)"""
 
     failed: list[tuple[int, SentError]] = []
+
+    held: list[tuple[int, dict[str, Any]]] = []
+    """(key, how another server finds what it computed)"""

@@ -130,7 +130,7 @@ class TokenRelay:
         if self._link.congested or not (self._unread or self._failed):
             return
         unread, self._unread = self._unread, []
-        steps = SequenceSteps(time.monotonic(), [], [], [], [], [], [], [], [], [])
+        steps = SequenceSteps(time.monotonic(), [], [], [], [], [], [], [], [], [], [])
         for key in unread:
             sequence = self._sequences.get(key)
             if sequence is not None and sequence.stream is not None:
@@ -144,6 +144,8 @@ class TokenRelay:
         if not sequence.reported_start and stream.started:
             sequence.reported_start = True
             steps.started.append((key, stats.cached or 0, stats.begun or 0.0))
+            if stats.held is not None:
+                steps.held.append((key, stats.held))
         try:
             delta = stream.take()
         except CharoniaError as error:

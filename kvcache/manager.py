@@ -73,14 +73,15 @@ class KVCacheManager:
         self.retention = (
             SessionRetention(self._pool, self.states, block_size, groups.total) if retention.blocks else None
         )
-        # Whether a sequence can go on after any block that is cached with all before it.
-        self._begins_anywhere = groups.total == groups.full == 1 and self.states is None
+        self.begins_anywhere = groups.total == groups.full == 1 and self.states is None
+        """Whether a sequence can go on after any block that is cached with all before it."""
         self.draft_states = None if draft_states is None else DraftStates(snapshots, draft_states)
         self.is_findable = self._tiers.is_findable
         """Whether the block of a key, see `group_key`, need not be computed."""
         self.committed: list[ImagePlace] | None = None
         """Blocks that became findable by being computed, for who takes them away; None: nobody does."""
         self._tables: set[BlockTable] = set()
+        self.held_tables = 0  # of prefixes that no sequence has
         self._computing: Counter[bytes] = Counter()
 
     @property
@@ -96,7 +97,7 @@ class KVCacheManager:
 
     @property
     def open_tables(self) -> int:
-        return len(self._tables)
+        return len(self._tables) - self.held_tables
 
     def spans_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens take in a group that keeps them."""
@@ -144,7 +145,7 @@ class KVCacheManager:
         if self.states is not None:
             forked = self._forked(shared)
             resumable = [number for number, digest in enumerate(shared[:forked], 1) if digest in self.states]
-        if not self._begins_anywhere:
+        if not self.begins_anywhere:
             shared = shared[: self._prefix_end(shared, 0, self._pool.is_cached, resumable)]
         self._hold_spans(table, shared, self._tiers.share)
         table.cached = table.committed * self.block_size
@@ -197,7 +198,7 @@ class KVCacheManager:
         for group in range(self._span_blocks):
             begin = first if group < groups.full else max(first, slid)
             columns.append([NO_BLOCK] * (begin - first) + hold(group_keys(hashes[begin:], group)))
-            if len(columns[-1]) < len(hashes) - first and not self._begins_anywhere:
+            if len(columns[-1]) < len(hashes) - first and not self.begins_anywhere:
                 self._drop_all([*chain(*columns)])
                 return False
         table.blocks += chain.from_iterable(zip(*columns, strict=True))
@@ -334,6 +335,8 @@ class KVCacheManager:
         for group in range(total):
             blocks = table.blocks[first * total + group :: total]
             for block, key in zip(blocks, group_keys(hashes, group), strict=False):
+                if block == NO_BLOCK:
+                    continue
                 self._pool.publish(block, key)
                 if self.committed is not None:
                     self.committed.append(ImagePlace(key, block))

@@ -66,6 +66,7 @@ class StatePool:
         self._demoted = set[bytes]()  # the host's memory is not for them
         self._being_restored = set[bytes]()
         self._promises: Counter[bytes] = Counter()
+        self._pinned: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         """Snapshots that can be found on the device."""
@@ -87,7 +88,7 @@ class StatePool:
         self._use(digest)
         self.restored += 1
         self._being_restored.add(digest)
-        return self._part_of(digest)[digest]
+        return self.place_of(digest)
 
     def _part_of(self, digest: bytes) -> OrderedDict[bytes, int]:
         """Where this one is, which is on the device."""
@@ -158,7 +159,7 @@ class StatePool:
         if self._unused:
             snapshot = self._unused.pop()
         else:
-            stay = self._being_restored.union(but) if but else self._being_restored
+            stay = self._being_restored.union(but, self._pinned) if but or self._pinned else self._being_restored
             oldest = next((digest for digest in chain(self._recent, self._retained) if digest not in stay), None)
             if oldest is None:
                 return None
@@ -202,6 +203,19 @@ class StatePool:
             self._recent.move_to_end(digest, last=False)
             self._demoted.add(digest)
         self.host.demote(digest)
+
+    def pin(self, digest: bytes) -> None:
+        """Let the snapshot of this hash make no room until `unpin`: a peer may want it."""
+        self._pinned[digest] += 1
+
+    def unpin(self, digest: bytes) -> None:
+        self._pinned[digest] -= 1
+        if not self._pinned[digest]:
+            del self._pinned[digest]
+
+    def place_of(self, digest: bytes) -> int:
+        """The snapshot of this hash, which is on the device."""
+        return self._part_of(digest)[digest]
 
     def promise(self, digest: bytes) -> None:
         """A running sequence is going to have the state of this hash, and to keep it."""

@@ -167,7 +167,7 @@ class RunningSet:
         self._note_slid(row)
         if self.saves is not None:
             forks = forks_of(sequence, self.waiting.first(_FORKS_LOOKED_AT), self.cache.block_size)
-            self.saves.enter(row, table, sequence.known, forks, spec.snapshot_at)
+            self.saves.enter(row, table, sequence.known, forks, spec.snapshot_at, spec.handed_over)
         self.max_in_flight[row] = min(spec.max_in_flight or self._most_in_flight, self._most_in_flight)
         self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)

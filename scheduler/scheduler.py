@@ -102,6 +102,11 @@ class Scheduler:
         return states
 
     @property
+    def spare_blocks(self) -> int:
+        """Blocks that are to stay free for running sequences to grow."""
+        return self._rows.spare_blocks(self.config.admission == "no_evict")
+
+    @property
     def in_flight(self) -> int:
         """Plans without a result."""
         return len(self._rows.in_flight)

@@ -68,6 +68,9 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     states, that after so many is kept if it spares enough."""
     retention: Retention | None = None
     """What is to be kept of it for its session."""
+    handed_over: bool = False
+    """What it computes of its prompt is for another server: where layers keep states, that after the prompt's last full
+    block is kept before all others."""
     max_in_flight: int = 0
     """Steps in flight that may have the sequence at once. 0 is no limit of its own; 1 is for one whose next token
     depends on what the host makes of the last."""

@@ -59,13 +59,21 @@ class StateSaves:
         return -(-tokens // self._block_size) * self._block_size
 
     def enter(
-        self, row: int, table: BlockTable, known: int, forks: Iterable[int] = (), marks: Iterable[int] = ()
+        self,
+        row: int,
+        table: BlockTable,
+        known: int,
+        forks: Iterable[int] = (),
+        marks: Iterable[int] = (),
+        keeps_last: bool = False,
     ) -> None:
         """A sequence of `known` tokens enters a row with its table. `forks`: counts of tokens at which others part from
-        it; `marks`: at which they may."""
+        it; `marks`: at which they may. `keeps_last`: what its last full block but for its last token leaves is wanted
+        before all others."""
         last = (known - 1) // self._block_size * self._block_size
         answered = max(known - 1 - self._prompt_tail, 0)
-        positions = self._positions(table.cached, last, [table.forked, *forks, answered, *marks])
+        wanted = [table.forked, *forks, answered, *marks]
+        positions = self._positions(table.cached, last, wanted, [last] if last > table.cached and keeps_last else [])
         self._promised[row] = tuple(table.promised)
         for position in positions:
             self._promise(row, position)
@@ -73,16 +81,17 @@ class StateSaves:
         self._prompt_end[row] = last
         self._advance(row)
 
-    def _positions(self, cached: int, last: int, marks: list[int]) -> list[int]:
+    def _positions(self, cached: int, last: int, marks: list[int], always: list[int]) -> list[int]:
         """What is kept of a prompt whose last block but for its last token ends at `last`; of the known tokens of a
-        sequence that was preempted, too. `marks`: the most wanted, the earlier ones before the later ones."""
+        sequence that was preempted, too. `marks`: the most wanted, the earlier ones before the later ones, behind those
+        that are `always`."""
         stride = self._prompt_stride
         newest = last // stride * stride
         while (last - cached) // stride > self._most_per_prompt:
             stride *= 2
         wanted = [mark // self._block_size * self._block_size for mark in marks]
         wanted += [newest, *range(cached // stride * stride + stride, last, stride)]
-        kept = [cached]
+        kept = [cached, *always]
         for position in wanted:
             if cached < position <= last and all(abs(position - other) >= self.least_gain for other in kept):
                 kept.append(position)

@@ -120,6 +120,10 @@ class EngineState(NamedTuple):
     """Scopes for which sessions retain cache."""
     retained_blocks: int = 0
     """Blocks that are retained for them, and that no sequence holds."""
+    held_blocks: int = 0
+    """Blocks that are held for other servers."""
+    arriving: int = 0
+    """Sequences that wait for another server's blocks."""
     splits: bool = True
     """Whether more ranks could share the model."""
     totals: EngineTotals = EngineTotals()
@@ -149,6 +153,10 @@ class EngineState(NamedTuple):
         yield Reading("charonia_retention_displaced_scopes_total", totals.retention_displaced)
         yield Reading("charonia_cache_event_batches_total", totals.event_batches)
         yield Reading("charonia_cache_event_batches_dropped_total", totals.event_batches_dropped)
+        yield Reading("charonia_kv_transfer_held_blocks", self.held_blocks)
+        yield Reading("charonia_kv_transfer_waiting", self.arriving)
+        for name in ("sent", "sent_bytes", "expired", "dropped", "received", "received_bytes", "failed", "seconds"):
+            yield Reading(f"charonia_kv_transfer_{name}_total", totals.transfers.get(name, 0))
         yield Reading("charonia_preemptions_total", totals.preemptions)
         yield Reading("charonia_core_restarts_total", self.core_restarts)
         yield Reading("charonia_replicas_ready", self.replicas_ready)
@@ -292,13 +300,15 @@ def sum_totals(totals: Iterable[EngineTotals]) -> EngineTotals:
     """What several cores have counted together."""
     fields = [msgspec.structs.asdict(total) for total in totals]
     drafters = sum_by_drafter(core.pop("drafters") for core in fields)
-    spent, files = ([core.pop(name) for core in fields] for name in ("sequence_seconds", "directory"))
-    states, directory = (
+    by_name = "sequence_seconds", "directory", "transfers"
+    spent, files, sent = ([core.pop(name) for core in fields] for name in by_name)
+    states, directory, transfers = (
         {name: sum(counts.get(name, 0.0) for counts in of_cores) for name in {*chain(*of_cores)}}
-        for of_cores in (spent, files)
+        for of_cores in (spent, files, sent)
     )
     numbers = {name: sum(core[name] for core in fields) for name in fields[0]}
-    return EngineTotals(**numbers, drafters=drafters, sequence_seconds=states, directory=directory)
+    counts = {"sequence_seconds": states, "directory": directory, "transfers": transfers}
+    return EngineTotals(**numbers, drafters=drafters, **counts)
 
 
 def record_request(metrics: LlmMetrics, context: RequestContext) -> None:

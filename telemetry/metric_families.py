@@ -60,6 +60,20 @@ CHARONIA_FAMILIES = (
     MetricFamily(
         "charonia_state_missed_tokens_total", "counter", "Prompt tokens computed though the cache had their blocks"
     ),
+    MetricFamily("charonia_kv_transfer_held_blocks", "gauge", "Cache blocks held for servers that are to fetch them"),
+    MetricFamily("charonia_kv_transfer_waiting", "gauge", "Requests that wait for blocks that another server computed"),
+    MetricFamily("charonia_kv_transfer_sent_total", "counter", "Computed prompts that other servers fetched"),
+    MetricFamily("charonia_kv_transfer_sent_bytes_total", "counter", "Bytes of computed prompts sent"),
+    MetricFamily("charonia_kv_transfer_expired_total", "counter", "Computed prompts that nobody fetched in time"),
+    MetricFamily(
+        "charonia_kv_transfer_dropped_total", "counter", "Computed prompts given up for want of room, or of their peer"
+    ),
+    MetricFamily(
+        "charonia_kv_transfer_received_total", "counter", "Prompts that came from the server that computed them"
+    ),
+    MetricFamily("charonia_kv_transfer_received_bytes_total", "counter", "Bytes of computed prompts received"),
+    MetricFamily("charonia_kv_transfer_failed_total", "counter", "Prompts that did not come, or not whole"),
+    MetricFamily("charonia_kv_transfer_seconds_total", "counter", "Time of all fetches of prompts together"),
     MetricFamily("charonia_preemptions_total", "counter", "Running sequences put back in line for want of blocks"),
     MetricFamily("charonia_grammars_compiled_total", "counter", "Grammars of requests that were compiled"),
     MetricFamily("charonia_grammar_compile_seconds_total", "counter", "Time that compiling grammars took"),

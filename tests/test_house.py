@@ -75,7 +75,7 @@ FOREIGN_BANS = {
 INNER_FLOORS = {
     "engine": (
         ".options",
-        "cpu grammars drafters",
+        "cpu grammars drafters transfer",
         "gpu",
         "checkpoint",
         "layers",
@@ -108,20 +108,20 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_210,
+    "core": 2_290,
     "processes": 1_160,
-    "telemetry": 2_878,
-    "kvcache": 1_400,
+    "telemetry": 2_904,
+    "kvcache": 1_515,
     "tokenization": 3_705,
     "media": 1_100,
-    "scheduler": 2_305,
-    "engine": 26_500,
+    "scheduler": 2_315,
+    "engine": 27_790,
     "classic_backends": 8_410,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_860,
-    "api": 10_175,
-    "http_workers": 2_530,
+    "api": 10_205,
+    "http_workers": 2_540,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
     "extras/console": 600,

@@ -17,7 +17,14 @@ from ..openai.schemas import CHAT_NO_OP_VALUES, thinking_variables
 from ..openai.translated_chat import FieldNames, TranslatedChat, parse_translated
 from .message_turns import BLOCK_SHAPE, TURN_SHAPE, ChatTurns, JsonObject
 
-NO_OP_VALUES: NoOpValues = {"container": (), "mcp_servers": ([],), "compaction": (), "fallbacks": ([],), "thread": ()}
+NO_OP_VALUES: NoOpValues = {
+    "container": (),
+    "mcp_servers": ([],),
+    "compaction": (),
+    "fallbacks": ([],),
+    "thread": (),
+    "kv_transfer_params": (),
+}
 IGNORED = frozenset(
     (
         "metadata",
@@ -94,6 +101,7 @@ _OF_CHAT = (
     CHAT_FIELDS
     - OWN_FIELDS
     - {
+        "kv_transfer_params",
         "max_completion_tokens",
         "stop",
         "stream_options",

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import InvalidArgument
+from ...core.kv_transfer import parse_kv_transfer
 from ...core.request import GenerateRequest, Prompt, TokenizeRequest, ToolUse
 from ...core.retention import parse_retention
 from ...core.sampling import SamplingParams
@@ -252,6 +253,11 @@ def _parsed(
     guided_decoding, drafts = fields.constraint(), fields.drafts
     wishes = fields.retention_directives, fields.retention_scope, fields.kv_cache_retention_config
     retention = parse_retention(*wishes) if any(wishes) else None
+    transfer = parse_kv_transfer(fields.kv_transfer_params)
+    if transfer is not None and transfer.do_remote_decode and stream:
+        raise field_error("kv_transfer_params", ": do_remote_decode is for an answer that is not streamed")
+    if transfer is not None and len(prompts) > 1:
+        raise field_error("kv_transfer_params", "is for one prompt")
     requests = tuple(
         GenerateRequest(
             id=spec.id,
@@ -267,6 +273,7 @@ def _parsed(
             guided_decoding=guided_decoding,
             drafts=drafts,
             retention=retention,
+            kv_transfer=transfer,
             choice=choice,
             choice_count=spec.best_of,
             prompt_count=len(prompts),

@@ -195,6 +195,8 @@ class OpenAIResponseWriter:
         self._drafts = [answer.drafts for answer in answers if answer.drafts is not None]
         usage = {"usage": self._total(), **self._metrics()}
         body = {**self._head, "object": self._format.object, "choices": choices, **usage}
+        if answers and (held := answers[0].kv_transfer_params) is not None:
+            body["kv_transfer_params"] = held
         if (most := self._spec.prompt_logprobs) is not None:
             self._format.show_prompts(
                 body, "prompt_logprobs", [prompt_entries(answer.prompt_logprobs, most) for answer in shown]

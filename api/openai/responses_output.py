@@ -194,6 +194,7 @@ class ResponseOutput:
         self._held = ""
         self._held_logprobs: list[JsonObject] = []
         self._usage: Usage | None = None
+        self._transfer: Mapping[str, Any] | None = None
         self._reason: FinishReason | None = None
         self._number = 0
         self._ended_at = 0
@@ -203,7 +204,7 @@ class ResponseOutput:
         return self._numbered({"type": f"response.{name}", "response": response} for name in ("created", "in_progress"))
 
     def add(self, chunk: GenerateChunk) -> list[JsonObject]:
-        self._usage, self._reason = chunk.usage, chunk.finish_reason
+        self._usage, self._reason, self._transfer = chunk.usage, chunk.finish_reason, chunk.kv_transfer_params
         return self._numbered(self._grow(chunk))
 
     def add_text(self, text: str) -> list[JsonObject]:
@@ -319,6 +320,7 @@ class ResponseOutput:
             "incomplete_details": {"reason": reason} if reason else None,
             "output": [*self._done],
             "usage": _usage(self._usage) if ended and self._usage is not None else None,
+            **({} if self._transfer is None else {"kv_transfer_params": self._transfer}),
         }
 
     def _numbered(self, events: Iterator[JsonObject] | list[JsonObject]) -> list[JsonObject]:

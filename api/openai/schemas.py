@@ -248,6 +248,7 @@ class GenerationBody(ConstraintFields, frozen=True, kw_only=True):
     retention_directives: Any = None
     kv_cache_retention_config: Any = None
     speculative: SpeculativeOptions | bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def drafts(self) -> DraftLimit | None:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ...core.errors import InvalidArgument
+from ...core.kv_transfer import new_handle
 from ...core.request import Conversation, GenerateRequest
 from ...core.request_context import RequestContext
 from ...core.retention import Retention
@@ -21,6 +22,7 @@ from ...scheduler.plan import SOURCE_TOKENS, EncoderRows, IntArray, LogitsParams
 from ...scheduler.sequence import SequenceSpec
 from ...tokenization.generation_defaults import GenerationDefaults
 from ..core.messages import AddRequest, CoreReady
+from ..transfer.prefix_client import RemotePrefix
 
 _LEAST_URGENT = 2**16
 """The class of background requests, too, which never catch up with others by waiting."""
@@ -99,7 +101,20 @@ def build_add_request(
         encoded=encoded,
     )
     timeout = request.timeout or (_NO_TIMEOUT if context.background else 0.0)
-    return AddRequest(spec, request.guided_decoding, timeout)
+    handle, remote = _transfer(request)
+    return AddRequest(spec, request.guided_decoding, timeout, handle=handle, remote=remote)
+
+
+def _transfer(request: GenerateRequest) -> tuple[str, RemotePrefix | None]:
+    """By which name another server will ask for the prompt's cache, which is that of the first answer, and where it is
+    to be fetched."""
+    transfer = request.kv_transfer
+    if transfer is None:
+        return "", None
+    if transfer.do_remote_decode:
+        return "" if request.choice else new_handle(), None
+    host, port, handle = transfer.remote_host or "", transfer.remote_port or 0, transfer.remote_request_id or ""
+    return "", RemotePrefix(host, port, handle, transfer.remote_engine_id or "")
 
 
 def _retention(request: GenerateRequest, context: RequestContext, engine: CoreReady) -> Retention | None:

@@ -114,6 +114,8 @@ class Replica:
         """Send a new request, whose tokens go into `stream` until it is released."""
         self._streams[add.spec.key] = stream
         self._uncomputed_tokens += stream.uncomputed_tokens
+        if add.handle and (info := self.core.info) is not None and info.transfer is not None:
+            stream.stats.held = info.transfer.held_params(add.handle, (len(add.spec.prompt) - 1) // info.block_size)
         self.core.send(add)
 
     def release(self, key: int) -> None:
@@ -268,6 +270,8 @@ class EngineClient:
             core_restarts=sum(replica.losses for replica in self.replicas),
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
             splits=self._splits,
+            held_blocks=sum(replica.core.load.held_blocks for replica in self.replicas),
+            arriving=sum(replica.core.load.arriving for replica in self.replicas),
             totals=msgspec.structs.replace(
                 totals,
                 drafters=self._no_drafts | totals.drafters,
@@ -365,9 +369,9 @@ class EngineClient:
 
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:
-    capabilities = frozenset(
-        {"drafts", "guided_decoding", "prediction", "targets", "thinking_budget", "wants_prompt_logprobs"}
-    )
+    capabilities = {"drafts", "guided_decoding", "prediction", "targets", "thinking_budget", "wants_prompt_logprobs"}
+    if config.kv_transfer is not None:
+        capabilities |= config.kv_transfer.abilities
     if config.lora is not None:
         capabilities |= {"adapter", "lora_task"}
     connect = partial(EngineClient, config)
@@ -377,7 +381,7 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
         "charonia",
         config.model,
         connect,
-        capabilities,
+        frozenset(capabilities),
         config.chat_template,
         config.tokenizer,
         AnswerParsers(config.tool_call_parser, config.reasoning_parser),

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 from ...core.drafts import DraftReport
 from ...core.errors import InvalidArgument
+from ...core.kv_transfer import FIELD as KV_TRANSFER
 from ...core.model import MemoryHolder, RetainingModel
 from ...core.request import GenerateRequest, GuidedDecoding
 from ...scheduler.speculation import PREDICTED_DRAFTS
@@ -152,6 +153,12 @@ class EngineSpec:
                 if not self.target_tenants & {tenant, ANY_TENANT}:
                     message = f"parameter '{name}' is not for this client; --target-tenants says for which it is"
                     raise InvalidArgument(message, field=name)
+        if (transfer := request.kv_transfer) is not None:
+            ability = "hands_prompts_over" if transfer.do_remote_decode else "takes_prompts_over"
+            if ability not in self.capabilities:
+                wanted = "do_remote_decode" if transfer.do_remote_decode else "do_remote_prefill"
+                message = f"{KV_TRANSFER}: {wanted} is not for this server: kv_transfer_config gives it no such role"
+                raise InvalidArgument(message, field=KV_TRANSFER)
         self._check_drafts(request)
         self.check_constraint(request.guided_decoding)
 

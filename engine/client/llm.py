@@ -314,7 +314,7 @@ class LlmModel:
                         yield chunk
             # The engine is aborted by now: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)
-            yield self._with_drafts(chunk, request, stats)
+            yield self._with_drafts(chunk.handed_over(stats.held), request, stats)
 
     def _with_drafts(self, last: GenerateChunk, request: GenerateRequest, stats: SequenceStats) -> GenerateChunk:
         """The last chunk of a text, with the report about its drafts if the configuration asks for one."""

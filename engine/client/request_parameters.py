@@ -127,6 +127,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_start": (),
     "flat_logprobs": (False,),
     "image": (),
+    "kv_transfer_params": (),
     "embedding_request": (),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),

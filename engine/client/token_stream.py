@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -53,6 +53,7 @@ class SequenceStats:
         self.generated = 0
         self.drafts: list[tuple[int, int]] = []
         """Tokens drafted and accepted in each step that drafted, if the configuration has them reported."""
+        self.held: dict[str, Any] | None = None  # how another server finds what was computed, if one is to go on
         self.finish_reason: FinishReason | None = None
         self.end: RequestEnd | None = None
         self._waits = False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.sequence import SequenceSpec
 from ..grammars.backend import CompiledGrammar
+from ..transfer.prefix_client import RemotePrefix
 from .constraints import SequenceConstraint, ThinkingLimit
 from .grammar_pool import GrammarPool
 from .messages import (
@@ -32,6 +33,8 @@ from .messages import (
     UnloadAdapter,
 )
 
+R = TypeVar("R")
+
 IDLE_SECONDS = 1.0
 """An idle loop turns, and sends its heartbeat, at least this often."""
 
@@ -45,6 +48,22 @@ class NewRequest(NamedTuple):
     arrived: float
     """By the inbox's clock."""
     constraint: SequenceConstraint | None = None
+    handle: str = ""
+    """As in `AddRequest`, as the next."""
+    remote: RemotePrefix | None = None
+
+
+class LoopCall(NamedTuple):
+    """Something that another thread wants done between steps."""
+
+    function: Callable[[], Any]
+    done: Future[Any]
+
+    def run(self) -> None:
+        try:
+            self.done.set_result(self.function())
+        except Exception as error:
+            self.done.set_exception(error)
 
 
 class PrefixLookedUp(NamedTuple):
@@ -63,7 +82,8 @@ class ImagesCame(NamedTuple):
 
 FetchReply: TypeAlias = PrefixLookedUp | ImagesCame
 InboxItem: TypeAlias = (
-    NewRequest
+    LoopCall
+    | NewRequest
     | RequestRejected
     | AbortRequests
     | ReleaseScope
@@ -108,9 +128,10 @@ class Inbox:
             message.spec,
             hashes=self._cache.digest(message.spec.identities, message.spec.extras),
             constrained=constrained,
+            handed_over=bool(message.handle),
             max_in_flight=int(constrained),
         )
-        new = NewRequest(spec, deadline, arrived)
+        new = NewRequest(spec, deadline, arrived, handle=message.handle, remote=message.remote)
         if message.constraint is None or not constrained:
             self._queue.put(new._replace(constraint=_constraint(message, None)) if constrained else new)
         elif self._grammars is None:
@@ -146,6 +167,12 @@ class Inbox:
     def reply(self, outcome: AdapterReply | FetchReply) -> None:
         """Give the loop the outcome of loading an adapter, or of what was wanted of a directory."""
         self._queue.put(outcome)
+
+    def call(self, function: Callable[[], R], /) -> Future[R]:
+        """Have the loop's thread call it between steps."""
+        done: Future[R] = Future()
+        self._queue.put(LoopCall(function, done))
+        return done
 
     def take_all(self, busy: bool, patience: float = IDLE_SECONDS) -> list[InboxItem]:
         """All messages. Unless the loop is `busy`, it waits for the first, `patience` or IDLE_SECONDS at most."""

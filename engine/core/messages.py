@@ -10,11 +10,13 @@ import numpy as np
 
 from ...core.adapter import Adapter
 from ...core.errors import SentError
+from ...core.kv_transfer import TransferAddress
 from ...core.metrics import EngineTotals
 from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import IntArray, StepUpdates
 from ...scheduler.sequence import SequenceSpec
+from ..transfer.prefix_client import RemotePrefix
 
 
 class AddRequest(msgspec.Struct, array_like=True, tag="add", frozen=True, eq=False):
@@ -27,6 +29,10 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", frozen=True, eq=Fal
     thinking: int | None = None
     """The new tokens after which `thinking_end` is forced, unless it came before; None for no limit."""
     thinking_end: list[int] = []
+    handle: str = ""
+    """By which another server will ask for the prompt's cache; "" if none will."""
+    remote: RemotePrefix | None = None
+    """Where the prompt's cache is to be fetched."""
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort", frozen=True):
@@ -100,6 +106,8 @@ class CoreReady(msgspec.Struct, array_like=True, tag="ready", frozen=True):
     """Whether twice as many ranks of a tensor could share the model."""
     source_tokens: int = 0
     """The most tokens of a prompt that an encoder reads, while a decoder writes what follows; 0: there is none."""
+    transfer: TransferAddress | None = None
+    """Where other servers fetch what it computes for them; None: nowhere."""
 
 
 class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
@@ -118,6 +126,10 @@ class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
     """Scopes of sessions that there are."""
     retained_blocks: int = 0
     """Blocks that are kept for them, and that no sequence holds."""
+    held_blocks: int = 0
+    """Blocks that are held for other servers."""
+    arriving: int = 0
+    """Sequences that wait for another server's blocks."""
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True):

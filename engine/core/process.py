@@ -43,6 +43,7 @@ from .drafters import build_drafter
 from .event_publisher import EventPublisher
 from .grammar_pool import GrammarPool
 from .messages import CoreFailed, CoreLoading, CoreReady
+from .prefix_transfers import PrefixTransfers
 from .sockets import CoreEndpoints, CoreSockets
 from .step_loop import EngineCore
 
@@ -169,6 +170,8 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     core.warm_up()
     progress.report("warm-up", 1.0)
     open_cache_directory(config, capacity, executor, cache, core)
+    if config.kv_transfer is not None:
+        core.transfers = PrefixTransfers(config, scheduler, cache, executor, core.inbox.call, time.monotonic)
     if config.warm_up_graphs:
         executor.capture_usual_steps(progress.report)
     gc_tuning.collect_and_freeze(frozen_too=False)
@@ -186,6 +189,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
         retention.blocks,
         capacity.splits,
         capacity.encoder.rows if capacity.encoder is not None and capacity.encoder.reads_text else 0,
+        None if core.transfers is None else core.transfers.address,
     )
 
 

@@ -30,7 +30,7 @@ from .cache_events import CacheEventRecorder
 from .constraints import ConstrainedSequences
 from .deadlines import Deadlines
 from .grammar_pool import NO_GRAMMARS, GrammarPool
-from .inbox import ImagesCame, Inbox, NewRequest, PrefixLookedUp
+from .inbox import ImagesCame, Inbox, LoopCall, NewRequest, PrefixLookedUp
 from .messages import (
     NO_STEP,
     AbortRequests,
@@ -47,6 +47,7 @@ from .messages import (
     UnloadAdapter,
 )
 from .prefix_fetches import PrefixFetches
+from .prefix_transfers import PrefixTransfers
 
 _LAST_STEP_WEIGHT = 0.1
 """Weight of the last step in the moving average of step times."""
@@ -86,6 +87,8 @@ class EngineCore:
         events: CacheEventRecorder | None = None,
         encoder: EncoderShape | None = None,
     ) -> None:
+        self.transfers: PrefixTransfers | None = None
+        """What other servers computed, or fetch; set once the cache is allocated."""
         self.inbox = Inbox(cache, clock, grammars)
         self._adapters = CoreAdapters(executor, self.inbox.reply, scheduler.uses_adapter)
         self._grammars = grammars
@@ -108,6 +111,7 @@ class EngineCore:
         self._landed_at = 0.0
         self._integrity_checked = True
         self._stopping = False
+        self._stuck = False  # sequences wait, and none can run before something comes
 
     def open_directory(self, tier: DirectoryTier, mover: ImageMover, shares: Sequence[ImageDirectory]) -> None:
         """Keep what is computed in a directory, and begin with what it has; called before the loop runs."""
@@ -121,6 +125,8 @@ class EngineCore:
             self._fetches.close()
         if self._grammars is not None:
             self._grammars.close()
+        if self.transfers is not None:
+            self.transfers.close()
         if self._events is not None:
             self._events.publisher.close()
 
@@ -180,7 +186,7 @@ class EngineCore:
     def _receive(self, send: Callable[[FromCore], None]) -> None:
         """Take the inbox's messages. An idle loop also prepares later steps, and checks its integrity once after each
         busy time."""
-        busy = self._scheduler.has_work
+        busy = self._scheduler.has_work and not self._stuck
         fetches = self._fetches
         items = self.inbox.take_all(busy) if fetches is None else self.inbox.take_all(busy, fetches.patience())
         if not (busy or items):
@@ -202,6 +208,8 @@ class EngineCore:
                 case PrefixLookedUp() | ImagesCame():
                     assert fetches is not None, "a directory answers, and there is none"
                     fetches.finish(item)
+                case LoopCall():
+                    item.run()
                 case RequestRejected():
                     send(item)
                 case AbortRequests(keys):
@@ -222,14 +230,23 @@ class EngineCore:
         for request in () if fetches is None else fetches.take_ready():
             self._add(request, send)
         self._adapters.forget_unused()
+        for ready in self.transfers.turn() if self.transfers is not None else ():
+            if isinstance(ready, NewRequest):
+                self._add(ready._replace(remote=None), send)
+            else:
+                self._forget([ready.key])
+                send(ready)
 
     def _add(self, request: NewRequest, send: Callable[[FromCore], None]) -> None:
-        """Give the request to the scheduler; or end it, if too little of its prompt is cached, or it can never run."""
+        """Give the request to the scheduler; or let it wait for what another server computed of it; or end it, if too
+        little of its prompt is cached, or it can never run."""
         spec = request.spec
         try:
             if spec.adapter and spec.adapter not in self._adapters:
                 raise InvalidArgument("the adapter is not loaded", field="lora_name")
             check_encoded(spec.encoded, self._encoder)
+            if self.transfers is not None and self.transfers.take(request):
+                return
             threshold = spec.cache_hit_threshold
             if threshold is None:
                 threshold = self._scheduler.config.cache_hit_threshold
@@ -256,6 +273,9 @@ class EngineCore:
             plan, masks = self._constraints.mask_plan(plan, self._scheduler.constrained_rows)
             self._launched.append(LaunchedStep(plan, self._executor.execute(plan, masks), launched_at))
             self._integrity_checked = False
+        self._stuck = self.transfers is not None and not self._launched and self._scheduler.waiting > 0
+        if self._stuck and self.transfers is not None and self.transfers.make_room():
+            self._stuck = False
 
     def _land(self) -> StepUpdates:
         """Wait for the oldest step and apply its result."""
@@ -269,6 +289,8 @@ class EngineCore:
             self._failed += failed
             self._abort([rejected.key for rejected in failed])
         updates = self._scheduler.apply(result, self._landed_at - began, forced, began - ended_before)
+        if self.transfers is not None:
+            self.transfers.on_updates(updates)
         self._forget([key for key, _ in updates.finished])
         if self._fetches is not None:
             self._fetches.release(key for key, _ in updates.started)
@@ -281,6 +303,8 @@ class EngineCore:
     def _forget(self, keys: Sequence[int]) -> None:
         """What is kept of requests beside the scheduler goes: they have ended."""
         self._constraints.discard(keys)
+        if self.transfers is not None and keys:
+            self.transfers.discard(keys)
         for key in keys:
             self._deadlines.discard(key)
         if self._fetches is not None:
@@ -300,7 +324,11 @@ class EngineCore:
         kept: tuple[int, ...] = (0, 0) if cache.states is None else (len(cache.states), len(cache.states.host))
         kept += (0, 0) if cache.retention is None else (len(cache.retention), cache.retention.blocks)
         waiting = scheduler.waiting + (0 if self._fetches is None else len(self._fetches))
-        load = EngineLoad(scheduler.running, waiting, cache.free_blocks, self._step_seconds, *kept)
+        arriving = held_blocks = 0
+        if self.transfers is not None:
+            held_blocks, arriving = self.transfers.held_blocks, self.transfers.waiting
+        state = scheduler.running, waiting + arriving, cache.free_blocks, self._step_seconds
+        load = EngineLoad(*state, *kept, held_blocks, arriving)
         return RequestUpdates(self._step, updates, load, stats, self._totals())
 
     def _totals(self) -> EngineTotals:
@@ -333,4 +361,5 @@ class EngineCore:
             retention_displaced=0 if retention is None else retention.displaced,
             event_batches=0 if events is None else events.published,
             event_batches_dropped=0 if events is None else events.dropped,
+            transfers={} if self.transfers is None else self.transfers.totals(),
         )

@@ -33,6 +33,7 @@ from ..config import EngineConfig
 from ..worker.devices import assign_device, resolve_device
 from ..worker.image_files import RankImages
 from ..worker.loaded_rank import LoadedRank, load_rank
+from ..worker.rank_places import image_layout, put_places, take_places
 from . import rank_messages as messages
 from .rank_connections import listen_on
 from .rank_layout import RankLayout, RankPlace
@@ -271,7 +272,7 @@ def _execute_command(
             raise ValueError("masks without a step that waits for them")
         case messages.AllocateCache(blocks, host_blocks, snapshots, host_snapshots):
             runner.allocate(blocks, host_blocks, snapshots, host_snapshots)
-            report(messages.CacheAllocated(rank.image_layout))
+            report(messages.CacheAllocated(image_layout(rank)))
         case (
             messages.OpenDirectory()
             | messages.FetchImages()
@@ -279,6 +280,12 @@ def _execute_command(
             | messages.DropImages() as command
         ):
             directory.execute(command)
+        case messages.TakePlaces(places):
+            with torch.inference_mode():
+                report(messages.PlacesTaken(take_places(runner, places)()))
+        case messages.PutPlaces(places, content):
+            with torch.inference_mode():
+                put_places(runner, places, content)
         case messages.LoadRankAdapter(path):
             rank.loaded_adapters.load(path).add_done_callback(partial(_report_adapter, report))
         case messages.UnloadRankAdapter(digest):

@@ -14,7 +14,7 @@ from ...kvcache.directory_tier import DroppedImages
 from ...kvcache.landed_images import ImagePlace
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import IntArray, MaskArray, StepPlan, StepResult
-from ..worker.executor import Capacity
+from ..worker.executor import CachePlaces, Capacity, ImageLayout
 from ..worker.image_files import ImageDirectorySettings
 
 
@@ -107,6 +107,19 @@ class ProvideMasks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     masks: MaskArray
 
 
+class TakePlaces(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Report what these places of the cache have, with `PlacesTaken`."""
+
+    places: CachePlaces
+
+
+class PutPlaces(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Let these places of the cache have this content of the rank's."""
+
+    places: CachePlaces
+    content: bytes
+
+
 class LeaveRanks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Free everything and exit."""
 
@@ -122,6 +135,8 @@ RankCommand: TypeAlias = (
     | LoadRankAdapter
     | UnloadRankAdapter
     | ProvideMasks
+    | TakePlaces
+    | PutPlaces
     | LeaveRanks
 )
 
@@ -150,9 +165,9 @@ class RankLoaded(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class CacheAllocated(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The rank's part of the cache is allocated. `image_layout`: what its images are."""
+    """The rank's part of the cache is allocated; `layout` is that of its places."""
 
-    image_layout: str = ""
+    layout: ImageLayout = ImageLayout("", 0, 0)
 
 
 class StepComputed(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -192,6 +207,12 @@ class ImagesCounted(msgspec.Struct, array_like=True, tag=True, frozen=True):
 ImageReport: TypeAlias = ImagesFetched | ImagesCounted
 
 
+class PlacesTaken(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The content of the places of the oldest unanswered `TakePlaces`."""
+
+    content: bytes
+
+
 class RankFailed(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The rank ends. `lost_peer`: it has lost another rank, whose own report says more."""
 
@@ -210,6 +231,7 @@ RankReport: TypeAlias = (
     | RankAdapterRefused
     | ImagesFetched
     | ImagesCounted
+    | PlacesTaken
     | RankFailed
     | LogRecordMessage
 )

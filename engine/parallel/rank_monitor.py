@@ -35,6 +35,7 @@ class RankMonitor:
         on_loss: Callable[[CharoniaError], None],
         on_adapter: Callable[[int, messages.AdapterReport], None],
         on_images: Callable[[int, messages.ImageReport], None],
+        on_places: Callable[[int, bytes], None],
     ) -> None:
         self.ranks = ranks
         self._layout = layout
@@ -42,6 +43,7 @@ class RankMonitor:
         self._on_loss = on_loss
         self._on_adapter = on_adapter
         self._on_images = on_images
+        self._on_places = on_places
         self._reports: SimpleQueue[ReceivedReport | CharoniaError] = SimpleQueue()
         self._over = threading.Event()
         self._deciding = threading.Lock()
@@ -84,6 +86,8 @@ class RankMonitor:
                     self._on_adapter(rank, report)
                 elif isinstance(report, messages.ImagesFetched | messages.ImagesCounted):
                     self._on_images(rank, report)
+                elif isinstance(report, messages.PlacesTaken):
+                    self._on_places(rank, report.content)
                 elif isinstance(report, LogRecordMessage):
                     report.log_here(name)
                 else:

@@ -17,7 +17,7 @@ from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, InvalidArgument, Unavailable
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..config import EngineConfig
-from ..worker.executor import Capacity, ProgressCallback
+from ..worker.executor import CachePlaces, Capacity, ImageLayout, ProgressCallback
 from ..worker.image_files import ImageDirectorySettings
 from . import rank_messages as messages
 from .local_ranks import LocalRanks
@@ -53,7 +53,8 @@ class RanksExecutor:
         self._sampled: deque[StepResult] = deque()
         self._adapters = AdapterLoads(self._layout.world)
         self._images = RanksImages(self._layout.world, self._command)
-        self.image_layout = ""
+        self._taken = [PendingFutures[bytes]() for _ in range(self._layout.world)]
+        self.image_layouts: list[ImageLayout] = []
         self._monitor: RankMonitor | None = None
         # By kind and rank: a quick rank may report the next thing before a slow one reports this.
         self._reports: defaultdict[type[messages.RankReport], dict[int, Any]] = defaultdict(dict)
@@ -68,7 +69,7 @@ class RanksExecutor:
         progress("ranks", 0.0)
         ranks = self._start_ranks(self._config, self._layout)
         callbacks = self._on_result, self._on_loss, self._adapters.add_report, self._images.add_report
-        self._monitor = RankMonitor(ranks, self._layout, *callbacks)
+        self._monitor = RankMonitor(ranks, self._layout, *callbacks, self._on_places)
         deadline = monotonic() + self._join_seconds
         store = self._wait_for_all(messages.RankStarted, deadline)[0]
         self._command(messages.JoinRanks(store.host, store.port))
@@ -85,11 +86,25 @@ class RanksExecutor:
         self._sampled.clear()
         self._command(messages.AllocateCache(blocks, host_blocks, snapshots, host_snapshots))
         allocated = self._wait_for_all(messages.CacheAllocated)
-        self.image_layout = " | ".join(allocated[rank].image_layout for rank in sorted(allocated))
+        self.image_layouts = [allocated[rank].layout for rank in range(self._layout.world)]
+
+    @property
+    def image_layout(self) -> str:
+        return " | ".join(of_rank.layout for of_rank in self.image_layouts)
 
     def open_directory(self, settings: ImageDirectorySettings) -> RanksImages:
         self._command(messages.OpenDirectory(settings))
         return self._images
+
+    def take_places(self, places: CachePlaces) -> Callable[[], list[bytes]]:
+        taken = [of_rank.add() for of_rank in self._taken]
+        self._command(messages.TakePlaces(places))
+        return lambda: [content.result() for content in taken]
+
+    def put_places(self, places: CachePlaces, content: Sequence[memoryview]) -> None:
+        with suppress(OSError):  # a rank is gone: the monitor fails whatever waits for it
+            for connection, of_rank in zip(self._loaded.ranks.connections, content, strict=True):
+                connection.send_bytes(messages.encode_message(messages.PutPlaces(places, bytes(of_rank))))
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
         step = self._pending.add()
@@ -141,6 +156,8 @@ class RanksExecutor:
         self._pending.cancel_all()
         self._adapters.cancel_all()
         self._images.forget()
+        for taken in self._taken:
+            taken.cancel_all()
         self._monitor = None
 
     @property
@@ -180,7 +197,13 @@ class RanksExecutor:
         self._adapters.fail_all(error)
         self._images.forget()
         self._pending.fail_all(error)
+        for taken in self._taken:
+            taken.fail_all(error)
         self._lost.set_result(error)
+
+    def _on_places(self, rank: int, content: bytes) -> None:
+        """Called by the monitor's thread of the rank."""
+        self._taken[rank].take_oldest().set_result(content)
 
     def _on_result(self, result: StepResult) -> None:
         """Called by the monitor's thread."""

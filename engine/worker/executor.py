@@ -1,6 +1,6 @@
 """The interface between the step loop and the executors, which compute steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -42,6 +42,25 @@ class Capacity(NamedTuple):
     """What sequences attend to beside their tokens, if the model has an encoder."""
     cross_bytes: int = 0
     """Bytes of what all rows together may keep of it, which are not among `free_bytes`."""
+
+
+class CachePlaces(NamedTuple):
+    """Places of the cache: blocks, then snapshots of states."""
+
+    blocks: Sequence[int] = ()
+    states: Sequence[int] = ()
+
+
+class ImageLayout(NamedTuple):
+    """What the bytes of a rank's places are, where they go to another server's rank."""
+
+    layout: str
+    """Equal ones mean the same."""
+    block_bytes: int
+    state_bytes: int
+
+    def bytes_of(self, places: CachePlaces) -> int:
+        return len(places.blocks) * self.block_bytes + len(places.states) * self.state_bytes
 
 
 class StepFuture(Protocol):
@@ -86,6 +105,18 @@ class Executor(Protocol):
     def open_directory(self, settings: ImageDirectorySettings) -> ImageMover:
         """Let every rank move images from and to a directory, until the executor is closed. Called once, when the cache
         is allocated."""
+
+    @property
+    def image_layouts(self) -> list[ImageLayout]:
+        """By rank, what `take_places` returns, once the cache is allocated."""
+
+    def take_places(self, places: CachePlaces) -> Callable[[], list[bytes]]:
+        """Copy what these places have after all plans so far, for the caller's thread. What is returned may be called
+        once, by any thread, for the bytes of each rank; it raises the `CharoniaError` of a lost one."""
+
+    def put_places(self, places: CachePlaces, content: Sequence[memoryview]) -> None:
+        """Let these places, which no plan without a result has, have this content of each rank, before any later plan.
+        Its memory may change afterwards."""
 
     @property
     def eager_steps(self) -> int:

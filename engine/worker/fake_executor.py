@@ -5,12 +5,14 @@ the contract fails its future. Tests, benches and a server without weights run o
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from random import Random
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,10 +33,11 @@ from ...scheduler.plan import (
 )
 from ..checkpoint.adapter_files import read_adapter
 from ..config import LoraConfig
-from .executor import Capacity, ProgressCallback, StepFuture
+from .executor import CachePlaces, Capacity, ImageLayout, ProgressCallback, StepFuture
 from .fake_memory import FakeMemory
 from .image_files import ImageDirectorySettings, RankImages
 
+R = TypeVar("R")
 _ANY_ADAPTER = LoraConfig()
 SMALL_CAPACITY = Capacity(vocab_size=32_000, max_model_len=2048, block_bytes=1 << 16, free_bytes=1 << 28)
 
@@ -112,11 +115,15 @@ class FakeExecutor:
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
         step_masks = masks() if masks is not None and len(plan.masked) else None
+        return self._call(partial(self._step, plan, step_masks))
+
+    def _call(self, compute: Callable[[], R]) -> Future[R]:
+        """In the order of the calls."""
         if self._worker is not None:
-            return self._worker.submit(self._step, plan, step_masks)
-        done: Future[StepResult] = Future()
+            return self._worker.submit(compute)
+        done: Future[R] = Future()
         try:
-            done.set_result(self._step(plan, step_masks))
+            done.set_result(compute())
         except AssertionError as broken:
             done.set_exception(broken)
         return done
@@ -141,6 +148,17 @@ class FakeExecutor:
         states = self.memory.state_images if self._capacity.state_bytes else None
         self._images = RankImages(settings.share(0, 1), self.memory.block_images, states)
         return self._images
+
+    @property
+    def image_layouts(self) -> list[ImageLayout]:
+        state_bytes = self.memory.state_images.bytes if self._capacity.state_bytes else 0
+        return [ImageLayout(self.image_layout, self.memory.block_images.bytes, state_bytes)]
+
+    def take_places(self, places: CachePlaces) -> Callable[[], list[bytes]]:
+        return self._call(partial(self.memory.take, places)).result
+
+    def put_places(self, places: CachePlaces, content: Sequence[memoryview]) -> None:
+        self._call(partial(self.memory.put, places, bytes(content[0]))).result()
 
     eager_steps = failed_captures = 0
 

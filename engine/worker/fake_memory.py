@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kvcache.host_tier import landed_number
+from .executor import CachePlaces
 
 EMPTY = -1
 _Numbers = NDArray[np.int64]
@@ -85,6 +86,20 @@ class FakeMemory:
         state = self.snapshots[snapshot]
         numbers[: len(state) + 1] = [len(state), *state]
         return numbers
+
+    def take(self, places: CachePlaces) -> list[bytes]:
+        """What these places have, of the one rank that there is."""
+        blocks = [self._block(block) for block in places.blocks]
+        assert all((block != EMPTY).all() for block in blocks) or not self._check_contents, "a block without content"
+        return [b"".join(part.tobytes() for part in (*blocks, *map(self._state_numbers, places.states)))]
+
+    def put(self, places: CachePlaces, content: bytes) -> None:
+        numbers = np.frombuffer(content, np.int64)
+        for block in places.blocks:
+            self._block(block)[:], numbers = numbers[: self._block_size], numbers[self._block_size :]
+        for state in places.states:
+            length, *tokens = numbers[: self._longest + 1].tolist()
+            self.snapshots[state], numbers = tokens[:length], numbers[self._longest + 1 :]
 
     def move_blocks(self, copies: list[list[int]]) -> None:
         """What leaves a block is not there any more."""

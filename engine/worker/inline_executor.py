@@ -1,7 +1,7 @@
 """An executor of one rank in this process."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 
@@ -15,9 +15,10 @@ from ..checkpoint.build_context import Shard
 from ..checkpoint.partition import PipelineStage
 from ..config import EngineConfig
 from .devices import assign_device
-from .executor import Capacity, ProgressCallback
+from .executor import CachePlaces, Capacity, ImageLayout, ProgressCallback
 from .image_files import ImageDirectorySettings, RankImages
 from .loaded_rank import LoadedRank, load_rank
+from .rank_places import image_layout, put_places, take_places
 
 
 class InlineExecutor:
@@ -63,6 +64,19 @@ class InlineExecutor:
     def open_directory(self, settings: ImageDirectorySettings) -> RankImages:
         self._images = self.rank.open_directory(settings)
         return self._images
+
+    @property
+    def image_layouts(self) -> list[ImageLayout]:
+        return [image_layout(self.rank)]
+
+    @torch.inference_mode()
+    def take_places(self, places: CachePlaces) -> Callable[[], list[bytes]]:
+        read = take_places(self.rank.runner, places)
+        return lambda: [read()]
+
+    @torch.inference_mode()
+    def put_places(self, places: CachePlaces, content: Sequence[memoryview]) -> None:
+        put_places(self.rank.runner, places, content[0])
 
     @property
     def eager_steps(self) -> int:

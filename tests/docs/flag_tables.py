@@ -95,6 +95,8 @@ def _engine_default(option: str) -> Any:
         return engine_config("m", EngineOptions()).speculation
     if option == "kv_events_config":
         return engine_config("m", EngineOptions()).kv_events
+    if option == "kv_transfer_config":
+        return engine_config("m", EngineOptions()).kv_transfer
     if option == "ahead":
         return engine_config("m", EngineOptions()).scheduler.ahead
     if option == "limit_mm_per_prompt":

@@ -99,8 +99,9 @@ async def test_what_is_ignored_within_is_named_by_its_place(
         (CHAT, HI | {"max_new_tokens": 5}),
         (CHAT, {"model": "llm", "messages": [TURN | {"contents": "x"}]}),
         (CHAT, HI | {"tools": [FUNCTION | {"strict": True}]}),
-        ("/v1/responses", {"model": "llm", "input": "hi", "kv_transfer_params": {}}),
+        ("/v1/responses", {"model": "llm", "input": "hi", "ec_transfer_params": {}}),
         ("/v1/messages", HI | {"max_tokens": 5, "use_beam_search": True}),
+        ("/v1/messages", HI | {"max_tokens": 5, "kv_transfer_params": {"do_remote_decode": True}}),
     ],
 )
 async def test_what_would_change_the_answer_is_refused(client: httpx.AsyncClient, path: str, body: Any) -> None:

@@ -485,7 +485,7 @@ REFUSED = [
     ({"speculative": {"k": 1, "method": "ngram"}}, "speculative.method"),
     ({"temprature": 0}, "temprature"),
     ({"logprob_token_ids": [1]}, "logprob_token_ids"),
-    ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
     ({"mirostat": 2}, "mirostat"),
     ({"do_sample": False}, "do_sample"),
     ({"max_tokens": "5"}, "max_tokens"),

@@ -1,0 +1,276 @@
+"""Sequences whose prompt another server computed: they wait here, outside the queue, until its blocks have come. What
+does not come is computed, or, if the configuration wants that, ends the request."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+from ...core.errors import SentError, Unavailable
+from ...kvcache.held_prefixes import ArrivingPrefix
+from ...kvcache.manager import KVCacheManager
+from ...scheduler.scheduler import Scheduler
+from ...scheduler.sequence import Sequence as ScheduledSequence
+from ..transfer.prefix_client import PrefixFetch, RemotePrefix
+from ..transfer.wire import TransferError
+from ..transfer_config import KVTransferConfig
+from ..worker.executor import CachePlaces, Executor
+from .held_transfers import CallLoop
+from .inbox import NewRequest
+from .messages import RequestRejected
+
+log = logging.getLogger(__name__)
+
+
+class Arrival:
+    """A sequence whose prefix is to come. `settled`: all has come that will, and the sequence is in the queue."""
+
+    def __init__(self, new: NewRequest, fetch: PrefixFetch) -> None:
+        self.new = new
+        self.fetch = fetch
+        self.prefix: ArrivingPrefix | None = None
+        self.began = 0.0
+        self.placed = 0
+        """The span before which all have come."""
+        self.settled = False
+        self.followers: dict[int, NewRequest] = {}
+        """By key, other sequences of the same prompt: they share what has come."""
+
+    def close(self) -> None:
+        if not self.settled:
+            self.fetch.cancel()
+        if self.prefix is not None:
+            self.prefix.close()
+            self.prefix = None
+
+
+class ArrivingTransfers:
+    """For the step loop's thread, but the threads of its fetches, which have it called between steps."""
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        fingerprint: Mapping[str, str],
+        cache: KVCacheManager,
+        scheduler: Scheduler,
+        executor: Executor,
+        call_loop: CallLoop,
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`make_room`: gives up a prefix that is held for another server, if there is one."""
+        self._make_room = make_room
+        self._config = config
+        self._fingerprint = fingerprint
+        self._cache = cache
+        self._scheduler = scheduler
+        self._executor = executor
+        self._call_loop = call_loop
+        self._arrivals: dict[int, Arrival] = {}
+        self._line: deque[Arrival] = deque()
+        self._fetching = 0
+        self._ready: list[NewRequest | RequestRejected] = []
+        self.received_prefixes = self.received_bytes = 0
+        self.seconds = 0.0
+        """Of all fetches together."""
+        self.failed = 0
+
+    @property
+    def waiting(self) -> int:
+        """Sequences whose prefix has yet to come, all of it or the rest."""
+        return sum(1 + len(arrival.followers) for arrival in self._arrivals.values() if not arrival.settled)
+
+    def add(self, new: NewRequest, remote: RemotePrefix) -> None:
+        """Let the prefix of this sequence come. Raises `InvalidArgument` if it can never run."""
+        new.spec.check_fits(self._scheduler.config.max_model_len, self._cache)
+        for leader in self._arrivals.values():
+            if leader.fetch.remote == remote and not leader.settled:
+                leader.followers[new.spec.key] = new
+                return
+        fetch = PrefixFetch(self._config, self._fingerprint, remote)
+        arrival = self._arrivals[new.spec.key] = Arrival(new, fetch)
+        self._line.append(arrival)
+
+    def begin_fetches(self) -> None:
+        """Begin those for which there is room, the oldest first."""
+        while self._line and self._fetching < self._config.limits.most_fetches:
+            arrival = self._line[0]
+            if arrival.fetch.cancelled:
+                self._line.popleft()
+                continue
+            spec = arrival.new.spec
+            blocks = (len(spec.prompt) - 1) // self._cache.block_size
+            prefix = ArrivingPrefix(self._cache, list(spec.hashes)[:blocks])
+            spare = self._scheduler.spare_blocks
+            if prefix.first < blocks and not prefix.reserve(spare):
+                prefix.close()
+                if self._fetching or self._scheduler.has_work:
+                    return
+                if self._make_room():
+                    continue
+                prefix = ArrivingPrefix(self._cache, ())  # there will be no more room: the prefix is computed
+            self._line.popleft()
+            arrival.prefix = prefix
+            arrival.began = time.monotonic()
+            self._fetching += 1
+            sink = _Sink(self, arrival, prefix)
+            threading.Thread(target=self._fetch, args=(arrival, sink), name="kv-transfer-fetch", daemon=True).start()
+            if prefix.first == len(prefix.hashes):
+                self._settle(arrival)  # the peer is told that it may give the prefix up, and nobody waits for that
+
+    def take_ready(self) -> list[NewRequest | RequestRejected]:
+        """Sequences for the queue, and those that are refused."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def on_started(self, keys: Iterable[int]) -> None:
+        """These sequences are admitted, and hold what has come for them."""
+        self.discard(keys)
+
+    def discard(self, keys: Iterable[int]) -> None:
+        """These sequences are gone: end their fetches, and free what was reserved at once."""
+        for key in keys if self._arrivals else ():
+            if (arrival := self._arrivals.pop(key, None)) is not None:
+                arrival.close()
+                self._ready += arrival.followers.values()  # they may still be wanted: they compute the prompt
+                arrival.followers.clear()
+            else:
+                for leader in self._arrivals.values():
+                    leader.followers.pop(key, None)
+
+    def make_room(self) -> bool:
+        """Hold no longer what has come for sequences in the queue, where it stays cached as any other. False: nothing
+        was held."""
+        settled = [key for key, arrival in self._arrivals.items() if arrival.settled]
+        self.discard(settled)
+        return bool(settled)
+
+    def close(self) -> None:
+        """End all fetches."""
+        self.discard(list(self._arrivals))
+
+    # In a fetch's thread
+
+    def _fetch(self, arrival: Arrival, sink: "_Sink") -> None:
+        error: TransferError | None = None
+        try:
+            arrival.fetch.run(sink)
+        except TransferError as reason:
+            error = reason
+        except Exception as reason:
+            log.exception("kv transfer: a fetch broke")
+            error = TransferError("error", str(reason))
+        self._call_loop(partial(self._end, arrival, error))
+
+    def wait_for(self, arrival: Arrival, question: Callable[[], None]) -> None:
+        """Have the step loop do it. Raises `TransferError` where the sequence is gone."""
+        done = self._call_loop(question)
+        while not arrival.fetch.cancelled:
+            try:
+                done.result(1.0)
+                return
+            except TimeoutError:
+                continue
+        raise TransferError("cancelled", "the request is gone")
+
+    # In the step loop's thread, for a fetch
+
+    def place(self, arrival: Arrival, first: int, end: int, content: Sequence[memoryview]) -> None:
+        """The content of these spans has come."""
+        prefix = _prefix_of(arrival)
+        self._executor.put_places(CachePlaces(prefix.blocks(first, end)), content)
+        arrival.placed = end
+        if self._cache.begins_anywhere:
+            self._publish(arrival, prefix, end)
+
+    def place_state(self, arrival: Arrival, content: Sequence[memoryview]) -> None:
+        """So has the state after all of them."""
+        prefix = _prefix_of(arrival)
+        self._publish(arrival, prefix, len(prefix.hashes))
+        prefix.place_state(lambda place: self._executor.put_places(CachePlaces((), (place,)), content))
+
+    def _publish(self, arrival: Arrival, prefix: ArrivingPrefix, end: int) -> None:
+        spec, size = arrival.new.spec, self._cache.block_size
+        if self._cache.events is not None:
+            described = ScheduledSequence(spec, 0, 0, 0, list(spec.hashes))
+            self._cache.events.describe(described.block_contents(prefix.table.committed, end, size))
+        prefix.arrived(end)
+
+    def _end(self, arrival: Arrival, error: TransferError | None) -> None:
+        self._fetching -= 1
+        self.received_bytes += arrival.fetch.received
+        self.seconds += time.monotonic() - arrival.began
+        if arrival.settled or arrival.prefix is None:  # it waited for nothing, or is gone
+            return
+        if error is None:
+            self._publish(arrival, arrival.prefix, arrival.placed)
+            self.received_prefixes += 1
+        arrival.prefix.end()
+        if error is not None:
+            self.failed += 1
+            log.warning("kv transfer: %s; what did not come is computed: %s", error.reason, error)
+        self._settle(arrival, error)
+
+    def _settle(self, arrival: Arrival, error: TransferError | None = None) -> None:
+        arrival.settled = True
+        key = arrival.new.spec.key
+        if error is None or self._config.kv_load_failure_policy == "recompute":
+            self._ready += [arrival.new, *arrival.followers.values()]
+            arrival.followers.clear()
+            return
+        refused = [key, *arrival.followers]
+        arrival.followers.clear()
+        self.discard([key])
+        refusal = Unavailable(f"kv_transfer_params: the prompt's cache does not come ({error.reason}): {error}")
+        self._ready += [RequestRejected(refused_key, SentError.of(refusal)) for refused_key in refused]
+
+
+def _prefix_of(arrival: Arrival) -> ArrivingPrefix:
+    if arrival.prefix is None:
+        raise TransferError("cancelled", "the request is gone")
+    return arrival.prefix
+
+
+class _Sink:
+    """A `PrefixSink`, in the thread of a fetch."""
+
+    def __init__(self, transfers: ArrivingTransfers, arrival: Arrival, prefix: ArrivingPrefix) -> None:
+        self._transfers = transfers
+        self._arrival = arrival
+        cache, self._layouts = transfers._cache, transfers._executor.image_layouts
+        self.hashes = prefix.hashes
+        self.first = prefix.first
+        self.whole = not cache.begins_anywhere
+        self._places = [len(prefix.blocks(at, at + 1)) for at in range(len(prefix.hashes))]
+        self._states = () if cache.states is None or prefix.first == len(prefix.hashes) else (0,)
+
+    def piece_sizes(self, first: int, end: int) -> list[int]:
+        return self._sizes(CachePlaces(range(sum(self._places[first:end]))))
+
+    def state_sizes(self) -> list[int]:
+        return self._sizes(CachePlaces((), self._states)) if self._states else []
+
+    def _sizes(self, places: CachePlaces) -> list[int]:
+        return [layout.bytes_of(places) for layout in self._layouts]
+
+    def largest_piece(self, wanted: int) -> int:
+        span = max(self._places[self.first :], default=0)
+        return max(wanted, sum(self._sizes(CachePlaces(range(span)))), sum(self.state_sizes()))
+
+    def take(self, first: int, end: int, payload: memoryview) -> None:
+        content = _split(payload, self.piece_sizes(first, end))
+        self._transfers.wait_for(self._arrival, partial(self._transfers.place, self._arrival, first, end, content))
+
+    def take_state(self, payload: memoryview) -> None:
+        content = _split(payload, self.state_sizes())
+        self._transfers.wait_for(self._arrival, partial(self._transfers.place_state, self._arrival, content))
+
+
+def _split(payload: memoryview, sizes: Iterable[int]) -> list[memoryview]:
+    parts: list[memoryview] = []
+    at = 0
+    for size in sizes:
+        parts.append(payload[at : at + size])
+        at += size
+    return parts
