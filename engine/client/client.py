@@ -35,7 +35,7 @@ from ..core.messages import (
 from .admission import AdmissionControl, QueueLimits, QueueTicket, most_in_background
 from .core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor, CoreTimeouts
 from .engine import EngineCapabilities, EngineSpec, count_by_priority
-from .routing import TOKENS_PER_REQUEST, PrefixIndex, ResidentAdapters, route_prompt
+from .routing import TOKENS_PER_REQUEST, ExpectedPrefix, PrefixIndex, ResidentAdapters, route_prompt
 from .token_stream import SequenceStats, TokenStream
 
 
@@ -70,6 +70,7 @@ class Replica:
         self._metrics = metrics
         self._on_progress = on_progress
         self._streams: dict[int, TokenStream] = {}
+        self._expected: dict[int, ExpectedPrefix] = {}
         self._uncomputed_tokens = 0
         self._closing = False
 
@@ -110,8 +111,10 @@ class Replica:
         self._closing = True
         await self.core.close()
 
-    def submit(self, add: AddRequest, stream: TokenStream) -> None:
-        """Send a new request, whose tokens go into `stream` until it is released."""
+    def submit(self, add: AddRequest, stream: TokenStream, expected: ExpectedPrefix) -> None:
+        """Send a new request, whose tokens go into `stream` until it is released. `expected`: of its prompt."""
+        if expected.tokens:
+            self._expected[add.spec.key] = expected
         self._streams[add.spec.key] = stream
         self._uncomputed_tokens += stream.uncomputed_tokens
         if add.handle and (info := self.core.info) is not None and info.transfer is not None:
@@ -121,6 +124,7 @@ class Replica:
     def release(self, key: int) -> None:
         """The reader of this request is gone: abort it, unless it ended."""
         stream = self._streams.pop(key)
+        self._expected.pop(key, None)
         stream.close()
         self._settle(stream)
         if not stream.ended:
@@ -147,6 +151,8 @@ class Replica:
             self._metrics.step_sequences.observe(stats.sequences)
         self._totals = message.totals
         for key, cached in updates.started:
+            if key in self._expected:
+                self.prefix_index.correct(self._expected.pop(key), cached)
             if key in streams:
                 streams[key].ticket.release(started=True)
                 streams[key].start(cached, now - stats.seconds)
@@ -344,17 +350,17 @@ class EngineClient:
             timeout = stats.time_left(add.timeout or self._default_timeout)
             self._last_key += 1
             spec = msgspec.structs.replace(add.spec, key=self._last_key)
-            replica, cached = self.choose_replica(spec)
+            replica, expected = self.choose_replica(spec)
             stats.record_submission(prompt)
-            stream = TokenStream(stats, ticket, spec.priority, prompt - cached)
+            stream = TokenStream(stats, ticket, spec.priority, prompt - expected.tokens)
             try:
-                replica.submit(msgspec.structs.replace(add, spec=spec, timeout=timeout), stream)
+                replica.submit(msgspec.structs.replace(add, spec=spec, timeout=timeout), stream, expected)
                 yield stream
             finally:
                 replica.release(spec.key)
 
-    def choose_replica(self, spec: SequenceSpec) -> tuple[Replica, int]:
-        """The replica that takes this sequence, and how many tokens of its prompt it likely has cached.
+    def choose_replica(self, spec: SequenceSpec) -> tuple[Replica, ExpectedPrefix]:
+        """The replica that takes this sequence, and what of its prompt it likely has cached.
 
         Raises:
             Unavailable: no core serves.

@@ -22,7 +22,8 @@ TOKENS_PER_REQUEST = 256
 """The work that a request counts for the tokens it will generate, in prompt tokens."""
 
 MAX_EXTRA_WORK = 16 * TOKENS_PER_REQUEST
-"""How many prompt tokens more work than the least busy replica one may have and still be chosen for its cache."""
+"""How many prompt tokens more work than the least busy replica one may have and still be chosen for its cache, where
+that has no more of the prompt."""
 
 _SAVED = 2
 """Tokens of work that a cached token saves: itself, and one for later requests with the same beginning (measured in
@@ -47,16 +48,19 @@ class ReplicaCandidate(NamedTuple):
     """Tokens of all prompts in its index."""
     has_sibling: bool = False
     """Whether it has the whole prompt, for another of the request's answers."""
+    last_use: int = 0
+    """When its index last saw what it has cached."""
 
 
 def choose_replica(candidates: Sequence[ReplicaCandidate], prompt: int) -> int:
     """The index of the cheapest candidate for a prompt of so many tokens, and among equals the one with the emptiest
-    cache. None has more than `MAX_EXTRA_WORK` beyond the least busy."""
+    cache. None has more work beyond the least busy than `MAX_EXTRA_WORK`, or than computing what it has cached."""
 
     def cost(index: int) -> tuple[int, int]:
         candidate = candidates[index]
         counts = candidate.cached_tokens * _PART >= prompt
-        worth = min(candidate.cached_tokens * _SAVED, MAX_EXTRA_WORK) if counts else 0
+        cached = candidate.cached_tokens
+        worth = max(min(cached * _SAVED, MAX_EXTRA_WORK), cached) if counts else 0
         return candidate.work - (MAX_EXTRA_WORK if candidate.has_sibling else worth), candidate.kept_tokens
 
     return min(range(len(candidates)), key=cost)
@@ -79,26 +83,37 @@ class RoutedReplica(Protocol):
 
 _Replica = TypeVar("_Replica", bound=RoutedReplica)
 
+
+class ExpectedPrefix(NamedTuple):
+    """What a prompt is expected to find in the cache of the replica that it is sent to."""
+
+    tokens: int = 0
+    last_use: int = 0
+    """See `PrefixIndex.correct`."""
+
+
+NOT_CACHED = ExpectedPrefix()
+
 TokenIds: TypeAlias = NDArray[np.int32] | Sequence[int]
 
 
 def route_prompt(
     replicas: Sequence[_Replica], prompt: TokenIds, extras: HashExtras, affinity: bool, choice: int = 0
-) -> tuple[_Replica, int]:
-    """The replica for answer number `choice` to this prompt, and how many of its tokens are likely cached there. Its
-    index then has the prompt. Without `affinity` it is the least busy."""
+) -> tuple[_Replica, ExpectedPrefix]:
+    """The replica for answer number `choice` to this prompt, and what of it is likely cached there. Its index then has
+    the prompt. Without `affinity` it is the least busy."""
     if not affinity:
-        return min(replicas, key=lambda replica: replica.pending_work), 0
+        return min(replicas, key=lambda replica: replica.pending_work), NOT_CACHED
     prefixes = prompt_prefixes(prompt, extras)
     candidates: list[ReplicaCandidate] = []
     for replica in replicas:
         index = replica.prefix_index
-        cached = index.longest_match(prefixes)
+        cached, last_use = index.longest_match(prefixes)
         has_sibling = choice > 0 and cached == len(prompt)
-        candidates.append(ReplicaCandidate(replica.pending_work, cached, index.tokens, has_sibling))
+        candidates.append(ReplicaCandidate(replica.pending_work, cached, index.tokens, has_sibling, last_use))
     at = choose_replica(candidates, len(prompt))
     replicas[at].prefix_index.insert(prefixes, replicas[at].kv_tokens[1])
-    return replicas[at], candidates[at].cached_tokens
+    return replicas[at], ExpectedPrefix(candidates[at].cached_tokens, candidates[at].last_use)
 
 
 class PromptPrefix(NamedTuple):
@@ -138,28 +153,48 @@ def _cuts(length: int) -> Iterator[int]:
 class PrefixIndex:
     """The prompts that a replica's prefix cache likely holds, with `tokens` tokens in all.
 
-    This is a model of the cache: it knows no generated texts and no evictions, but keeps its size and order: the least
-    recently used prefix goes first, the longest of a prompt before shorter ones."""
+    This is a model of the cache: it knows no generated texts, but keeps its size and order: the least recently used
+    prefix goes first, the longest of a prompt before shorter ones. What cores answer corrects it."""
 
     def __init__(self) -> None:
-        self._spans: OrderedDict[int, int] = OrderedDict()
+        self._spans: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """By digest the tokens that count for it, and its last use; in the order of uses."""
+        self._uses = 0
         self.tokens = 0
 
-    def longest_match(self, prefixes: Sequence[PromptPrefix]) -> int:
-        return next((prefix.tokens for prefix in reversed(prefixes) if prefix.digest in self._spans), 0)
+    def longest_match(self, prefixes: Sequence[PromptPrefix]) -> tuple[int, int]:
+        """Tokens of the longest prefix that is here, and its last use; zeros where none is."""
+        for prefix in reversed(prefixes):
+            if prefix.digest in self._spans:
+                return prefix.tokens, self._spans[prefix.digest][1]
+        return 0, 0
 
     def insert(self, prefixes: Sequence[PromptPrefix], capacity: int) -> None:
         """Add a prompt that the replica is to compute, in a cache of `capacity` tokens."""
+        self._uses += 1
         for at in range(len(prefixes) - 1, -1, -1):
             digest, tokens = prefixes[at]
             if digest in self._spans:
+                self._spans[digest] = self._spans[digest][0], self._uses
                 self._spans.move_to_end(digest)
                 continue
             span = max(_STEP, tokens - (prefixes[at - 1].tokens if at else 0))
-            self._spans[digest] = span
+            self._spans[digest] = span, self._uses
             self.tokens += span
         while self.tokens > capacity:
-            self.tokens -= self._spans.popitem(last=False)[1]
+            self._forget_oldest()
+
+    def correct(self, expected: ExpectedPrefix, cached: int) -> None:
+        """The core says how many tokens of a prompt it had: where that is less than half of what was expected, what was
+        used then has made room, and so has all that was used before."""
+        if 2 * cached >= expected.tokens:
+            return
+        while self._spans and next(iter(self._spans.values()))[1] <= expected.last_use:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        _, (tokens, _) = self._spans.popitem(last=False)
+        self.tokens -= tokens
 
     def clear(self) -> None:
         """The replica lost its cache."""

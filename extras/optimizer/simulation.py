@@ -19,7 +19,7 @@ import numpy as np
 
 from ...core.errors import InvalidArgument, QueueFull
 from ...engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
-from ...engine.client.routing import TOKENS_PER_REQUEST, PrefixIndex, route_prompt
+from ...engine.client.routing import NOT_CACHED, TOKENS_PER_REQUEST, ExpectedPrefix, PrefixIndex, route_prompt
 from ...engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...kvcache.manager import KVCacheManager
@@ -118,6 +118,7 @@ class SimulatedReplica:
         self._inbox: list[tuple[SequenceSpec, float]] = []
         self._flying = deque[_FlyingStep]()
         self._uncomputed: dict[int, int] = {}
+        self._expected: dict[int, ExpectedPrefix] = {}
         self._uncomputed_tokens = self._drawn = 0
         self._texts: dict[int, int] = {}
         """By row the token that a conversation goes on with."""
@@ -161,9 +162,9 @@ class SimulatedReplica:
         used = self._cache.blocks - self._cache.free_blocks
         return used * size // groups, self._cache.blocks * size // groups
 
-    def submit(self, key: int, request: SimulatedRequest, now: float, cached: int = 0) -> None:
-        """A request comes, whose first `cached` tokens are likely in the cache. An idle core takes it at once, a busy
-        one before its next step.
+    def submit(self, key: int, request: SimulatedRequest, now: float, expected: ExpectedPrefix = NOT_CACHED) -> None:
+        """A request comes, of which the cache likely has what is `expected`. An idle core takes it at once, a busy one
+        before its next step.
 
         Raises:
             InvalidArgument: it can never run.
@@ -183,8 +184,9 @@ class SimulatedReplica:
         )
         sequence.check_fits(self.scheduler.config.max_model_len, self._cache)
         self._inbox.append((sequence, now))
-        self._uncomputed[key] = request.prompt - cached
-        self._uncomputed_tokens += request.prompt - cached
+        self._expected[key] = expected
+        self._uncomputed[key] = request.prompt - expected.tokens
+        self._uncomputed_tokens += request.prompt - expected.tokens
         if self.next_at == inf:
             self.next_at = now
 
@@ -226,6 +228,8 @@ class SimulatedReplica:
         self.steps += 1
         self.held += used * step.seconds
         self.most_held = max(self.most_held, used)
+        for key, cached in updates.started:
+            self.prefix_index.correct(self._expected.pop(key), cached)
         for key in updates.keys:
             self._uncomputed_tokens -= self._uncomputed[key]
             self._uncomputed[key] = 0
@@ -327,8 +331,8 @@ class Simulation:
             ticket = self._tickets[key] = self._admission.admit(request.tenant)
             self._admission.add_prompt(ticket, request.prompt)
             prompt = request.tokens(key) if self._affinity else ()
-            replica, cached = route_prompt(self.replicas, prompt, ("", request.tenant, ""), self._affinity)
-            replica.submit(key, request, self.now, cached)
+            replica, expected = route_prompt(self.replicas, prompt, ("", request.tenant, ""), self._affinity)
+            replica.submit(key, request, self.now, expected)
         except (InvalidArgument, QueueFull) as error:
             too_long = self._why_too_long(request)
             heard[key].refused = f"max_queued_{error.limit}" if isinstance(error, QueueFull) else too_long

@@ -78,3 +78,25 @@ def test_grafana_shows_the_dashboard(services: Any, root: Path) -> None:
     assert mounted[provider["options"]["path"] + "/charonia.json"] == "./grafana/charonia.json"
     choices = json.loads((folder / "charonia.json").read_text())["templating"]["list"]
     assert source["type"] in [choice["query"] for choice in choices if choice["type"] == "datasource"]
+
+
+@pytest.fixture(scope="module")
+def routed(root: Path) -> str:
+    written = (root / "deploy" / "compose.router.yaml").read_text()
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", written)
+
+
+def test_a_router_stands_before_two_servers_alike(routed: str, root: Path) -> None:
+    compose_spec = pytest.importorskip("compose_spec")
+    compose_spec.PyCompose.from_yaml(routed).to_spec()
+    services = yaml.safe_load(routed)["services"]
+    router = services.pop("router")
+    first, second = services.values()
+    assert first == second
+    app.parse_args(first["command"], exit_on_error=False, print_error=False)
+    assert (root / "deploy" / mounts(first)["/model"]).is_dir()
+    assert "ports" not in first, "the router alone is reached"
+    command = router["command"]
+    assert command[command.index("--worker-urls") + 1 :] == [f"http://{name}:8000" for name in services]
+    assert router["depends_on"] == [*services]
+    assert all(port.startswith("127.0.0.1:") for port in router["ports"])

@@ -5,9 +5,16 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.engine.client.routing import PrefixIndex, PromptPrefix, prompt_prefixes
+from charonia.engine.client.routing import NOT_CACHED, ExpectedPrefix, PrefixIndex, PromptPrefix, prompt_prefixes
 
 EXTRAS = ("", "", "")
+
+
+def held(index: PrefixIndex, prefixes: list[PromptPrefix]) -> int:
+    """Tokens of the longest prefix that it has."""
+    return index.longest_match(prefixes)[0]
+
+
 prompts = st.integers(0, 2000).map(lambda length: list(range(7, 7 + length)))
 
 
@@ -42,14 +49,14 @@ def test_what_sets_prompts_apart() -> None:
 
 def test_it_knows_how_much_of_a_prompt_is_held() -> None:
     known, prompt = PrefixIndex(), list(range(200))
-    assert known.longest_match(prompt_prefixes(prompt, EXTRAS)) == 0
+    assert held(known, prompt_prefixes(prompt, EXTRAS)) == 0
     known.insert(prompt_prefixes(prompt, EXTRAS), 10_000)
-    assert known.longest_match(prompt_prefixes(prompt, EXTRAS)) == 200
-    assert known.longest_match(prompt_prefixes([*prompt, 1, 2, 3], EXTRAS)) == 192
-    assert known.longest_match(prompt_prefixes([*prompt[:70], *prompt[:70]], EXTRAS)) == 64
-    assert known.longest_match(prompt_prefixes(prompt[1:], EXTRAS)) == 0
+    assert held(known, prompt_prefixes(prompt, EXTRAS)) == 200
+    assert held(known, prompt_prefixes([*prompt, 1, 2, 3], EXTRAS)) == 192
+    assert held(known, prompt_prefixes([*prompt[:70], *prompt[:70]], EXTRAS)) == 64
+    assert held(known, prompt_prefixes(prompt[1:], EXTRAS)) == 0
     known.clear()
-    assert (known.longest_match(prompt_prefixes(prompt, EXTRAS)), known.tokens, len(known)) == (0, 0, 0)
+    assert (held(known, prompt_prefixes(prompt, EXTRAS)), known.tokens, len(known)) == (0, 0, 0)
 
 
 def test_the_end_of_the_oldest_prompt_goes_first() -> None:
@@ -57,9 +64,9 @@ def test_the_end_of_the_oldest_prompt_goes_first() -> None:
     first, second = prompt_prefixes([1] * 128, EXTRAS), prompt_prefixes([2] * 128, EXTRAS)
     known.insert(first, 192)
     known.insert(second, 192)
-    assert (known.longest_match(first), known.longest_match(second)) == (64, 128)
+    assert (held(known, first), held(known, second)) == (64, 128)
     known.insert(first, 192)
-    assert (known.longest_match(first), known.longest_match(second)) == (128, 64)
+    assert (held(known, first), held(known, second)) == (128, 64)
 
 
 @settings(max_examples=50)
@@ -72,17 +79,32 @@ def test_it_holds_what_a_cache_of_that_size_would_and_no_more(asked: list[tuple[
         assert known.tokens <= capacity
         assert len(known) <= capacity // 16
         _check_no_gap(known, beginnings)
-    assert known.tokens == sum(known._spans.values())
+    assert known.tokens == sum(tokens for tokens, _ in known._spans.values())
 
 
 def _check_no_gap(known: PrefixIndex, beginnings: list[PromptPrefix]) -> None:
     """What is held of a prompt is held from its beginning."""
-    longest = known.longest_match(beginnings)
-    assert all(
-        known.longest_match([beginning]) == beginning.tokens for beginning in beginnings if beginning.tokens <= longest
-    )
+    longest = held(known, beginnings)
+    assert all(held(known, [beginning]) == beginning.tokens for beginning in beginnings if beginning.tokens <= longest)
 
 
 def test_any_token_id_has_a_place() -> None:
     assert array("i").itemsize == 4
     assert prompt_prefixes([0, 2**31 - 1], EXTRAS)[0].tokens == 2
+
+
+def test_a_core_that_had_less_says_that_what_was_used_before_is_gone() -> None:
+    index = PrefixIndex()
+    texts = [prompt_prefixes([number] * 128, EXTRAS) for number in range(4)]
+    for text in texts[:3]:
+        index.insert(text, 10_000)
+    expected = ExpectedPrefix(*index.longest_match(texts[1]))
+    index.insert(texts[1], 10_000)  # it is sent there
+    index.insert(texts[3], 10_000)
+    index.correct(expected, 64)
+    assert [held(index, text) for text in texts] == [128] * 4, "half of it was there"
+    index.correct(expected, 48)
+    assert [held(index, text) for text in texts] == [0, 128, 128, 128], "what was used later, or again, stays"
+    assert index.tokens == 3 * 128
+    index.correct(NOT_CACHED, 0)
+    assert len(index) == 3 * len(texts[0])
