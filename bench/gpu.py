@@ -86,7 +86,9 @@ def main(
         with exit_on_signals():
             if tests is not None:
                 run_tests(tests, _TESTS_SECONDS, report)
-            rows = GpuBench(GpuWork(), "cuda", out).table(GpuBench(SMALL, "cuda", out))
+            invariant = GpuWork(name="8B, batch-invariant,", batch_invariance=True)
+            small, other = (GpuBench(work, "cuda", out) for work in (SMALL, invariant))
+            rows = GpuBench(GpuWork(), "cuda", out).table(small, other)
             parts = (*PEAKS, *only) if only else ("",)
             measure([row for row in rows if any(part in row.name for part in parts)], report, ends)
             is_finished = True

@@ -68,8 +68,9 @@ class GpuBench:
         self.decode_seconds: dict[int, float] = {}
         self.prompt_rate = 0.0
 
-    def table(self, small: "GpuBench | None" = None) -> list[Row]:
-        """All rows; `small`: another model, whose steps are measured because it is served."""
+    def table(self, small: "GpuBench | None" = None, invariant: "GpuBench | None" = None) -> list[Row]:
+        """All rows; `small`: another model, whose steps are measured because it is served; `invariant`: this one, whose
+        products are batch-invariant."""
         work, (far_rows, far_attended, far) = self.work, self.work.far
         of_small = [] if small is None else small.served_rows(self)
         return [
@@ -90,6 +91,7 @@ class GpuBench:
                 for kept in (["fp8", "int8"] if runtime.serves_fp8(self.dtype, self.device) else ["int8"])
             ),
             Row("experts", 20, self.experts),
+            *([] if invariant is None else invariant.step_rows_after(self)),
             Row("offline", 15, lambda: self.offline(work.offline)),
             Row("transformers offline", 90, self.transformers_offline),
             Row("more sequences offline", 40, lambda: self.offline(work.more_offline)),
@@ -105,15 +107,15 @@ class GpuBench:
     def served_rows(self, peaks: "GpuBench | None") -> list[Row]:
         """The model over HTTP; and its steps before, with another's `peaks`, if they are not measured anyway."""
         served = Row(f"{self.work.name} served", 55 * len(self.work.frontends) + 20, self.served)
-        if peaks is None:
-            return [served]
+        return [served] if peaks is None else [*self.step_rows_after(peaks), served]
 
+    def step_rows_after(self, peaks: "GpuBench") -> list[Row]:
         def begin() -> Iterator[Figure]:
             peaks.release()
             self.read, self.operations = peaks.read, peaks.operations
             return iter(())
 
-        return [Row(f"{self.work.name} steps and server begin", 0, begin), *self.step_rows(), served]
+        return [Row(f"{self.work.name} begins", 0, begin), *self.step_rows()]
 
     def copy_bandwidth(self) -> Iterator[Figure]:
         source = torch.ones(self.work.copied, dtype=torch.uint8, device=self.device)

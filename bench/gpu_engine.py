@@ -73,6 +73,8 @@ class GpuWork(NamedTuple):
     """The requests of loads over HTTP."""
     frontends: tuple[int, ...] = (1, 4)
     """Of the servers that these are put to."""
+    batch_invariance: bool = False
+    """Whether products are so, too."""
 
 
 SMALL = GpuWork("1B", LLAMA_ONE, context=256, served=StreamLoads({1: 4, 64: 128, 256: 512}, 128, 300, 128256))
@@ -103,6 +105,9 @@ class RandomWeights:
     def codes(self, piece: TensorSlice) -> GroupedRows:
         raise NotImplementedError("random weights are floats")
 
+    def blocks(self, piece: TensorSlice) -> tuple[str, Tensor] | None:
+        return None
+
 
 class RandomBuilder(NativeBuilder):
     """Builds a decoder of a configuration whose weights are nowhere."""
@@ -123,6 +128,7 @@ class RandomExecutor(InlineExecutor):
             device=device,
             dtype=work.dtype,
             max_model_len=length,
+            batch_invariance=work.batch_invariance,
             scheduler=scheduler,
             cache=CacheConfig(block_size=BLOCK),
             speculation=SpeculationConfig(method="ngram", num_speculative_tokens=work.drafts),

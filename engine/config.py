@@ -270,6 +270,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     """The threads of each replica; 0 means every usable core, divided over the replicas, and the client fills it in
     then."""
+    batch_invariance: bool = False
+    """On a GPU products are computed in an order of sums that their rows do not decide; on a CPU they always are."""
     enforce_eager: bool = False
     """Decode steps are launched kernel by kernel on a GPU, without graphs."""
     warm_up_graphs: bool = True

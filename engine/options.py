@@ -69,6 +69,8 @@ class EngineOptions:
     """Who computes: the core itself or rank processes; fake counts instead, to measure everything around the engine."""
     enforce_eager: bool | None = None
     """Launch decode steps kernel by kernel on a GPU, instead of replaying CUDA graphs."""
+    batch_invariance: bool | None = None
+    """On a GPU have kernels of ours compute all products, so that no row's result depends on how many are beside it."""
     warm_up_graphs: bool | None = None
     """Capture the CUDA graphs of usual decode steps before the model is ready, and not as they are first needed."""
     tensor_parallel_size: RankCount | None = None

@@ -115,7 +115,7 @@ BUDGETS = {
     "tokenization": 3_705,
     "media": 1_100,
     "scheduler": 2_315,
-    "engine": 27_790,
+    "engine": 28_010,
     "classic_backends": 8_410,
     "ensembles": 1_200,
     "routing": 250,

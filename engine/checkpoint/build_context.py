@@ -155,3 +155,5 @@ class BuildContext(NamedTuple):
     """Watches the products that could become int4."""
     max_lora_rank: int = 0
     """The largest rank of adapters that may be loaded; 0: none will be."""
+    batch_invariance: bool = False
+    """Products on a GPU take no row's sums in an order that other rows decide."""

@@ -2,9 +2,10 @@
 takes its weights from the expert that its rows go to.
 
 The launches are the sort, gate and up with activation, down with the routing weight, and the sum over a token's choices
-in order: a row depends on no other as long as one form of `_plan` serves. Weights are floats or codes as those of
-`scaled_matmul`, for which tokens are quantised before they are spread over experts; `grouped_experts` has products with
-integers in groups. The reference is `layers.mlp.MixtureOfExperts` on a CPU.
+in order: a row depends on no other as long as one form of `_plan` serves, which it always does if they are invariant.
+Weights are floats or codes as those of `scaled_matmul`, for which tokens are quantised before they are spread over
+experts; `grouped_experts` has products with integers in groups. The reference is `layers.mlp.MixtureOfExperts` on a
+CPU.
 """
 
 from collections.abc import Iterator
@@ -168,8 +169,12 @@ class TritonExperts:
     """Experts `numbers` of a mixture: x [N, hidden], `chosen` int64 [N, per token] among all experts, and their weights
     float32 [N, per token] -> the weighted sum over these experts [N, hidden]."""
 
-    def __init__(self, gate_up: ExpertMatrix, down: ExpertMatrix, activation: str, numbers: range) -> None:
-        """`gate_up` [experts * 2 * inner, hidden], `down` [experts * hidden, inner]."""
+    def __init__(
+        self, gate_up: ExpertMatrix, down: ExpertMatrix, activation: str, numbers: range, invariant: bool = False
+    ) -> None:
+        """`gate_up` [experts * 2 * inner, hidden], `down` [experts * hidden, inner]. `invariant`: blocks have the same
+        size whatever the number of tokens."""
+        self._invariant = invariant
         self._gate_up = _stack(gate_up)
         self._down = _stack(down)
         self._activation = activation
@@ -184,7 +189,9 @@ class TritonExperts:
         first = self._numbers.start
         count = len(self._numbers)
         mixed = self._gate_up.most_rows != self._down.most_rows  # blocks of 16 serve both
-        block = choose_block_rows(chosen.numel(), count, x.dtype, 16 if mixed else self._down.most_rows)
+        most = 16 if mixed else self._down.most_rows
+        fixed = self._invariant and x.dtype != torch.float32  # whose blocks are always small
+        block = most if fixed else choose_block_rows(chosen.numel(), count, x.dtype, most)
         routed = RoutedChoices(weights.contiguous(), sort_by_expert(chosen, first, count, block), block, count)
         parts = self._down.multiply(self._gate_up.multiply(x, routed, self._activation), routed, "")
         _sum_kernel[rows, triton.cdiv(hidden, _SUMMED)](

@@ -221,15 +221,19 @@ class GroupedWeights:
 class TritonGroupedMatmul:
     """x [N, in] -> x W^T + b [N, out] in x's dtype."""
 
-    def __init__(self, weights: GroupedWeights, bias: Tensor | None, order: Tensor | None = None) -> None:
-        """`order` [inputs]: input i of the packed weights is multiplied with x[order[i]]."""
+    def __init__(
+        self, weights: GroupedWeights, bias: Tensor | None, order: Tensor | None = None, invariant: bool = False
+    ) -> None:
+        """`order` [inputs]: input i of the packed weights is multiplied with x[order[i]]. `invariant`: any number of
+        rows is multiplied as few are."""
+        self._widens = not invariant
         self._weights = weights
         self._bias = None if bias is None else bias.float()
         self._order = None if order is None else order.to(weights.codes.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous() if self._order is None else x.index_select(1, self._order)
-        if len(x) > MOST_ROWS:
+        if self._widens and len(x) > MOST_ROWS:
             weight = self._widened(x.dtype)
             return F.linear(x, weight, None if self._bias is None else self._bias.to(x.dtype))
         form = self._weights.form

@@ -2,7 +2,8 @@
 each group of inputs, by which a sum of codes is multiplied.
 
 Few rows and outputs: inputs are split in parts, as the matrix says, added in order: rows are independent, in fp8 while
-one form of `_plan` serves. The reference is `layers.torch_matmul.TorchInt8Matmul`, bit for bit.
+one form of `_plan` serves, or where it is to be invariant. The reference is `layers.torch_matmul.TorchInt8Matmul`, bit
+for bit.
 """
 
 from collections.abc import Iterator
@@ -101,12 +102,13 @@ def _scaled_kernel(
     GROUPED: tl.constexpr,
     EVEN: tl.constexpr,
     PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
 ):
-    """A tile of x [rows, inputs] times weight [outputs, inputs], of `out` [rows, outputs]; with several PARTS of the
-    inputs, the sums of one part in `out` [PARTS, rows, outputs]. EVEN: blocks divide the inputs. GROUPED: a block of
+    """A tile of x [rows, inputs] times weight [outputs, inputs], of `out` [rows, outputs], in PARTS of the inputs;
+    SHARED: the sums of one part, in `out` [PARTS, rows, outputs]. EVEN: blocks divide the inputs. GROUPED: a block of
     inputs is a group, with `x_scales` [rows, groups] and `scales` [groups, outputs]."""
     across = tl.cdiv(outputs, BLOCK_OUTPUTS)
     tile = tl.program_id(0)
@@ -123,21 +125,24 @@ def _scaled_kernel(
     x_scales_at, scales_at = x_scales + own_lines * steps, scales + columns
     kind: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), kind)
-    for step in range(steps * part // PARTS, steps * (part + 1) // PARTS):
-        first = step * BLOCK_INPUTS
-        if EVEN:
-            some = tl.load(x_at + first)
-            weights = tl.load(weight_at + first)
-        else:
-            some = tl.load(x_at + first, mask=inner[None, :] < inputs - first, other=0.0)
-            weights = tl.load(weight_at + first, mask=inner[:, None] < inputs - first, other=0.0)
-        # Scales are contiguous, so their addresses take no registers.
-        total = add_codes(
-            total, some, weights, x_scales_at + step, scales_at + step * outputs, columns < outputs, GROUPED
-        )
+    for current in range(part if SHARED else 0, part + 1 if SHARED else PARTS):
+        own = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), kind)
+        for step in range(steps * current // PARTS, steps * (current + 1) // PARTS):
+            first = step * BLOCK_INPUTS
+            if EVEN:
+                some = tl.load(x_at + first)
+                weights = tl.load(weight_at + first)
+            else:
+                some = tl.load(x_at + first, mask=inner[None, :] < inputs - first, other=0.0)
+                weights = tl.load(weight_at + first, mask=inner[:, None] < inputs - first, other=0.0)
+            # Scales are contiguous, so their addresses take no registers.
+            own = add_codes(
+                own, some, weights, x_scales_at + step, scales_at + step * outputs, columns < outputs, GROUPED
+            )
+        total += own
     valid = (lines < rows)[:, None] & (columns < outputs)[None, :]
     places = lines.to(tl.int64)[:, None] * outputs + columns[None, :]
-    if PARTS > 1:
+    if SHARED:
         tl.store(out + part.to(tl.int64) * rows * outputs + places, total, mask=valid)
     else:
         some_rows, some_columns = own_lines[:, None], own_columns[None, :]
@@ -206,7 +211,9 @@ def quantise_rows(x: Tensor, kind: torch.dtype, group: int = 0) -> QuantisedRows
 class TritonScaledMatmul:
     """x [N, in] -> x W^T + b [N, out] in x's dtype. W is quantised by row or group, and x is here."""
 
-    def __init__(self, weight: QuantisedRows, bias: Tensor | None) -> None:
+    def __init__(self, weight: QuantisedRows, bias: Tensor | None, invariant: bool = False) -> None:
+        """`invariant`: rows decide nothing that orders the sums of fp8; those of int8 are exact anyway."""
+        self._invariant = invariant and weight.codes.dtype != torch.int8
         self._weight = weight.codes
         self._scales = scales_by_group(weight)
         self._group = weight.group
@@ -218,18 +225,19 @@ class TritonScaledMatmul:
         if not rows:
             return out
         codes, x_scales = quantise_rows(x.contiguous(), self._weight.dtype, self._group)
-        plan = _plan(rows, outputs, inputs, self._group)
+        plan = _plan(rows, outputs, inputs, self._group, self._invariant)
         grouped = bool(self._group)
         bias = self._scales if self._bias is None else self._bias
         ends = x_scales, self._weight, self._scales, bias
         sums = torch.int32 if codes.dtype == torch.int8 else torch.float32
-        target = out if plan["PARTS"] == 1 else x.new_empty(plan["PARTS"], rows, outputs, dtype=sums)
+        programs = plan["PARTS"] if plan["SHARED"] else 1
+        target = x.new_empty(programs, rows, outputs, dtype=sums) if plan["SHARED"] else out
         tiles = triton.cdiv(rows, plan["BLOCK_ROWS"]) * triton.cdiv(outputs, plan["BLOCK_OUTPUTS"])
-        grid, sizes = (tiles, plan["PARTS"]), (rows, outputs, inputs)
+        grid, sizes = (tiles, programs), (rows, outputs, inputs)
         _scaled_kernel[grid](codes, *ends, target, *sizes, BIASED=self._bias is not None, GROUPED=grouped, **plan)
         if target is not out:
             grid = rows, triton.cdiv(outputs, _COMBINED)
-            flags = {"BIASED": self._bias is not None, "GROUPED": grouped, "PARTS": plan["PARTS"], "BLOCK": _COMBINED}
+            flags = {"BIASED": self._bias is not None, "GROUPED": grouped, "PARTS": programs, "BLOCK": _COMBINED}
             _combine_kernel[grid](
                 target, x_scales, self._scales, bias, out, rows, outputs, **flags, num_warps=4, **_UNFUSED
             )
@@ -246,17 +254,26 @@ def _quantise_plan(size: int) -> dict[str, int]:
     return blocks | {"num_warps": min(max(block // 1024, 4), 32), **_UNFUSED}
 
 
-def _plan(rows: int, outputs: int, inputs: int, group: int) -> dict[str, int]:
-    """The launch by the sizes of the matrix, and by whether rows are up to 16, 32, 64 or more."""
-    few = rows <= _FEW_ROWS
-    block = max(triton.next_power_of_2(rows), 16) if few else 128
+def _plan(rows: int, outputs: int, inputs: int, group: int, invariant: bool = False) -> dict[str, int]:
+    """The launch by the sizes of the matrix, and by whether rows are up to 16, 32, 64 or more; if it is `invariant`,
+    rows decide no more than who computes parts."""
+    few = rows <= _FEW_ROWS or invariant
+    block = 64 if invariant else max(triton.next_power_of_2(rows), 16) if few else 128
     across = 64 if few else 128
     deep = group or 128
     parts = 1
     while few and triton.cdiv(outputs, across) * parts < _ENOUGH and inputs >= 2 * parts * _LEAST_INPUTS:
         parts *= 2
     blocks = {"BLOCK_ROWS": block, "BLOCK_OUTPUTS": across, "BLOCK_INPUTS": deep, "EVEN": inputs % deep == 0}
-    return blocks | {"PARTS": parts, "num_warps": 4 if few else 8, "num_stages": 5 if few else 3, **_UNFUSED}
+    tiles = triton.cdiv(rows, block) * triton.cdiv(outputs, across)
+    shared = parts > 1 and (not invariant or tiles < _ENOUGH)
+    return blocks | {
+        "PARTS": parts,
+        "SHARED": shared,
+        "num_warps": 4 if few else 8,
+        "num_stages": 5 if few else 3,
+        **_UNFUSED,
+    }
 
 
 def specialisations() -> Iterator[Specialisation]:
@@ -275,16 +292,20 @@ def specialisations() -> Iterator[Specialisation]:
             for group in groups:
                 for rows in (1, 16, 32, 64, 65):
                     yield from _products(kind, group, x, rows, least)
+                for rows in (1, 8192) if kind != torch.int8 else ():
+                    yield from _products(kind, group, x, rows, least, True)
 
 
 _SHAPES = ((28672, 4096), (4096, 14336), (896, 896), (896, 4864))
 """Outputs and inputs of products of Llama-3.1-8B and Qwen2.5-0.5B, with one part and with several."""
 
 
-def _products(kind: torch.dtype, group: int, x: str, rows: int, least: int) -> Iterator[Specialisation]:
+def _products(
+    kind: torch.dtype, group: int, x: str, rows: int, least: int, invariant: bool = False
+) -> Iterator[Specialisation]:
     for biased, (outputs, inputs) in zip((False, False, True, True), _SHAPES, strict=True):
-        plan = _plan(rows, outputs, inputs, group)
-        parts = plan["PARTS"]
+        plan = _plan(rows, outputs, inputs, group, invariant)
+        parts = plan["PARTS"] if plan["SHARED"] else 1
         single = {"rows": 1} if rows == 1 else {}  # a 1 is a constant to Triton
         sizes = ({} if single else {"rows": "i32"}) | {"outputs": f"i32{DIVISIBLE}"}
         options = {name: plan.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}

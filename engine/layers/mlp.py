@@ -305,7 +305,7 @@ def build_experts(
     from ..gpu.experts import TritonExperts
 
     halves, downs = (matrix.stacked() for matrix in matrices)
-    return TritonExperts(halves, downs, experts[0].activation, numbers)
+    return TritonExperts(halves, downs, experts[0].activation, numbers, loader.context.batch_invariance)
 
 
 class EachExpert:

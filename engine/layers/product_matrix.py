@@ -175,16 +175,22 @@ class ProductMatrix:
                 product.pack(first, rows)
 
     def on_gpu(self, bias: Tensor | None) -> Matmul:
-        """The product by Triton's kernels, or cuBLAS where nothing is quantised."""
+        """The product by Triton's kernels, or cuBLAS where nothing is quantised and rows may share an order of sums."""
+        invariant = self._loader.context.batch_invariance
         if self.scaled_kind is not None:
             from ..gpu.scaled_matmul import TritonScaledMatmul
 
-            return TritonScaledMatmul(self.quantised_rows(), bias)
+            return TritonScaledMatmul(self.quantised_rows(), bias, invariant)
         codes = self.codes
         if codes is not None or self.precision == "int4":
             from ..gpu.grouped_matmul import TritonGroupedMatmul
 
-            return TritonGroupedMatmul(self.grouped_weights(), bias, None if codes is None else codes.order)
+            return TritonGroupedMatmul(self.grouped_weights(), bias, None if codes is None else codes.order, invariant)
+        if invariant:
+            from ..gpu.float_matmul import TritonFloatMatmul
+
+            self._count(None)
+            return TritonFloatMatmul(self._floats(), bias)
         return self.in_torch(bias)
 
     def grouped_weights(self) -> "GroupedWeights":
@@ -274,10 +280,13 @@ class ProductMatrix:
                 some = slice(first, first + len(rows))
                 weight[some], scales[some] = quantize_rows(rows)
             return TorchInt8Matmul(weight.t(), scales, None if bias is None else bias.float())
+        return torch_matmul(self._floats(), bias)
+
+    def _floats(self) -> Tensor:
         if self._use is LM_HEAD:
             [table] = self._slices
-            return torch_matmul(loader.mapped(table), bias)  # it may be the embedding's: mapped, there is one of it
-        return torch_matmul(loader.concatenate(self._slices), bias)
+            return self._loader.mapped(table)  # it may be the embedding's: mapped, there is one of it
+        return self._loader.concatenate(self._slices)
 
     def sample(self) -> Tensor:
         """Some of its rows, from each of its parts."""

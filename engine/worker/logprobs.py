@@ -15,6 +15,7 @@ from torch import Tensor
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...scheduler.plan import LongArray
 from ..config import LOGITS_PIECE
+from ..gpu import runtime
 
 
 class WantedLogprobs(NamedTuple):
@@ -29,12 +30,21 @@ class WantedLogprobs(NamedTuple):
 def measure_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities [S] of int64 `tokens` [S] by float32 `logits` [S, vocabulary]; ids and log-probabilities of the
     likeliest tokens at their places, both [S, top_n], or as many as there are tokens."""
-    # Torch shares the sum of a row that is alone among its threads, and rounds otherwise than in company.
-    alone = len(logits) == 1
-    total = (logits.repeat(2, 1) if alone else logits).logsumexp(-1, keepdim=True)[: len(logits)]
+    total = _logsumexp(logits).unsqueeze(-1)
     chosen = logits.gather(-1, tokens.unsqueeze(-1)) - total
     values, ids = logits.topk(min(top_n, logits.shape[-1]))
     return chosen.squeeze(-1), ids, values - total
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    """[S], of each row the same whatever rows are beside it."""
+    if runtime.serves(logits.dtype, logits.device):
+        from ..gpu.logsumexp import logsumexp
+
+        return logsumexp(logits)
+    # Torch shares the sum of a row that is alone among its threads, and rounds otherwise than in company.
+    alone = len(logits) == 1
+    return (logits.repeat(2, 1) if alone else logits).logsumexp(-1)[: len(logits)]
 
 
 def sampled_logprobs(

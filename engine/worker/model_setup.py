@@ -66,6 +66,7 @@ def build_context(
         config.parallel.whole_experts,
         open_packing_cache(directory, config.cache_max_bytes) if config.cache_dir else None,
         max_lora_rank=0 if config.lora is None else config.lora.max_rank,
+        batch_invariance=config.batch_invariance,
     )
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import run_to_end
+from charonia.core.logprobs import Logprobs
 from charonia.engine.attention import selector
 from charonia.engine.attention.backend import AttentionBackend
 from charonia.engine.attention.triton_attention import TritonAttention
@@ -80,6 +82,44 @@ def test_greedy_text_over_codes_is_that_of_torch_over_the_same(
     directory, prompts = checkpoint("llama"), PROMPTS[:2]
     found = generate(directory, prompts, TritonAttention, kept)
     assert found == generate(directory, prompts, KeptReference, kept, "kept")
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("sums_of_a_gpu")
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_request_has_the_same_bits_in_company_and_in_pieces(
+    interpreted: None, checkpoint: Callable[[str], Path], quantization: str
+) -> None:
+    """Tokens and log-probabilities, in half precision: alone, among others, with its prompt cut elsewhere and after a
+    prefix that is cached."""
+    config = EngineConfig(
+        model=str(checkpoint("llama")),
+        device="cpu",
+        dtype="float16",
+        quantization=quantization,
+        batch_invariance=True,
+        cache=CacheConfig(block_size=BLOCK),
+    )
+    executor = InlineExecutor(config)
+    executor.load(lambda phase, fraction: None)
+    prompt, others = [*SHARED, 3, 4, 5] * 2, [[9, 8] * 11, [5], [17, 3, 2] * 5]
+
+    def answer(cache: KVCacheManager, company: list[list[int]], chunk: int) -> tuple[list[int], list[Logprobs]]:
+        requests = [_request(cache, key, tokens) for key, tokens in enumerate([*company, prompt])]
+        requests[-1] = structs.replace(requests[-1], sampling=ResolvedSampling(0.8, 0, 0.9, 11, logprobs=2))
+        scheduling = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=chunk, max_model_len=64)
+        outcome = run_to_end(Scheduler(scheduling, cache), executor, requests)
+        return outcome.tokens[len(company)], outcome.logprobs[len(company)]
+
+    said = []
+    for company, chunk in (([], 64), (others, 64), ([], 13), (others, 17)):
+        executor.allocate(40)
+        cache = KVCacheManager(40, BLOCK, prefix_caching=True)
+        said.append(answer(cache, company, chunk))
+    said.append(answer(cache, others[:1], 64))
+    executor.close()
+    assert said == said[:1] * 5
+    assert len({logprob.chosen for logprob in said[0][1]}) == NEW
 
 
 def generate(
