@@ -149,6 +149,11 @@ class NativeBuilder(CheckpointBuilder):
         if part:  # the whole's config.json has a default that its language part may not follow
             spec = replace(spec, tied_embeddings=HEAD_WEIGHT not in weights)
         packing = self._packing(context, weights)
+        if context.quantization == "int4" and spec.encoder is not None:
+            message = (
+                "int4 is calibrated on texts of the decoder alone, and it attends to an encoder's output; int8 is not"
+            )
+            raise CheckpointError(f"{directory}: quantization {message}", field="quantization")
         if context.quantization == "int4" and shard.is_whole and not packing.found and context.device.type != "meta":
             context = self._calibrated(context)
         loader = WeightLoader(weights, context, packing)

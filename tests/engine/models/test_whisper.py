@@ -22,6 +22,7 @@ from transformers.generation.logits_process import SuppressTokensAtBeginLogitsPr
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.checkpoint.encoder_shape import check_encoded
+from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
@@ -204,6 +205,14 @@ def test_a_sequence_without_a_sound_is_refused(bench: Callable[[str], HearingBen
             check_encoded(encoded, encoder)
     with pytest.raises(InvalidArgument, match="no encoder"):
         check_encoded(encoder.blank(), None)
+
+
+def test_four_bits_are_refused(hearing: Hearing) -> None:
+    config = EngineConfig(model=str(hearing.directory), device="cpu", dtype="bfloat16", quantization="int4")
+    executor = InlineExecutor(config)
+    with pytest.raises(CheckpointError, match="int8"):
+        executor.load(lambda phase, fraction: None)
+    executor.close()
 
 
 def test_more_slots_than_memory_are_refused(hearing: Hearing) -> None:
