@@ -373,8 +373,8 @@ class EngineTotals(msgspec.Struct, array_like=True):
     landed: int = 0
     """Prompt tokens found in the prefix cache whose blocks came from a directory."""
     directory: dict[str, float] = {}
-    """What was done with a directory of cached blocks: the counts of `ImageTotals`, and those of `FetchDecision`, by
-    name."""
+    """What was done with a directory of cached blocks: the counts of `ImageTotals` and of `FetchDecision`, by name,
+    and the `waited_seconds` of requests."""
     transfers: dict[str, float] = {}
     """Prompts sent to other servers and received, by the rest of their metrics' names; see `PrefixTransfers.totals`."""
 

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ..core.metrics import SequenceState
+from ..core.metrics import FetchDecision, SequenceState
 from .roofline import StepRoofline
 from .scrape import ModelInterval
 from .time_claims import Cause, TimeClaim, percent
@@ -41,6 +41,8 @@ def llm_claims(interval: ModelInterval, loop_is_late: bool, roofline: StepRoofli
     if excess is not None:
         waits = sum(spent.get(state, 0.0) for state in ("no_row", "no_tokens", "no_blocks"))
         yield _tenant_claim(excess, waits * tenant)
+    if waited := interval.grown("charonia_cache_directory_wait_seconds_total"):
+        yield _directory_claim(interval, waited)
     steps = interval.grown("charonia_step_seconds_count")
     computed = interval.grown("charonia_step_tokens_sum")
     recomputed = interval.grown("charonia_recomputed_tokens_total")
@@ -129,6 +131,21 @@ def _tenant_claim(excess: TenantExcess, seconds: float) -> TimeClaim:
     turn = "weights of keys (name:key:weight); fewer --max-num-seqs free rows for others sooner, or another server"
     evidence = {"took": excess.took, "fair_share": excess.fair, "others_waited_seconds": excess.waited}
     return TimeClaim(Cause.TENANT, seconds, f"requests wait behind those of {name}", why, turn, evidence)
+
+
+def _directory_claim(interval: ModelInterval, seconds: float) -> TimeClaim:
+    """The time for which requests waited for files of the cache's directory."""
+    fetched, computed, late, stalled = (
+        interval.grown("charonia_cache_directory_fetches_total", decision=decision.value) for decision in FetchDecision
+    )
+    why = f"{fetched:.0f} got the blocks that they waited for, {late:.0f} were late"
+    why += f", and {computed + stalled:.0f} did not wait, for it would not have paid"
+    turn = "nothing: to compute them would take longer"
+    if late or stalled:
+        turn = "a faster disk or network for --kv-cache-dir, or none"
+    evidence = {"fetched": fetched, "computed": computed, "late": late, "stalled": stalled}
+    what = "requests wait for files of the cache's directory"
+    return TimeClaim(Cause.QUEUE, seconds, what, why, turn, evidence)
 
 
 def _preemption_claims(interval: ModelInterval, seconds: float, recomputed: float) -> Iterator[TimeClaim]:

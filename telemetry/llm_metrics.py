@@ -204,6 +204,7 @@ _DIRECTORY_READINGS = {
             ("written_bytes", "written_bytes"),
             ("write_seconds", "write_seconds"),
             ("evictions", "evicted"),
+            ("wait_seconds", "waited_seconds"),
         )
     },
 }

@@ -36,6 +36,9 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_cache_directory_write_seconds_total", "counter", "Time of threads that wrote there"),
     MetricFamily("charonia_cache_directory_evictions_total", "counter", "Files removed there to make room"),
     MetricFamily(
+        "charonia_cache_directory_wait_seconds_total", "counter", "Time that requests waited for the cache's directory"
+    ),
+    MetricFamily(
         "charonia_cache_directory_fetches_total", "counter", "Requests whose prefix was in the cache's directory"
     ),
     MetricFamily("charonia_state_snapshots", "gauge", "Snapshots of recurrent states that prompts can begin with"),

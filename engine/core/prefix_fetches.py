@@ -58,8 +58,10 @@ class FetchPace:
 @dataclass(slots=True)
 class _WaitingRequest:
     request: NewRequest
+    since: float
+    """By the clock of the fetches, as the next."""
     deadline: float
-    """By the clock of the fetches: then it goes on as it is."""
+    """Then it goes on as it is."""
     looked_up: bool = False
     fetches: set[int] = field(default_factory=set)
     """Numbers of those that it waits for."""
@@ -100,6 +102,7 @@ class PrefixFetches:
         self._numbers = count()
         self._unanswered: dict[int, float] = {}  # lookups by their request, and when they began
         self._ready: list[NewRequest] = []
+        self._waited_seconds = 0.0
         self.decisions = Counter(dict.fromkeys(FetchDecision, 0))
 
     def __len__(self) -> int:
@@ -120,7 +123,7 @@ class PrefixFetches:
         if not hashes or any(now - began > LOOKUP_SECONDS for began in self._unanswered.values()):
             return False
         self._unanswered[spec.key] = now
-        self._waiting[spec.key] = _WaitingRequest(request, now + LOOKUP_SECONDS)
+        self._waiting[spec.key] = _WaitingRequest(request, now, now + LOOKUP_SECONDS)
         self._lookups.start(partial(self._look_up, spec.key, hashes))
         return True
 
@@ -205,7 +208,9 @@ class PrefixFetches:
                     self._let_go(key)
 
     def _let_go(self, key: int) -> None:
-        self._ready.append(self._waiting.pop(key).request)
+        waiting = self._waiting.pop(key)
+        self._waited_seconds += time.monotonic() - waiting.since
+        self._ready.append(waiting.request)
 
     def take_ready(self) -> list[NewRequest]:
         """The requests that wait no longer, some because their patience is over."""
@@ -243,7 +248,8 @@ class PrefixFetches:
 
     def totals(self) -> dict[str, float]:
         """See `EngineTotals.directory`."""
-        return self._mover.totals.by_name() | {decision.value: number for decision, number in self.decisions.items()}
+        decisions = {decision.value: number for decision, number in self.decisions.items()}
+        return self._mover.totals.by_name() | decisions | {"waited_seconds": self._waited_seconds}
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` where an image, or a request, is lost."""

@@ -32,7 +32,7 @@ from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 
 BLOCK, LONGEST = 4, 96
-BUDGET = 60_000
+BUDGET = 150_000
 _PATIENCE_SECONDS = 20.0
 
 

@@ -234,6 +234,24 @@ def test_prompts_without_a_state_to_go_on_from_are_told_with_what_would_spare_th
     assert "800 tokens" in claim.text
 
 
+@pytest.mark.parametrize(("late", "turn"), [(0, "nothing: to compute"), (2, "a faster disk")])
+def test_time_for_files_of_the_cache_is_told_with_what_came_of_it(late: int, turn: str) -> None:
+    computed = {"charonia_step_seconds_count": 10, "charonia_step_seconds_sum": 2, "charonia_step_tokens_sum": 1000}
+    running = {
+        'charonia_sequence_seconds_total{state="running"}': 2.0,
+        "charonia_cache_directory_wait_seconds_total": 6,
+    }
+    fetches = {
+        f'charonia_cache_directory_fetches_total{{decision="{decision}"}}': number
+        for decision, number in {"fetched": 5, "computed": 1, "late": late, "stalled": 0}.items()
+    }
+    [report] = reports_of(running | computed | fetches | LANGUAGE)
+    first = report.bottlenecks[0]
+    assert (first.cause, first.share) == (Cause.QUEUE, pytest.approx(0.75))
+    assert first.turn.startswith(turn)
+    assert f"5 got the blocks that they waited for, {late} were late, and 1 did not wait" in first.text
+
+
 def test_a_queue_for_slots_or_resources_is_told_as_such() -> None:
     queue = {"nv_inference_request_duration_us": 9e6, "nv_inference_queue_duration_us": 8e6, "charonia_instances": 1}
     [report] = reports_of(queue | {"charonia_sequences_waiting": 3})
