@@ -308,8 +308,8 @@ def sum_totals(totals: Iterable[EngineTotals]) -> EngineTotals:
         for of_cores in (spent, files, sent)
     )
     numbers = {name: sum(core[name] for core in fields) for name in fields[0]}
-    counts = {"sequence_seconds": states, "directory": directory, "transfers": transfers}
-    return EngineTotals(**numbers, drafters=drafters, **counts)
+    total = EngineTotals(**numbers, drafters=drafters)
+    return msgspec.structs.replace(total, sequence_seconds=states, directory=directory, transfers=transfers)
 
 
 def record_request(metrics: LlmMetrics, context: RequestContext) -> None:

@@ -321,14 +321,14 @@ class EngineCore:
             self._below_threshold = []
         scheduler = self._scheduler
         cache = self._cache
-        kept: tuple[int, ...] = (0, 0) if cache.states is None else (len(cache.states), len(cache.states.host))
-        kept += (0, 0) if cache.retention is None else (len(cache.retention), cache.retention.blocks)
+        kept = (0, 0) if cache.states is None else (len(cache.states), len(cache.states.host))
+        retained = (0, 0) if cache.retention is None else (len(cache.retention), cache.retention.blocks)
         waiting = scheduler.waiting + (0 if self._fetches is None else len(self._fetches))
         arriving = held_blocks = 0
         if self.transfers is not None:
             held_blocks, arriving = self.transfers.held_blocks, self.transfers.waiting
         state = scheduler.running, waiting + arriving, cache.free_blocks, self._step_seconds
-        load = EngineLoad(*state, *kept, held_blocks, arriving)
+        load = EngineLoad(*state, *kept, *retained, held_blocks, arriving)
         return RequestUpdates(self._step, updates, load, stats, self._totals())
 
     def _totals(self) -> EngineTotals:

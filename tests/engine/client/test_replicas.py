@@ -18,7 +18,7 @@ from charonia.core.errors import CharoniaError, InvalidArgument, SentError, Unav
 from charonia.core.metrics import DrafterTotals, EngineTotals
 from charonia.engine.client import client as client_module
 from charonia.engine.client.client import EngineClient, Replica, split_config
-from charonia.engine.client.routing import TOKENS_PER_REQUEST
+from charonia.engine.client.routing import TOKENS_PER_REQUEST, prompt_prefixes
 from charonia.engine.client.token_stream import TokenStream
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
 from charonia.engine.core.messages import (
@@ -27,6 +27,7 @@ from charonia.engine.core.messages import (
     CoreLoading,
     CoreReady,
     EngineLoad,
+    ReleaseScope,
     RequestRejected,
     RequestUpdates,
 )
@@ -387,3 +388,28 @@ def test_totals_outlive_their_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def updates(totals: EngineTotals) -> RequestUpdates:
     return RequestUpdates(0, StepUpdates([], [], [], [], []), EngineLoad(), totals=totals)
+
+
+def test_what_a_core_finds_of_a_prompt_corrects_what_it_is_thought_to_have() -> None:
+    fleet = Fleet()
+    third = [*range(900, 999), *range(300)]
+    for prompt, replica in ((third, 0), (DOCUMENT, 1), (OTHER, 0)):
+        assert fleet.open(prompt) == replica
+        fleet.leave(fleet.client._last_key)
+    index = fleet.all[0].prefix_index
+    prefixes = prompt_prefixes(third, ("", "", ""))
+    assert index.longest_match(prefixes)[0] == len(third)
+    for cached, kept in ((384, len(third)), (0, 0)):
+        assert fleet.open(OTHER) == 0
+        fleet.say(0, started=[(fleet.client._last_key, cached)])
+        assert index.longest_match(prefixes)[0] == kept, "what was used before has made room, too"
+        fleet.leave(fleet.client._last_key)
+    assert fleet.open(OTHER) == 0, "it has it now"
+    fleet.leave(fleet.client._last_key)
+    assert not fleet.all[0]._expected
+
+
+def test_a_scope_is_released_by_all() -> None:
+    fleet = Fleet()
+    fleet.client.release_scope("team", "run-7")
+    assert [fleet.core(at).sent for at in range(2)] == [[ReleaseScope("team", "run-7")]] * 2
