@@ -135,6 +135,10 @@ def _source_of(request: GenerateRequest, prompt: list[int], most: int) -> Encode
         raise InvalidArgument(
             f"{field}: the encoder reads 1 to {most} tokens, and these are {len(prompt)}", field=field
         )
+    if request.sampling.prompt_logprobs is not None:
+        raise InvalidArgument(
+            "prompt_logprobs: an encoder reads the prompt, and foresees no token of it", field="prompt_logprobs"
+        )
     tokens = np.array(prompt, np.int32).tobytes()
     return EncoderRows(len(prompt), sha256(tokens).digest(), tokens, SOURCE_TOKENS)
 

@@ -158,3 +158,28 @@ def test_a_gateways_hints_stand_in_for_what_a_request_does_not_say() -> None:
     assert (spec.priority, spec.target_ttft, spec.target_itl) == (5, 0.1, 0.04)
     spec = build_add_request(request, RequestContext("test"), [1], MODEL, READY).spec
     assert (spec.priority, spec.target_ttft, spec.target_itl) == (1, 0.1, None)
+
+
+def test_where_an_encoder_reads_the_prompt_the_decoder_begins_by_itself() -> None:
+    engine = msgspec.structs.replace(READY, source_tokens=6)
+    model = MODEL._replace(decoder_start=(2, 9), suppressed=(4, 100))
+
+    def ask(prompt: list[int], model: GenerationDefaults = model, **asked: object) -> SequenceSpec:
+        request = GenerateRequest(id="", prompt=tuple(prompt), sampling=SamplingParams(**asked))
+        return build_add_request(request, RequestContext("test"), prompt, model, engine).spec
+
+    spec = ask([5, 6, 8], max_tokens=60)
+    assert spec.prompt.tolist() == [2, 9]
+    assert spec.encoded is not None
+    assert (spec.encoded.length, spec.encoded.dtype) == (3, "tokens")
+    assert decode_tokens(bytes, spec.encoded.rows).tolist() == [5, 6, 8]
+    assert spec.encoded.digest != getattr(ask([5, 6]).encoded, "digest", None)
+    assert spec.sampling.logits == LogitsParams(suppressed=(4,))
+    for prompt, own, asked, said in (
+        ([1] * 7, model, {}, "prompt: the encoder"),
+        ([1], model, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        ([1], MODEL, {}, "decoder_start_token_id"),
+        ([1], MODEL._replace(decoder_start=(100,)), {}, "decoder_start_token_id"),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            ask(prompt, own, **asked)
