@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from ...core.direct_stream import DirectStream
-from ...core.errors import InvalidArgument, QueueFull, Unavailable
+from ...core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from ...core.gateway import ResponseStream
 from ...core.media import PreparedMedium
 from ...core.request import FinishReason, GenerateChunk, GenerateRequest, Prompt, join_chunks
@@ -254,7 +254,7 @@ class Transcriber:
         is that nobody speaks."""
         allowed = tuple(self._tokens.languages.values()) if by_language else None
         sampling = msgspec.structs.replace(_PLAIN, allowed_token_ids=allowed)
-        prompt = (*task.previous, self._tokens.start)
+        prompt = (self._tokens.start,) if by_language else (*task.previous, self._tokens.start)
         answer = await self._generate(task, prompt, HeardPrompt(rows, reported=(self._tokens.no_speech,)), sampling)
         [logprob] = answer.logprobs
         return _FirstToken(answer.token_ids[0], math.exp(logprob.top[-1].logprob))
@@ -275,6 +275,8 @@ class Transcriber:
                 pause = min(2 * pause, _LONGEST_RETRY)
         async with aclosing(self._ask(request, task.context, heard)) as stream:
             chunks = [chunk async for chunk in stream]
+        if chunks and chunks[-1].finish_reason is FinishReason.TIMEOUT:
+            raise RequestTimeout
         if not chunks or chunks[-1].finish_reason is FinishReason.ABORT:
             raise Unavailable("the sound was not heard to its end")
         return join_chunks(chunks)

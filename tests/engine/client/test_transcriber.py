@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from charonia.core.errors import InvalidArgument, QueueFull
+from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.logprobs import TokenLogprob
 from charonia.core.media import FEATURES, WINDOW_BOUNDS, MediaSource, PreparedMedium
 from charonia.core.media_models import EncodedMedium, MediaFacts, MediaServices
@@ -63,6 +63,7 @@ class Decoder:
         self.running = self.most_running = 0
         self.full = 0
         self.hang = False
+        self.reason = FinishReason.STOP
         self._tokenizer, self._known = tokenizer, known
 
     def check_room(self, tenant: str) -> None:
@@ -95,7 +96,7 @@ class Decoder:
             ids = [*self._tokenizer.encode(answer.text, special=False), self._known.end]
             logprobs = [TokenLogprob(token, "", b"", answer.logprob) for token in ids]
         return GenerateChunk(
-            text="", token_ids=tuple(ids), usage=Usage(1, 1), finish_reason=FinishReason.STOP, logprobs=tuple(logprobs)
+            text="", token_ids=tuple(ids), usage=Usage(1, 1), finish_reason=self.reason, logprobs=tuple(logprobs)
         )
 
 
@@ -139,6 +140,10 @@ async def test_windows_come_in_order_and_eight_at_a_time(hearing: Hearing) -> No
 
 
 async def test_the_first_window_tells_the_language_once(hearing: Hearing) -> None:
+    """Whatever is said to have come before."""
+    await hearing.chunks(context="so it goes")
+    assert hearing.decoder.asked.pop(0)[1].prompt == (hearing.known.start,)
+    hearing.decoder.asked.clear()
     chunks = await hearing.chunks(b"aaa")
     (window, first, _), *others = hearing.decoder.asked
     assert (window, first.prompt, first.sampling.max_tokens) == (0, (hearing.known.start,), 1)
@@ -198,6 +203,17 @@ async def test_a_queue_that_is_full_meanwhile_is_waited_for(hearing: Hearing) ->
     hearing.decoder.full = 1
     with pytest.raises(QueueFull):  # nothing of it is heard yet
         await hearing.chunks(language="en")
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [(FinishReason.TIMEOUT, RequestTimeout), (FinishReason.ABORT, Unavailable)]
+)
+async def test_a_window_that_is_not_heard_to_its_end_is_an_error(
+    hearing: Hearing, reason: FinishReason, error: type[Exception]
+) -> None:
+    hearing.decoder.reason = reason
+    with pytest.raises(error):
+        await hearing.chunks(b"ab", language="en")
 
 
 async def test_who_leaves_leaves_nothing_running(hearing: Hearing) -> None:
