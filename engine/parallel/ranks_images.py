@@ -35,8 +35,10 @@ class RanksImages:
     def fetch(self, images: Sequence[ImagePlace]) -> Future[list[bool]]:
         number, fetch = next(self._numbers), _SharedFetch(len(images), self._ranks)
         with self._lock:
-            if not self._is_lost:
-                self._fetches[number] = fetch
+            if self._is_lost:
+                fetch.future.cancel()
+                return fetch.future
+            self._fetches[number] = fetch
         self._command(messages.FetchImages(number, list(images)))
         return fetch.future
 
