@@ -186,7 +186,7 @@ def is_proof(proof: bytes, secret: bytes, side: bytes, *nonces: bytes) -> bool:
 
 def mismatch(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """Why two caches cannot share their blocks; empty where they can."""
-    for name in ours.keys() | theirs.keys():
+    for name in dict.fromkeys((*ours, *theirs)):
         mine, other = ours.get(name, "nothing"), theirs.get(name, "nothing")
         if mine != other:
             return f"{name}: the prefiller has {mine}, the decoder {other}"

@@ -7,7 +7,8 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from charonia.telemetry.scrape import parse_scrape
 
+from ..proofs.apart import STEPS, run_kills
 from .models import write_model
 from .serving import Server, serving
 from .sidecar import Sidecar
@@ -137,21 +139,43 @@ def test_a_client_that_leaves_waits_for_no_blocks(apart: tuple[Server, Server]) 
 
 
 def test_no_request_is_lost_with_the_prefiller(apart: tuple[Server, Server]) -> None:
-    """It dies before it is asked, while it computes, and before its blocks are fetched."""
+    """It dies before it is asked, while it computes, between the two, and while its blocks are fetched."""
     prefiller, decoder = apart
 
     def kill() -> None:
         for core in prefiller.cores():
-            os.kill(core, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(core, signal.SIGKILL)
 
-    asked = body("int8", temperature=0)
-    right = alone(decoder, asked)
-    failed = counted(decoder, "int8", "failed_total")
-    sidecar = Sidecar(prefiller.url, decoder.url, between=kill)
-    assert sidecar.ask("/v1/completions", asked).raise_for_status().json()["choices"] == right
-    assert sidecar.prefilled["kv_transfer_params"]
-    assert counted(decoder, "int8", "failed_total") == failed + 1
-    sidecar = Sidecar(prefiller.url, decoder.url)  # the core is gone
-    with ThreadPoolExecutor(4) as clients:
-        answers = [clients.submit(sidecar.ask, "/v1/completions", body("int8", temperature=0)) for _ in range(4)]
-    assert [answer.result().raise_for_status().json()["choices"] for answer in answers] == [right] * 4
+    def revive() -> None:
+        prefiller.until(lambda: prefiller.status("/v2/models/int8/ready") == 200)
+
+    bodies = [body("int8", temperature=0.8, seed=number) for number in (1, 2, 3, 0)]
+    result = run_kills(prefiller.url, decoder.url, kill, revive, bodies)
+    assert result.faults == []
+    assert set(result.kills) == set(STEPS)
+    assert counted(decoder, "int8", "waiting") == 0
+
+
+@pytest.mark.proof
+def test_ranks_send_to_ranks_of_the_same_number(tmp_path: Path, making: ModuleType) -> None:
+    """And a server with another number of them computes by itself, and says why."""
+    checkpoint = making.write_checkpoint(tmp_path / "c", making.CONFIGS["llama"])
+    for role, ranks in (("kv_producer", {"split": 2}), ("kv_consumer", {"split": 2, "whole": 1})):
+        for name, number in ranks.items():
+            own = {"kv_cache_blocks": 64, "kv_transfer_config": transfer(role), "tensor_parallel_size": number}
+            write_model(tmp_path / role, name, checkpoint, **own)
+    arguments = [["--model-repository", str(tmp_path / role)] for role in ("kv_producer", "kv_consumer")]
+    with serving(tmp_path / "p", *arguments[0]) as prefiller, serving(tmp_path / "d", *arguments[1]) as decoder:
+        asked = body("split", temperature=0)
+        right = alone(decoder, asked)
+        answer = Sidecar(prefiller.url, decoder.url).ask("/v1/completions", asked).raise_for_status().json()
+        assert answer["choices"] == right
+        assert counted(decoder, "split", "received_total") == 1
+        asked = body("split", temperature=0, kv_transfer_params={"do_remote_decode": True})
+        told = httpx.post(f"{prefiller.url}/v1/completions", json=asked).json()["kv_transfer_params"]
+        asked |= {"model": "whole", "kv_transfer_params": told}
+        other = httpx.post(f"{decoder.url}/v1/completions", json=asked, timeout=60).json()["choices"]
+        assert other == alone(decoder, {**asked, "kv_transfer_params": None})
+        assert counted(decoder, "whole", "failed_total") == 1
+        assert "the prefiller has tensor 2" in decoder.said
