@@ -101,7 +101,7 @@ class PrefixFetches:
         self._fetch_of: dict[ImagePlace, int] = {}  # images on their way
         self._numbers = count()
         self._unanswered: dict[int, float] = {}  # lookups by their request, and when they began
-        self._ready: list[NewRequest] = []
+        self._ready: dict[int, NewRequest] = {}
         self._waited_seconds = 0.0
         self.decisions = Counter(dict.fromkeys(FetchDecision, 0))
 
@@ -210,7 +210,7 @@ class PrefixFetches:
     def _let_go(self, key: int) -> None:
         waiting = self._waiting.pop(key)
         self._waited_seconds += time.monotonic() - waiting.since
-        self._ready.append(waiting.request)
+        self._ready[key] = waiting.request
 
     def take_ready(self) -> list[NewRequest]:
         """The requests that wait no longer, some because their patience is over."""
@@ -220,7 +220,8 @@ class PrefixFetches:
                 if self._waiting[key].looked_up:
                     self.decisions[FetchDecision.LATE] += 1
                 self._let_go(key)
-        ready, self._ready = self._ready, []
+        ready = [*self._ready.values()]
+        self._ready.clear()
         return ready
 
     def patience(self) -> float:
@@ -232,6 +233,7 @@ class PrefixFetches:
         """These requests have begun, or ended: nothing waits for them any more."""
         for key in keys:
             self._waiting.pop(key, None)
+            self._ready.pop(key, None)
             if held := self._held.pop(key, None):
                 self._tier.release(held)
 

@@ -146,6 +146,18 @@ async def test_a_request_that_ends_while_it_waits_leaves_nothing(make_bench: Mak
     assert len(bench.mover.dropped) == 4
 
 
+async def test_a_request_that_ends_when_its_wait_is_over_does_not_begin(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.ask(1)
+    await bench.finish_lookups()
+    bench.mover.fetches[0][1].set_result([True] * 4)
+    bench.finish()
+    bench.fetches.release([1])  # in the same turn
+    assert bench.ready() == []
+    bench.fetches.exchange()
+    assert len(bench.mover.dropped) == 4
+
+
 async def test_a_hung_directory_holds_up_few(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.ask(1)
