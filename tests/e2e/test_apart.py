@@ -37,7 +37,7 @@ def transfer(role: str, **limits: Any) -> str:
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory, making: ModuleType) -> Iterator[tuple[Server, Server]]:
-    """A prefilling server, and a decoding one, of the same models."""
+    """A prefilling server of two frontends, and a decoding one, of the same models."""
     folder = tmp_path_factory.mktemp("apart")
     checkpoints = {
         name: making.write_checkpoint(folder / name, making.CONFIGS[kind]) for name, (kind, _) in KINDS.items()
@@ -48,7 +48,10 @@ def apart(tmp_path_factory: pytest.TempPathFactory, making: ModuleType) -> Itera
             own = {"max_num_seqs": 4, "kv_cache_blocks": 128, "kv_transfer_config": transfer(role), **parameters}
             write_model(folder / role, name, checkpoints[name], **own)
         arguments.append(["--model-repository", str(folder / role), "--exit-timeout-secs", "5"])
-    with serving(folder / "p", *arguments[0]) as prefiller, serving(folder / "d", *arguments[1]) as decoder:
+    with (
+        serving(folder / "p", *arguments[0], "--frontends", "2") as prefiller,
+        serving(folder / "d", *arguments[1]) as decoder,
+    ):
         yield prefiller, decoder
         assert decoder.stop() == 0, decoder.said
         assert "Traceback" not in decoder.said
