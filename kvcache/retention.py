@@ -143,6 +143,9 @@ class SessionRetention:
         common, scope = self._record((key[0], _COMMON)), self._record(key)
         if common is None or scope is None:
             self.refused_blocks += len(wanted)
+            for record in (common, scope):
+                if record is not None and record.due == inf:  # made in vain
+                    self._end(record)
             return
         self._uses += 1
         expires = self.clock() + seconds

@@ -1,10 +1,13 @@
 """Scopes retain what sessions asked for, within a budget, and nobody else's blocks are looked after otherwise."""
 
+from unittest import mock
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from charonia.core.retention import Retention, RetentionRange
+from charonia.kvcache import retention as retention_module
 from charonia.kvcache.block_table import BlockTable
 from charonia.kvcache.manager import KVCacheManager
 from charonia.kvcache.retention import RetentionBudget, SessionRetention
@@ -211,11 +214,16 @@ class RetentionMachine(RuleBasedStateMachine):
     tables = Bundle("tables")
 
     @initialize(
-        blocks=st.integers(2, 40), retained=st.integers(1, 40), host=st.sampled_from((0, 4)), states=st.integers(0, 6)
+        blocks=st.integers(2, 40),
+        retained=st.integers(1, 40),
+        host=st.sampled_from((0, 4)),
+        states=st.integers(0, 6),
+        lists=st.sampled_from((1, 2, 3, 1024)),
     )
-    def begin(self, blocks: int, retained: int, host: int, states: int) -> None:
+    def begin(self, blocks: int, retained: int, host: int, states: int, lists: int) -> None:
         budget = RetentionBudget(min(retained, blocks), states // 2)
-        self.cache = KVCacheManager(blocks, 2, host_blocks=host, snapshots=states, retention=budget)
+        with mock.patch.object(retention_module, "MOST_SCOPES", lists):
+            self.cache = KVCacheManager(blocks, 2, host_blocks=host, snapshots=states, retention=budget)
         assert self.cache.retention is not None
         self.now = 0.0
         self.cache.retention.clock = lambda: self.now
