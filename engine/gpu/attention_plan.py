@@ -176,7 +176,7 @@ def decode_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[s
     queries = min(max(next_power_of_2(places * spec.group), 16), most)
     cut = {"PLACES": places, "PART": PART_TOKENS, "M": queries, "TILE": _tile_tokens(spec)}
     stages = 3 if spec.shape.codes is None else 5
-    warps = 8 if queries == 32 or spec.shape.head_dim > 256 else 4
+    warps = 8 if queries == 32 or spec.shape.head_dim > 256 or spec.shape.codes is not None else 4
     return _sizes(spec, sinks) | cut | {"num_warps": warps, "num_stages": stages}
 
 
@@ -196,10 +196,12 @@ def chunk_plan(spec: AttentionSpec, generation: int, sinks: bool = False, spans:
 
 
 def _chunk_queries(spec: AttentionSpec, generation: int) -> int:
-    """Hopper keeps the sums of products in registers of its own width; codes take room until they are multiplied."""
+    """Codes take registers until they are multiplied, and so do Blackwell's sums, which are read back for each tile."""
     size = spec.shape.head_dim
     if size <= 64:
         return 64
+    if size > 256 and generation >= 100:
+        return 16
     if size > 256 or generation < 90:
         return 32
     roomy = generation < 100 and spec.shape.codes is None
