@@ -67,6 +67,16 @@ CHAT: list[Any] = [
 ]
 
 
+TEXT = f"<|user|>What is {TOKEN} beside {TOKEN}?<|end|>\n<|assistant|>"
+"""The chat as its template renders it."""
+PARAMETERS = {"max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+
+
+def tensors_of_chat() -> dict[str, Any]:
+    """The same as a body of `generate`."""
+    return {"text_input": TEXT, "image": [base64.b64encode(png(pixels)).decode() for pixels in IMAGES], **PARAMETERS}
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
     """Of the models that are asked in this run."""
@@ -170,6 +180,9 @@ def test_several_frontends_see(checkpoints: dict[str, Path], right: Callable[[st
         answers = [said(running, NAME) for _ in range(4)]
         assert [answer.choices[0].message.content for answer in answers] == [right(NAME)] * 4
         assert said(running, NAME, stream=True) == right(NAME)
+        for _ in range(4):
+            answer = httpx.post(f"{running.url}/v2/models/{NAME}/generate", json=tensors_of_chat(), timeout=60)
+            assert answer.json().get("text_output") == right(NAME), answer.text
         assert said(running, NAME, [{"role": "user", "content": "no image"}]).usage.prompt_tokens < 20
         assert running.stop() == 0, running.said
 
@@ -229,21 +242,19 @@ def test_the_other_protocols_see_the_same(seeing: Server) -> None:
 def test_tensors_are_seen_as_parts_of_a_chat_are(seeing: Server) -> None:
     """By `generate` as base64, by `infer` as a file or as pixels; the model's config names both inputs."""
     expected = said(seeing, NAME).choices[0].message.content
-    text = f"<|user|>What is {TOKEN} beside {TOKEN}?<|end|>\n<|assistant|>"
-    parameters = {"max_tokens": NEW, "temperature": 0, "ignore_eos": True}
-    files = [base64.b64encode(png(pixels)).decode() for pixels in IMAGES]
     model = f"{seeing.url}/v2/models/{NAME}"
-    asked = {"text_input": text, **parameters, "image": files}
+    asked = tensors_of_chat()
+    files = asked["image"]
     answer = httpx.post(f"{model}/generate", json=asked, timeout=60)
     assert answer.json().get("text_output") == expected, answer.text
     inputs = [tritonclient.http.InferInput("text_input", [1], "BYTES")]
-    inputs[0].set_data_from_numpy(np.array([text.encode()], object))
+    inputs[0].set_data_from_numpy(np.array([TEXT.encode()], object))
     inputs.append(tritonclient.http.InferInput("image", [1], "BYTES"))
     inputs[1].set_data_from_numpy(np.array([png(IMAGES[0])], object))
     inputs.append(tritonclient.http.InferInput("image_pixels", [1, *IMAGES[1].shape], "UINT8"))
     inputs[2].set_data_from_numpy(IMAGES[1][None])
     with closing(tritonclient.http.InferenceServerClient(seeing.url.removeprefix("http://"))) as client:
-        result = client.infer(NAME, inputs, parameters=parameters)
+        result = client.infer(NAME, inputs, parameters=PARAMETERS)
     assert result.as_numpy("text_output")[0].decode() == expected
     declared = httpx.get(f"{model}/config").json()["input"]
     assert {"image", "image_pixels"} <= {tensor["name"] for tensor in declared}
@@ -263,12 +274,11 @@ def test_triton_s_vllm_repositories_see(
     (tmp_path / "models" / NAME / "config.pbtxt").write_text('backend: "vllm"')
     arguments = {"model": str(checkpoints[NAME]), "dtype": "float32", "max_num_seqs": 4}
     (tmp_path / "models" / NAME / "1" / "model.json").write_text(json.dumps(arguments))
-    text = f"<|user|>What is {TOKEN} beside {TOKEN}?<|end|>\n<|assistant|>"
     asked = {
-        "text_input": text,
-        "image": [base64.b64encode(png(pixels)).decode() for pixels in IMAGES],
+        "text_input": TEXT,
+        "image": tensors_of_chat()["image"],
         "exclude_input_in_output": True,
-        "sampling_parameters": json.dumps({"temperature": 0, "max_tokens": NEW, "ignore_eos": True}),
+        "sampling_parameters": json.dumps(PARAMETERS),
     }
     with serving(tmp_path / "t", "--model-repository", str(tmp_path / "models")) as running:
         answer = httpx.post(f"{running.url}/v2/models/{NAME}/generate", json=asked, timeout=60)
