@@ -30,7 +30,7 @@ $(VENV)/torch.stamp:
 
 $(VENV)/run.stamp: pyproject.toml $(KERNELS) $(VENV)/torch.stamp
 	@echo "installing charonia"
-	@$(PIP) --no-build-isolation --editable ".[llm]"
+	@$(PIP) --no-build-isolation --editable ".[media]"
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp

@@ -62,7 +62,7 @@ LONG_ONES = (
 
 SERVERS = {
     "scraped": "deploy/test_images deploy/test_kubernetes deploy/test_monitoring",
-    "demo": "docs/test_examples e2e/test_ask e2e/test_demo e2e/test_structured_outputs",
+    "demo": "docs/test_examples e2e/test_ask e2e/test_demo e2e/test_structured_outputs e2e/test_viewer",
     "server": "e2e/test_access e2e/test_adapters e2e/test_analyze e2e/test_anthropic e2e/test_batches"
     " e2e/test_capacity e2e/test_chat_tools e2e/test_generate e2e/test_grpc e2e/test_life e2e/test_metrics"
     " e2e/test_openai e2e/test_proofs e2e/test_speculation",
