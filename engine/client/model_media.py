@@ -177,13 +177,12 @@ class ModelMedia:
         """The windows of a sound, each with what the encoder takes. Raises `InvalidArgument` by the sound's field, and
         `QueueFull`."""
         assert self._services is not None
-        self._services.preparer.check([sound])
         prepared = await self._services.preparer.prepare(sound, context)
         features, bounds = prepared.inputs[FEATURES], prepared.inputs[WINDOW_BOUNDS].tolist()
         windows: list[tuple[SoundWindow, PreparedMedium]] = []
         for index, (begin, end) in enumerate(bounds):
             digest = sha256(prepared.digest + index.to_bytes(4, "little")).digest()
-            inputs = {FEATURES: features[index : index + 1]}
+            inputs = {FEATURES: features[index : index + 1].copy()}  # freed with the window
             windows.append((SoundWindow(begin, end), PreparedMedium("audio", digest, "", inputs)))
         return windows
 

@@ -3,9 +3,10 @@ makes no sense. Knows no protocol, and of the engine that it answers prompts."""
 
 import asyncio
 import math
+import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -14,12 +15,11 @@ import msgspec
 from ...core.direct_stream import DirectStream
 from ...core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from ...core.gateway import ResponseStream
-from ...core.media import PreparedMedium
+from ...core.media import MediaSource, PreparedMedium
 from ...core.request import FinishReason, GenerateChunk, GenerateRequest, Prompt, join_chunks
 from ...core.request_context import RequestContext
 from ...core.sampling import SamplingParams
 from ...core.speech import Speech, Transcript, TranscriptSegment
-from ...core.token_limit import TokenLimit
 from ...scheduler.plan import EncoderRows, LogitsParams, TimestampRules
 from ...tokenization.media_text import NO_MEDIA, MediaText
 from ...tokenization.speech_tokens import SpeechTokens, read_speech_tokens
@@ -42,6 +42,10 @@ _AHEAD = 8
 """Windows of one sound that are heard at a time."""
 _FIRST_RETRY, _LONGEST_RETRY = 0.1, 2.0
 """Seconds between looks at a full queue, for a sound of which a part is heard already."""
+_MOST_SOUNDS = 128
+_MOST_BYTES = 2 << 30
+"""What the sounds of one model that are not written down yet may hold together; one alone may hold more."""
+_RETRY_AFTER = 1.0
 _ENGLISH = "en"
 _PLAIN = SamplingParams(
     max_tokens=1,
@@ -86,6 +90,55 @@ AskDecoder: TypeAlias = Callable[[GenerateRequest, RequestContext, HeardPrompt],
 """Generates one sequence."""
 
 
+class _SoundsInProgress:
+    """How much memory the sounds of one model hold: their files, and the features that are not encoded yet."""
+
+    def __init__(self) -> None:
+        self._count = self._bytes = 0
+
+    @contextmanager
+    def admit(self, source: MediaSource) -> Iterator["_HeldSound"]:
+        """The block in which a sound is in progress. Raises `QueueFull` where there are too many of them, or too
+        large ones."""
+        if self._count >= _MOST_SOUNDS:
+            raise QueueFull(f"{self._count} sounds are in progress already", retry_after=_RETRY_AFTER)
+        held = _HeldSound(self)
+        self._count += 1
+        try:
+            held.add(len(source.data) + len(source.url))
+            yield held
+        finally:
+            held.release(held.bytes)
+            self._count -= 1
+
+    def reserve(self, size: int, held: int) -> None:
+        """Count more bytes of a sound that holds some. Raises as `admit`."""
+        others = self._bytes - held
+        if others and self._bytes + size > _MOST_BYTES:
+            message = f"{self._count - 1} sounds in progress hold {others >> 20:,} MiB already"
+            raise QueueFull(message, retry_after=_RETRY_AFTER)
+        self._bytes += size
+
+    def release(self, size: int) -> None:
+        self._bytes -= size
+
+
+class _HeldSound:
+    """What one of the sounds in progress holds."""
+
+    def __init__(self, sounds: _SoundsInProgress) -> None:
+        self._sounds = sounds
+        self.bytes = 0
+
+    def add(self, size: int) -> None:
+        self._sounds.reserve(size, self.bytes)
+        self.bytes += size
+
+    def release(self, size: int) -> None:
+        self._sounds.release(size)
+        self.bytes -= size
+
+
 class _Task(NamedTuple):
     """One request, as all its windows have it."""
 
@@ -94,6 +147,7 @@ class _Task(NamedTuple):
     context: RequestContext
     previous: tuple[int, ...]
     """What comes before each transcript, as tokens."""
+    held: _HeldSound
     language: str = _ENGLISH
 
 
@@ -117,8 +171,13 @@ class Transcriber:
         ask: AskDecoder,
         check_room: Callable[[str], None],
     ) -> None:
-        self._media, self._tokens, self._tokenizer, self._length = media, tokens, tokenizer, length
-        self._ask, self._check_room = ask, check_room
+        self._media = media
+        self._tokens = tokens
+        self._tokenizer = tokenizer
+        self._length = length
+        self._ask = ask
+        self._check_room = check_room
+        self._sounds = _SoundsInProgress()
 
     def generate(self, request: GenerateRequest, context: RequestContext) -> DirectStream[GenerateChunk]:
         """A chunk for each window, in order, and one at the end. Raises `InvalidArgument` for what the model does not
@@ -134,14 +193,22 @@ class Transcriber:
     ) -> AsyncGenerator[GenerateChunk, None]:
         self._check(speech)
         self._check_room(context.tenant)
-        task = _Task(request, speech, context, await self._previous(speech.context), speech.language or _ENGLISH)
-        windows = await self._media.prepare_sound(speech.sound, context)
-        if self._tokens.languages and not speech.language:
-            first = await self._first_token(task, await self._encode(windows[0][1], task), by_language=True)
+        with self._sounds.admit(speech.sound) as held:
+            previous = await self._previous(speech.context)
+            task = _Task(request, speech, context, previous, held, speech.language or _ENGLISH)
+            async with aclosing(self._write(task)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _write(self, task: _Task) -> AsyncGenerator[GenerateChunk, None]:
+        waiting = deque(await self._media.prepare_sound(task.speech.sound, task.context))
+        task.held.add(sum(_bytes_of(medium) for _, medium in waiting))
+        if self._tokens.languages and not task.speech.language:
+            first = await self._first_token(task, await self._encode(waiting[0][1], task), by_language=True)
             codes = {token: code for code, token in self._tokens.languages.items()}
             task = task._replace(language=codes.get(first.token, _ENGLISH))
-        waiting, running = deque(windows), deque[asyncio.Task[list[TranscriptSegment]]]()
-        transcript = Transcript(task.language, windows[-1][0].end)
+        running = deque[asyncio.Task[list[TranscriptSegment]]]()
+        transcript = Transcript(task.language, waiting[-1][0].end)
         try:
             while waiting or running:
                 while waiting and len(running) < _AHEAD:
@@ -151,7 +218,7 @@ class Transcriber:
                 yield GenerateChunk(
                     text="".join(segment.text for segment in segments),
                     token_ids=tuple(token for segment in segments for token in segment.tokens),
-                    usage=context.usage,
+                    usage=task.context.usage,
                     transcript=msgspec.structs.replace(transcript, segments=tuple(segments)),
                 )
         finally:
@@ -159,7 +226,7 @@ class Transcriber:
                 window.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         yield GenerateChunk(
-            text="", token_ids=(), usage=context.usage, finish_reason=FinishReason.STOP, transcript=transcript
+            text="", token_ids=(), usage=task.context.usage, finish_reason=FinishReason.STOP, transcript=transcript
         )
 
     def _check(self, speech: Speech) -> None:
@@ -177,10 +244,10 @@ class Transcriber:
         previous = self._tokens.previous
         if previous is None or not text.strip():
             return ()
-        ids = await self._tokenizer.text_ids(f" {text.strip()}", TokenLimit(self._length), "prompt")
+        ids = await self._tokenizer.prompt_ids(f" {text.strip()}", special=False, kept=self._length // 2 - 1)
         if max(ids) >= self._tokens.end:
             raise InvalidArgument("prompt: it has a special token of the model", field="prompt")
-        return (previous, *ids[-(self._length // 2 - 1) :])
+        return (previous, *ids)
 
     async def _encode(self, window: PreparedMedium, task: _Task) -> EncoderRows:
         encoded = await self._media.encode(window, task.context, task.request.cache_salt)
@@ -189,6 +256,8 @@ class Transcriber:
     async def _write_window(self, task: _Task, window: SoundWindow, medium: PreparedMedium) -> list[TranscriptSegment]:
         """The segments of what is heard in a window; none where nobody speaks."""
         rows = await self._encode(medium, task)
+        task.held.release(_bytes_of(medium))
+        del medium  # its features are not needed while it is heard
         heard = await self._hear(task, rows)
         if heard.is_silence:
             return []
@@ -271,7 +340,10 @@ class Transcriber:
                 self._check_room(task.context.tenant)
                 break
             except QueueFull:  # what was heard so far is not given up
-                await asyncio.sleep(pause)
+                left = request.timeout - (time.monotonic() - task.context.arrived_at) if request.timeout else pause
+                if left <= 0:
+                    raise RequestTimeout from None
+                await asyncio.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_RETRY)
         async with aclosing(self._ask(request, task.context, heard)) as stream:
             chunks = [chunk async for chunk in stream]
@@ -283,6 +355,10 @@ class Transcriber:
 
     async def _text(self, tokens: tuple[int, ...]) -> str:
         return await self._tokenizer.decode([token for token in tokens if token < self._tokens.end])
+
+
+def _bytes_of(medium: PreparedMedium) -> int:
+    return sum(array.nbytes for array in medium.inputs.values())
 
 
 def load_transcriber(

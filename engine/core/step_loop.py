@@ -248,8 +248,8 @@ class EngineCore:
             if self.transfers is not None and self.transfers.take(request):
                 return
             threshold = spec.cache_hit_threshold
-            if threshold is None:
-                threshold = self._scheduler.config.cache_hit_threshold
+            if threshold is None:  # a decoder of what was encoded begins with a few tokens, which no cache has
+                threshold = 0.0 if spec.encoded is not None else self._scheduler.config.cache_hit_threshold
             if threshold:
                 cached = self._cache.found_tokens(spec.hashes, len(spec.prompt))
                 if cached < threshold * len(spec.prompt):

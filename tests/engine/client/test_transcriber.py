@@ -20,6 +20,7 @@ from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, 
 from charonia.core.request_context import RequestContext
 from charonia.core.sampling import SamplingParams
 from charonia.core.speech import Speech
+from charonia.engine.client import transcriber
 from charonia.engine.client.model_media import ModelMedia
 from charonia.engine.client.transcriber import HeardPrompt, Transcriber
 from charonia.tokenization.speech_tokens import SpeechTokens, read_speech_tokens
@@ -105,11 +106,14 @@ class Hearing(NamedTuple):
     transcriber: Transcriber
     known: SpeechTokens
 
-    async def chunks(self, data: bytes = b"a", temperature: float | None = None, **speech: Any) -> list[GenerateChunk]:
+    async def chunks(
+        self, data: bytes = b"a", temperature: float | None = None, timeout: float = 0.0, **speech: Any
+    ) -> list[GenerateChunk]:
         request = GenerateRequest(
             id="x",
             speech=Speech(MediaSource("audio", data, field="file"), **speech),
             sampling=SamplingParams(temperature=temperature),
+            timeout=timeout,
         )
         async with aclosing(self.transcriber.generate(request, RequestContext("test"))) as stream:
             return [chunk async for chunk in stream]
@@ -123,8 +127,9 @@ async def hearing(tmp_path: Path) -> Hearing:
     decoder, parts = Decoder(tokenizer, known), Parts()
     services: Any = MediaServices(parts, parts, "audio")  # type: ignore[arg-type]
     ask: Any = decoder.ask
-    transcriber = Transcriber(ModelMedia(services), known, AsyncTokenizer(tokenizer), LENGTH, ask, decoder.check_room)
-    return Hearing(decoder, transcriber, known)
+    room = decoder.check_room
+    hearing = Transcriber(ModelMedia(services), known, AsyncTokenizer(tokenizer), LENGTH, ask, room)
+    return Hearing(decoder, hearing, known)
 
 
 async def test_windows_come_in_order_and_eight_at_a_time(hearing: Hearing) -> None:
@@ -214,6 +219,44 @@ async def test_a_window_that_is_not_heard_to_its_end_is_an_error(
     hearing.decoder.reason = reason
     with pytest.raises(error):
         await hearing.chunks(b"ab", language="en")
+
+
+async def test_a_request_waits_for_room_no_longer_than_it_may(hearing: Hearing) -> None:
+    """A window whose turn does not come, since others are always first."""
+    hearing.decoder.full = 1 << 30
+    with pytest.raises(RequestTimeout):
+        await hearing.chunks(b"ab", language="en", timeout=0.01)
+    assert hearing.decoder.running == 0
+
+
+async def test_sounds_in_progress_have_a_budget(hearing: Hearing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their number, and of the bytes of their files and of the features that are not encoded yet: each window's are
+    freed once it is encoded."""
+    hearing.decoder.hang = True
+    monkeypatch.setattr(transcriber, "_MOST_SOUNDS", 2)
+    monkeypatch.setattr(transcriber, "_MOST_BYTES", 100)
+    sounds = [asyncio.create_task(hearing.chunks(b"a" * 12, language="en"))]
+    await until(lambda: hearing.decoder.running == 8)
+    assert hearing.transcriber._sounds._bytes == 12 + 4 * 4
+    with pytest.raises(QueueFull, match="1 sounds in progress hold 0 MiB already"):  # 15 bytes, and 60 of features
+        await hearing.chunks(b"a" * 15, language="en")
+    sounds.append(asyncio.create_task(hearing.chunks(b"a", language="en")))
+    await until(lambda: hearing.decoder.running == 9)
+    with pytest.raises(QueueFull, match="2 sounds are in progress already"):
+        await hearing.chunks(language="en")
+    for sound in sounds:
+        sound.cancel()
+    await asyncio.gather(*sounds, return_exceptions=True)
+    hearing.decoder.hang = False
+    assert await hearing.chunks(b"a" * 200, language="en")  # one alone may be larger
+    assert hearing.transcriber._sounds._bytes == hearing.transcriber._sounds._count == 0
+
+
+async def test_of_a_long_prompt_the_end_counts(hearing: Hearing) -> None:
+    await hearing.chunks(language="en", context="so it goes " * 5000 + "and on")
+    await hearing.chunks(language="en", context="so it goes " * 40 + "and on")
+    (_, long, _), (_, short, _) = hearing.decoder.asked
+    assert long.prompt == short.prompt
 
 
 async def test_who_leaves_leaves_nothing_running(hearing: Hearing) -> None:

@@ -11,6 +11,7 @@ import pytest
 from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import Logprobs
 from charonia.core.metrics import EngineTotals
+from charonia.engine.checkpoint.encoder_shape import EncoderShape
 from charonia.engine.core.messages import (
     AbortRequests,
     AddRequest,
@@ -26,7 +27,7 @@ from charonia.engine.worker.executor import StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import MaskArray, MaskSource, StepPlan, StepResult
+from charonia.scheduler.plan import SOURCE_TOKENS, EncoderRows, MaskArray, MaskSource, StepPlan, StepResult
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.scheduler.speculation import PREDICTION, DraftRequest, Speculation
@@ -87,12 +88,21 @@ class Running:
         clock: Callable[[], float] = time.monotonic,
         rows: int = 4,
         speculation: Speculation | None = None,
+        encoder: EncoderShape | None = None,
+        cache_hit_threshold: float = 0.0,
     ) -> None:
-        config = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=16, max_model_len=40, ahead=ahead)
+        config = SchedulerConfig(
+            max_num_seqs=rows,
+            max_num_batched_tokens=16,
+            max_model_len=40,
+            ahead=ahead,
+            cache_hit_threshold=cache_hit_threshold,
+        )
         self.cache = cache = KVCacheManager(BLOCKS, BLOCK_SIZE)
         self.executor = executor
         self.executor.allocate(BLOCKS)
-        self.core = EngineCore(Scheduler(config, cache, speculation=speculation), cache, executor, clock=clock)
+        scheduler = Scheduler(config, cache, speculation=speculation)
+        self.core = EngineCore(scheduler, cache, executor, clock=clock, encoder=encoder)
         self.outbox = Memory()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
@@ -121,9 +131,10 @@ class Running:
         max_tokens: int = 4,
         stop: int = -1,
         timeout: float = 0.0,
+        encoded: EncoderRows | None = None,
     ) -> None:
         stops, tokens = frozenset([stop] if stop >= 0 else []), np.array(prompt, np.int32)
-        spec = SequenceSpec(key=key, prompt=tokens, max_tokens=max_tokens, stop_token_ids=stops)
+        spec = SequenceSpec(key=key, prompt=tokens, max_tokens=max_tokens, stop_token_ids=stops, encoded=encoded)
         self.core.inbox.accept(AddRequest(spec, timeout=timeout))
 
     def wait(self, holds: Callable[[], object]) -> None:
@@ -205,6 +216,19 @@ def test_the_impossible_fails_alone_and_names_its_field() -> None:
     assert [refused[key].error.field for key in sorted(refused)] == [field for _, _, field in IMPOSSIBLE]
     assert all(str(message.error.field) in message.error.message for message in refused.values())
     assert len(loop.outbox.tokens(1)) == 8
+
+
+def test_no_default_refuses_what_an_encoder_has_read() -> None:
+    """The prompt of its decoder is a token or two, of which none is ever cached."""
+    rows = EncoderRows(2, b"digest", bytes(8), SOURCE_TOKENS)
+    with Running(Spy(), encoder=EncoderShape(2, 4, reads_text=True), cache_hit_threshold=0.5) as loop:
+        loop.add(1, [5], encoded=rows)
+        loop.wait(lambda: loop.outbox.finished())
+    assert loop.outbox.finished() == {1: "length"}
+    with Running(Spy(), cache_hit_threshold=0.5) as loop:
+        loop.add(1, [5])
+        loop.wait(lambda: loop.outbox.finished())
+    assert loop.outbox.finished() == {1: "cache_threshold"}
 
 
 def test_an_idle_loop_turns_at_least_once_a_second() -> None:
