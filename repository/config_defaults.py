@@ -54,7 +54,7 @@ ENSEMBLE_PLATFORM = "ensemble"
 _WITHOUT_FILE = (ENCODER_BACKEND, ENSEMBLE_PLATFORM, "charonia_preprocessing", "charonia_postprocessing")
 """Backends of tensors whose models are not in a file that a config names."""
 
-_ENCODER_CLASS = re.compile(r".*ForSequenceClassification|(?!.*LMHead).*Model|HF_ColBERT")
+_ENCODER_CLASS = re.compile(r".*ForSequenceClassification|(?!.*LMHead|MarianMT).*Model|HF_ColBERT")
 """The names of transformers' classes that classify, or give the vectors of a text's tokens, and of ColBERT's own."""
 
 _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")

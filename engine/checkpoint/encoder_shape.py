@@ -15,8 +15,12 @@ class EncoderShape(NamedTuple):
     """The most rows that an encoder gives."""
     width: int
     """Numbers of a row."""
-    reads_text: bool = False
-    """Whether it reads tokens, and the engine has it: then sequences may bring these (SOURCE_TOKENS)."""
+    vocab_size: int = 0
+    """That of the tokens which it reads, if the engine has it: then sequences may bring these (SOURCE_TOKENS)."""
+
+    @property
+    def reads_text(self) -> bool:
+        return self.vocab_size > 0
 
     def check(self, encoded: EncoderRows) -> None:
         """Raises `InvalidArgument` for what the encoder can't have made."""
@@ -24,8 +28,8 @@ class EncoderShape(NamedTuple):
         if self.reads_text and encoded.dtype == SOURCE_TOKENS:
             width = 4
         if not 1 <= encoded.length <= self.rows or len(encoded.rows) != encoded.length * width:
-            given = f"{encoded.length} rows of {encoded.dtype} in {len(encoded.rows)} bytes"
-            raise InvalidArgument(f"{given} are not the encoder's: it gives 1 to {self.rows} of {self.width} numbers")
+            sent = f"{encoded.length} rows of {encoded.dtype} in {len(encoded.rows)} bytes"
+            raise InvalidArgument(f"{sent} are not the encoder's: it gives 1 to {self.rows} of {self.width} numbers")
 
     def blank(self) -> EncoderRows:
         """What a sequence without meaning attends to."""

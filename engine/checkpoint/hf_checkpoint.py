@@ -22,6 +22,7 @@ from .gguf_config import read_gguf_config
 from .hf_config import read_spec
 from .model_spec import CheckpointError, ModelSpec
 from .quantization_config import stored_method
+from .seq2seq_config import SEQ2SEQ
 
 _SAFETENSORS_FILES, _TORCH_FILES = "*.safetensors", "pytorch_model*.bin"
 
@@ -92,16 +93,6 @@ _IMAGE_POSITIONS: dict[str, Mapping[str, Any]] = {
 
 _SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 """Fields that stand outside of text_config, for all parts."""
-
-_ENCODER_DECODERS = {
-    "BartForConditionalGeneration",
-    "M2M100ForConditionalGeneration",
-    "MBartForConditionalGeneration",
-    "MarianMTModel",
-    "PegasusForConditionalGeneration",
-    "WhisperForConditionalGeneration",
-}
-"""Architectures whose config.json is that of both parts, of which the decoder is ours."""
 
 _TEXT_PREFIXES = {
     "model.decoder.": "model.",
@@ -183,7 +174,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config.json of the text part of the model that `config` describes, if it has one that we serve."""
     names = config.get("architectures")
     outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
-    if outer in _ENCODER_DECODERS:
+    if outer in SEQ2SEQ:  # their config.json is that of both parts, of which the decoder is ours
         return dict(config)
     text = config.get("text_config", config)  # Qwen's older ones have its fields among the others
     if outer not in _USUAL_TEXT_PART or not isinstance(text, dict):

@@ -21,6 +21,7 @@ def _decoder_fields(fields: ConfigFields, longest: str) -> Mapping[str, Any]:
         "head_dim": width // heads,
         "intermediate_size": fields.number("decoder_ffn_dim"),
         "max_position_embeddings": fields.number(longest),
+        "source_vocab_size": fields.number("vocab_size"),
         "vocab_size": fields.number("decoder_vocab_size", fields.number("vocab_size")),
         "hidden_act": config.get("activation_function"),
         "embedding_multiplier": sqrt(width) if fields.flag("scale_embedding") else None,
@@ -44,7 +45,8 @@ def _text_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _text_encoder(fields: ConfigFields) -> EncoderShape:
-    return EncoderShape(fields.number("max_position_embeddings"), fields.number("d_model"), reads_text=True)
+    names = "max_position_embeddings", "d_model", "source_vocab_size"
+    return EncoderShape(*(fields.number(name) for name in names))
 
 
 def _of_text(**absent: Any) -> ArchitectureDefaults:

@@ -57,7 +57,7 @@ def build_add_request(
         InvalidArgument: the engine cannot satisfy it.
         ContextLengthExceeded: prompt and new tokens are more than the model's length.
     """
-    check_vocabulary(prompt, engine.vocab_size)
+    check_vocabulary(prompt, engine.source_vocab_size if engine.source_tokens else engine.vocab_size)
     encoded = None
     if engine.source_tokens:
         encoded, prompt = _source_of(request, prompt, engine.source_tokens), [*defaults.decoder_start]

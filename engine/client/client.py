@@ -345,7 +345,7 @@ class EngineClient:
         """See `Engine.open_stream`. A sequence that has no `ticket` yet is admitted here."""
         stats = stats or SequenceStats(self._metrics)
         with ticket or self.admission.admit(add.spec.tenant) as ticket:
-            prompt = len(add.spec.prompt)
+            prompt = add.prompt_tokens
             ticket.admission.add_prompt(ticket, prompt)
             timeout = stats.time_left(add.timeout or self._default_timeout)
             self._last_key += 1

@@ -14,7 +14,7 @@ from ...core.kv_transfer import TransferAddress
 from ...core.metrics import EngineTotals
 from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
-from ...scheduler.plan import IntArray, StepUpdates
+from ...scheduler.plan import SOURCE_TOKENS, IntArray, StepUpdates
 from ...scheduler.sequence import SequenceSpec
 from ..transfer.prefix_client import RemotePrefix
 
@@ -33,6 +33,12 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", frozen=True, eq=Fal
     """By which another server will ask for the prompt's cache; "" if none will."""
     remote: RemotePrefix | None = None
     """Where the prompt's cache is to be fetched."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt as it was sent: where an encoder reads them, the decoder's own are others."""
+        encoded = self.spec.encoded
+        return len(self.spec.prompt) if encoded is None or encoded.dtype != SOURCE_TOKENS else encoded.length
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort", frozen=True):
@@ -106,6 +112,8 @@ class CoreReady(msgspec.Struct, array_like=True, tag="ready", frozen=True):
     """Whether twice as many ranks of a tensor could share the model."""
     source_tokens: int = 0
     """The most tokens of a prompt that an encoder reads, while a decoder writes what follows; 0: there is none."""
+    source_vocab_size: int = 0
+    """The vocabulary of that encoder, which may be another one than the decoder's."""
     transfer: TransferAddress | None = None
     """Where other servers fetch what it computes for them; None: nowhere."""
 

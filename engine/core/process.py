@@ -179,6 +179,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     states = (sizes.extra_states + config.scheduler.max_num_seqs) * capacity.state_bytes
     cached = sizes.blocks * capacity.block_bytes + states + capacity.cross_bytes
     cache_bytes = cached * config.parallel.world if here else 0
+    source = capacity.encoder if capacity.encoder is not None and capacity.encoder.reads_text else None
     return core, CoreReady(
         capacity.vocab_size,
         length,
@@ -188,7 +189,8 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
         groups.total,
         retention.blocks,
         capacity.splits,
-        capacity.encoder.rows if capacity.encoder is not None and capacity.encoder.reads_text else 0,
+        0 if source is None else source.rows,
+        0 if source is None else source.vocab_size,
         None if core.transfers is None else core.transfers.address,
     )
 

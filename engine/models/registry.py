@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoint.adapter_targets import AdapterTargets
 from ..checkpoint.build_context import BuildContext
-from ..checkpoint.hf_checkpoint import Checkpoint, is_drafting_layer
+from ..checkpoint.hf_checkpoint import Checkpoint, is_drafting_layer, text_tensor_name
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
 from ..checkpoint.packing_cache import Packing, packing_key
 from ..checkpoint.partition import PipelineStage, check_partition
@@ -108,6 +108,9 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
 _DRAFTING_TENSORS = (MTP_PREFIX, "mtp.", "model.mtp_")
 """Beginnings of the names of tensors that draft, and are no part of the model itself."""
 
+_BESIDE_DECODER = ("encoder.", "model.embed_positions.")
+"""Beginnings of the names of tensors that a decoder leaves to its encoder, and of positions that it may compute."""
+
 _COMPUTED_TENSORS = "rotary_emb.inv_freq"
 """Tensors of older checkpoints that are computed here instead."""
 
@@ -169,12 +172,16 @@ class NativeBuilder(CheckpointBuilder):
 
     def _report(self, built: BuiltDecoder, unread: list[str], whole: bool) -> None:
         """Say what became of the tensors, and of which it is not clear whose they are."""
-        directory = self.checkpoint.directory
+        directory, part = self.checkpoint.directory, self.checkpoint.language_part
         if built.served is not None and (served := built.served.lines()):
             log.info("%s: %s", directory, "; ".join(served))
-        if self.spec.encoder is not None or (self.checkpoint.language_part and media_kind(directory) is not None):
+        encoder = self.spec.encoder
+        reads_text = encoder is not None and encoder.reads_text
+        if reads_text:
+            unread = [name for name in unread if not text_tensor_name(name).startswith(_BESIDE_DECODER)]
+        if not reads_text and (encoder is not None or (part and media_kind(directory) is not None)):
             log.info("%s: its language part is loaded; the tower is a model beside it", directory)
-        elif self.checkpoint.language_part and whole:
+        elif part and whole and not reads_text:
             message = "%s: its language part is served; %d other tensors are its towers', or left out, such as %s"
             log.warning(message, directory, len(unread), next(iter(unread), "none"))
         elif unread:

@@ -48,6 +48,8 @@ def test_a_checkpoint_completes_what_is_missing(tmp_path: Path, config: str | No
         (["DebertaV2ForSequenceClassification"], "encoder"),
         (["HF_ColBERT"], "encoder"),
         (["GPT2LMHeadModel"], "charonia"),
+        (["MarianMTModel"], "charonia"),
+        (["MarianModel"], "encoder"),
         (["LlamaForCausalLM"], "charonia"),
         ([], "charonia"),
         (7, "charonia"),

@@ -161,7 +161,7 @@ def test_a_gateways_hints_stand_in_for_what_a_request_does_not_say() -> None:
 
 
 def test_where_an_encoder_reads_the_prompt_the_decoder_begins_by_itself() -> None:
-    engine = msgspec.structs.replace(READY, source_tokens=6)
+    engine = msgspec.structs.replace(READY, source_tokens=6, source_vocab_size=300)
     model = MODEL._replace(decoder_start=(2, 9), suppressed=(4, 100))
 
     def ask(prompt: list[int], model: GenerationDefaults = model, **asked: object) -> SequenceSpec:
@@ -173,10 +173,13 @@ def test_where_an_encoder_reads_the_prompt_the_decoder_begins_by_itself() -> Non
     assert spec.encoded is not None
     assert (spec.encoded.length, spec.encoded.dtype) == (3, "tokens")
     assert decode_tokens(bytes, spec.encoded.rows).tolist() == [5, 6, 8]
+    assert AddRequest(spec).prompt_tokens == 3
+    assert getattr(ask([299]).encoded, "length", None) == 1, "the encoder's vocabulary is another one"
     assert spec.encoded.digest != getattr(ask([5, 6]).encoded, "digest", None)
     assert spec.sampling.logits == LogitsParams(suppressed=(4,))
     for prompt, own, asked, said in (
         ([1] * 7, model, {}, "prompt: the encoder"),
+        ([300], model, {}, "vocabulary of 300"),
         ([1], model, {"prompt_logprobs": 0}, "prompt_logprobs"),
         ([1], MODEL, {}, "decoder_start_token_id"),
         ([1], MODEL._replace(decoder_start=(100,)), {}, "decoder_start_token_id"),

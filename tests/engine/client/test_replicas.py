@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ from charonia.engine.core.messages import (
     RequestUpdates,
 )
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import ResolvedSampling, StepUpdates
+from charonia.scheduler.plan import SOURCE_TOKENS, EncoderRows, ResolvedSampling, StepUpdates
 from charonia.scheduler.sequence import SequenceSpec
 
 from ...waiting import until
@@ -105,6 +106,18 @@ class Fleet:
 def fake_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "client" not in request.fixturenames:
         monkeypatch.setattr(client_module, "CoreSupervisor", FakeCore)
+
+
+def test_a_prompt_that_an_encoder_reads_counts_as_it_was_sent() -> None:
+    """And not as the token or two that its decoder begins with: limits of the queue, metrics and the log go by it."""
+    fleet = Fleet(1)
+    source = np.arange(80, dtype=np.int32).tobytes()
+    spec = SequenceSpec(key=0, prompt=np.array([2], np.int32), max_tokens=9)
+    for dtype, tokens in ((SOURCE_TOKENS, 80), ("float32", 1)):
+        encoded = EncoderRows(80, b"text", source, dtype)
+        with fleet.client.open_stream(AddRequest(msgspec.structs.replace(spec, encoded=encoded))) as stream:
+            assert (stream.stats.prompt, stream.uncomputed_tokens) == (tokens, tokens)
+            assert fleet.client.admission.waiting.tokens == tokens
 
 
 # Who gets a request

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
@@ -110,12 +111,17 @@ def more(*cases: tuple[str, str]) -> list[Any]:
     ],
 )
 def test_texts_are_those_of_transformers(
-    family: str, backend: str, tmp_path: Path, request: pytest.FixtureRequest
+    family: str, backend: str, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     own = written(family, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "model.decoder.stray": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
     bench = WrittenBench(own.directory, backend)
     request.addfinalizer(bench.executor.close)
     bench.written = own
+    assert "knows nothing of 1 tensors of the weights, such as model.decoder.stray" in caplog.text
+    assert "tower" not in caplog.text
     outcome, _ = bench.run(Setting(chunk=29, prefix=True, ahead=1), asked=own.prompts)
     for number in range(len(LENGTHS)):
         assert outcome.tokens[number] == chosen(own, number, outcome.tokens[number]), number
