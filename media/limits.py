@@ -12,6 +12,11 @@ _LARGEST_SIDE = 65_535
 _SOUND_SHARE = 600.0
 """Seconds of sound for which preparing may take as long as for an image; a slow core needs a tenth of that."""
 
+_SOUND_BYTES = 66_000
+"""Bytes of what is made of a second of sound: 100 frames of 128 bins, where a fifth of each window is padding."""
+_SOUND_COPIES = 4
+"""How often as much as that is in memory at a time: as samples, before and after they are put together, as features."""
+
 
 class MediaLimits(msgspec.Struct, frozen=True):
     """The limits of the media of one model's requests: an operator's, and those that hold everywhere."""
@@ -27,13 +32,24 @@ class MediaLimits(msgspec.Struct, frozen=True):
     fetch_seconds: float = 20.0
     """How long a file may take to fetch, redirects included."""
     memory: int = 2 << 30
-    """Bytes that preparing may take beside those of the process."""
+    """Bytes that preparing may take beside those of the process; more for very long sounds, as of `max_output`."""
     max_output: int = 512 << 20
     """Bytes of a prepared medium."""
 
     def seconds_for(self, kind: MediaKind) -> float:
         """How long one of the kind may take."""
         return self.seconds * (1 + self.config.max_seconds / _SOUND_SHARE) if kind == "audio" else self.seconds
+
+    def memory_for(self, kind: MediaKind) -> int:
+        """Bytes that preparing one of the kind may take."""
+        return max(self.memory, self._sound_bytes(kind) * _SOUND_COPIES)
+
+    def max_output_for(self, kind: MediaKind) -> int:
+        """Bytes of a prepared one of the kind."""
+        return max(self.max_output, self._sound_bytes(kind))
+
+    def _sound_bytes(self, kind: MediaKind) -> int:
+        return int(self.config.max_seconds * _SOUND_BYTES) if kind == "audio" else 0
 
     def check_count(self, media: Sequence[MediaSource]) -> None:
         """Raises `InvalidArgument` for more media of a kind than a prompt may have."""

@@ -54,11 +54,11 @@ class _KindPart(NamedTuple):
 
 
 def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kind: MediaKind = "image") -> Answer:
-    """In the process: the function that answers. `memory` is the descriptor of `limits.max_output` bytes."""
+    """In the process: the function that answers. `memory` is the descriptor of `limits.max_output_for` bytes."""
     os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false"}
     # Transformers is there in a quarter of the time and of the memory without, and computes by numpy here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    shared = mmap.mmap(memory, limits.max_output)
+    shared = mmap.mmap(memory, limits.max_output_for(kind))
     noun = KIND_NOUNS[kind]
     try:
         preparation = _PREPARATIONS[kind](Path(checkpoint), limits)
@@ -74,7 +74,7 @@ def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kind: MediaKi
             return msgspec.msgpack.encode(PreparedAnswer(facts=preparation.facts))
         try:
             result = preparation.prepare(message)
-            arrays = _share(result.inputs, shared, limits, noun)
+            arrays = _share(result.inputs, shared, noun)
             answered = PreparedAnswer(placeholder=result.placeholder, grid=result.grid, arrays=arrays)
         except MemoryError:
             too_much = InvalidArgument(f"preparing the {noun} takes more memory than it may")
@@ -118,15 +118,13 @@ _PREPARATIONS: Mapping[MediaKind, Callable[[Path, MediaLimits], _KindPart]] = {
 }
 
 
-def _share(
-    inputs: Mapping[str, NDArray[np.generic]], shared: mmap.mmap, limits: MediaLimits, noun: str
-) -> list[SentArray]:
+def _share(inputs: Mapping[str, NDArray[np.generic]], shared: mmap.mmap, noun: str) -> list[SentArray]:
     """Copy arrays into the shared memory, one behind the other."""
     arrays: list[SentArray] = []
     offset = 0
     for name, array in inputs.items():
-        if offset + array.nbytes > limits.max_output:
-            raise InvalidArgument(f"the prepared {noun} has more than {limits.max_output:,} bytes")
+        if offset + array.nbytes > len(shared):
+            raise InvalidArgument(f"the prepared {noun} has more than {len(shared):,} bytes")
         target = np.frombuffer(shared, array.dtype, array.size, offset).reshape(array.shape)
         target[...] = array
         arrays.append(SentArray(name, array.dtype.str, array.shape, offset))

@@ -26,12 +26,13 @@ class PreparingWorker:
     `Unavailable` if it cannot be started."""
 
     def __init__(self, checkpoint: str, limits: MediaLimits, kind: MediaKind = "image") -> None:
-        self._limits, self._kind = limits, kind
+        self._limits = limits
+        self._kind = kind
         self._noun = KIND_NOUNS[kind]
         descriptor = anonymous_file("charonia-media")
         try:
-            os.ftruncate(descriptor, limits.max_output)
-            self._memory = mmap.mmap(descriptor, limits.max_output)
+            os.ftruncate(descriptor, limits.max_output_for(kind))
+            self._memory = mmap.mmap(descriptor, limits.max_output_for(kind))
             arguments = (checkpoint, limits, descriptor, kind)
             self._process = LimitedProcess(
                 "charonia-media", make_answer, *arguments, inherited=(descriptor,), niceness=_NICENESS
@@ -70,7 +71,8 @@ class PreparingWorker:
         except TimeLimitExceeded as error:
             raise InvalidArgument(f"preparing the {self._noun} takes {error}") from None
         except CallLost as error:
-            message = f"preparing the {self._noun} takes more than {self._limits.memory >> 20} MiB, or breaks a library"
+            allowed = self._limits.memory_for(self._kind) >> 20
+            message = f"preparing the {self._noun} takes more than {allowed} MiB, or breaks a library"
             raise InvalidArgument(f"{message} ({error})") from None
         inputs = copy_arrays(answer.arrays, self._memory)
         if sum(array.nbytes for array in inputs.values()) > _KEPT and hasattr(mmap, "MADV_REMOVE"):
@@ -78,7 +80,8 @@ class PreparingWorker:
         return PreparedMedium(self._kind, digest, answer.placeholder, inputs, answer.grid)
 
     def _ask(self, message: bytes) -> PreparedAnswer:
-        sent = self._process.call(message, CallLimits(self._limits.seconds_for(self._kind), self._limits.memory))
+        limits = CallLimits(self._limits.seconds_for(self._kind), self._limits.memory_for(self._kind))
+        sent = self._process.call(message, limits)
         answer = msgspec.msgpack.decode(sent, type=PreparedAnswer)
         if answer.error is not None:
             raise answer.error.error()

@@ -28,6 +28,7 @@ _OPTIONS = {
     "probesize": str(1 << 20),
 }
 _LOUDEST = 1000.0
+_SEGMENT = b"\x18\x53\x80\x67"
 _MISSING_SECONDS, _MISSING_SHARE = 0.5, 0.02
 """What a file may be shorter than it says: encoders pad the beginning and the end."""
 
@@ -57,9 +58,10 @@ def decode_sound(data: bytes, rate: int, limits: MediaLimits) -> Samples:
             stream = file.streams.audio[0]
             if stream.codec_context is None:
                 raise InvalidArgument(f"the sound is broken ({container.name}), or of a codec that is not read")
-            samples = _collect(_decode(file, stream, rate), rate, limits)
-            if container.tells_duration and file.duration:
-                _refuse_short(len(samples) / rate, file.duration / av.time_base)
+            decoder = _SoundDecoder(file, stream, rate)
+            samples = _collect(decoder.decode(), rate, limits)
+            if container.tells_duration:
+                _refuse_short(decoder.end, _told_end(file, stream))
     except InvalidArgument:
         raise
     except MemoryError as error:
@@ -69,35 +71,58 @@ def decode_sound(data: bytes, rate: int, limits: MediaLimits) -> Samples:
         raise InvalidArgument(f"the sound is broken ({container.name}): {text or type(error).__name__}") from error
     if not len(samples):
         raise InvalidArgument("the sound is empty: it has no samples")
-    if not np.abs(samples).max() <= _LOUDEST:  # nor is one that is no number
+    if not max(samples.max(), -samples.min()) <= _LOUDEST:  # nor is one that is no number
         message = f"the sound has samples that are no numbers, or more than {_LOUDEST:g} times as loud as the loudest"
         raise InvalidArgument(message)
     return samples
 
 
-def _decode(file: Any, stream: Any, rate: int) -> Iterator[Samples]:
-    """The resampled frames, one after the other."""
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
-    failures = frames = 0
-    for packet in file.demux(stream):
-        try:
-            decoded = packet.decode()
-        except EndOfFile:
-            break
-        except FFmpegError:
-            # What stands before, between and behind the frames of an MP3, such as tags, is met as a broken packet.
-            failures += 1
-            if stream.codec_context.name not in ("mp3", "mp3float") or failures > 2 + frames // 100:
-                raise
-            continue
-        for frame in decoded:
+class _SoundDecoder:
+    """Decodes and resamples one track of a file."""
+
+    def __init__(self, file: Any, stream: Any, rate: int) -> None:
+        self._file = file
+        self._stream = stream
+        self._resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+        self.end = 0.0
+        """Seconds at which the last frame ends by the file's own times, gaps included."""
+
+    def decode(self) -> Iterator[Samples]:
+        """The resampled frames, one after the other."""
+        frames = 0
+        for frame in self._frames():
             frames += 1
+            begin = self.end if frame.time is None else frame.time
+            self.end = max(self.end, begin + frame.samples / frame.sample_rate)
             frame.pts = None  # gaps are no silence
-            for resampled in resampler.resample(frame):
+            for resampled in self._resampler.resample(frame):
                 yield resampled.to_ndarray()[0]
-    if frames:
-        for resampled in resampler.resample(None):
-            yield resampled.to_ndarray()[0]
+        if frames:
+            for resampled in self._resampler.resample(None):
+                yield resampled.to_ndarray()[0]
+
+    def _frames(self) -> Iterator[Any]:
+        failures = frames = 0
+        for packet in self._file.demux(self._stream):
+            try:
+                decoded = packet.decode()
+            except EndOfFile:
+                break
+            except FFmpegError:
+                # What stands before, between and behind the frames of an MP3, such as tags, is met as a broken packet.
+                failures += 1
+                if self._stream.codec_context.name not in ("mp3", "mp3float") or failures > 2 + frames // 100:
+                    raise
+                continue
+            frames += len(decoded)
+            yield from decoded
+
+
+def _told_end(file: Any, stream: Any) -> float:
+    """The second at which the track ends, as its file says; 0 where it says so only of all tracks together."""
+    if stream.duration:
+        return float(((stream.start_time or 0) + stream.duration) * stream.time_base)
+    return float(file.duration / av.time_base) if file.duration and len(file.streams) == 1 else 0.0
 
 
 def _collect(parts: Iterator[Samples], rate: int, limits: MediaLimits) -> Samples:
@@ -113,9 +138,9 @@ def _collect(parts: Iterator[Samples], rate: int, limits: MediaLimits) -> Sample
     return np.concatenate(kept) if kept else np.zeros(0, np.float32)
 
 
-def _refuse_short(seconds: float, told: float) -> None:
-    if told - seconds > max(_MISSING_SECONDS, _MISSING_SHARE * told):
-        raise InvalidArgument(f"the sound is cut off: it has {seconds:.1f} s of the {told:.1f} s that its file tells")
+def _refuse_short(end: float, told_end: float) -> None:
+    if told_end - end > max(_MISSING_SECONDS, _MISSING_SHARE * told_end):
+        raise InvalidArgument(f"the sound is cut off: it has {end:.1f} s of the {told_end:.1f} s that its file tells")
 
 
 def _container_of(data: bytes) -> _Container:
@@ -142,8 +167,8 @@ def _refuse_cut_wav(data: bytes) -> None:
         kind, size = data[place : place + 4], struct.unpack_from("<I", data, place + 4)[0]
         if kind == b"data":
             if size not in (0, 0xFFFFFFFF) and size < 0x7FFFFFFF and place + 8 + size > len(data):
-                there = len(data) - place - 8
-                raise InvalidArgument(f"the sound is cut off: {there:,} bytes of the {size:,} that its file tells")
+                rest = len(data) - place - 8
+                raise InvalidArgument(f"the sound is cut off: {rest:,} bytes of the {size:,} that its file tells")
             return
         place += 8 + size + size % 2
     raise InvalidArgument("the sound is broken (WAV): it has no samples")
@@ -161,6 +186,26 @@ def _refuse_cut_ogg(data: bytes) -> None:
         place = end
 
 
+def _refuse_cut_webm(data: bytes) -> None:
+    """The segment of a WebM, behind its head, tells its size, unless it was written to a pipe."""
+    size, place = _ebml_size(data, 4)
+    place += size
+    if data[place : place + 4] == _SEGMENT:
+        size, begin = _ebml_size(data, place + 4)
+        if begin + size > len(data):
+            rest = len(data) - begin
+            raise InvalidArgument(f"the sound is cut off: {rest:,} bytes of the {size:,} that its file tells")
+
+
+def _ebml_size(data: bytes, place: int) -> tuple[int, int]:
+    """The size of an EBML element and where its content begins; 0 where it is not known, or not there."""
+    length = 9 - data[place].bit_length() if place < len(data) else 0
+    field = data[place : place + length]
+    size = int.from_bytes(field, "big") & ((1 << 7 * length) - 1)
+    is_known = length <= len(field) and size != (1 << 7 * length) - 1
+    return size if is_known else 0, place + length
+
+
 _CONTAINERS: tuple[tuple[_Container, Callable[[bytes], bool]], ...] = (
     (
         _Container("WAV", "wav", _refuse_cut_wav, False),
@@ -170,5 +215,5 @@ _CONTAINERS: tuple[tuple[_Container, Callable[[bytes], bool]], ...] = (
     (_Container("MP3", "mp3", _takes_any, False), _is_mp3),
     (_Container("Ogg", "ogg", _refuse_cut_ogg, False), lambda data: data[:4] == b"OggS"),
     (_Container("MP4", "mov", _takes_any, True), lambda data: data[4:8] == b"ftyp"),
-    (_Container("WebM", "matroska", _takes_any, True), lambda data: data[:4] == b"\x1aE\xdf\xa3"),
+    (_Container("WebM", "matroska", _refuse_cut_webm, True), lambda data: data[:4] == b"\x1aE\xdf\xa3"),
 )

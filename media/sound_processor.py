@@ -42,11 +42,10 @@ class SoundProcessor:
         """The features of each window [windows, bins, frames], and the samples where it begins and ends [windows, 2].
         A window is prepared by itself, whatever stands beside it."""
         windows = cut_windows(samples, self.rate, self.longest)
-        features = [
-            self._extractor(
-                samples[window.begin : window.end], sampling_rate=self.rate, return_tensors="np"
-            ).input_features[0]
-            for window in windows
-        ]
+        shape = (len(windows), self._extractor.feature_size, self._extractor.nb_max_frames)
+        features = np.empty(shape, np.float32)
+        for index, window in enumerate(windows):
+            cut = samples[window.begin : window.end]
+            features[index] = self._extractor(cut, sampling_rate=self.rate, return_tensors="np").input_features[0]
         bounds = np.array(windows, np.int64) / self.rate
-        return {FEATURES: np.stack(features), WINDOW_BOUNDS: bounds}
+        return {FEATURES: features, WINDOW_BOUNDS: bounds}

@@ -3,6 +3,7 @@
 import io
 import json
 import wave
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,28 @@ def sound_file(form: str, samples: Samples, rate: int = RATE, channels: int = 1)
             part.pts = None
             file.mux(stream.encode(part))
         file.mux(stream.encode(None))
+    return target.getvalue()
+
+
+def film_with_sound(container: str, samples: Samples, pictures: float, begin: float = 0.0, pause: float = 0.0) -> bytes:
+    """A film of so many seconds of pictures. Its sound begins at a time of it, and pauses in its middle."""
+    target = io.BytesIO()
+    with av.open(target, "w", format=container) as file:
+        video: Any = file.add_stream("libvpx" if container == "webm" else "mpeg4", rate=10)
+        video.width, video.height, video.pix_fmt = 32, 32, "yuv420p"
+        audio: Any = file.add_stream("libopus" if container == "webm" else "aac", rate=48_000, layout="mono")
+        audio.codec_context.format = "flt" if container == "webm" else "fltp"
+        for number in range(int(pictures * 10)):
+            file.mux(video.encode(av.VideoFrame.from_ndarray(np.full((32, 32, 3), number % 200, np.uint8), "rgb24")))
+        file.mux(video.encode(None))
+        step = 960 if container == "webm" else 1024
+        for start in range(0, len(samples), step):
+            frame = av.AudioFrame.from_ndarray(samples[None, start : start + step], "fltp", "mono")
+            frame.sample_rate = 48_000
+            frame.pts = start + int(48_000 * (begin + (pause if 2 * start > len(samples) else 0.0)))
+            frame.time_base = Fraction(1, 48_000)
+            file.mux(audio.encode(frame))
+        file.mux(audio.encode(None))
     return target.getvalue()
 
 

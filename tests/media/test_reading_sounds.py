@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -17,11 +18,12 @@ from charonia.core.media_models import MediaConfig
 from charonia.media.limits import MediaLimits
 from charonia.media.preparing_process import PreparedAnswer, make_answer
 from charonia.media.reader import MediaReader
+from charonia.media.sound_file import _SoundDecoder, decode_sound
 from charonia.processes.child_process import anonymous_file
 
 from .hostile_sounds import hostile_sounds
 from .pictures import context
-from .sounds import CODECS, sound_file, tones, wav, write_extractor
+from .sounds import CODECS, film_with_sound, sound_file, tones, wav, write_extractor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -64,6 +66,44 @@ async def test_every_form_is_heard(reader: MediaReader, form: str) -> None:
     begin, end = 20, 120
     apart = np.abs(medium.inputs[FEATURES][0, :12, begin:end] - plain.inputs[FEATURES][0, :12, begin:end])
     assert np.median(apart) < 0.1
+
+
+@pytest.mark.parametrize("container", ["mp4", "webm"])
+@pytest.mark.parametrize(("begin", "pause"), [(0.0, 0.0), (4.0, 0.0), (0.0, 4.0)])
+async def test_a_film_may_be_longer_than_its_sound(
+    reader: MediaReader, container: str, begin: float, pause: float
+) -> None:
+    """Which begins late, or pauses, and is whole nevertheless; one that is cut off is told by its container."""
+    data = film_with_sound(container, tones(3, rate=48_000), 9.0, begin, pause)
+    medium = await prepared(reader, data)
+    assert isinstance(medium, PreparedMedium), medium
+    assert medium.inputs[WINDOW_BOUNDS][0, 1] == pytest.approx(3, abs=0.1)
+    refusal = await prepared(reader, data[: len(data) * 2 // 3])
+    assert isinstance(refusal, str)
+    assert refusal.startswith("file: file: the sound is " + ("cut off: " if container == "webm" else "broken (MP4)"))
+
+
+@pytest.mark.parametrize("form", ["flac", "webm"])
+async def test_what_a_file_tells_of_its_end_is_compared(
+    reader: MediaReader, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, where a track may stop early."""
+    data = sound_file(form, tones(3, rate=48_000), 48_000)
+    assert len(decode_sound(data, 16_000, MediaLimits())) == pytest.approx(48_000, abs=1600)
+    frames = _SoundDecoder._frames
+    monkeypatch.setattr(_SoundDecoder, "_frames", lambda decoder: islice(frames(decoder), 20))
+    with pytest.raises(InvalidArgument, match=r"cut off: it has [0-2]\.. s of the 3\.0 s that its file tells"):
+        decode_sound(data, 16_000, MediaLimits())
+
+
+async def test_long_sounds_may_take_more_memory() -> None:
+    """As much as the windows of 128 bins that are made of them, and their samples."""
+    for seconds in (60.0, 14_400.0):
+        limits = MediaLimits(MediaConfig(max_seconds=seconds))
+        windows = seconds / 24 + 1
+        assert limits.max_output_for("audio") > windows * 3000 * 128 * 4
+        assert limits.memory_for("audio") > 2 * windows * 3000 * 128 * 4 + 2 * seconds * 16_000 * 4
+        assert (limits.max_output_for("image"), limits.memory_for("image")) == (limits.max_output, limits.memory)
 
 
 async def test_a_sound_is_as_long_as_it_may_be_and_no_longer(reader: MediaReader) -> None:
@@ -129,11 +169,12 @@ async def test_a_server_without_the_library_names_it(checkpoint: Path, monkeypat
     monkeypatch.setitem(sys.modules, "torch", object())
     monkeypatch.setitem(sys.modules, "av", None)
     monkeypatch.delitem(sys.modules, "charonia.media.sound_file", raising=False)
+    limits = MediaLimits(MediaConfig(max_seconds=0.01), max_output=4096)
     memory = anonymous_file("charonia-test")
     await asyncio.to_thread(os.ftruncate, memory, 4096)
     for name in ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "")
-    answer = make_answer(str(checkpoint), MediaLimits(max_output=4096), memory, "audio")
+    answer = make_answer(str(checkpoint), limits, memory, "audio")
     os.close(memory)
     error = msgspec.msgpack.decode(answer(b""), type=PreparedAnswer).error
     assert error is not None
