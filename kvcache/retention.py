@@ -167,7 +167,8 @@ class SessionRetention:
         scope = self._scopes.get(key)
         if scope is not None and scope.number in self._pool.lists:
             return scope
-        number = self._pool.open_list()
+        full = scope is None and len(self._scopes) >= MOST_SCOPES
+        number = None if full else self._pool.open_list()
         while number is None:
             records = Counter(tenant for tenant, _ in self._scopes)
             [(greedy, most)] = records.most_common(1)
@@ -191,6 +192,8 @@ class SessionRetention:
         if expires < scope.due:
             scope.due = expires
             heappush(self._due, (expires, scope.key))
+            if len(self._due) > 4 * MOST_SCOPES:  # most are of scopes that have ended
+                self._due = sorted((scope.due, scope.key) for scope in self._scopes.values() if scope.due < inf)
 
     def _make_room(self, scope: RetainedScope, wanted: int) -> int:
         """How many of `wanted` blocks the scope may retain; others that stand back for it end."""

@@ -302,3 +302,13 @@ class RetentionMachine(RuleBasedStateMachine):
 
 RetentionMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestRetentionMachine = RetentionMachine.TestCase
+
+
+def test_there_are_no_more_records_than_lists() -> None:
+    with mock.patch.object(retention_module, "MOST_SCOPES", 6):
+        sessions = Sessions()
+        for number in range(60):
+            sessions.compute(number, 16, Retention(str(number), WHOLE))
+            sessions.compute(1000 + number, 60)  # needs every block: the pool dissolves the list
+            assert len(sessions.retention) <= 6
+            assert len(sessions.retention._due) <= 4 * 6 + 1
