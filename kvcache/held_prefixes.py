@@ -26,11 +26,13 @@ class HeldPrefix:
 
 
 class HeldPrefixes:
-    """Computed prefixes by their handles. Together they hold `most_blocks` at most: the oldest make room."""
+    """Computed prefixes by their handles. Together they hold `most_blocks`, and `most_states` snapshots, at most: the
+    oldest make room."""
 
-    def __init__(self, cache: KVCacheManager, most_blocks: int) -> None:
+    def __init__(self, cache: KVCacheManager, most_blocks: int, most_states: int) -> None:
         self._cache = cache
         self._most_blocks = most_blocks
+        self._most_states = most_states
         self._held: dict[str, HeldPrefix] = {}
 
     def __len__(self) -> int:
@@ -58,10 +60,13 @@ class HeldPrefixes:
         while needed + self.blocks > self._most_blocks:
             self.release_oldest()
             dropped += 1
+        states, state = self._cache.states, table.states[-1] if table.states else None
+        if states is not None and state is not None:
+            while not states.is_pinned(state) and states.pinned >= self._most_states:
+                self.release_oldest()
+                dropped += 1
+            states.pin(state)
         self._cache.held_tables += 1
-        state = table.states[-1] if table.states else None
-        if self._cache.states is not None and state is not None:
-            self._cache.states.pin(state)
         self._held[handle] = HeldPrefix(list(table.promised), table, state, until)
         return dropped
 

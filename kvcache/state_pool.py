@@ -204,6 +204,14 @@ class StatePool:
             self._demoted.add(digest)
         self.host.demote(digest)
 
+    @property
+    def pinned(self) -> int:
+        """Snapshots that make no room."""
+        return len(self._pinned)
+
+    def is_pinned(self, digest: bytes) -> bool:
+        return digest in self._pinned
+
     def pin(self, digest: bytes) -> None:
         """Let the snapshot of this hash make no room until `unpin`: a peer may want it."""
         self._pinned[digest] += 1

@@ -111,7 +111,7 @@ BUDGETS = {
     "core": 2_290,
     "processes": 1_160,
     "telemetry": 2_915,
-    "kvcache": 1_515,
+    "kvcache": 1_525,
     "tokenization": 3_705,
     "media": 1_100,
     "scheduler": 2_315,

@@ -43,7 +43,8 @@ class HeldTransfers:
         self._executor = executor
         self._call_loop = call_loop
         self._clock = clock
-        self.prefixes = HeldPrefixes(cache, int(cache.blocks * config.limits.hold_fraction))
+        most_states = 0 if cache.states is None else max(int(cache.states.size * config.limits.hold_fraction), 1)
+        self.prefixes = HeldPrefixes(cache, int(cache.blocks * config.limits.hold_fraction), most_states)
         self._to_hold: dict[int, tuple[str, Sequence[bytes]]] = {}
         self._sending: set[str] = set()
         self.sent_prefixes = self.sent_bytes = 0
@@ -104,9 +105,12 @@ class HeldTransfers:
         self._call_loop(partial(self._settle, handle, size, whole))
 
     def _ask(self, question: Callable[[], R]) -> R:
+        answer = self._call_loop(question)
         try:
-            return self._call_loop(question).result(self._limits.timeout_seconds + 50)
+            return answer.result(self._limits.timeout_seconds + 50)
         except TimeoutError as error:
+            if not answer.cancel():  # it is being answered
+                return answer.result()
             raise TransferError("timeout", "the step loop does not answer") from error
 
     # In the step loop's thread, for peers

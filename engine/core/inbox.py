@@ -60,6 +60,8 @@ class LoopCall(NamedTuple):
     done: Future[Any]
 
     def run(self) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return
         try:
             self.done.set_result(self.function())
         except Exception as error:

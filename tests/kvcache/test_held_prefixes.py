@@ -39,7 +39,7 @@ def computed(cache: KVCacheManager, hashes: list[bytes]) -> BlockTable:
 @pytest.mark.parametrize("groups", [ONE_GROUP, SLIDING])
 def test_what_is_held_stays_whatever_comes_after(groups: LayerGroups) -> None:
     cache = KVCacheManager(30, SIZE, groups=groups)
-    held = HeldPrefixes(cache, 20)
+    held = HeldPrefixes(cache, 20, 1)
     hashes = hashes_of(cache, 0, 6)
     cache.close(computed(cache, hashes))
     assert held.hold("a", hashes, until=10.0) == 0
@@ -57,7 +57,7 @@ def test_what_is_held_stays_whatever_comes_after(groups: LayerGroups) -> None:
 
 def test_the_oldest_make_room_and_what_is_too_large_is_not_held() -> None:
     cache = KVCacheManager(40, SIZE)
-    held = HeldPrefixes(cache, 10)
+    held = HeldPrefixes(cache, 10, 1)
     for stream, name in enumerate("abc"):
         hashes = hashes_of(cache, stream, 4)
         cache.close(computed(cache, hashes))
@@ -78,7 +78,7 @@ def test_the_oldest_make_room_and_what_is_too_large_is_not_held() -> None:
 def test_a_held_state_makes_no_room() -> None:
     cache = KVCacheManager(40, SIZE, snapshots=2)
     assert cache.states is not None
-    held = HeldPrefixes(cache, 20)
+    held = HeldPrefixes(cache, 20, 1)
     hashes = hashes_of(cache, 0, 3)
     cache.close(computed(cache, hashes))
     cache.states.publish(_reserved(cache), hashes[-1])
@@ -89,6 +89,21 @@ def test_a_held_state_makes_no_room() -> None:
     held.release("a")
     cache.states.publish(_reserved(cache), hashes_of(cache, 4, 1)[0])
     assert hashes[-1] not in cache.states
+
+
+def test_held_states_leave_room_for_others() -> None:
+    cache = KVCacheManager(40, SIZE, snapshots=4)
+    assert cache.states is not None
+    held = HeldPrefixes(cache, 20, 2)
+    for stream in range(4):
+        hashes = hashes_of(cache, stream, 2)
+        cache.close(computed(cache, hashes))
+        cache.states.publish(_reserved(cache), hashes[-1])
+        assert held.hold(str(stream), hashes, 1.0) == (2 if stream > 1 else 0)
+        assert held.hold(f"{stream} again", hashes, 1.0) == 0, "of one snapshot there is one"
+    assert cache.states.pinned == 2
+    assert held.get("2") is not None
+    _reserved(cache)
 
 
 def _reserved(cache: KVCacheManager) -> int:
@@ -104,7 +119,7 @@ def test_what_arrives_has_the_places_that_what_is_held_has(groups: LayerGroups) 
     here, there = (KVCacheManager(80, SIZE, groups=groups) for _ in range(2))
     hashes = hashes_of(here, 0, 9)
     here.close(computed(here, hashes))
-    held = HeldPrefixes(here, 60)
+    held = HeldPrefixes(here, 60, 1)
     held.hold("a", hashes, 1.0)
     prefix = held.get("a")
     assert prefix is not None
@@ -144,7 +159,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def begin(self, blocks: int, sliding: bool, snapshots: int) -> None:
         groups = SLIDING if sliding else ONE_GROUP
         self.cache = KVCacheManager(blocks, SIZE, groups=groups, snapshots=snapshots)
-        self.held = HeldPrefixes(self.cache, blocks // 2)
+        self.held = HeldPrefixes(self.cache, blocks // 2, max(snapshots - 1, 1))
         self.tables: list[BlockTable] = []
         self.arriving: list[ArrivingPrefix] = []
         self.handles = count()
