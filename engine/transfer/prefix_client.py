@@ -83,6 +83,7 @@ class PrefixFetch:
         self._fingerprint = dict(fingerprint)
         self.remote = remote
         self._link: Link | None = None
+        self._connecting: socket.socket | None = None
         self._guard = threading.Lock()
         self.cancelled = False
         self.received = 0
@@ -91,7 +92,10 @@ class PrefixFetch:
         """Have `run` end soon."""
         with self._guard:
             self.cancelled = True
-            link = self._link
+            link, connecting = self._link, self._connecting
+        if connecting is not None:
+            with suppress(OSError):  # it is connected, or refused
+                connecting.shutdown(socket.SHUT_RDWR)
         if link is not None:
             link.close()
 
@@ -115,13 +119,25 @@ class PrefixFetch:
             addresses = socket.getaddrinfo(remote.host, remote.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise TransferError("connect", f"{where}: {error}") from error
-        address = str(addresses[0][4][0])
+        family, *_, target = addresses[0]
+        address = str(target[0])
         if not self._config.may_fetch_from(address):
             raise TransferError("peers", f"{where}: prefixes are not fetched from there, see peers")
+        connecting = socket.socket(family, socket.SOCK_STREAM)
         try:
-            return Link(socket.create_connection((address, remote.port), timeout), timeout)
+            connecting.settimeout(timeout)
+            with self._guard:
+                self._connecting = connecting
+                if self.cancelled:
+                    raise OSError("the request is gone")
+            connecting.connect(target)
+            return Link(connecting, timeout)
         except OSError as error:
+            connecting.close()
             raise TransferError("connect", f"{where}: {error}") from error
+        finally:
+            with self._guard:
+                self._connecting = None
 
     def _agree(self, link: Link, largest: int, stack: ExitStack) -> PayloadReceiver:
         secret = self._config.secret

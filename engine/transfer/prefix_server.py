@@ -34,6 +34,9 @@ from .wire import (
 
 log = logging.getLogger(__name__)
 
+_PAUSE_SECONDS = 0.05
+"""After a connection that was not had."""
+
 
 class OfferedPrefix(NamedTuple):
     hashes: list[bytes]
@@ -77,7 +80,7 @@ class PrefixServer:
         self._source = source
         self._links: set[Link] = set()
         self._guard = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
         port = config.kv_port + replica if config.kv_port else 0
         family = socket.AF_INET6 if ":" in config.kv_ip else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -96,7 +99,7 @@ class PrefixServer:
     def close(self) -> None:
         """Listen no more, and cut all peers off."""
         with self._guard:
-            self._closed = True
+            self._closed.set()
             links = list(self._links)
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -109,25 +112,39 @@ class PrefixServer:
         while True:
             try:
                 connected, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
+            except OSError:  # the peer was gone before, or this process has no descriptor left
+                if self._closed.wait(_PAUSE_SECONDS):
                     return
-                continue  # the peer was gone before
-            link = Link(connected, self._config.limits.timeout_seconds)
-            with self._guard:
-                full = self._closed or len(self._links) >= self._config.limits.most_peers
-                if not full:
-                    self._links.add(link)
-            if full:
-                link.close()
                 continue
-            threading.Thread(target=self._serve, args=(link,), name="kv-transfer-peer", daemon=True).start()
+            try:
+                self._begin(connected)
+            except (OSError, RuntimeError) as error:  # it was gone at once, or there is no thread left
+                log.warning("kv transfer: a peer is not served: %s", error)
+                connected.close()
+
+    def _begin(self, connected: socket.socket) -> None:
+        """Serve a peer in a thread of its own, if there are not too many."""
+        link = Link(connected, self._config.limits.timeout_seconds)
+        with self._guard:
+            full = self._closed.is_set() or len(self._links) >= self._config.limits.most_peers
+            if not full:
+                self._links.add(link)
+        if full:
+            link.close()
+            return
+        thread = threading.Thread(target=self._serve, args=(link,), name="kv-transfer-peer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._guard:
+                self._links.discard(link)
+            raise
 
     def _serve(self, link: Link) -> None:
         try:
             self._greet_and_send(link)
         except TransferError as error:
-            if not self._closed:
+            if not self._closed.is_set():
                 log.warning("kv transfer: a peer is cut off: %s", error)
         except Exception:
             log.exception("kv transfer: a peer is cut off")
