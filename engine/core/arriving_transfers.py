@@ -2,11 +2,14 @@
 does not come is computed, or, if the configuration wants that, ends the request."""
 
 import logging
+import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+
+import numpy as np
 
 from ...core.errors import SentError, Unavailable
 from ...kvcache.held_prefixes import ArrivingPrefix
@@ -16,12 +19,15 @@ from ...scheduler.sequence import Sequence as ScheduledSequence
 from ..transfer.prefix_client import PrefixFetch, RemotePrefix
 from ..transfer.wire import TransferError
 from ..transfer_config import KVTransferConfig
-from ..worker.executor import CachePlaces, Executor
+from ..worker.executor import CacheCopies, CachePlaces, Executor
 from .held_transfers import CallLoop
 from .inbox import NewRequest
 from .messages import RequestRejected
 
 log = logging.getLogger(__name__)
+
+_LEAST_PATIENCE = 0.5
+"""Seconds for which a request waits in the line in any case; otherwise as long as computing would take."""
 
 
 class Arrival:
@@ -32,6 +38,8 @@ class Arrival:
         self.fetch = fetch
         self.prefix: ArrivingPrefix | None = None
         self.began = 0.0
+        self.waits_until = math.inf
+        """When it waits in the line no longer than computing takes."""
         self.placed = 0
         """The span before which all have come."""
         self.settled = False
@@ -69,8 +77,9 @@ class ArrivingTransfers:
         self._call_loop = call_loop
         self._arrivals: dict[int, Arrival] = {}
         self._line: deque[Arrival] = deque()
-        self._fetching = 0
-        self._ready: list[NewRequest | RequestRejected] = []
+        self._fetching = Counter[str]()  # by tenant
+        self._no_room: tuple[Arrival, int] | None = None  # for whom, and how many blocks there were then
+        self._ready: dict[int, NewRequest | RequestRejected] = {}
         self.received_prefixes = self.received_bytes = 0
         self.seconds = 0.0
         """Of all fetches together."""
@@ -90,38 +99,62 @@ class ArrivingTransfers:
                 return
         fetch = PrefixFetch(self._config, self._fingerprint, remote)
         arrival = self._arrivals[new.spec.key] = Arrival(new, fetch)
+        if self._config.kv_load_failure_policy == "recompute":
+            seconds = self._scheduler.prompt_seconds(len(new.spec.prompt), 0)
+            arrival.waits_until = time.monotonic() + max(seconds, _LEAST_PATIENCE)
         self._line.append(arrival)
 
     def begin_fetches(self) -> None:
         """Begin those for which there is room, the oldest first."""
-        while self._line and self._fetching < self._config.limits.most_fetches:
-            arrival = self._line[0]
-            if arrival.fetch.cancelled:
-                self._line.popleft()
-                continue
+        while (arrival := self._next_in_line()) is not None:
             spec = arrival.new.spec
+            may_wait = self._fetching.total() > 0 or self._scheduler.has_work
+            room = self._cache.admissible_blocks - self._scheduler.spare_blocks
+            if may_wait and self._no_room is not None and arrival is self._no_room[0] and room <= self._no_room[1]:
+                return
             blocks = (len(spec.prompt) - 1) // self._cache.block_size
             prefix = ArrivingPrefix(self._cache, list(spec.hashes)[:blocks])
-            spare = self._scheduler.spare_blocks
-            if prefix.first < blocks and not prefix.reserve(spare):
+            if prefix.first < blocks and not prefix.reserve(self._scheduler.spare_blocks):
                 prefix.close()
-                if self._fetching or self._scheduler.has_work:
+                self._no_room = arrival, room
+                if may_wait:
                     return
                 if self._make_room():
                     continue
                 prefix = ArrivingPrefix(self._cache, ())  # there will be no more room: the prefix is computed
-            self._line.popleft()
+            self._line.remove(arrival)
+            self._no_room = None
             arrival.prefix = prefix
             arrival.began = time.monotonic()
-            self._fetching += 1
+            self._fetching[spec.tenant] += 1
             sink = _Sink(self, arrival, prefix)
             threading.Thread(target=self._fetch, args=(arrival, sink), name="kv-transfer-fetch", daemon=True).start()
             if prefix.first == len(prefix.hashes):
                 self._settle(arrival)  # the peer is told that it may give the prefix up, and nobody waits for that
 
+    def _next_in_line(self) -> Arrival | None:
+        """The oldest that may begin. Who waits for another's fetch as long as computing takes computes."""
+        now = time.monotonic()
+        for arrival in [*self._line]:
+            if arrival.fetch.cancelled:
+                self._line.remove(arrival)
+            elif self._may_fetch(arrival.new.spec.tenant):
+                return arrival
+            elif arrival.waits_until <= now:
+                self._line.remove(arrival)
+                self.failed += 1
+                self._settle(arrival)
+        return None
+
+    def _may_fetch(self, tenant: str) -> bool:
+        """Requests name the peers: no tenant takes all fetches with some that do not answer."""
+        most, fetching = self._config.limits.most_fetches, self._fetching
+        return fetching.total() < most and (not tenant or fetching[tenant] < (most + 1) // 2)
+
     def take_ready(self) -> list[NewRequest | RequestRejected]:
         """Sequences for the queue, and those that are refused."""
-        ready, self._ready = self._ready, []
+        ready = [*self._ready.values()]
+        self._ready.clear()
         return ready
 
     def on_started(self, keys: Iterable[int]) -> None:
@@ -130,14 +163,17 @@ class ArrivingTransfers:
 
     def discard(self, keys: Iterable[int]) -> None:
         """These sequences are gone: end their fetches, and free what was reserved at once."""
-        for key in keys if self._arrivals else ():
+        keys = [*keys]
+        for key in keys:
             if (arrival := self._arrivals.pop(key, None)) is not None:
                 arrival.close()
-                self._ready += arrival.followers.values()  # they may still be wanted: they compute the prompt
+                self._ready |= arrival.followers  # they may still be wanted: they compute the prompt
                 arrival.followers.clear()
             else:
                 for leader in self._arrivals.values():
                     leader.followers.pop(key, None)
+        for key in keys:
+            self._ready.pop(key, None)
 
     def make_room(self) -> bool:
         """Hold no longer what has come for sequences in the queue, where it stays cached as any other. False: nothing
@@ -179,7 +215,7 @@ class ArrivingTransfers:
     def place(self, arrival: Arrival, first: int, end: int, content: Sequence[memoryview]) -> None:
         """The content of these spans has come."""
         prefix = _prefix_of(arrival)
-        self._executor.put_places(CachePlaces(prefix.blocks(first, end)), content)
+        self._put(CachePlaces(prefix.blocks(first, end)), content)
         arrival.placed = end
         if self._cache.begins_anywhere:
             self._publish(arrival, prefix, end)
@@ -188,7 +224,13 @@ class ArrivingTransfers:
         """So has the state after all of them."""
         prefix = _prefix_of(arrival)
         self._publish(arrival, prefix, len(prefix.hashes))
-        prefix.place_state(lambda place: self._executor.put_places(CachePlaces((), (place,)), content))
+        prefix.place_state(lambda place: self._put(CachePlaces((), (place,)), content))
+
+    def _put(self, places: CachePlaces, content: Sequence[memoryview]) -> None:
+        """What the places had may have to be saved yet: no plan may have come since they were taken."""
+        blocks, states = self._cache.take_block_copies(), self._cache.take_state_copies()
+        copies = CacheCopies(*(np.array(copies, np.int32).reshape(-1, 3) for copies in (blocks, states)))
+        self._executor.put_places(places, content, copies)
 
     def _publish(self, arrival: Arrival, prefix: ArrivingPrefix, end: int) -> None:
         spec, size = arrival.new.spec, self._cache.block_size
@@ -198,7 +240,7 @@ class ArrivingTransfers:
         prefix.arrived(end)
 
     def _end(self, arrival: Arrival, error: TransferError | None) -> None:
-        self._fetching -= 1
+        self._fetching -= Counter([arrival.new.spec.tenant])  # which forgets tenants that have none
         self.received_bytes += arrival.fetch.received
         self.seconds += time.monotonic() - arrival.began
         if arrival.settled or arrival.prefix is None:  # it waited for nothing, or is gone
@@ -216,14 +258,15 @@ class ArrivingTransfers:
         arrival.settled = True
         key = arrival.new.spec.key
         if error is None or self._config.kv_load_failure_policy == "recompute":
-            self._ready += [arrival.new, *arrival.followers.values()]
+            self._ready |= {key: arrival.new, **arrival.followers}
             arrival.followers.clear()
             return
         refused = [key, *arrival.followers]
         arrival.followers.clear()
         self.discard([key])
-        refusal = Unavailable(f"kv_transfer_params: the prompt's cache does not come ({error.reason}): {error}")
-        self._ready += [RequestRejected(refused_key, SentError.of(refusal)) for refused_key in refused]
+        # Why is in the log: requests name hosts, and whoever writes them need not learn what answers there.
+        refusal = SentError.of(Unavailable("kv_transfer_params: the prefix did not come"))
+        self._ready |= {refused_key: RequestRejected(refused_key, refusal) for refused_key in refused}
 
 
 def _prefix_of(arrival: Arrival) -> ArrivingPrefix:

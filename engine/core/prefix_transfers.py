@@ -37,7 +37,7 @@ class PrefixTransfers:
     ) -> None:
         transfer = config.kv_transfer
         assert transfer is not None
-        fingerprint = transfer_fingerprint(config, executor)
+        fingerprint = transfer_fingerprint(config, executor, scheduler.config.max_model_len)
         self._block_size = cache.block_size
         self.held: HeldTransfers | None = None
         self.arriving: ArrivingTransfers | None = None
@@ -125,7 +125,7 @@ class PrefixTransfers:
             self.arriving.close()
 
 
-def transfer_fingerprint(config: EngineConfig, executor: Executor) -> dict[str, str]:
+def transfer_fingerprint(config: EngineConfig, executor: Executor, max_model_len: int) -> dict[str, str]:
     """By name, what must be equal in two servers for the bytes of one's cache to mean the same in the other. Raises as
     `checkpoint_fingerprint`."""
     parallel = config.parallel
@@ -135,6 +135,7 @@ def transfer_fingerprint(config: EngineConfig, executor: Executor) -> dict[str, 
         "dtype": config.dtype,
         "quantization": config.quantization,
         "kv_cache_dtype": config.cache.dtype,
+        "max_model_len": str(max_model_len),
         "block_size": str(config.cache.block_size),
         "ranks": f"tensor {parallel.tensor}, pipeline {parallel.pipeline} {parallel.layers}, {parallel.whole_experts}",
         "layout": shorten(executor.image_layout, 512),

@@ -283,9 +283,9 @@ def _execute_command(
         case messages.TakePlaces(places):
             with torch.inference_mode():
                 report(messages.PlacesTaken(take_places(runner, places)()))
-        case messages.PutPlaces(places, content):
+        case messages.PutPlaces(places, content, copies):
             with torch.inference_mode():
-                put_places(runner, places, content)
+                put_places(runner, places, content, copies)
         case messages.LoadRankAdapter(path):
             rank.loaded_adapters.load(path).add_done_callback(partial(_report_adapter, report))
         case messages.UnloadRankAdapter(digest):

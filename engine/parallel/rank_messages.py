@@ -14,7 +14,7 @@ from ...kvcache.directory_tier import DroppedImages
 from ...kvcache.landed_images import ImagePlace
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import IntArray, MaskArray, StepPlan, StepResult
-from ..worker.executor import CachePlaces, Capacity, ImageLayout
+from ..worker.executor import CacheCopies, CachePlaces, Capacity, ImageLayout
 from ..worker.image_files import ImageDirectorySettings
 
 
@@ -114,10 +114,11 @@ class TakePlaces(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class PutPlaces(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Let these places of the cache have this content of the rank's."""
+    """Make the copies, and let these places of the cache have this content of the rank's."""
 
     places: CachePlaces
     content: bytes
+    copies: CacheCopies
 
 
 class LeaveRanks(msgspec.Struct, array_like=True, tag=True, frozen=True):

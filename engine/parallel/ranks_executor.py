@@ -17,7 +17,7 @@ from ...core.adapter import Adapter
 from ...core.errors import CharoniaError, InvalidArgument, Unavailable
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..config import EngineConfig
-from ..worker.executor import CachePlaces, Capacity, ImageLayout, ProgressCallback
+from ..worker.executor import NO_COPIES, CacheCopies, CachePlaces, Capacity, ImageLayout, ProgressCallback
 from ..worker.image_files import ImageDirectorySettings
 from . import rank_messages as messages
 from .local_ranks import LocalRanks
@@ -101,10 +101,10 @@ class RanksExecutor:
         self._command(messages.TakePlaces(places))
         return lambda: [content.result() for content in taken]
 
-    def put_places(self, places: CachePlaces, content: Sequence[memoryview]) -> None:
+    def put_places(self, places: CachePlaces, content: Sequence[memoryview], copies: CacheCopies = NO_COPIES) -> None:
         with suppress(OSError):  # a rank is gone: the monitor fails whatever waits for it
             for connection, of_rank in zip(self._loaded.ranks.connections, content, strict=True):
-                connection.send_bytes(messages.encode_message(messages.PutPlaces(places, bytes(of_rank))))
+                connection.send_bytes(messages.encode_message(messages.PutPlaces(places, bytes(of_rank), copies)))
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
         step = self._pending.add()

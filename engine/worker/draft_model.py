@@ -82,11 +82,7 @@ class DraftModel(StepDrafter):
     def apply_plan(self, plan: StepPlan) -> None:
         """See `StepDrafter.apply_plan`: blocks that a row does not share are to be computed, and of what comes back
         from the host's memory that which was not when it left."""
-        for block, slot, back in plan.block_copies.tolist():
-            if back:
-                self._full[block] = self._full_slots.get(slot, False)
-            else:
-                self._full_slots[slot] = bool(self._full[block])
+        self.follow_copies(plan.block_copies)
         size = self._rows.block_size
         shared = {new.row: new.computed // size for new in plan.new}
         taken = Counter[int]()
@@ -100,6 +96,14 @@ class DraftModel(StepDrafter):
             self._computed[row] = size * int(blocks if full.all() else full.argmin())
             self._guessed.pop(row, None)
             self._unknown.discard(row)
+
+    def follow_copies(self, copies: IntArray) -> None:
+        """See `StepDrafter.follow_copies`."""
+        for block, slot, back in copies.tolist():
+            if back:
+                self._full[block] = self._full_slots.get(slot, False)
+            else:
+                self._full_slots[slot] = bool(self._full[block])
 
     def propose(self, plan: StepPlan, result: StepResult) -> Proposals:
         """Compute what the plan's rows with proposals lack; propose for those that lack nothing then, and were sampled,

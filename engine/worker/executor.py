@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from ...core.adapter import Adapter
 from ...core.errors import CharoniaError
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
-from ...scheduler.plan import MaskSource, StepPlan, StepResult
+from ...scheduler.plan import NO_HOST_COPIES, IntArray, MaskSource, StepPlan, StepResult
 from ..checkpoint.encoder_shape import EncoderShape
 from .image_files import ImageDirectorySettings, ImageMover
 
@@ -49,6 +49,16 @@ class CachePlaces(NamedTuple):
 
     blocks: Sequence[int] = ()
     states: Sequence[int] = ()
+
+
+class CacheCopies(NamedTuple):
+    """Copies between the cache and the host's memory, each [V, 3] as in a `StepPlan`."""
+
+    blocks: IntArray = NO_HOST_COPIES
+    states: IntArray = NO_HOST_COPIES
+
+
+NO_COPIES = CacheCopies()
 
 
 class ImageLayout(NamedTuple):
@@ -114,9 +124,9 @@ class Executor(Protocol):
         """Copy what these places have after all plans so far, for the caller's thread. What is returned may be called
         once, by any thread, for the bytes of each rank; it raises the `CharoniaError` of a lost one."""
 
-    def put_places(self, places: CachePlaces, content: Sequence[memoryview]) -> None:
-        """Let these places, which no plan without a result has, have this content of each rank, before any later plan.
-        Its memory may change afterwards."""
+    def put_places(self, places: CachePlaces, content: Sequence[memoryview], copies: CacheCopies = NO_COPIES) -> None:
+        """After all plans so far make the `copies`, which may save what the places have; then let these, which no plan
+        without a result computes, have this content of each rank. Its memory may change afterwards."""
 
     @property
     def eager_steps(self) -> int:

@@ -33,7 +33,7 @@ from ...scheduler.plan import (
 )
 from ..checkpoint.adapter_files import read_adapter
 from ..config import LoraConfig
-from .executor import CachePlaces, Capacity, ImageLayout, ProgressCallback, StepFuture
+from .executor import NO_COPIES, CacheCopies, CachePlaces, Capacity, ImageLayout, ProgressCallback, StepFuture
 from .fake_memory import FakeMemory
 from .image_files import ImageDirectorySettings, RankImages
 
@@ -157,8 +157,8 @@ class FakeExecutor:
     def take_places(self, places: CachePlaces) -> Callable[[], list[bytes]]:
         return self._call(partial(self.memory.take, places)).result
 
-    def put_places(self, places: CachePlaces, content: Sequence[memoryview]) -> None:
-        self._call(partial(self.memory.put, places, bytes(content[0]))).result()
+    def put_places(self, places: CachePlaces, content: Sequence[memoryview], copies: CacheCopies = NO_COPIES) -> None:
+        self._call(partial(self.memory.put, places, bytes(content[0]), copies)).result()
 
     eager_steps = failed_captures = 0
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kvcache.host_tier import landed_number
-from .executor import CachePlaces
+from .executor import CacheCopies, CachePlaces
 
 EMPTY = -1
 _Numbers = NDArray[np.int64]
@@ -93,7 +93,9 @@ class FakeMemory:
         assert all((block != EMPTY).all() for block in blocks) or not self._check_contents, "a block without content"
         return [b"".join(part.tobytes() for part in (*blocks, *map(self._state_numbers, places.states)))]
 
-    def put(self, places: CachePlaces, content: bytes) -> None:
+    def put(self, places: CachePlaces, content: bytes, copies: CacheCopies) -> None:
+        self.move_blocks(copies.blocks.tolist())
+        self.move_states(copies.states.tolist())
         numbers = np.frombuffer(content, np.int64)
         for block in places.blocks:
             self._block(block)[:], numbers = numbers[: self._block_size], numbers[self._block_size :]

@@ -15,7 +15,7 @@ from ..checkpoint.build_context import Shard
 from ..checkpoint.partition import PipelineStage
 from ..config import EngineConfig
 from .devices import assign_device
-from .executor import CachePlaces, Capacity, ImageLayout, ProgressCallback
+from .executor import NO_COPIES, CacheCopies, CachePlaces, Capacity, ImageLayout, ProgressCallback
 from .image_files import ImageDirectorySettings, RankImages
 from .loaded_rank import LoadedRank, load_rank
 from .rank_places import image_layout, put_places, take_places
@@ -71,12 +71,20 @@ class InlineExecutor:
 
     @torch.inference_mode()
     def take_places(self, places: CachePlaces) -> Callable[[], list[bytes]]:
+        self._finish(all_steps=False)
         read = take_places(self.rank.runner, places)
         return lambda: [read()]
 
     @torch.inference_mode()
-    def put_places(self, places: CachePlaces, content: Sequence[memoryview]) -> None:
-        put_places(self.rank.runner, places, content[0])
+    def put_places(self, places: CachePlaces, content: Sequence[memoryview], copies: CacheCopies = NO_COPIES) -> None:
+        self._finish(all_steps=len(copies.blocks) + len(copies.states) > 0)
+        put_places(self.rank.runner, places, content[0], copies)
+
+    def _finish(self, all_steps: bool) -> None:
+        """Compute what is to come before the cache is touched: the steps before the last that has not begun, for its
+        copies are not made; or all."""
+        while self._futures and (all_steps or self.rank.runner.has_step_to_begin):
+            self._finish_oldest()
 
     @property
     def eager_steps(self) -> int:

@@ -132,6 +132,24 @@ class ModelRunner:
             self._begin_steps()
         return self._read(step)  # while the next step is computed
 
+    @property
+    def has_step_to_begin(self) -> bool:
+        """Whether a step waits for the result of one before."""
+        return any(step.begun is None and step.error is None for step in self._steps)
+
+    @torch.inference_mode()
+    def make_copies(self, blocks: IntArray, states: IntArray) -> None:
+        """Make copies between the cache and the host's memory, when no step is computed."""
+        if self.draft is not None:
+            self.draft.follow_copies(blocks)
+        self._make_copies(blocks, states)
+
+    def _make_copies(self, blocks: IntArray, states: IntArray) -> None:
+        if self.host_blocks is not None:
+            self.host_blocks.make_copies(blocks)
+        if self.host_states is not None:
+            self.host_states.make_copies(states)
+
     def close(self) -> None:
         """Forget steps that were begun, when none is computed any more."""
         for step in self._steps:
@@ -176,10 +194,7 @@ class ModelRunner:
             if not self.computer.follows_unread(step.plan):
                 return False
             before.begun.make_masks()  # to begin a step may mean to wait for the one before
-        if self.host_blocks is not None:
-            self.host_blocks.make_copies(step.plan.block_copies)
-        if self.host_states is not None:
-            self.host_states.make_copies(step.plan.state_copies)
+        self._make_copies(step.plan.block_copies, step.plan.state_copies)
         states = None
         if (store := self.computer.states) is not None:
             plan = step.plan

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from ..attention.host_cache import HostCache
 from ..attention.place_images import PlaceImages
-from .executor import CachePlaces, ImageLayout
+from .executor import CacheCopies, CachePlaces, ImageLayout
 from .loaded_rank import LoadedRank
 from .model_runner import ModelRunner
 
@@ -26,8 +26,10 @@ def take_places(runner: ModelRunner, places: CachePlaces) -> Callable[[], bytes]
     return lambda: b"".join(copy.read().data for copy in copies)
 
 
-def put_places(runner: ModelRunner, places: CachePlaces, content: memoryview | bytes) -> None:
-    """For the thread that computes: the places, which no step has, get this content; its memory may change then."""
+def put_places(runner: ModelRunner, places: CachePlaces, content: memoryview | bytes, copies: CacheCopies) -> None:
+    """For the thread that computes: the places, which no step has, get this content behind the copies; its memory may
+    change then."""
+    runner.make_copies(copies.blocks, copies.states)
     left = memoryview(content)
     for images, place in _of(runner, places):
         image = images.make()

@@ -38,6 +38,10 @@ class StepDrafter(ABC):
     def apply_plan(self, plan: StepPlan) -> None:
         """Called for every plan when its rows are entered."""
 
+    def follow_copies(self, copies: IntArray) -> None:
+        """Called for copies of blocks, see `StepPlan.block_copies`, that no plan has."""
+        del copies
+
     @abstractmethod
     def propose(self, plan: StepPlan, result: StepResult) -> Proposals:
         """Propose as `plan` says, before the next step begins: the target's has `result`."""

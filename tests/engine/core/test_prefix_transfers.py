@@ -1,11 +1,14 @@
 """Two step loops, one of which computes prompts that the other goes on with; and everything that can break between
 them. The fake executors hold every block's content against the tokens that it should have."""
 
+import errno
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,10 +17,12 @@ import pytest
 
 from charonia.core.errors import ErrorCode, InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.core.inbox import LoopCall
 from charonia.engine.core.messages import AbortRequests, AddRequest, RequestRejected, RequestUpdates, Shutdown
 from charonia.engine.core.prefix_transfers import PrefixTransfers
 from charonia.engine.core.step_loop import EngineCore
-from charonia.engine.transfer.prefix_client import RemotePrefix
+from charonia.engine.transfer.prefix_client import PrefixFetch, RemotePrefix
+from charonia.engine.transfer.wire import TransferError
 from charonia.engine.transfer_config import KVTransferConfig, read_kv_transfer_config
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeExecutor
@@ -64,15 +69,21 @@ class Server:
         blocks: int = BLOCKS,
         clock: Callable[[], float] = time.monotonic,
         dtype: str = "auto",
+        host: int = 0,
+        snapshots: int = 8,
+        max_model_len: int = 128,
     ) -> None:
-        rules = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
+        rules = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=max_model_len)
         capacity = Capacity(1000, 128, 1, 1 << 20, state_bytes=state_bytes, groups=groups)
-        snapshots = 8 if state_bytes else 0
+        snapshots = snapshots if state_bytes else 0
         in_flight = groups._replace(in_flight=rules.tokens_in_flight)
         draft_states = 0 if state_bytes else None
-        self.cache = KVCacheManager(blocks, SIZE, snapshots=snapshots, groups=in_flight, draft_states=draft_states)
+        of_host = {"host_blocks": host, "host_snapshots": host if state_bytes else 0}
+        self.cache = KVCacheManager(
+            blocks, SIZE, snapshots=snapshots, groups=in_flight, draft_states=draft_states, **of_host
+        )
         self.executor = CountingExecutor(capacity, block_size=SIZE)
-        self.executor.allocate(blocks, snapshots=snapshots)
+        self.executor.allocate(blocks, snapshots=snapshots, **of_host)
         self.scheduler = Scheduler(rules, self.cache)
         self.core = EngineCore(self.scheduler, self.cache, self.executor, clock)
         config = EngineConfig(
@@ -241,9 +252,9 @@ def test_what_does_not_come_is_computed_or_refused_by_name(
             assert decoder.tokens(1) == RIGHT
         else:
             assert decoder.refused()[0].error.error().code == ErrorCode.UNAVAILABLE
-            assert f"({kind})" in decoder.refused()[0].error.message
-            assert words in decoder.refused()[0].error.message
+            assert decoder.refused()[0].error.message == "kv_transfer_params: the prefix did not come"
         assert decoder.totals()["failed"] == 1
+        assert f"{kind}; " in caplog.text
         assert words in caplog.text
 
 
@@ -435,3 +446,155 @@ def test_an_answer_that_is_gone_leaves_the_others(gone: int) -> None:
             until(lambda: 3 - gone in decoder.finished())
             assert decoder.tokens(3 - gone) == RIGHT
             assert gone not in decoder.finished()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_makes_room_for_what_comes_is_saved_before(kind: str) -> None:
+    """The executor would notice bytes that are another prompt's."""
+    config = transfer_config()
+    full = {"blocks": {"attention": 12, "windows": 40, "states": 12}[kind], "host": 200, "snapshots": 2}
+    with servers(config, **KINDS[kind]) as (prefiller,), servers(config, **KINDS[kind], **full) as (decoder,):
+        prefill(prefiller)
+        for first in (500, 600, 700):
+            prefill(decoder, f"of {first}", [*range(first, first + 41)])  # so that the state at its end is kept
+        while decoder.ask(decoder.transfers.make_room):
+            pass
+        assert decode(decoder, prefiller.address, 4) == RIGHT
+        assert decoder.cached(4) == 40
+        for key, first in ((5, 700), (6, 600), (7, 500), (8, 100)):
+            decoder.add(key, 3, [*range(first, first + 41)])
+            until(lambda key=key: key in decoder.finished())
+            assert decoder.tokens(key) == [first + 41, first + 42, first + 43]
+        assert [decoder.cached(key) for key in (5, 6, 7, 8)] == [40] * 4
+
+
+def test_the_longest_sequence_is_compared() -> None:
+    """With some rotary embeddings keys depend on it."""
+    config = transfer_config(policy="fail")
+    with servers(config) as (prefiller,), servers(config, max_model_len=64) as (decoder,):
+        prefill(prefiller)
+        decoder.add(1, remote=RemotePrefix(*prefiller.address, "handle"))
+        until(lambda: decoder.refused())
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_answers_that_are_gone_together_are_not_computed(at_once: bool) -> None:
+    config = transfer_config(transports=["tcp"], timeout_seconds=30)
+    with servers(config, config) as (prefiller, decoder):
+        prefill(prefiller)
+        with closing(Proxy(prefiller.address, 400, "stall")) as proxy:
+            for key in (1, 2):
+                decoder.add(key, 60, remote=RemotePrefix(*proxy.address, "handle"))
+            until(lambda: proxy.passed == 400)
+            gone = [AbortRequests([1, 2])] if at_once else [AbortRequests([1]), AbortRequests([2])]
+            decoder.ask(lambda: [decoder.core.inbox.accept(message) for message in gone])  # all in one turn
+            until(lambda: decoder.cache.free_blocks == BLOCKS)
+            decoder.add(3, 1, [1, 2, 3])
+            until(lambda: 3 in decoder.finished())
+            assert decoder.tokens(2) == []
+
+
+def test_who_waits_for_a_fetch_longer_than_computing_takes_computes() -> None:
+    config = transfer_config(transports=["tcp"], most_fetches=1, timeout_seconds=30)
+    with servers(config, config) as (prefiller, decoder):
+        prefill(prefiller)
+        decoder.add(9, 8, [1, 2, 3])  # now the pace is known
+        until(lambda: 9 in decoder.finished())
+        with closing(Proxy(prefiller.address, 400, "stall")) as proxy:
+            decoder.add(1, remote=RemotePrefix(*proxy.address, "handle"))
+            until(lambda: proxy.passed == 400)
+            decoder.ask(lambda: setattr(decoder.scheduler, "prompt_seconds", lambda tokens, context: 0.0))
+            assert decode(decoder, prefiller.address, 2, "another") == RIGHT
+            decoder.core.inbox.accept(AbortRequests([1]))
+
+
+def test_a_tenant_leaves_fetches_to_others() -> None:
+    config = transfer_config(transports=["tcp"], most_fetches=2, timeout_seconds=30)
+    with servers(config, config) as (prefiller, decoder):
+        prefill(prefiller)
+        proxies = [Proxy(prefiller.address, 3, "stall") for _ in range(2)]
+        for key, proxy in enumerate(proxies):
+            spec = SequenceSpec(key=key, prompt=np.array(PROMPT, np.int32), max_tokens=1, tenant="a")
+            decoder.core.inbox.accept(AddRequest(spec, remote=RemotePrefix(*proxy.address, f"of {key}")))
+        until(lambda: proxies[0].passed == 3)
+        assert decode(decoder, prefiller.address, 5) == RIGHT
+        assert decoder.cached(5) == 40
+        decoder.core.inbox.accept(AbortRequests([0, 1]))
+        for proxy in proxies:
+            proxy.close()
+
+
+def test_a_request_that_is_gone_connects_no_more() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        crowd = [socket.socket() for _ in range(4)]
+        for waiting in crowd:
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        fetch = PrefixFetch(transfer_config(timeout_seconds=600), {}, RemotePrefix(*silent.getsockname(), "handle"))
+        errors: list[TransferError] = []
+
+        def run() -> None:
+            try:
+                fetch.run(None)  # type: ignore[arg-type]
+            except TransferError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        until(lambda: fetch._connecting)
+        fetch.cancel()
+        thread.join(30)
+        assert [error.reason for error in errors] == ["connect"]
+        for waiting in crowd:
+            waiting.close()
+
+
+def test_an_answer_that_is_not_waited_for_changes_nothing() -> None:
+    asked: list[int] = []
+    call = LoopCall(lambda: asked.append(1), Future())
+    assert call.done.cancel()
+    call.run()
+    assert asked == []
+
+
+def test_a_server_without_descriptors_or_threads_pauses_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with servers(transfer_config()) as (prefiller,):
+        held = prefiller.transfers.held
+        assert held is not None
+        tries: list[int] = []
+        pauses: list[float | None] = []
+        server, listener, closed = held.server, held.server._listener, held.server._closed
+
+        def accept() -> tuple[socket.socket, Any]:
+            tries.append(1)
+            if len(tries) < 4:
+                raise OSError(errno.EMFILE, "no descriptor is left")
+            return listener.accept()
+
+        def wait(seconds: float | None = None) -> bool:
+            pauses.append(seconds)
+            return closed.is_set()
+
+        patched = {"accept": accept, "shutdown": listener.shutdown, "close": listener.close}
+        monkeypatch.setattr(server, "_listener", SimpleNamespace(**patched))
+        monkeypatch.setattr(closed, "wait", wait)
+        start, failed = threading.Thread.start, list[str]()
+
+        def start_few(thread: threading.Thread) -> None:
+            if thread.name == "kv-transfer-peer" and not failed:
+                failed.append(thread.name)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_few)
+        with socket.create_connection(prefiller.address) as refused:
+            assert refused.recv(1) == b""
+        until(lambda: len(tries) == 4)
+        assert len(pauses) == 3
+        monkeypatch.undo()
+        decoded = Server(transfer_config())
+        with closing(decoded):
+            prefill(prefiller)
+            assert decode(decoded, prefiller.address) == RIGHT
