@@ -52,6 +52,9 @@ _PATHS: dict[tuple[type[msgspec.Struct], ...], tuple[str, ...]] = {
 """By the structs that together have the fields of a body: the paths whose endpoints read it."""
 
 BODIES = {path: structs for structs, paths in _PATHS.items() for path in paths}
+_FORMS = frozenset((TRANSCRIPTIONS, TRANSLATIONS))
+"""The paths whose bodies are forms with a file."""
+_FILE = {"type": "object", "properties": {"file": {"type": "string", "format": "binary"}}, "required": ["file"]}
 _SCHEMAS = "#/components/schemas/{name}"
 _NAME = re.compile(r"\{(?P<name>\w+)(:(?P<kind>\w+))?\}")
 _KEY = {"key": {"type": "http", "scheme": "bearer", "description": "A key of --api-key, where there are some."}}
@@ -115,13 +118,20 @@ def _operations(route: Route, path: str) -> dict[str, Any]:
             "parameters": parameters,
         }
         if method in ("POST", "PUT"):
-            operation["requestBody"] = {"content": {"application/json": {"schema": _body_schema(path)}}}
+            operation["requestBody"] = _request_body(path)
         operations[method.lower()] = operation | {"responses": {"200": {"description": "OK"}}}
     return operations
 
 
 def _type_of(converter: str | None) -> str:
     return "integer" if converter == "int" else "string"
+
+
+def _request_body(path: str) -> dict[str, Any]:
+    schema = _body_schema(path)
+    if path not in _FORMS:
+        return {"content": {"application/json": {"schema": schema}}}
+    return {"content": {"multipart/form-data": {"schema": {"allOf": [schema, _FILE]}}}, "required": True}
 
 
 def _body_schema(path: str) -> dict[str, Any]:

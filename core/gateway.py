@@ -218,7 +218,8 @@ class Administration(ModelLookup, Protocol):
         """Stop serving an adapter; running requests end with it. Raises `NotFound`."""
 
     def release_scope(self, model: str, tenant: str, scope: str) -> None:
-        """Let what a model's cache retains for a scope of a tenant's make room; an unknown scope is released already.
+        """Let what a model's caches retain for a scope of a tenant's make room, those of all versions, or of all that a
+        route names; an unknown scope is released already.
 
         Raises:
             NotFound: there is no such model.

@@ -178,10 +178,17 @@ class InProcessGateway:
         return await self.lifecycle.run_to_completion(self._adapters.unload(name))
 
     def release_scope(self, model: str, tenant: str, scope: str) -> None:
-        capability = self.registry.find_loaded(model).capabilities.retention
-        if capability is None:
+        route = self.routes.served.get(model)
+        names = {model} if route is None else {target.model for target in route.route.targets}
+        if route is None:
+            self.registry.find_served(model)
+        entries = filter(None, map(self.registry.find, names))
+        loaded = [version for entry in entries for version in entry.loaded_versions.values()]
+        capabilities = [version.capabilities.retention for version in loaded]
+        if loaded and not any(capabilities):
             raise InvalidArgument(f"model '{model}' retains nothing for sessions", field="model")
-        capability.release_scope(tenant, scope)
+        for capability in filter(None, capabilities):
+            capability.release_scope(tenant, scope)
 
     def _explicit_control(self) -> ModelControl:
         if self.model_control is None:

@@ -20,6 +20,7 @@ from ...core.errors import Internal, InvalidArgument, Unsupported
 from ...core.gateway import InlineHandle, ModelHandle, ResponseStream
 from ...core.model import ModelConfig
 from ...core.request import InferResponse, ParameterValue
+from ...core.request_context import RequestContext
 from ...core.tensor import Tensor
 from ...telemetry.shared_state import ServerLookup
 from .. import size_limits
@@ -188,7 +189,11 @@ class InferEndpoint:
             config, response = await _answer(model, call, request.receive)
         else:
             config = inline.config
-            call = await self._read(config, headers, request)
+            try:
+                call = await self._read(config, headers, request)
+            except BaseException:
+                _name_model(context_of(scope), config)
+                raise
             answer = _answer_now(inline, call, scope)
             if answer is not None:
                 late.answered, response = True, answer
@@ -239,10 +244,15 @@ def _answer_now(model: InlineHandle, call: InferCall, scope: Scope) -> InferResp
         answer = model.answer_now(call.request)
     except Exception:
         context = context_of(scope)  # for the log
-        context.id, context.model, context.version = call.request.id, model.config.name, model.config.version
-        context.counted = True
+        _name_model(context, model.config)
+        context.id, context.counted = call.request.id, True
         raise
     return None if answer is None else answer[0]
+
+
+def _name_model(context: RequestContext, config: ModelConfig) -> None:
+    """Say for whom a request was that is refused, or failed, before it had its model."""
+    context.model, context.version, context.model_found = config.name, config.version, True
 
 
 async def _answer(model: ModelHandle, call: InferCall, receive: Receive) -> tuple[ModelConfig, InferResponse]:

@@ -16,6 +16,7 @@ from charonia.api.extensions import ForwardedRoute, RouteExtensions
 from charonia.api.header_rules import RequiredHeader, restricted_api_of
 from charonia.api.http.access import HttpRules
 from charonia.api.metadata import ServerInfo
+from charonia.api.openai.audio_routes import TRANSCRIPTIONS, TRANSLATIONS
 from charonia.api.openapi import BODIES
 from charonia.core.extension_contracts import RoutesPlan, ServedRoutes
 
@@ -74,6 +75,17 @@ def test_a_body_of_an_endpoint_has_its_fields(document: Any) -> None:
     assert content["application/json"]["schema"] == {"type": "object"}
     [parameter] = document["paths"]["/v2/models/{model}/versions/{version}/infer"]["post"]["parameters"][1:]
     assert (parameter["in"], parameter["required"], parameter["schema"]) == ("path", True, {"type": "integer"})
+
+
+def test_a_sound_is_sent_in_a_form(document: Any) -> None:
+    for path in (TRANSCRIPTIONS, TRANSLATIONS):
+        body = document["paths"][path]["post"]["requestBody"]
+        [(media_type, content)] = body["content"].items()
+        reference, form = content["schema"]["allOf"]
+        assert (body["required"], media_type) == (True, "multipart/form-data")
+        assert reference == {"$ref": "#/components/schemas/TranscriptionBody"}
+        assert form["properties"]["file"] == {"type": "string", "format": "binary"}
+        assert form["required"] == ["file"]
 
 
 def test_every_reference_leads_somewhere(document: Any) -> None:

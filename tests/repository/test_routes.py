@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from charonia.core.errors import InvalidArgument, NotFound, Unavailable
-from charonia.core.model import ModelConfig
+from charonia.core.model import Capabilities, ModelConfig
 from charonia.core.request import InferRequest
 from charonia.core.tensor import TensorSpec
 from charonia.repository.catalog import RepositoryCatalog
@@ -74,6 +74,37 @@ async def test_counts_are_kept_of_arms_that_there_are_and_of_some_that_were() ->
     [first, last] = gateway.model_statistics("r")
     assert (first.statistics.inference_count, last.statistics.inference_count) == (78, 1)
     assert len([*gateway.routes.served["r"].measurements()]) == 64
+
+
+class Retaining(Numbered):
+    """Notes which scopes are released."""
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        self.released: list[str] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(retention=self)
+
+    def release_scope(self, tenant: str, scope: str) -> None:
+        self.released.append(f"{tenant}:{scope}")
+
+
+def test_a_session_is_released_wherever_requests_for_that_name_may_have_gone() -> None:
+    first, second = Retaining("1"), Retaining("2")
+    gateway = gateway_with(first, second, Numbered("3"))
+    gateway.routes.replace(shares(1, 1) | {"none": Route((RouteArm("gone", 1, 1),))})
+    for name in ("m", "r", "none"):
+        gateway.release_scope(name, "team", name)
+    assert first.released == second.released == ["team:m", "team:r"]
+    with pytest.raises(NotFound, match="'other' is not found"):
+        gateway.release_scope("other", "team", "s")
+    with pytest.raises(InvalidArgument, match="'m' retains nothing"):
+        gateway_with(Numbered("1")).release_scope("m", "team", "s")
+    entry = gateway.registry.entries["m"]
+    entry.evict()
+    gateway.release_scope("m", "team", "s")  # what is not in memory retains nothing
 
 
 async def test_a_sequence_stays_where_it_began_also_when_the_route_changes() -> None:

@@ -58,6 +58,8 @@ async def test_what_is_refused_is_so_with_a_context(client: httpx.AsyncClient, i
     inline.gateway.begin_exit()
     assert (await client.post(PATH, json=body(1, 2))).status_code == 503
     assert (len(inline.ended), inline.model.ends) == (5, [])
+    assert [context.model for context in inline.ended] == ["inline", "inline", "other", "inline", "inline"]
+    assert inline.model.counted == 4, "all but that of a model which is not there"
     outcomes = [context.end.outcome for context in inline.ended if context.end is not None]
     assert outcomes == [*[Outcome.REJECTED] * 3, Outcome.DONE, Outcome.REJECTED]
     assert all(context.arrived_at <= context.ended_at for context in inline.ended)
