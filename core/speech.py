@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from .errors import InvalidArgument
 from .media import MediaSource
 
 _CODES_AND_NAMES = """
@@ -24,6 +25,19 @@ LANGUAGE_NAMES: Mapping[str, str] = {
     code: name.replace("_", " ") for code, name in zip(_WORDS[::2], _WORDS[1::2], strict=True)
 }
 """The English names of the languages that such models know, by the codes in their vocabularies."""
+
+_CODES = {name: code for code, name in LANGUAGE_NAMES.items()}
+
+
+def language_code(text: str) -> str:
+    """The code of a language that is given by its code or its English name, however written; empty for none. Raises
+    `InvalidArgument`."""
+    language = text.strip().lower()
+    code = _CODES.get(language, language)
+    if code and code not in LANGUAGE_NAMES:
+        message = f"language must be a code of ISO 639-1, such as en, or an English name, got {text!r}"
+        raise InvalidArgument(message, field="language")
+    return code
 
 
 class Speech(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from ...core.errors import describe_validation_error
 from ...core.media import MediaSource
 from ...core.request import GenerateRequest
 from ...core.sampling import SamplingParams
-from ...core.speech import LANGUAGE_NAMES, Speech
+from ...core.speech import Speech, language_code
 from ..http.forms import Form
 from .json_body import NoOpValues, body_shape, field_error, supported_members
 from .known_fields import known_members
@@ -17,7 +17,6 @@ from .known_fields import known_members
 TranscriptFormat: TypeAlias = Literal["json", "text", "srt", "verbose_json", "vtt"]
 _TIMED: frozenset[TranscriptFormat] = frozenset(("srt", "verbose_json", "vtt"))
 _STREAMED: frozenset[TranscriptFormat] = frozenset(("json", "text"))
-_CODES = {name: code for code, name in LANGUAGE_NAMES.items()}
 
 
 class TranscriptionBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +75,7 @@ def parse_transcription(form: Form, request_id: str, translate: bool) -> ParsedT
     _check(body, kind, translate)
     speech = Speech(
         MediaSource("audio", file.data, field="file"),
-        language=_language(body.language),
+        language=language_code(body.language or ""),
         translate=translate,
         context=body.prompt or "",
         timestamps=kind in _TIMED,
@@ -127,12 +126,3 @@ def _check(body: TranscriptionBody, kind: TranscriptFormat, translate: bool) -> 
         raise field_error("stream", f"needs a response_format of {' or '.join(sorted(_STREAMED))}, got {kind}")
     if translate and body.stream:
         raise field_error("stream", "is of transcriptions alone")
-
-
-def _language(text: str | None) -> str:
-    """The code of a language that is given by its code or its English name."""
-    language = (text or "").strip().lower()
-    code = _CODES.get(language, language)
-    if code and code not in LANGUAGE_NAMES:
-        raise field_error("language", f"must be a code of ISO 639-1, such as en, or an English name, got {language!r}")
-    return code

@@ -22,6 +22,7 @@ from ...core.structured_outputs import JsonText, only_constraint, parse_structur
 from ...core.tensor import Tensor
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 Microseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 _MAX_IGNORED = 64
@@ -180,6 +181,23 @@ def parse_request_parameters(
     named |= _by_own_names(tensors, ignored)
     named = {name: _NamedValue(name, value) for name, value in defaults.items()} | named
     return _convert(named, _SAMPLING, SamplingParams), _convert(named, _OPTIONS, ResponseOptions)
+
+
+def parse_fields(parameters: Mapping[str, Any], kind: type[S], ignored: list[str]) -> S:
+    """The parameters that are fields of `kind`, under no other names. `ignored` gets unknown names. Raises as
+    `parse_request_parameters`."""
+    fields = set(kind.__struct_fields__)
+    named = {
+        name: _NamedValue(name, value) for name, value in parameters.items() if name in fields and value is not None
+    }
+    for name in parameters.keys() - fields - _PROTOCOL:
+        if name.startswith("triton_"):
+            continue
+        alike = did_you_mean(name, fields)
+        if alike or len(ignored) >= _MAX_IGNORED:
+            raise InvalidArgument(f"unknown parameter '{name}'{alike}", field=name)
+        ignored.append(name)
+    return _convert(named, fields, kind)
 
 
 def one_element(tensor: Tensor) -> Any:

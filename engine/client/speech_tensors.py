@@ -1,9 +1,9 @@
 """The tensors of a model that writes sounds down, for v2's clients: a file goes in, text comes out."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import orjson
@@ -13,25 +13,26 @@ from ...core.errors import InvalidArgument
 from ...core.request import GenerateChunk, GenerateRequest, InferRequest, InferResponse
 from ...core.request_context import RequestContext
 from ...core.sampling import SamplingParams
-from ...core.speech import Speech
+from ...core.speech import Speech, language_code
 from ...core.tensor import Tensor, TensorSpec
 from .image_tensors import file_source
 from .infer import GeneratingModel
-from .request_parameters import decode_text
+from .request_parameters import Microseconds, decode_text, one_element, parse_fields
 
 _AUDIO, _STREAM, _TEXT, _SEGMENTS = "audio", "stream", "text_output", "segments"
 
 
-class _SpeechWishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _SpeechParameters(msgspec.Struct, frozen=True):
     """What a request says beside its sound, as tensors or as parameters."""
 
     language: str = ""
     prompt: str = ""
     translate: bool = False
-    temperature: float | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     seed: int | None = None
     priority: int = 0
     cache_salt: str = ""
+    timeout: Microseconds = 0
     stream: bool = False
 
 
@@ -69,7 +70,7 @@ class SpeechLayout:
     async def _infer(
         self, request: InferRequest, context: RequestContext, model: GeneratingModel
     ) -> AsyncGenerator[InferResponse, None]:
-        call = _parse(request)
+        call = _parse(request, context)
         chunks: list[GenerateChunk] = []
         async with aclosing(model.generate(call.request, context)) as stream:
             async for chunk in stream:
@@ -81,8 +82,9 @@ class SpeechLayout:
             yield _response(chunks, call)
 
 
-def _parse(request: InferRequest) -> _SpeechCall:
-    """Raises `InvalidArgument` for a request without a sound, and for what is unknown or wrong; `field` names it."""
+def _parse(request: InferRequest, context: RequestContext) -> _SpeechCall:
+    """Raises `InvalidArgument` for a request without a sound, and for what is wrong; `field` names it. The client is
+    told what is unknown."""
     audio = request.inputs.get(_AUDIO)
     if audio is None or audio.data.size != 1:
         raise InvalidArgument(f"{_AUDIO} must be one element, a file or the base64 of one", field=_AUDIO)
@@ -90,45 +92,37 @@ def _parse(request: InferRequest) -> _SpeechCall:
     content = element.encode() if isinstance(element, str) else bytes(element)
     if not content:
         raise InvalidArgument(f"{_AUDIO} is empty", field=_AUDIO)
-    tensors = {name: _value(tensor) for name, tensor in request.inputs.items()}
-    wishes = _wishes({**request.parameters, **tensors})
+    tensors = {name: _value(tensor) for name, tensor in request.inputs.items() if name != _AUDIO}
+    ignored = list[str]()
+    said = parse_fields({**request.parameters, **tensors}, _SpeechParameters, ignored)
+    if ignored:
+        context.warn(f"ignored: {', '.join(sorted(ignored))}")
     segments = _SEGMENTS in (request.outputs or ())
     return _SpeechCall(
         GenerateRequest(
             id=request.id,
             speech=Speech(
                 file_source("audio", content, _AUDIO),
-                language=wishes.language,
-                translate=wishes.translate,
-                context=wishes.prompt,
+                language=language_code(said.language),
+                translate=said.translate,
+                context=said.prompt,
                 timestamps=segments,
                 no_speech=segments,
             ),
-            sampling=SamplingParams(temperature=wishes.temperature, seed=wishes.seed),
-            priority=wishes.priority,
-            cache_salt=wishes.cache_salt,
+            sampling=SamplingParams(temperature=said.temperature, seed=said.seed),
+            priority=said.priority,
+            cache_salt=said.cache_salt,
+            timeout=said.timeout / 1e6,
         ),
-        wishes.stream,
+        said.stream,
         segments,
     )
 
 
 def _value(tensor: Tensor) -> Any:
     """The one element of an input."""
-    if tensor.name == _AUDIO:
-        return None
-    if tensor.data.size != 1:
-        raise InvalidArgument(f"{tensor.name} must be one element", field=tensor.name)
-    [value] = tensor.data.ravel().tolist()
+    value = one_element(tensor)
     return decode_text(tensor.name, value) if tensor.datatype == "BYTES" else value
-
-
-def _wishes(members: Mapping[str, Any]) -> _SpeechWishes:
-    try:
-        return msgspec.convert({name: value for name, value in members.items() if name != _AUDIO}, _SpeechWishes)
-    except msgspec.ValidationError as error:
-        field = str(error).rpartition("`$.")[2].rstrip("`") if "`$." in str(error) else None
-        raise InvalidArgument(f"the request's inputs and parameters: {error}", field=field) from None
 
 
 def _response(chunks: Sequence[GenerateChunk], call: _SpeechCall) -> InferResponse:

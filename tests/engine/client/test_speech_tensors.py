@@ -39,12 +39,15 @@ def tensor(name: str, value: Any) -> Tensor:
     return Tensor.from_values(name, kinds[type(value)], [value.encode() if isinstance(value, str) else value])
 
 
-async def answers(model: Model, outputs: tuple[str, ...] | None = None, **inputs: Any) -> list[dict[str, bytes]]:
+async def answers(
+    model: Model, outputs: tuple[str, ...] | None = None, context: RequestContext | None = None, **inputs: Any
+) -> list[dict[str, bytes]]:
+    context = context or RequestContext("infer")
     parameters = inputs.pop("parameters", {})
     tensors = {name: tensor(name, value) for name, value in inputs.items()}
     request = InferRequest(id="r", inputs=tensors, outputs=outputs, parameters=parameters)
     asked: Any = model
-    async with aclosing(SpeechLayout().infer(request, RequestContext("infer"), asked)) as stream:
+    async with aclosing(SpeechLayout().infer(request, context, asked)) as stream:
         return [{output.name: output.data.ravel()[0] for output in response.outputs} async for response in stream]
 
 
@@ -72,6 +75,19 @@ async def test_base64_parameters_and_segments() -> None:
     assert (speech.context, speech.timestamps, model.asked[0].sampling.seed) == ("Ada", True, 3)
 
 
+@pytest.mark.parametrize("language", ["EN", "English", "en"])
+async def test_parameters_are_those_of_language_models(language: str) -> None:
+    """Triton's `timeout` is in microseconds; what means nothing to the model is ignored, and the client told."""
+    model, context = Model(), RequestContext("infer")
+    parameters = {"timeout": 1_500_000, "priority": 2, "sequence_id": 3, "triton_x": 1, "volume": 3, "seed": 3.0}
+    await answers(model, context=context, audio=SOUND, language=language, parameters=parameters)
+    [request] = model.asked
+    assert (request.timeout, request.priority, request.sampling.seed) == (1.5, 2, 3)
+    assert request.speech is not None
+    assert request.speech.language == "en"
+    assert context.warnings == ["ignored: volume"]
+
+
 async def test_a_stream_has_what_each_window_says() -> None:
     streamed = await answers(Model(), audio=SOUND, stream=True)
     assert streamed == [{"text_output": b" so"}, {"text_output": b" it goes"}]
@@ -82,12 +98,15 @@ async def test_a_stream_has_what_each_window_says() -> None:
     [
         ({}, "audio"),
         ({"audio": b""}, "audio"),
-        ({"audio": SOUND, "parameters": {"volume": 3}}, None),
+        ({"audio": SOUND, "parameters": {"langauge": "de"}}, "langauge"),
+        ({"audio": SOUND, "language": "klingon"}, "language"),
+        ({"audio": SOUND, "temperature": 1.5}, "temperature"),
+        ({"audio": SOUND, "parameters": {"timeout": -1}}, "timeout"),
         ({"audio": SOUND, "parameters": {"language": 3}}, "language"),
         ({"audio": SOUND, "language": b"\xff"}, "language"),
     ],
 )
-async def test_what_is_wrong_is_named(inputs: Any, field: str | None) -> None:
+async def test_what_is_wrong_is_named(inputs: Any, field: str) -> None:
     model = Model()
     with pytest.raises(InvalidArgument) as refusal:
         await answers(model, **inputs)
