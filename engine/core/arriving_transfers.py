@@ -70,6 +70,7 @@ class ArrivingTransfers:
         """`make_room`: gives up a prefix that is held for another server, if there is one."""
         self._make_room = make_room
         self._config = config
+        self._becomes = "computed" if config.kv_load_failure_policy == "recompute" else "refused"
         self._fingerprint = fingerprint
         self._cache = cache
         self._scheduler = scheduler
@@ -143,6 +144,7 @@ class ArrivingTransfers:
             elif arrival.waits_until <= now:
                 self._line.remove(arrival)
                 self.failed += 1
+                log.warning("kv transfer: late; what waits for others' fetches is computed")
                 self._settle(arrival)
         return None
 
@@ -251,7 +253,7 @@ class ArrivingTransfers:
         arrival.prefix.end()
         if error is not None:
             self.failed += 1
-            log.warning("kv transfer: %s; what did not come is computed: %s", error.reason, error)
+            log.warning("kv transfer: %s; what did not come is %s: %s", error.reason, self._becomes, error)
         self._settle(arrival, error)
 
     def _settle(self, arrival: Arrival, error: TransferError | None = None) -> None:

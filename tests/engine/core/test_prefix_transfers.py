@@ -494,7 +494,7 @@ def test_answers_that_are_gone_together_are_not_computed(at_once: bool) -> None:
             assert decoder.tokens(2) == []
 
 
-def test_who_waits_for_a_fetch_longer_than_computing_takes_computes() -> None:
+def test_who_waits_for_a_fetch_longer_than_computing_takes_computes(caplog: pytest.LogCaptureFixture) -> None:
     config = transfer_config(transports=["tcp"], most_fetches=1, timeout_seconds=30)
     with servers(config, config) as (prefiller, decoder):
         prefill(prefiller)
@@ -505,6 +505,7 @@ def test_who_waits_for_a_fetch_longer_than_computing_takes_computes() -> None:
             until(lambda: proxy.passed == 400)
             decoder.ask(lambda: setattr(decoder.scheduler, "prompt_seconds", lambda tokens, context: 0.0))
             assert decode(decoder, prefiller.address, 2, "another") == RIGHT
+            assert "late; " in caplog.text
             decoder.core.inbox.accept(AbortRequests([1]))
 
 

@@ -16,6 +16,7 @@ from charonia.engine.parallel.rank_messages import (
     ComputeStep,
     JoinRanks,
     LeaveRanks,
+    PutPlaces,
     RankCommand,
     SampledBatch,
     StepComputed,
@@ -23,6 +24,7 @@ from charonia.engine.parallel.rank_messages import (
     decode_report,
     encode_message,
 )
+from charonia.engine.worker.executor import CacheCopies, CachePlaces
 from charonia.scheduler.plan import (
     EmbeddedSpan,
     EncoderRows,
@@ -112,3 +114,11 @@ def test_results_survive() -> None:
 @pytest.mark.parametrize("command", [JoinRanks("127.0.0.1", 1), AllocateCache(7), LeaveRanks()])
 def test_commands_survive(command: RankCommand) -> None:
     assert decode_command(encode_message(command)) == command
+
+
+def test_what_comes_for_places_survives_with_copies() -> None:
+    copies = CacheCopies(ints(1, 2, 0).reshape(1, 3))
+    decoded = decode_command(encode_message(PutPlaces(CachePlaces([1], [2]), b"x", copies)))
+    assert isinstance(decoded, PutPlaces)
+    assert (decoded.places, decoded.content) == (CachePlaces([1], [2]), b"x")
+    assert_same(decoded.copies, copies)

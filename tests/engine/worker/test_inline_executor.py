@@ -11,6 +11,7 @@ import torch
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.worker.executor import CacheCopies, CachePlaces
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan
 
@@ -129,3 +130,22 @@ def test_a_configuration_that_does_not_fit_is_refused(make: Make, changes: dict[
 
 def test_closing_without_loading_is_fine(make: Make) -> None:
     make().close()
+
+
+def test_what_comes_overwrites_a_place_behind_all_steps_and_copies(make: Make) -> None:
+    """Steps that wait for those before have copies of their own, and compute what is copied."""
+    executors = make(), make()
+    for executor in executors:
+        executor.load(lambda *_: None)
+        executor.allocate(4, host_blocks=1)
+        executor.execute(plan(0, 0, 5, new=True))
+        later = [executor.execute(plan(1, 5, 3)), executor.execute(plan(2, 8, 1))]
+    executor, alone = executors
+    nothing = [memoryview(bytes(executor.image_layouts[0].block_bytes))]
+    saved, back = (CacheCopies(np.array([copy], np.int32)) for copy in ((1, 0, False), (2, 0, True)))
+    executor.put_places(CachePlaces([1]), nothing, saved)
+    executor.put_places(CachePlaces([3]), nothing, back)
+    [computed] = alone.take_places(CachePlaces([1]))()
+    assert any(computed)
+    assert executor.take_places(CachePlaces([2, 1, 3]))() == [computed + 2 * bytes(nothing[0])]
+    assert [step.result().step for step in later] == [1, 2]
