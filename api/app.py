@@ -90,6 +90,7 @@ _ENDPOINTS = {
     "openai": "/v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/rerank",
     "speech": "/v1/audio/transcriptions, /v1/audio/translations",
     "vllm": "/score, /classify, /pooling, /invocations, /load, /tokenizer_info",
+    "sglang": "/server_info, /model_info",
     "anthropic": "/v1/messages, /v1/messages/count_tokens",
     "triton": "/v2, /v2/models/{model}/infer, /v2/models/{model}/generate, /v2/models/{model}/generate_stream",
     "routes": "/v2/routes",

@@ -17,7 +17,7 @@ _VLLM = r"(/v2)?/rerank|/(de)?tokenize|/score|/classify|/pooling|/invocations"
 _PATHS = {
     "health": rf"/health|/ping|/v2/health/(live|ready)|{_MODEL}/ready",
     "statistics": rf"/metrics|/load|/v2/models/stats|{_MODEL}/(stats|explain)",
-    "metadata": rf"/|/version|/v2|{_MODEL}|/v1/models(/.*)?|/tokenizer_info|/docs|/openapi\.json",
+    "metadata": rf"/|/version|/v2|{_MODEL}|/v1/models(/.*)?|/(tokenizer|server|model)_info|/docs|/openapi\.json",
     "inference": rf"{_MODEL}/(infer|generate|generate_stream)|/v1/(?!models|{_ADAPTERS}).*|{_VLLM}",
     "shared-memory": r"/v2/(system|cuda)sharedmemory/.*",
     "model-config": rf"{_MODEL}/(config|graph)",

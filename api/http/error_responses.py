@@ -160,6 +160,8 @@ _OPENAI_PATHS = (
     "/classify",
     "/pooling",
     "/invocations",
+    "/server_info",
+    "/model_info",
 )
 
 

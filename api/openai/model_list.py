@@ -1,4 +1,5 @@
-"""/v1/models of OpenAI's API and /tokenizer_info of vLLM's: which models there are, and what they are like."""
+"""/v1/models of OpenAI's API, /tokenizer_info of vLLM's, /server_info and /model_info of SGLang's: which models there
+are, and what they are like."""
 
 from typing import Any
 
@@ -24,6 +25,8 @@ class ModelListRoutes:
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+            Route("/server_info", self.server_info, methods=["GET"]),
+            Route("/model_info", self.model_info, methods=["GET"]),
         ]
 
     async def models(self, request: Request) -> Response:
@@ -42,6 +45,20 @@ class ModelListRoutes:
         with model_field():
             name = request.query_params.get("model") or only_model(self._administration)
             return json_response(await self._administration.tokenizer_info(name))
+
+    async def server_info(self, request: Request) -> Response:
+        """By it SGLang's router learns which model's requests are for this server."""
+        return json_response({"served_model_name": self._only_config().name})
+
+    async def model_info(self, request: Request) -> Response:
+        config = self._only_config()
+        generates = any(output.name == "text_output" for output in config.outputs)
+        paths = {"model_path": config.name, "tokenizer_path": config.name}
+        return json_response(paths | {"is_generation": generates, "weight_version": config.version})
+
+    def _only_config(self) -> ModelConfig:
+        with model_field():
+            return self._administration.model_config(only_model(self._administration))
 
 
 def only_model(lookup: ModelLookup) -> str:

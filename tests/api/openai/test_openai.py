@@ -11,6 +11,7 @@ from charonia.api.openai.response_writer import system_fingerprint
 from charonia.core.drafts import DraftLimit, summarize_drafts
 from charonia.core.errors import ContextLengthExceeded, Internal, InvalidArgument, QueueFull
 from charonia.core.request import ChatMessage, Conversation, FinishReason, GenerateChunk, GenerateRequest, Usage
+from charonia.core.tensor import TensorSpec
 
 from ..conftest import LLM
 
@@ -741,6 +742,23 @@ async def test_what_vllm_tells_of_the_server(client: httpx.AsyncClient) -> None:
     assert (several.status_code, several.json()["error"]["param"]) == (400, "model")
     unknown = await client.get("/tokenizer_info?model=x")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_what_sglang_tells_of_the_server(
+    client: httpx.AsyncClient, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("/server_info", "/model_info"):
+        several = await client.get(path)
+        assert (several.status_code, several.json()["error"]["param"]) == (400, "model")
+    only, generates = gateway.model_configs()[0], []
+    for outputs in ((), (TensorSpec("text_output", "BYTES", (-1,)),)):
+        config = replace(only, outputs=outputs)
+        monkeypatch.setattr(gateway, "model_configs", lambda config=config: [config])
+        assert (await client.get("/server_info")).json() == {"served_model_name": "llm"}
+        told = (await client.get("/model_info")).json()
+        generates.append(told.pop("is_generation"))
+        assert told == {"model_path": "llm", "tokenizer_path": "llm", "weight_version": only.version}
+    assert generates == [False, True]
 
 
 async def test_an_invocation_is_for_the_endpoint_that_its_body_is_of(client: httpx.AsyncClient, gateway: Any) -> None:
