@@ -57,6 +57,7 @@ ALL = {
     "kv_cache_host_bytes": "5000000",
     "kv_cache_dir": "/kv",
     "kv_cache_dir_bytes": "7000000",
+    "kv_cache_retention_bytes": "6000000",
     "state_cache_fraction": "0.1",
     "prefix_caching": "false",
     "tokenizer": "elsewhere",
@@ -126,6 +127,7 @@ def test_every_name_arrives() -> None:
             host_bytes=5_000_000,
             directory="/kv",
             directory_bytes=7_000_000,
+            retention_bytes=6_000_000,
             state_fraction=0.1,
         ),
         scheduler=SchedulerConfig(
@@ -153,7 +155,9 @@ def test_every_name_arrives() -> None:
             share_cache=True,
         ),
     )
-    assert set(ALL) == set(EngineOptions.__dataclass_fields__) - {"gpu_memory_utilization"}
+    # One stands for another name, one for prefix caching.
+    others = {"gpu_memory_utilization", "kv_transfer_config"}
+    assert set(ALL) == set(EngineOptions.__dataclass_fields__) - others
 
 
 def test_a_gpus_share_is_of_all_its_memory_or_of_what_is_left() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from charonia.engine.worker.logits_processors import prepare_logits_params, process_logits
-from charonia.engine.worker.logprobs import sampled_logprobs
+from charonia.engine.worker.logprobs import WantedLogprobs, sampled_logprobs
 from charonia.scheduler.plan import LogitsParams
 
 ROWS, VOCAB, LENGTH, PROMPT = 6, 500, 40, 10
@@ -47,7 +47,7 @@ def test_logits_are_changed_as_on_the_cpu(device: torch.device) -> None:
 
 def test_logprobs_are_those_of_the_cpu(device: torch.device) -> None:
     tokens = torch.arange(ROWS)
-    wanted = {0: 0, 2: 20, 5: 3}
+    wanted = {0: WantedLogprobs(0), 2: WantedLogprobs(20), 5: WantedLogprobs(3, (1, 2))}
     places = list(wanted)
     expected = sampled_logprobs(logits()[places], tokens[places], wanted, ROWS)
     told = sampled_logprobs(logits()[places].to(device), tokens[places].to(device), wanted, ROWS)

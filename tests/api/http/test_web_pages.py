@@ -109,7 +109,7 @@ def test_every_route_that_is_not_only_read_is_known_to_ask_or_to_change(gateway:
     asking = re.compile(
         r"/v2/models/.*/(infer|generate|generate_stream)|/v2/repository/(.*/)?index|/v2/rerank|/rerank|/score|/classify"
         r"|/pooling|/invocations|/ping|/(de)?tokenize|/v1/(chat/)?completions|/v1/messages(/count_tokens)?|/v1/responses(/.*)?"
-        r"|/v1/embeddings|/v1/rerank|/v1/score|/v1/classify|/v1/audio/(transcriptions|translations)"
+        r"|/v1/embeddings|/v1/rerank|/v1/score|/v1/classify|/v1/audio/(transcriptions|translations)|/v1/release_retention"
     )
     paths = {route.path for route in all_routes(gateway, INFO, RULES) if (route.methods or set()) - {"GET", "HEAD"}}
     assert {path for path in paths if not is_protected("POST", path)} == set(filter(asking.fullmatch, paths))

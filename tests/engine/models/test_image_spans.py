@@ -38,6 +38,8 @@ SETTINGS = {
 }
 WITH_PLAIN = (Setting(), *SETTINGS.values())
 BLOCKS = 16
+LARGEST_ERROR = 3e-5
+"""Of a logit, in standard deviations of all: torch's own sums differ by 2e-5 from one processor to another."""
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +145,11 @@ def test_logits_are_those_from_pixels(name: str, backend: str, seeing: Callable[
     for prompt in prompts[:2]:
         right = whole_logits(model, prompt)
         whole = bench.logits(prompt)
-        assert (whole - right).abs().max() < 2e-5 * right.std()
+        assert (whole - right).abs().max() < LARGEST_ERROR * right.std()
         first, second = prompt.spans
         inside = [] if first.bidirectional else [first.start + 1, first.end - 2, second.start + 3]
         cut = bench.logits(prompt, sorted({*inside, first.start, first.end, second.end}))
-        assert (cut - right).abs().max() < 2e-5 * right.std()
+        assert (cut - right).abs().max() < LARGEST_ERROR * right.std()
         assert backend != "native" or torch.equal(whole, cut)
     bench.executor.close()
 

@@ -67,9 +67,11 @@ def test_changes_of_logits(name: str) -> None:
 def test_every_field_that_shapes_is_passed_on_or_refused() -> None:
     # The next test's, a part of min_tokens, and refused.
     elsewhere = {"logit_bias", "stop_token_ids", "allowed_token_ids"}
+    elsewhere |= {"suppressed", "suppressed_first", "timestamps", "reported"}
     assert {*LogitsParams._fields} == {*MAPPED} | elsewhere
     assert {*ResolvedSampling._fields} == {
-        "temperature", "top_k", "top_p", "seed", "choice", "min_p", "logits", "logprobs", "prompt_logprobs"
+        "temperature", "top_k", "top_p", "seed", "choice", "min_p", "logits", "logprobs", "prompt_logprobs",
+        "logprob_token_ids",
     }  # fmt: skip
 
 
@@ -105,10 +107,11 @@ def test_what_a_sampler_would_ignore_is_refused_by_name(name: str) -> None:
     assert refusal.value.field == name
 
 
-def test_what_there_is_nothing_like_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="allowed_token_ids: TensorRT-LLM has nothing like it") as refusal:
-        translate(add(logits=LogitsParams(allowed_token_ids=(1, 2))))
-    assert refusal.value.field == "allowed_token_ids"
+@pytest.mark.parametrize("name", ["allowed_token_ids", "suppressed", "suppressed_first", "reported"])
+def test_what_there_is_nothing_like_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name}: TensorRT-LLM has nothing like it") as refusal:
+        translate(add(logits=LogitsParams(**{name: (1, 2)})))
+    assert refusal.value.field == name
 
 
 def test_what_does_not_go_together_is_refused() -> None:
