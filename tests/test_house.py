@@ -116,7 +116,7 @@ BUDGETS = {
     "media": 1_100,
     "scheduler": 2_315,
     "engine": 28_010,
-    "classic_backends": 8_410,
+    "classic_backends": 8_460,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_870,

@@ -14,6 +14,7 @@ from ...core.media_models import HEARING_FAMILIES
 from ...core.runtime import Arrays
 from ...processes.host import map_large_blocks_separately
 from .hearing_modules import load_hearing
+from .lean_imports import lean_imports
 from .tower_module import TowerModule, read_weights
 from .vision_files import VisionFiles
 
@@ -44,7 +45,8 @@ class VisionTower:
         self._stored: torch.dtype = getattr(torch, files.dtype)
         self._dtype = self._stored if device != "cpu" or _computes_halves() else torch.float32
         load = load_hearing if files.family in HEARING_FAMILIES else _load_seeing
-        self._tower = tower = load(files, self._dtype)
+        with lean_imports():
+            self._tower = tower = load(files, self._dtype)
         tower.module.requires_grad_(False)
         tower.module.to(device).eval()
 
