@@ -221,7 +221,7 @@ def test_the_impossible_fails_alone_and_names_its_field() -> None:
 def test_no_default_refuses_what_an_encoder_has_read() -> None:
     """The prompt of its decoder is a token or two, of which none is ever cached."""
     rows = EncoderRows(2, b"digest", bytes(8), SOURCE_TOKENS)
-    with Running(Spy(), encoder=EncoderShape(2, 4, reads_text=True), cache_hit_threshold=0.5) as loop:
+    with Running(Spy(), encoder=EncoderShape(2, 4, vocab_size=384), cache_hit_threshold=0.5) as loop:
         loop.add(1, [5], encoded=rows)
         loop.wait(lambda: loop.outbox.finished())
     assert loop.outbox.finished() == {1: "length"}
