@@ -298,7 +298,7 @@ def test_a_load_that_fails_leaves_nothing(tmp_path: Path, file: str, error: type
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(error, match=message):
         opened(tmp_path)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before, "files of earlier tests may close meanwhile"
 
 
 # Where
