@@ -15,7 +15,7 @@ say, and how long first tokens took. With `--retain` sessions ask to retain thei
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -26,7 +26,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from ..core.errors import Unavailable
-from .command import Count, exit_on_error, report_console, run_command, table_of
+from .command import Count, Positive, exit_on_error, report_console, run_command, table_of
 from .load.figures import Spread
 from .load.http_client import HttpClient
 from .load.planned_requests import PlannedRequest, draw_arrivals, write_trace
@@ -79,8 +79,8 @@ def trace(
     conversations: Count = 2,
     turns: Count = _TURNS,
     others: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
-    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 600.0,
-    scale: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0,
+    seconds: Annotated[float, Positive] = 600.0,
+    scale: Annotated[float, Positive] = 1.0,
     seed: int = 0,
 ) -> None:
     """Write a trace for `charonia simulate --trace`.
@@ -140,21 +140,20 @@ class LiveAgents:
 
     async def _session(self, number: int, jobs: Sequence[PlannedRequest]) -> list[AgentTurn]:
         random = Random((self._seed + 1) * 1_000_003 + number)
-        turns, said, before, conversation = list[AgentTurn](), "", 0, 0
-        for at, job in enumerate(jobs):
+        turns, said, conversation = list[AgentTurn](), "", 0
+        for job, following in zip_longest(jobs, jobs[1:]):
             await asyncio.sleep(self._pauses * job.pause)
-            if job.prompt < before:
-                said = ""
-                conversation += 1
-            before = job.prompt
             scope = f"agent-{self._seed}-{number}-{conversation}"
             prompt = self._instructions + said
             prompt += _text(random, job.prompt - len(prompt) // _LETTERS)
             turn, answer = await self._ask(prompt, job.new, scope)
             turns.append(turn)
             said = prompt[len(self._instructions) :] + answer
-            if self._retain and (at + 1 == len(jobs) or jobs[at + 1].prompt < job.prompt):
-                await self._post("/v1/release_retention", {"model": self._model, "retention_scope": scope})
+            if following is None or following.prompt < job.prompt:
+                said = ""
+                conversation += 1
+                if self._retain:
+                    await self._post("/v1/release_retention", {"model": self._model, "retention_scope": scope})
         return turns
 
     async def _ask(self, prompt: str, new: int, scope: str) -> tuple[AgentTurn, str]:
@@ -202,7 +201,7 @@ def live(
     sessions: Count = 8,
     conversations: Count = 1,
     turns: Count = _TURNS,
-    scale: Annotated[float, Parameter(validator=Number(gt=0))] = 100.0,
+    scale: Annotated[float, Positive] = 100.0,
     pauses: Annotated[float, Parameter(validator=Number(gte=0))] = 1.0,
     retain: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
     seed: int = 0,
