@@ -18,9 +18,9 @@ Log: TypeAlias = Callable[[str], None]
 """Told a line about what is being measured."""
 
 Positive = Parameter(validator=Number(gt=0))
+Several = Parameter(consume_multiple=True, negative=())
 Count = Annotated[int, Positive]
 Counts = Annotated[tuple[int, ...], Parameter(consume_multiple=True, validator=Number(gt=0))]
-
 
 _FILE_WIDTH = 160
 """Of what is written to a file, in characters."""

@@ -21,11 +21,10 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from cyclopts import App, Parameter
-from cyclopts.validators import Number
 
 from ..core.errors import Unavailable
 from .checkpoint import ShapeName, prepare_checkpoint
-from .command import Count, Log, exit_on_error, log_to, report_console, run_command
+from .command import Count, Log, Positive, Several, exit_on_error, log_to, report_console, run_command
 from .load import fake_model
 from .load.driver import OK, LoopMode, RequestOptions
 from .load.infer_load import InferLoad, run_load
@@ -56,11 +55,11 @@ class GraphLoad:
     """Tokens of each prompt, about."""
     new: Count = 128
     """New tokens of each request."""
-    step_ms: Annotated[float, Parameter(validator=Number(gt=0))] = 15.0
+    step_ms: Annotated[float, Positive] = 15.0
     """Milliseconds that a step of the fake engine takes: at less, tokens merge."""
     connections: Count = 32
     """Requests at a time of `chain`."""
-    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 3.0
+    seconds: Annotated[float, Positive] = 3.0
     """Of each turn of `chain`."""
     repeats: Count = 3
     """Turns of each side."""
@@ -196,7 +195,7 @@ def _computing(
 @app.default
 def ensemble(
     *,
-    trials: Annotated[tuple[TrialName, ...], Parameter(consume_multiple=True, negative=())] = _TRIALS,
+    trials: Annotated[tuple[TrialName, ...], Several] = _TRIALS,
     load: Annotated[GraphLoad, Parameter("*")] = GraphLoad(),
     shape: ShapeName = "qwen2.5-0.5b",
     scratch: Path | None = None,

@@ -30,7 +30,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from ..core.errors import Unavailable
-from .command import Count, Log, exit_on_error, log_to, report_console, run_command, table_of
+from .command import Count, Log, Positive, Several, exit_on_error, log_to, report_console, run_command, table_of
 from .load import bare_frames, fake_model, fake_text, stage_sampler
 from .load.driver import EndpointName, LoopMode, RequestOptions
 from .load.figures import compute_figures
@@ -76,7 +76,6 @@ _GRPC_BAR = 1 / 0.75
 _BESIDE_BAR = 2.0
 
 app = App(name="python -m charonia.bench.frames", help=__doc__)
-_Several = Parameter(consume_multiple=True, negative=())
 _Switch = Parameter(negative=())
 
 
@@ -84,13 +83,13 @@ _Switch = Parameter(negative=())
 class FramesTrial:
     """The load of every turn of every contender."""
 
-    doors: Annotated[tuple[EndpointName, ...], _Several] = tuple(KINDS)
+    doors: Annotated[tuple[EndpointName, ...], Several] = tuple(KINDS)
     """Protocols."""
-    kinds: Annotated[tuple[FrameKind, ...], _Several] = ("plain",)
+    kinds: Annotated[tuple[FrameKind, ...], Several] = ("plain",)
     """What requests ask for beside text; a door that has no such thing is left out."""
     streams: Count = 256
     """Streams at a time."""
-    step_ms: Annotated[float, Parameter(validator=Number(gt=0))] = 25.0
+    step_ms: Annotated[float, Positive] = 25.0
     """Milliseconds of a step that makes a token for every stream."""
     tokens: Count = 240
     """Of each stream. What is measured is the time in which all of them run."""
@@ -106,10 +105,9 @@ def stream_load(
     trial: FramesTrial, place: ServerAddress, door: EndpointName, more: dict[str, Any], fixed: list[int] | None = None
 ) -> LoadRun:
     """The load of a turn: all streams at once. `more`: members of the bodies; `fixed`: the prompt of all."""
-    port = place.grpc_port if door == "grpc" else place.http_port
     manner = RequestOptions(fake_model.NAME, counted=False, more=more)
     return LoadRun(
-        target=LoadTarget(host=place.host, port=port, door=door, manner=manner),
+        target=LoadTarget(host=place.host, port=place.port_of(door), door=door, manner=manner),
         jobs=uniform_jobs([0.0] * trial.streams, _PROMPT, trial.tokens),
         prompts=Prompts(form="text", fixed=fixed),
         pace=LoopMode(concurrency=trial.streams),
@@ -213,8 +211,7 @@ def open_bench(trial: FramesTrial, before: Path | None, stages: Path | None = No
         flags = ["--model-repository", str(models)]
         places = {}
         if before is not None:
-            environment = {"PYTHONPATH": str(before.resolve())}
-            places[_BEFORE] = stack.enter_context(own_server(*flags, environment=environment))
+            places[_BEFORE] = stack.enter_context(own_server(*flags, checkout=before))
         if trial.frontends > 1:
             flags += ["--frontends", str(trial.frontends)]
         sampling = None

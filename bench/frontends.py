@@ -25,7 +25,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from ..core.errors import Unavailable
-from .command import Count, Log, exit_on_error, log_to, report_console, run_command, table_of
+from .command import Count, Log, Positive, Several, exit_on_error, log_to, report_console, run_command, table_of
 from .load import fake_model
 from .load.driver import LoopMode, RequestOptions
 from .load.figures import compute_figures
@@ -34,17 +34,10 @@ from .load.plan import Prompts
 from .load.planned_requests import uniform_jobs
 from .load.worker import LoadRun, LoadTarget, run
 from .server_process import ServerAddress, children, own_server, process_cpu, process_name
+from .tensors import write_identity
 from .trial import median_of, take_turns
 
 LoadName: TypeAlias = Literal["binary", "json", "grpc", "frames"]
-_IDENTITY = "identity"
-_IDENTITY_CONFIG = """\
-name: "identity"
-backend: "identity"
-max_batch_size: 8
-input { name: "INPUT0" data_type: TYPE_FP32 dims: 16 }
-output { name: "OUTPUT0" data_type: TYPE_FP32 dims: 16 }
-"""
 _ONE, _SEVERAL, _BEFORE = "one", "several", "before"
 _HUB_BAR, _WHOLE_BAR = 0.2, 1.3
 _FRONTEND, _CORE = "charonia-front", "charonia-core"
@@ -58,11 +51,11 @@ app = App(name="python -m charonia.bench.frontends", help=__doc__)
 class SeveralTrial:
     """The load of every turn of every server."""
 
-    loads: Annotated[tuple[LoadName, ...], Parameter(consume_multiple=True, negative=())] = ("binary", "grpc", "frames")
+    loads: Annotated[tuple[LoadName, ...], Several] = ("binary", "grpc", "frames")
     """What is asked."""
     connections: Count = 64
     """Requests at a time, of identity requests."""
-    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 5.0
+    seconds: Annotated[float, Positive] = 5.0
     """Of each turn of them."""
     streams: Count = 256
     """Streams at a time, of frames."""
@@ -146,14 +139,11 @@ def _servers(trial: SeveralTrial, before: Path | None) -> Iterator[dict[str, Ser
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
         repository = fake_model.write_repository(scratch / "models", parameters)
-        identity = repository / _IDENTITY
-        (identity / "1").mkdir(parents=True)
-        (identity / "config.pbtxt").write_text(_IDENTITY_CONFIG)
+        write_identity(repository)
         flags = "--model-repository", str(repository)
         places = {_ONE: stack.enter_context(own_server(*flags, "--frontends", "1"))}
         if before is not None:
-            environment = {"PYTHONPATH": str(before.resolve())}
-            places[_BEFORE] = stack.enter_context(own_server(*flags, environment=environment))
+            places[_BEFORE] = stack.enter_context(own_server(*flags, checkout=before))
         places[_SEVERAL] = stack.enter_context(own_server(*flags, "--frontends", "2"))
         yield places
 
@@ -184,10 +174,11 @@ def _leg(name: str, place: ServerAddress, load: LoadName, trial: SeveralTrial, n
 def _infer(place: ServerAddress, load: LoadName, trial: SeveralTrial, start: Callable[[], None]) -> tuple[int, float]:
     """Answers, and how many a second."""
     assert load != "frames"
-    port = place.grpc_port if load == "grpc" else place.http_port
     start()
     # All that is sent is counted: the meter sees it too.
-    identity_load = InferLoad(door=load, port=port, connections=trial.connections, seconds=trial.seconds, warm_up=0.0)
+    identity_load = InferLoad(
+        door=load, port=place.port_of(load), connections=trial.connections, seconds=trial.seconds, warm_up=0.0
+    )
     report = run_load(identity_load)
     if report.errors:
         raise Unavailable(f"{report.errors} identity requests failed")

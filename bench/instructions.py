@@ -23,16 +23,16 @@ from socket import create_connection
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal, TypeAlias
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from ..core.errors import Unavailable
-from . import tensors
-from .command import Log, exit_on_error, log_to, report_console, run_command, table_of
+from .command import Log, Several, exit_on_error, log_to, report_console, run_command, table_of
 from .frames import KINDS, FrameKind, FramesTrial, stream_load, write_repository
 from .load.driver import EndpointName
 from .load.infer_load import METHOD, InferLoad, grpc_request, http_request
 from .load.worker import run
 from .server_process import LOOPBACK, ServerAddress, own_server
+from .tensors import write_identity
 
 InferDoor: TypeAlias = Literal["binary", "json", "unary"]
 """Of identity requests; `unary` is a ModelInfer over gRPC."""
@@ -48,7 +48,6 @@ _TOKENS, _REQUESTS = (8, 40), (20, 220)
 """Of a stream, and of a connection: few, and many."""
 
 app = App(name="python -m charonia.bench.instructions", help=__doc__)
-_Several = Parameter(consume_multiple=True, negative=())
 
 
 class CountedServer:
@@ -60,11 +59,16 @@ class CountedServer:
         self._dumps = 0
         self._control("--instr=on")
 
-    def spent_on(self, action: Callable[[], object]) -> int:
-        """The instructions that it executes while `action` goes on."""
-        self._dump()
-        action()
-        return self._dump()
+    def cost_of_one(self, load: Callable[[int], object], few: int, many: int) -> float:
+        """The instructions of each of those that the load of `many` has over that of `few`, behind one that is not
+        counted: what is sent for the first time costs more."""
+        load(many)
+        counts = []
+        for size in (few, many):
+            self._dump()
+            load(size)
+            counts.append(self._dump())
+        return (counts[1] - counts[0]) / (many - few)
 
     def _dump(self) -> int:
         """The instructions since the last dump."""
@@ -90,19 +94,19 @@ def counted_server(models: Path, checkout: Path | None) -> Iterator[CountedServe
         python = Path(folder) / "python"
         python.write_text(_VALGRIND.format(counts=counts, python=sys.executable))
         python.chmod(0o755)
-        environment = {"PYTHONHASHSEED": "0"} | ({} if checkout is None else {"PYTHONPATH": str(checkout.resolve())})
         flags = "--model-repository", str(models), "--frontends", "1"
-        with own_server(*flags, python=str(python), environment=environment) as place:
+        environment = {"PYTHONHASHSEED": "0"}
+        with own_server(*flags, python=str(python), environment=environment, checkout=checkout) as place:
             yield CountedServer(place, counts)
 
 
 def count_frame(server: CountedServer, trial: FramesTrial, door: EndpointName, kind: FrameKind) -> float:
-    """The instructions of one frame of those that only the longer one of two loads has. What is sent for the first time
-    has been sent before."""
-    loads = [stream_load(replace(trial, tokens=tokens), server.place, door, KINDS[door][kind]) for tokens in _TOKENS]
-    run(loads[1])
-    few, many = (server.spent_on(partial(run, load)) for load in loads)
-    return (many - few) / (_TOKENS[1] - _TOKENS[0]) / trial.streams
+    """The instructions of one frame."""
+
+    def stream(tokens: int) -> None:
+        run(stream_load(replace(trial, tokens=tokens), server.place, door, KINDS[door][kind]))
+
+    return server.cost_of_one(stream, *_TOKENS) / trial.streams
 
 
 def count_request(server: CountedServer, door: InferDoor) -> float:
@@ -114,9 +118,7 @@ def count_request(server: CountedServer, door: InferDoor) -> float:
             for _ in range(times):
                 ask()
 
-        ask_often(_REQUESTS[0])
-        few, many = (server.spent_on(partial(ask_often, times)) for times in _REQUESTS)
-        return (many - few) / (_REQUESTS[1] - _REQUESTS[0])
+        return server.cost_of_one(ask_often, *_REQUESTS)
 
 
 def _connect(stack: ExitStack, place: ServerAddress, door: InferDoor) -> Callable[[], object]:
@@ -147,7 +149,7 @@ def count(
     """The instructions of a server's frames and requests, by door and kind. Raises `Unavailable`."""
     counts: dict[tuple[str, str], float] = {}
     with TemporaryDirectory(prefix="charonia-bench-") as folder:
-        tensors.write_repository(Path(folder), 16)
+        write_identity(Path(folder))
         write_repository(Path(folder), _TRIAL)
         with counted_server(Path(folder), checkout) as server:
             for door in doors:
@@ -164,8 +166,8 @@ def count(
 @app.default
 def main(
     *,
-    doors: Annotated[tuple[CountedDoor, ...], _Several] = (*KINDS, "binary", "json", "unary"),
-    kinds: Annotated[tuple[FrameKind, ...], _Several] = ("plain",),
+    doors: Annotated[tuple[CountedDoor, ...], Several] = (*KINDS, "binary", "json", "unary"),
+    kinds: Annotated[tuple[FrameKind, ...], Several] = ("plain",),
     before: Path | None = None,
 ) -> int:
     """Count instructions.

@@ -111,13 +111,11 @@ class LoadFlags:
 
 
 def build_load(place: ServerAddress, server: ServerFlags, work: LoadFlags) -> LoadRun:
-    grpc = server.door == "grpc"
-    if grpc:
+    if server.door == "grpc":
         require_open(place, place.grpc_port, "the gRPC door")
     manner = RequestOptions(server.model or first_model(place), work.temperature, not work.stop_at_eos)
-    port = place.grpc_port if grpc else place.http_port
     return LoadRun(
-        target=LoadTarget(host=place.host, port=port, door=server.door, manner=manner),
+        target=LoadTarget(host=place.host, port=place.port_of(server.door), door=server.door, manner=manner),
         jobs=plan_requests(work),
         prompts=Prompts(form=_form(server, work), vocab=work.vocab, shared=work.shared_prefix, seed=work.seed),
         pace=LoopMode(concurrency=work.concurrency or 0, duration=work.duration, timeout=work.timeout),

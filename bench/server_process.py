@@ -56,6 +56,10 @@ class ServerAddress(NamedTuple):
     metrics_port: int | None = None
     log: Path | None = None
 
+    def port_of(self, door: str) -> int:
+        """The port that takes a door's requests."""
+        return self.grpc_port if door == "grpc" else self.http_port
+
 
 class CpuSeconds(NamedTuple):
     """CPU time: by the server's own process, and by its children, which are engine cores."""
@@ -195,11 +199,12 @@ def own_server(
     on_open: Callable[[], None] = lambda: None,
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
+    checkout: Path | None = None,
 ) -> Iterator[ServerAddress]:
     """Run a server over `what` (arguments of `charonia serve`) on free loopback ports, and stop it in the end.
 
     `on_open` is called when it takes connections, which is before it is ready. `python` is the interpreter that has
-    charonia, and `environment` joins ours.
+    charonia, or another `charonia` is in the directory `checkout`; `environment` joins ours.
 
     Raises:
         Unavailable: it ended before it was ready; the message holds its last words.
@@ -208,7 +213,8 @@ def own_server(
     flags = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)]
     addresses = ("--http-address", LOOPBACK, "--grpc-address", LOOPBACK)
     command = [python, "-m", "charonia", "serve", *what, *addresses, *flags]
-    with run_process(command, environment) as (pid, alive):
+    path = {} if checkout is None else {"PYTHONPATH": str(checkout.resolve())}
+    with run_process(command, {**path, **(environment or {})}) as (pid, alive):
         place = ServerAddress(LOOPBACK, ports[0], ports[1], pid, ports[2], alive.output)
         until_open(place, alive)
         on_open()

@@ -21,11 +21,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 from cyclopts import App, Parameter
-from cyclopts.validators import Number
 from rich.console import Console
 
 from ..core.errors import Unavailable
-from .command import Count, Counts, Log, exit_on_error, log_to, report_console, run_command, table_of
+from .command import Count, Counts, Log, Positive, Several, exit_on_error, log_to, report_console, run_command, table_of
 from .load.infer_load import Door, InferLoad, run_load
 from .server_process import (
     LOOPBACK,
@@ -53,13 +52,13 @@ app = App(name="python -m charonia.bench.tensors", help=__doc__)
 class TensorTrial:
     """The load of every turn of every server."""
 
-    doors: Annotated[tuple[Door, ...], Parameter(consume_multiple=True, negative=())] = ("binary", "json", "grpc")
+    doors: Annotated[tuple[Door, ...], Several] = ("binary", "json", "grpc")
     """Over which protocols."""
     connections: Counts = (1, 32)
     """Requests at a time."""
     elements: Count = 16
     """Of each tensor."""
-    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = 4.0
+    seconds: Annotated[float, Positive] = 4.0
     """Of each turn."""
     repeats: Count = 3
     """Turns of each server."""
@@ -93,8 +92,8 @@ def compare(trial: TensorTrial, before: Path | None, log: Log) -> list[Turns]:
         return every
 
 
-def write_repository(directory: Path, elements: int) -> None:
-    """Make `directory` a repository of the model `identity`, for tensors of so many elements."""
+def write_identity(directory: Path, elements: int = 16) -> None:
+    """Add the model `identity` to a repository, for tensors of so many elements."""
     (directory / "identity" / "1").mkdir(parents=True)
     (directory / "identity" / "config.pbtxt").write_text(_CONFIG.format(elements=elements))
 
@@ -103,12 +102,11 @@ def write_repository(directory: Path, elements: int) -> None:
 def _servers(trial: TensorTrial, before: Path | None) -> Iterator[dict[str, ServerAddress]]:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="charonia-bench-")))
-        write_repository(scratch, trial.elements)
+        write_identity(scratch, trial.elements)
         flags = "--model-repository", str(scratch)
         places: dict[str, ServerAddress] = {"now": stack.enter_context(own_server(*flags))}
         if before is not None:
-            environment = {"PYTHONPATH": str(before.resolve())}
-            places["before"] = stack.enter_context(own_server(*flags, environment=environment))
+            places["before"] = stack.enter_context(own_server(*flags, checkout=before))
         if "grpc" in trial.doors:
             places["bare"] = stack.enter_context(_bare_grpc())
         yield places
@@ -127,7 +125,7 @@ def _leg(name: str, place: ServerAddress, door: Door, connections: int, trial: T
     assert place.pid is not None
     load = InferLoad(
         door=door,
-        port=place.grpc_port if door == "grpc" else place.http_port,
+        port=place.port_of(door),
         connections=connections,
         seconds=trial.seconds,
         warm_up=0.0,  # all that is sent is counted: the meter sees it too

@@ -147,9 +147,8 @@ async def _tried(place: ServerAddress, patience: float, tell: Callable[[str], No
 def _load(
     place: ServerAddress, door: EndpointName, rate: float, seconds: float, seed: int, quarry: KillTarget
 ) -> LoadRun:
-    port = place.grpc_port if door == "grpc" else place.http_port
     return LoadRun(
-        target=LoadTarget(host=place.host, port=port, door=door, manner=RequestOptions(quarry.model)),
+        target=LoadTarget(host=place.host, port=place.port_of(door), door=door, manner=RequestOptions(quarry.model)),
         jobs=poisson_jobs(RequestShape(PROMPT, NEW), rate, seconds, abs(seed)),
         prompts=Prompts(form="text" if door in CHATS else "ids", seed=abs(seed)),
         pace=LoopMode(timeout=_LONGEST),
