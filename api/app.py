@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -297,7 +298,9 @@ class PostRouter:
         self._app = app
         self._ending: defaultdict[str, list[tuple[Route, ASGIApp]]] = defaultdict(list)
         for route in routes:
-            if type(route) is Route and "POST" in (route.methods or ()) and iscoroutinefunction(route.endpoint):
+            if not isinstance(route, Route) or isinstance(route, APIRoute):
+                continue
+            if "POST" in (route.methods or ()) and iscoroutinefunction(route.endpoint):
                 answer: ASGIApp = partial(_answer, route.endpoint)
                 if isinstance(route.app, SettledApp):
                     answer = SettledApp(answer, route.app.settle)

@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from .anthropic.messages_request import MessagesBody
 from .http.error_responses import json_response
+from .http.forms import FormRoute
 from .metadata import ServerInfo
 from .openai.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from .openai.audio_routes import TRANSCRIPTIONS, TRANSLATIONS
@@ -52,8 +53,6 @@ _PATHS: dict[tuple[type[msgspec.Struct], ...], tuple[str, ...]] = {
 """By the structs that together have the fields of a body: the paths whose endpoints read it."""
 
 BODIES = {path: structs for structs, paths in _PATHS.items() for path in paths}
-_FORMS = frozenset((TRANSCRIPTIONS, TRANSLATIONS))
-"""The paths whose bodies are forms with a file."""
 _FILE = {"type": "object", "properties": {"file": {"type": "string", "format": "binary"}}, "required": ["file"]}
 _SCHEMAS = "#/components/schemas/{name}"
 _NAME = re.compile(r"\{(?P<name>\w+)(:(?P<kind>\w+))?\}")
@@ -118,7 +117,7 @@ def _operations(route: Route, path: str) -> dict[str, Any]:
             "parameters": parameters,
         }
         if method in ("POST", "PUT"):
-            operation["requestBody"] = _request_body(path)
+            operation["requestBody"] = _request_body(route, path)
         operations[method.lower()] = operation | {"responses": {"200": {"description": "OK"}}}
     return operations
 
@@ -127,9 +126,9 @@ def _type_of(converter: str | None) -> str:
     return "integer" if converter == "int" else "string"
 
 
-def _request_body(path: str) -> dict[str, Any]:
+def _request_body(route: Route, path: str) -> dict[str, Any]:
     schema = _body_schema(path)
-    if path not in _FORMS:
+    if not isinstance(route, FormRoute):
         return {"content": {"application/json": {"schema": schema}}}
     return {"content": {"multipart/form-data": {"schema": {"allOf": [schema, _FILE]}}}, "required": True}
 

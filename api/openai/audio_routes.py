@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from ...core.gateway import ModelLookup
 from ..http.connection import CancelOnDisconnect, EventStreamResponse
-from ..http.forms import read_form
+from ..http.forms import FormRoute, read_form
 from ..http.request_context import context_of, record_body, request_id_of
 from ..metadata import ServerInfo
 from .json_body import field_error, model_field
@@ -27,8 +27,8 @@ class AudioRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route(TRANSCRIPTIONS, self.transcribe, methods=["POST"]),
-            Route(TRANSLATIONS, self.translate, methods=["POST"]),
+            FormRoute(TRANSCRIPTIONS, self.transcribe, methods=["POST"]),
+            FormRoute(TRANSLATIONS, self.translate, methods=["POST"]),
         ]
 
     async def transcribe(self, request: Request) -> ASGIApp:

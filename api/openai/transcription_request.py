@@ -67,14 +67,14 @@ def parse_transcription(form: Form, request_id: str, translate: bool) -> ParsedT
         raise field_error("file", "is missing: send the sound as the part 'file', with a filename")
     if stray := next((name for name in form.files if name != "file"), ""):
         raise field_error(stray, "is a file; the form takes one, and its name is 'file'")
-    if not file.data:
+    if not file:
         raise field_error("file", "is empty")
     members, warning = known_members(_members(form), _SHAPE)
     body = _body(supported_members(members, TranscriptionBody.__struct_fields__, _NO_OPS))
     kind = body.response_format or "json"
     _check(body, kind, translate)
     speech = Speech(
-        MediaSource("audio", file.data, field="file"),
+        MediaSource("audio", file, field="file"),
         language=language_code(body.language or ""),
         translate=translate,
         context=body.prompt or "",

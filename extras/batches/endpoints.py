@@ -5,7 +5,7 @@ refused with a message that says so.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -13,12 +13,16 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from ...api.http.error_responses import ApiError, json_response
+from ...api.http.forms import FormRoute
 from ...api.http.request_context import tenant_of
 from ...api.openai.json_body import BodyFormat
 from ...core.errors import InvalidArgument, ServerExiting
 from ...core.gateway import ModelLookup
 from .records import BatchRecord, BatchStatus, FilePurpose, StoredFile, lifetime_of, new_id
 from .runner import BatchRunner
+from .uploads import receive_file
+
+_Handler: TypeAlias = Callable[[Request, BatchRunner], Awaitable[Response]]
 
 BATCH_ENDPOINTS = (
     "/v1/chat/completions",
@@ -62,7 +66,7 @@ class BatchRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            self._route("/v1/files", self.upload, "POST"),
+            self._route("/v1/files", self.upload, "POST", FormRoute),
             self._route("/v1/files", self.list_files, "GET"),
             self._route("/v1/files/{id}", self.file, "GET"),
             self._route("/v1/files/{id}", self.delete, "DELETE"),
@@ -73,20 +77,18 @@ class BatchRoutes:
             self._route("/v1/batches/{id}/cancel", self.cancel, "POST"),
         ]
 
-    def _route(self, path: str, handler: Callable[[Request, BatchRunner], Awaitable[Response]], method: str) -> Route:
+    def _route(self, path: str, handler: _Handler, method: str, kind: type[Route] = Route) -> Route:
         async def endpoint(request: Request) -> Response:
             if self._runner is None:
                 text = "files and batches are off: start the server with --files-dir DIRECTORY"
                 raise ApiError(f"{request.method} {request.url.path}: {text}", 404)
             return await handler(request, self._runner)
 
-        return Route(path, endpoint, methods=[method])
+        return kind(path, endpoint, methods=[method])
 
     # Files
 
     async def upload(self, request: Request, runner: BatchRunner) -> Response:
-        from .uploads import receive_file  # what parses forms is only there for those that want it
-
         self._refuse_at_exit()
         file = await receive_file(request, runner.store, tenant_of(request.scope).name)
         return json_response(file.view())

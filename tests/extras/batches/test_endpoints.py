@@ -14,6 +14,7 @@ from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app
 from charonia.api.extensions import RouteExtensions
 from charonia.api.metadata import ServerInfo
+from charonia.api.openapi import describe_routes
 from charonia.core.extension_contracts import ExtensionHost, RoutesPlan, ServedRoutes, ServerFacts
 from charonia.extras.batches import uploads
 from charonia.extras.batches.endpoints import BATCH_ENDPOINTS, BatchRoutes
@@ -49,6 +50,13 @@ async def client(runner: BatchRunner, gateway: Any) -> AsyncIterator[httpx.Async
 
 async def upload(client: httpx.AsyncClient, content: bytes = b"{}\n", **fields: str) -> httpx.Response:
     return await client.post("/v1/files", data=PURPOSE | fields, files={"file": ("in.jsonl", content)})
+
+
+def test_an_upload_is_described_as_a_form(gateway: Any) -> None:
+    paths = describe_routes(BatchRoutes(gateway, None).routes(), ServerInfo())["paths"]
+    content = paths["/v1/files"]["post"]["requestBody"]["content"]
+    assert content["multipart/form-data"]["schema"]["allOf"][1]["required"] == ["file"]
+    assert [*paths["/v1/batches"]["post"]["requestBody"]["content"]] == ["application/json"]
 
 
 async def test_without_the_flag_the_endpoints_name_it(gateway: Any) -> None:
