@@ -212,13 +212,13 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def convert_fields(members: Mapping[str, Any], kind: type[_Struct], where: str = "") -> _Struct:
-    """The struct `kind` made of those of `members` that it has fields for.
+def convert_fields(members: Mapping[str, Any], kind: type[_Struct], where: str = "", strict: bool = True) -> _Struct:
+    """The struct `kind` made of those of `members` that it has fields for; not `strict`, of numbers in texts, too.
 
     Raises `InvalidArgument` if a value has the wrong type; `field` is its path below `where`.
     """
     try:
-        return msgspec.convert(members, kind)
+        return msgspec.convert(members, kind, strict=strict)
     except msgspec.ValidationError as error:
         problem = describe_validation_error(error)
         field = ".".join(name for name in (where, problem.path) if name)

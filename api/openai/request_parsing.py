@@ -251,8 +251,7 @@ def _parsed(
     # The prompt's logprobs are told by its first choice alone; but in a stream no choice waits for another.
     further = sampling if stream else msgspec.structs.replace(sampling, prompt_logprobs=None)
     guided_decoding, drafts = fields.constraint(), fields.drafts
-    wishes = fields.retention_directives, fields.retention_scope, fields.kv_cache_retention_config
-    retention = parse_retention(*wishes) if any(wishes) else None
+    retention = parse_retention(fields.retention_directives, fields.retention_scope, fields.kv_cache_retention_config)
     transfer = parse_kv_transfer(fields.kv_transfer_params)
     if transfer is not None and transfer.do_remote_decode and stream:
         raise field_error("kv_transfer_params", ": do_remote_decode is for an answer that is not streamed")

@@ -14,8 +14,6 @@ from ..http.connection import sse_event
 from ..http.error_responses import json_response, openai_error_body
 from .transcription_request import TranscriptFormat
 
-_ENGLISH = "english"
-
 
 def transcript_response(chunks: Sequence[GenerateChunk], kind: TranscriptFormat, translate: bool) -> Response:
     """The answer of all chunks of a stream."""
@@ -41,7 +39,7 @@ def _verbose(
     language = LANGUAGE_NAMES.get(transcript.language, transcript.language)
     return {
         "task": "translate" if translate else "transcribe",
-        "language": _ENGLISH if translate else language,
+        "language": "english" if translate else language,
         "duration": round(transcript.duration, 3),
         "text": text,
         "segments": [

@@ -5,13 +5,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from ...core.errors import describe_validation_error
 from ...core.media import MediaSource
 from ...core.request import GenerateRequest
 from ...core.sampling import SamplingParams
 from ...core.speech import Speech, language_code
 from ..http.forms import Form
-from .json_body import NoOpValues, body_shape, field_error, supported_members
+from .json_body import NoOpValues, body_shape, convert_fields, field_error, supported_members
 from .known_fields import known_members
 
 TranscriptFormat: TypeAlias = Literal["json", "text", "srt", "verbose_json", "vtt"]
@@ -70,7 +69,9 @@ def parse_transcription(form: Form, request_id: str, translate: bool) -> ParsedT
     if not file:
         raise field_error("file", "is empty")
     members, warning = known_members(_members(form), _SHAPE)
-    body = _body(supported_members(members, TranscriptionBody.__struct_fields__, _NO_OPS))
+    fields = supported_members(members, TranscriptionBody.__struct_fields__, _NO_OPS)
+    filled = {name: value for name, value in fields.items() if value != ""}
+    body = convert_fields(filled, TranscriptionBody, strict=False)
     kind = body.response_format or "json"
     _check(body, kind, translate)
     speech = Speech(
@@ -103,16 +104,6 @@ def _members(form: Form) -> dict[str, Any]:
         else:
             members[name] = texts[0]
     return members
-
-
-def _body(members: Mapping[str, Any]) -> TranscriptionBody:
-    """Numbers and booleans are written as texts in a form; an empty text is none."""
-    filled = {name: value for name, value in members.items() if value != ""}
-    try:
-        return msgspec.convert(filled, TranscriptionBody, strict=False)
-    except msgspec.ValidationError as error:
-        problem = describe_validation_error(error)
-        raise field_error(problem.path or "the form", str(problem)) from None
 
 
 def _check(body: TranscriptionBody, kind: TranscriptFormat, translate: bool) -> None:
