@@ -53,7 +53,7 @@ class HostCache:
         """Make the `copies` [V, 3] of a plan, behind what is queued on the device, or, on a CPU, at once."""
         for place, slot, back in copies.tolist():
             if slot < 0:
-                self.images.restore(landed_number(slot), place)
+                self.images.put(self.images.landed.pop(landed_number(slot)), place)
                 continue
             for device_tensor, host_tensor in zip(self._device_tensors, self._host_tensors, strict=True):
                 if back:

@@ -6,7 +6,7 @@ landed, under a number, until a plan copies it to a place: see `TierCopy`. Knows
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,8 +31,8 @@ class _Part(NamedTuple):
 
 
 class PlaceImages:
-    """The images of places of `device_tensors`, which all have the same ones by their first index. `take` and `restore`
-    are for the thread that computes, all else for any."""
+    """The images of places of `device_tensors`, which all have the same ones by their first index. `take` and `put` are
+    for the thread that computes, all else for any."""
 
     def __init__(self, device_tensors: Sequence[Tensor]) -> None:
         self._device_tensors = device_tensors
@@ -47,7 +47,8 @@ class PlaceImages:
             size = math.prod(shape) * tensor.dtype.itemsize
             self._parts.append(_Part(self.bytes, size, tensor.dtype, shape))
             self.bytes += -(-size // _ALIGNED) * _ALIGNED
-        self._landed: dict[int, Tensor] = {}
+        self.landed: dict[int, Tensor] = {}
+        """Images that have come from elsewhere, until a plan copies them to places or they are dropped."""
 
     @property
     def layout(self) -> str:
@@ -69,26 +70,11 @@ class PlaceImages:
         return on_host
 
     def make(self) -> Tensor:
-        """Host memory for an image that is to land, uint8 [bytes]."""
+        """Host memory for an image that comes from elsewhere, uint8 [bytes]."""
         return torch.empty(self.bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
 
-    def land(self, number: int, image: Tensor) -> None:
-        """Keep an image that `make` made, and that has been filled, until a plan restores it or it is dropped."""
-        self._landed[number] = image
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Forget landed images that no plan is going to restore; those that never came are no error."""
-        for number in numbers:
-            self._landed.pop(number, None)
-
-    @property
-    def landed(self) -> int:
-        """Images that have landed and are still kept."""
-        return len(self._landed)
-
-    def restore(self, number: int, place: int) -> None:
-        """Copy a landed image to a place, behind what is queued on the device, and forget it."""
-        image = self._landed.pop(number)
+    def put(self, image: Tensor, place: int) -> None:
+        """Copy an image that `make` made, and that has been filled, to a place, behind what is queued on the device."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             with torch.cuda.stream(self._stream):

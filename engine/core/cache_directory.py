@@ -103,7 +103,7 @@ def open_cache_directory(
         if size >= most:
             message = f"{what} takes {size} bytes, and kv_cache_dir_bytes is {most}"
             raise InvalidArgument(message, field="kv_cache_dir_bytes")
-    fingerprint = cache_fingerprint(config, capacity, executor.image_layout)
+    fingerprint = cache_fingerprint(config, capacity, " | ".join(of_rank.layout for of_rank in executor.image_layouts))
     settings = ImageDirectorySettings(str(Path(own.directory).expanduser()), most, fingerprint)
     ranks = config.parallel.world
     shares = [settings.share(rank, ranks) for rank in range(ranks)]

@@ -138,6 +138,6 @@ def transfer_fingerprint(config: EngineConfig, executor: Executor, max_model_len
         "max_model_len": str(max_model_len),
         "block_size": str(config.cache.block_size),
         "ranks": f"tensor {parallel.tensor}, pipeline {parallel.pipeline} {parallel.layers}, {parallel.whole_experts}",
-        "layout": shorten(executor.image_layout, 512),
+        "layout": shorten(" | ".join(of_rank.layout for of_rank in executor.image_layouts), 512),
         "layouts": sha256(repr(executor.image_layouts).encode()).hexdigest(),
     }

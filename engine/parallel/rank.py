@@ -33,7 +33,6 @@ from ..config import EngineConfig
 from ..worker.devices import assign_device, resolve_device
 from ..worker.image_files import RankImages
 from ..worker.loaded_rank import LoadedRank, load_rank
-from ..worker.rank_places import image_layout, put_places, take_places
 from . import rank_messages as messages
 from .rank_connections import listen_on
 from .rank_layout import RankLayout, RankPlace
@@ -272,7 +271,7 @@ def _execute_command(
             raise ValueError("masks without a step that waits for them")
         case messages.AllocateCache(blocks, host_blocks, snapshots, host_snapshots):
             runner.allocate(blocks, host_blocks, snapshots, host_snapshots)
-            report(messages.CacheAllocated(image_layout(rank)))
+            report(messages.CacheAllocated(runner.places.layout))
         case (
             messages.OpenDirectory()
             | messages.FetchImages()
@@ -282,10 +281,11 @@ def _execute_command(
             directory.execute(command)
         case messages.TakePlaces(places):
             with torch.inference_mode():
-                report(messages.PlacesTaken(take_places(runner, places)()))
+                report(messages.PlacesTaken(runner.places.take(places)()))
         case messages.PutPlaces(places, content, copies):
             with torch.inference_mode():
-                put_places(runner, places, content, copies)
+                runner.make_copies(*copies)
+                runner.places.put(places, content)
         case messages.LoadRankAdapter(path):
             rank.loaded_adapters.load(path).add_done_callback(partial(_report_adapter, report))
         case messages.UnloadRankAdapter(digest):

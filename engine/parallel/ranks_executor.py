@@ -88,10 +88,6 @@ class RanksExecutor:
         allocated = self._wait_for_all(messages.CacheAllocated)
         self.image_layouts = [allocated[rank].layout for rank in range(self._layout.world)]
 
-    @property
-    def image_layout(self) -> str:
-        return " | ".join(of_rank.layout for of_rank in self.image_layouts)
-
     def open_directory(self, settings: ImageDirectorySettings) -> RanksImages:
         self._command(messages.OpenDirectory(settings))
         return self._images

@@ -62,7 +62,7 @@ NO_COPIES = CacheCopies()
 
 
 class ImageLayout(NamedTuple):
-    """What the bytes of a rank's places are, where they go to another server's rank."""
+    """What the images of a rank's places are."""
 
     layout: str
     """Equal ones mean the same."""
@@ -107,18 +107,14 @@ class Executor(Protocol):
     def unload_adapter(self, digest: str) -> None:
         """Forget an adapter: no plan from now on has it, nor one without a result. None must be loading."""
 
-    @property
-    def image_layout(self) -> str:
-        """What the images of blocks and snapshots are, once these are allocated: those of another layout mean
-        nothing."""
-
     def open_directory(self, settings: ImageDirectorySettings) -> ImageMover:
         """Let every rank move images from and to a directory, until the executor is closed. Called once, when the cache
         is allocated."""
 
     @property
     def image_layouts(self) -> list[ImageLayout]:
-        """By rank, what `take_places` returns, once the cache is allocated."""
+        """By rank, what the images of blocks and snapshots are, once these are allocated: those of another layout mean
+        nothing."""
 
     def take_places(self, places: CachePlaces) -> Callable[[], list[bytes]]:
         """Copy what these places have after all plans so far, for the caller's thread. What is returned may be called

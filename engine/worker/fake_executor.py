@@ -36,6 +36,7 @@ from ..config import LoraConfig
 from .executor import NO_COPIES, CacheCopies, CachePlaces, Capacity, ImageLayout, ProgressCallback, StepFuture
 from .fake_memory import FakeMemory
 from .image_files import ImageDirectorySettings, RankImages
+from .rank_places import RankPlaces
 
 R = TypeVar("R")
 _ANY_ADAPTER = LoraConfig()
@@ -101,6 +102,8 @@ class FakeExecutor:
         self.adapters = set[str]()
         """Digests of those that plans may have."""
         self.memory = FakeMemory(block_size, capacity.max_model_len, check_contents)
+        states = self.memory.state_images if capacity.state_bytes else None
+        self._places = RankPlaces(self.memory.block_images, states)
         self._holders: list[int] = []
         self._images: RankImages | None = None
         self._next_step: int | None = None
@@ -142,23 +145,24 @@ class FakeExecutor:
     def unload_adapter(self, digest: str) -> None:
         self.adapters.discard(digest)
 
-    image_layout = "fake"
-
     def open_directory(self, settings: ImageDirectorySettings) -> RankImages:
-        states = self.memory.state_images if self._capacity.state_bytes else None
-        self._images = RankImages(settings.share(0, 1), self.memory.block_images, states)
+        self._images = RankImages(settings.share(0, 1), *self._places)
         return self._images
 
     @property
     def image_layouts(self) -> list[ImageLayout]:
-        state_bytes = self.memory.state_images.bytes if self._capacity.state_bytes else 0
-        return [ImageLayout(self.image_layout, self.memory.block_images.bytes, state_bytes)]
+        return [self._places.layout]
 
     def take_places(self, places: CachePlaces) -> Callable[[], list[bytes]]:
-        return self._call(partial(self.memory.take, places)).result
+        taken = self._call(partial(self._places.take, places))
+        return lambda: [taken.result()()]
 
     def put_places(self, places: CachePlaces, content: Sequence[memoryview], copies: CacheCopies = NO_COPIES) -> None:
-        self._call(partial(self.memory.put, places, bytes(content[0]), copies)).result()
+        def put() -> None:
+            self.memory.make_copies(*copies)
+            self._places.put(places, content[0])
+
+        self._call(put).result()
 
     eager_steps = failed_captures = 0
 
@@ -184,8 +188,7 @@ class FakeExecutor:
             self._let_go(self._rows.pop(row).blocks)
         for block in plan.block_copies[:, 0].tolist():
             assert not self._holders[block], f"block {block} is moved and has {self._holders[block]} holders"
-        self.memory.move_blocks(plan.block_copies.tolist())
-        self.memory.move_states(plan.state_copies.tolist())
+        self.memory.make_copies(plan.block_copies, plan.state_copies)
         for new in plan.new:
             assert new.row not in self._rows, f"row {new.row} is occupied"
             assert 0 <= new.computed < len(new.tokens), "nothing to compute for a new row"

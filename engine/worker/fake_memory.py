@@ -1,13 +1,13 @@
 """The blocks and states of an executor that computes nothing, on the device and in the host's memory, and their images:
 which tokens they have."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...kvcache.host_tier import landed_number
-from .executor import CacheCopies, CachePlaces
+from ...scheduler.plan import IntArray
 
 EMPTY = -1
 _Numbers = NDArray[np.int64]
@@ -30,34 +30,24 @@ class FakeImage:
 
 
 class FakeImages:
-    """The images of places that have `size` numbers each, which `numbers_of` returns."""
+    """The images of places that have `size` numbers each, which are read and written by these functions."""
 
-    def __init__(self, size: int, numbers_of: Callable[[int], _Numbers]) -> None:
+    layout = "fake"
+
+    def __init__(self, size: int, read: Callable[[int], _Numbers], write: Callable[[int, _Numbers], None]) -> None:
         self.bytes = 8 * size
-        self._numbers_of = numbers_of
-        self._landed: dict[int, FakeImage] = {}
+        self._read = read
+        self._write = write
+        self.landed: dict[int, FakeImage] = {}
 
     def take(self, place: int) -> FakeImage:
-        return FakeImage(self._numbers_of(place).tobytes())
+        return FakeImage(self._read(place).tobytes())
 
     def make(self) -> FakeImage:
         return FakeImage(bytearray(self.bytes))
 
-    def land(self, number: int, image: FakeImage) -> None:
-        self._landed[number] = image
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._landed.pop(number, None)
-
-    @property
-    def landed(self) -> int:
-        """Images that have landed and are still kept."""
-        return len(self._landed)
-
-    def restore(self, number: int) -> _Numbers:
-        """The numbers of a landed image, which is gone then."""
-        return self._landed.pop(number).numbers
+    def put(self, image: FakeImage, place: int) -> None:
+        self._write(place, image.numbers)
 
 
 class FakeMemory:
@@ -68,8 +58,8 @@ class FakeMemory:
         self._block_size = block_size
         self._longest = longest
         self._check_contents = check_contents
-        self.block_images = FakeImages(block_size, self._block)
-        self.state_images = FakeImages(longest + 1, self._state_numbers)
+        self.block_images = FakeImages(block_size, self._filled_block, self._fill)
+        self.state_images = FakeImages(longest + 1, self._state_numbers, self._set_state)
         self.allocate(0, 0, 0, 0)
 
     def allocate(self, blocks: int, host_blocks: int, snapshots: int, host_snapshots: int) -> None:
@@ -81,46 +71,39 @@ class FakeMemory:
     def _block(self, block: int) -> _Numbers:
         return self.slots[block * self._block_size :][: self._block_size]
 
+    def _filled_block(self, block: int) -> _Numbers:
+        return self._filled(self._block(block), f"block {block}")
+
+    def _filled(self, content: _Numbers, name: str) -> _Numbers:
+        assert (content != EMPTY).all() or not self._check_contents, f"{name} is copied and has no content"
+        return content
+
+    def _fill(self, block: int, content: _Numbers) -> None:
+        self._block(block)[:] = content
+
     def _state_numbers(self, snapshot: int) -> _Numbers:
         numbers = np.full(self._longest + 1, EMPTY, np.int64)
         state = self.snapshots[snapshot]
         numbers[: len(state) + 1] = [len(state), *state]
         return numbers
 
-    def take(self, places: CachePlaces) -> list[bytes]:
-        """What these places have, of the one rank that there is."""
-        blocks = [self._block(block) for block in places.blocks]
-        assert all((block != EMPTY).all() for block in blocks) or not self._check_contents, "a block without content"
-        return [b"".join(part.tobytes() for part in (*blocks, *map(self._state_numbers, places.states)))]
+    def _set_state(self, snapshot: int, numbers: _Numbers) -> None:
+        length, *tokens = numbers.tolist()
+        self.snapshots[snapshot] = tokens[:length]
 
-    def put(self, places: CachePlaces, content: bytes, copies: CacheCopies) -> None:
-        self.move_blocks(copies.blocks.tolist())
-        self.move_states(copies.states.tolist())
-        numbers = np.frombuffer(content, np.int64)
-        for block in places.blocks:
-            self._block(block)[:], numbers = numbers[: self._block_size], numbers[self._block_size :]
-        for state in places.states:
-            length, *tokens = numbers[: self._longest + 1].tolist()
-            self.snapshots[state], numbers = tokens[:length], numbers[self._longest + 1 :]
-
-    def move_blocks(self, copies: list[list[int]]) -> None:
+    def make_copies(self, blocks: IntArray, states: IntArray) -> None:
         """What leaves a block is not there any more."""
-        for block, slot, back in copies:
-            content = self._block(block)
+        for block, slot, back in blocks.tolist():
             if slot < 0:
-                content[:] = self.block_images.restore(landed_number(slot))
-                continue
-            source, target = (self._host_slots[slot], content) if back else (content, self._host_slots[slot])
-            assert (source != EMPTY).all() or not self._check_contents, f"block {block} is moved and has no content"
-            target[:] = source
-            if not back:
-                content[:] = EMPTY
-
-    def move_states(self, copies: list[list[int]]) -> None:
-        for snapshot, slot, back in copies:
+                self.block_images.put(self.block_images.landed.pop(landed_number(slot)), block)
+            elif back:
+                self._fill(block, self._filled(self._host_slots[slot], f"slot {slot}"))
+            else:
+                self._host_slots[slot] = self._filled_block(block)
+                self._block(block)[:] = EMPTY
+        for snapshot, slot, back in states.tolist():
             if slot < 0:
-                length, *tokens = self.state_images.restore(landed_number(slot)).tolist()
-                self.snapshots[snapshot] = tokens[:length]
+                self.state_images.put(self.state_images.landed.pop(landed_number(slot)), snapshot)
                 continue
             places = (self.snapshots, snapshot), (self._host_snapshots, slot)
             (sources, source), (targets, target) = reversed(places) if back else places

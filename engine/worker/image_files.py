@@ -65,15 +65,17 @@ class Images(Protocol):
     """The images of a rank's blocks, or of its snapshots: see `PlaceImages`."""
 
     bytes: int
+    landed: dict[int, Any]
+
+    @property
+    def layout(self) -> str: ...
 
     def take(self, place: int) -> TakenImage: ...
 
     def make(self) -> Any:
         """Memory for an image, whose `numpy()` is to be filled."""
 
-    def land(self, number: int, image: Any) -> None: ...
-
-    def drop(self, numbers: Sequence[int]) -> None: ...
+    def put(self, image: Any, place: int) -> None: ...
 
 
 class _ReadingFetch:
@@ -152,7 +154,7 @@ class RankImages:
         outcome = self._directory.read(image.key, into)
         is_read = outcome is ReadOutcome.READ
         if is_read and images is not None:
-            images.land(image.number, memory)
+            images.landed[image.number] = memory
         with self._lock:
             totals = self._totals
             totals.read += is_read
@@ -197,7 +199,8 @@ class RankImages:
     def drop(self, dropped: DroppedImages) -> None:
         for images, numbers in zip(self._images, dropped, strict=True):
             if images is not None:
-                images.drop(numbers)
+                for number in numbers:
+                    images.landed.pop(number, None)  # some may never have come
 
     def close(self) -> None:
         """Write what waits, for some seconds at most; then threads end, or are left behind."""

@@ -18,7 +18,6 @@ from .devices import assign_device
 from .executor import NO_COPIES, CacheCopies, CachePlaces, Capacity, ImageLayout, ProgressCallback
 from .image_files import ImageDirectorySettings, RankImages
 from .loaded_rank import LoadedRank, load_rank
-from .rank_places import image_layout, put_places, take_places
 
 
 class InlineExecutor:
@@ -57,28 +56,25 @@ class InlineExecutor:
     def unload_adapter(self, digest: str) -> None:
         self.rank.loaded_adapters.unload(digest)
 
-    @property
-    def image_layout(self) -> str:
-        return self.rank.image_layout
-
     def open_directory(self, settings: ImageDirectorySettings) -> RankImages:
         self._images = self.rank.open_directory(settings)
         return self._images
 
     @property
     def image_layouts(self) -> list[ImageLayout]:
-        return [image_layout(self.rank)]
+        return [self.rank.runner.places.layout]
 
     @torch.inference_mode()
     def take_places(self, places: CachePlaces) -> Callable[[], list[bytes]]:
         self._finish(all_steps=False)
-        read = take_places(self.rank.runner, places)
+        read = self.rank.runner.places.take(places)
         return lambda: [read()]
 
     @torch.inference_mode()
     def put_places(self, places: CachePlaces, content: Sequence[memoryview], copies: CacheCopies = NO_COPIES) -> None:
         self._finish(all_steps=len(copies.blocks) + len(copies.states) > 0)
-        put_places(self.rank.runner, places, content[0], copies)
+        self.rank.runner.make_copies(*copies)
+        self.rank.runner.places.put(places, content[0])
 
     def _finish(self, all_steps: bool) -> None:
         """Compute what is to come before the cache is touched: the steps before the last that has not begun, for its

@@ -79,17 +79,9 @@ class LoadedRank:
             raise RuntimeError("this engine takes no adapters")
         return self.adapters
 
-    @property
-    def image_layout(self) -> str:
-        """See `Executor.image_layout`."""
-        hosts = self.runner.host_blocks, self.runner.host_states
-        return "; ".join("" if host is None else host.images.layout for host in hosts)
-
     def open_directory(self, settings: ImageDirectorySettings, rank: int = 0, ranks: int = 1) -> RankImages:
         """Move this rank's images from and to a directory; for who closes it before the rank."""
-        blocks, states = self.runner.host_blocks, self.runner.host_states
-        images = (None if host is None else host.images for host in (blocks, states))
-        return RankImages(settings.share(rank, ranks), *images)
+        return RankImages(settings.share(rank, ranks), *self.runner.places)
 
     def close(self) -> None:
         """End its threads; no step may follow."""

@@ -15,6 +15,7 @@ from ...scheduler.plan import IntArray, MaskSource, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
 from ..attention.host_cache import HostCache
 from ..gpu.graphs import DecodeGraphs
+from .rank_places import RankPlaces
 from .row_states import RowStates, StepInputs
 from .step_computer import BegunStep, StepComputer
 from .step_drafter import StepDrafter
@@ -52,8 +53,14 @@ class ModelRunner:
         self._rows = rows
         self._steps: deque[_RunnerStep] = deque()
         self.host_blocks: HostCache | None = None
-        """What makes room, and comes as images; None where there are no blocks, or `host_states`, no states."""
+        """What makes room; None where there are no blocks, or `host_states`, no states."""
         self.host_states: HostCache | None = None
+
+    @property
+    def places(self) -> RankPlaces:
+        """Those of its cache, once it is allocated."""
+        hosts = self.host_blocks, self.host_states
+        return RankPlaces(*(None if host is None else host.images for host in hosts))
 
     def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
         """Make a cache of `blocks` blocks and `snapshots` of states, with `host_blocks` and `host_snapshots` in the

@@ -1,49 +1,39 @@
-"""The bytes of several places of a rank's cache at once, blocks or snapshots, as they go to another server's rank and
-come from there. One place's are its image, see `attention/place_images.py`."""
+"""What a rank has in several places of its cache at once, as bytes that go to another server's rank and come from
+there: the images of these places, one behind the other. Imports no torch."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from ..attention.host_cache import HostCache
-from ..attention.place_images import PlaceImages
-from .executor import CacheCopies, CachePlaces, ImageLayout
-from .loaded_rank import LoadedRank
-from .model_runner import ModelRunner
-
-_NUMBER = 1 << 62
-"""Under which an image lands that is restored at once: nobody else's."""
+from .executor import CachePlaces, ImageLayout
+from .image_files import Images
 
 
-def image_layout(rank: LoadedRank) -> ImageLayout:
-    """What the images of this rank are."""
-    runner = rank.runner
-    sizes = [0 if images is None else images.bytes for images in map(_images, (runner.host_blocks, runner.host_states))]
-    return ImageLayout(rank.image_layout, *sizes)
+class RankPlaces(NamedTuple):
+    """The places of a rank; None where it has none of the kind: then they have no bytes."""
 
+    blocks: Images | None
+    states: Images | None
 
-def take_places(runner: ModelRunner, places: CachePlaces) -> Callable[[], bytes]:
-    """For the thread that computes: copies what the places have, and any thread may call what is returned for it."""
-    copies = [images.take(place) for images, place in _of(runner, places)]
-    return lambda: b"".join(copy.read().data for copy in copies)
+    @property
+    def layout(self) -> ImageLayout:
+        """What their bytes are."""
+        layouts = ("" if images is None else images.layout for images in self)
+        return ImageLayout("; ".join(layouts), *(0 if images is None else images.bytes for images in self))
 
+    def take(self, places: CachePlaces) -> Callable[[], bytes]:
+        """For the thread that computes: copies what these have, and any thread may call what is returned for it."""
+        taken = [images.take(place) for images, place in self._images_of(places)]
+        return lambda: b"".join(image.read().data for image in taken)
 
-def put_places(runner: ModelRunner, places: CachePlaces, content: memoryview | bytes, copies: CacheCopies) -> None:
-    """For the thread that computes: the places, which no step has, get this content behind the copies; its memory may
-    change then."""
-    runner.make_copies(copies.blocks, copies.states)
-    left = memoryview(content)
-    for images, place in _of(runner, places):
-        image = images.make()
-        image.numpy().data[:] = left[: images.bytes]
-        left = left[images.bytes :]
-        images.land(_NUMBER, image)
-        images.restore(_NUMBER, place)
+    def put(self, places: CachePlaces, content: memoryview | bytes) -> None:
+        """For the thread that computes: these, which no step has, get this content, whose memory may change then."""
+        left = memoryview(content)
+        for images, place in self._images_of(places):
+            image = images.make()
+            image.numpy().data[:] = left[: images.bytes]
+            left = left[images.bytes :]
+            images.put(image, place)
 
-
-def _images(cache: HostCache | None) -> PlaceImages | None:
-    return None if cache is None else cache.images
-
-
-def _of(runner: ModelRunner, places: CachePlaces) -> list[tuple[PlaceImages, int]]:
-    blocks, states = _images(runner.host_blocks), _images(runner.host_states)
-    pairs = [] if blocks is None else [(blocks, block) for block in places.blocks]
-    return pairs if states is None else [*pairs, *((states, state) for state in places.states)]
+    def _images_of(self, places: CachePlaces) -> list[tuple[Images, int]]:
+        kinds = zip(self, places, strict=True)
+        return [(images, place) for images, of_kind in kinds if images is not None for place in of_kind]

@@ -150,7 +150,7 @@ class DirectoryServer:
         self.turn()
         self.check_integrity()
         memory = self._executor.memory
-        assert (memory.block_images.landed, memory.state_images.landed) == (0, 0), "an image leaked"
+        assert (memory.block_images.landed, memory.state_images.landed) == ({}, {}), "an image leaked"
         self._fetches.close()
         self._executor.close()
         return self._images.totals

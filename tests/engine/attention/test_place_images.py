@@ -1,6 +1,5 @@
 """An image is what a place has, and another rank's cache has the same when it has landed."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -28,10 +27,7 @@ def test_a_place_comes_back_bit_for_bit_elsewhere() -> None:
         tensor[2] = 0  # it may be overwritten at once
     landing = other.make()
     landing.numpy()[:] = sent.read()
-    other.land(7, landing)
-    assert other.landed == 1
-    other.restore(7, 5)
-    assert other.landed == 0
+    other.put(landing, 5)
     assert all(tensor[5].equal(was) for tensor, was in zip(theirs, kept, strict=True))
     assert all(tensor[4].equal(was) for tensor, was in zip(theirs, untouched, strict=True))
 
@@ -40,12 +36,3 @@ def test_equal_places_have_equal_images() -> None:
     images = PlaceImages(tensors(3))
     assert images.take(1).read().tobytes() == images.take(1).read().tobytes()
     assert images.take(1).read().tobytes() != images.take(2).read().tobytes()
-
-
-def test_what_is_dropped_is_gone() -> None:
-    images = PlaceImages(tensors(2))
-    images.land(0, images.make())
-    images.drop([0, 1])
-    assert images.landed == 0
-    with pytest.raises(KeyError):
-        images.restore(0, 1)
