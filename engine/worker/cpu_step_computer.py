@@ -7,13 +7,11 @@ from ...core.logprobs import PromptLogprobs
 from ...scheduler.plan import MaskArray, MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..cpu.program import StepRun
-from ..layers.recurrent_state import StateSlots, StepSlotStates
-from ..layers.step_context import StepAttention, StepContext
+from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
 from ..step_batch import SampledTokens
-from .cross_cache import CrossCache
 from .row_states import RowStates, StepInputs
-from .step_computer import BegunStep
+from .step_computer import NO_STORES, BegunStep, RowStores
 from .step_samples import NO_TOKENS, ChosenTokens, StepLogits, StepSamples, TokenChooser, compute_step_logits
 
 
@@ -28,13 +26,11 @@ class CpuStepComputer:
         decoder: Decoder,
         attention: AttentionBackend,
         rows: RowStates,
-        states: StateSlots | None = None,
-        encoded: CrossCache | None = None,
+        stores: RowStores = NO_STORES,
     ) -> None:
         self.decoder = decoder
         self.attention = attention
-        self.states = states
-        self.encoded = encoded
+        self.stores = stores
         self._chooser = TokenChooser(rows, rows.device)
 
     def follows_unread(self, plan: StepPlan) -> bool:
@@ -42,15 +38,11 @@ class CpuStepComputer:
         made = any(sequence.encoded is not None for sequence in plan.new)
         return not made and not len(plan.block_copies) and not len(plan.state_copies)
 
-    def begin(
-        self,
-        inputs: StepInputs,
-        masks: MaskSource | None,
-        states: StepSlotStates | None = None,
-        cross: StepAttention | None = None,
-    ) -> BegunStep:
+    def begin(self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None) -> BegunStep:
         """See `StepComputer.begin`. A step without logits is not begun beside the caller."""
-        context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters, states, cross)
+        batch = inputs.batch
+        stores = self.stores.begin_step(batch, plan)
+        context = StepContext(batch, self.attention.begin_step(batch), inputs.adapters, *stores)
         if len(inputs.logits_indices):
             samples = inputs.samples()
             run = self.decoder.begin_step(context, inputs.logits_indices, samples)

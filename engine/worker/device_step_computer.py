@@ -10,16 +10,14 @@ from torch import Tensor
 from ...scheduler.plan import IntArray, MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..gpu.graphs import DecodeGraphs, StaticStep
-from ..layers.recurrent_state import StateSlots, StepSlotStates
-from ..layers.step_context import StepAttention, StepContext
+from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
 from ..step_adapters import AdapterBlocks, StepAdapters
 from ..step_batch import SAMPLING_DTYPE, HostCopy, to_device
-from .cross_cache import CrossCache
 from .row_states import RowStates, StepInputs
 from .sampler import choose_sampler
-from .step_computer import BegunStep
+from .step_computer import NO_STORES, BegunStep, RowStores
 from .step_samples import ChosenTokens, StepLogits, StepSamples, TokenChooser, compute_step_logits
 
 
@@ -32,13 +30,11 @@ class DeviceStepComputer:
         attention: AttentionBackend,
         rows: RowStates,
         device: torch.device,
-        states: StateSlots | None = None,
-        encoded: CrossCache | None = None,
+        stores: RowStores = NO_STORES,
     ) -> None:
         self.decoder = decoder
         self.attention = attention
-        self.states = states
-        self.encoded = encoded
+        self.stores = stores
         self.graphs: DecodeGraphs | None = None
         """Recorded decode steps, made around `compute_static`; the attention must be able to."""
         self._rows = rows
@@ -49,16 +45,13 @@ class DeviceStepComputer:
         """All that a step does is queued, copies of blocks included."""
         return True
 
-    def begin(
-        self,
-        inputs: StepInputs,
-        masks: MaskSource | None,
-        states: StepSlotStates | None = None,
-        cross: StepAttention | None = None,
-    ) -> BegunStep:
+    def begin(self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None) -> BegunStep:
+        """See `StepComputer.begin`. No step of layers with stores is recorded."""
         logits = self._replay(inputs)
         if logits is None:
-            context = StepContext(inputs.batch, self.attention.begin_step(inputs.batch), inputs.adapters, states, cross)
+            batch = inputs.batch
+            stores = self.stores.begin_step(batch, plan)
+            context = StepContext(batch, self.attention.begin_step(batch), inputs.adapters, *stores)
             logits = compute_step_logits(self.decoder, context, inputs)
         return _QueuedStep(inputs, logits, masks, self._chooser)
 
@@ -79,7 +72,7 @@ class DeviceStepComputer:
         `sampled` of the next ones drawn; where layers keep states also one token of each of `rows` rows, whose states
         it copies."""
         self._compute_unread(self._rows.longest_rows(tokens), sampled, adapted)
-        if self.states is not None:
+        if self.stores.states is not None:
             self._compute_unread(np.ones(rows, np.int32), sampled, adapted)
 
     def _compute_unread(self, counts: IntArray, sampled: int, adapted: bool) -> None:
@@ -87,9 +80,7 @@ class DeviceStepComputer:
         batch = self._rows.batch(np.arange(len(counts), dtype=np.int32), np.zeros_like(counts), counts)
         nobody = torch.zeros((4, batch.size), dtype=torch.int64, device=self._device)
         adapters = StepAdapters.on_device(AdapterBlocks(nobody, batch.size)) if adapted else None
-        states = None if self.states is None else self.states.begin_step(batch)
-        cross = None if self.encoded is None else self.encoded.begin_step(batch)
-        context = StepContext(batch, self.attention.begin_step(batch), adapters, states, cross)
+        context = StepContext(batch, self.attention.begin_step(batch), adapters, *self.stores.begin_step(batch))
         places = to_device(np.arange(batch.size - min(sampled, batch.size), batch.size), self._device)
         logits = self.decoder.compute_logits(context, (places,))
         assert logits is not None  # only a whole model is measured

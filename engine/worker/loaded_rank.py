@@ -50,7 +50,7 @@ from .rank_adapters import RankAdapters
 from .rank_memory import estimate_step_bytes, free_memory, measure_step_bytes
 from .roofline import measure_roofline
 from .row_states import RowStates
-from .step_computer import StepComputer
+from .step_computer import RowStores, StepComputer
 from .step_recording import record_decode_steps
 
 log = logging.getLogger(__name__)
@@ -93,13 +93,14 @@ class LoadedRank:
         """Sizes of this rank, and the memory left for its cache when all `neighbours` that share it have loaded."""
         config = self.config
         computer = self.runner.computer
+        states, encoded = computer.stores
         # A step takes memory beside weights and cache, and adapters may come.
         if isinstance(computer, DeviceStepComputer) and self.context.shard.is_whole:
             step_bytes = measure_step_bytes(config, self.context, self.runner, computer)
         else:
             step_bytes = estimate_step_bytes(config, self.shape)
         lora_bytes = 0 if config.lora is None else config.lora.max_bytes // config.parallel.world
-        cross_bytes = 0 if computer.encoded is None else computer.encoded.bytes
+        cross_bytes = 0 if encoded is None else encoded.bytes
         free_bytes = free_memory(self.context.device, neighbours, config) - step_bytes - lora_bytes
         if cross_bytes > max(free_bytes, 0):
             message = f"what {config.scheduler.max_num_seqs} sequences keep of the encoder's output takes {cross_bytes}"
@@ -114,7 +115,7 @@ class LoadedRank:
             machine=self._machine() if on_cpu else "",
             ahead=0 if on_cpu else 1,
             on_gpu=not on_cpu,
-            state_bytes=0 if computer.states is None else computer.states.slot_bytes,
+            state_bytes=0 if states is None else states.slot_bytes,
             groups=self.groups,
             latent=any(self.shape.kept(kind).values_in_keys for kind in self.shape.cached_attention),
             splits=isinstance(self.shape, ModelSpec)
@@ -176,7 +177,7 @@ def load_rank(
     states = None
     if any(shape.states):
         states = StateSlots(local.states, config.scheduler.max_num_seqs, context.dtype, device)
-    encoded = create_cross_cache(config, context, local, decoder)
+    stores = RowStores(states, create_cross_cache(config, context, local, decoder))
     held: dict[str, RankAdapter] = {}
     lines = 0 if device.type == "cpu" else config.scheduler.max_num_seqs  # recorded steps read them in place
     images = ImagePlaces(shape.shifts_positions, shape.image_token)
@@ -185,9 +186,9 @@ def load_rank(
     draft = load_drafter(config, context, decoder, shape, rows) if shard.reports_results else None
     computer: StepComputer
     if device.type == "cpu":
-        computer = CpuStepComputer(decoder, attention, rows, states, encoded)
+        computer = CpuStepComputer(decoder, attention, rows, stores)
     else:
-        computer = DeviceStepComputer(decoder, attention, rows, device, states, encoded)
+        computer = DeviceStepComputer(decoder, attention, rows, device, stores)
         record_decode_steps(config, context, computer, draft, CudaRecorder(device))
     return LoadedRank(config, context, shape, groups, rows, ModelRunner(computer, rows, draft), adapters, served)
 

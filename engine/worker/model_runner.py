@@ -69,25 +69,20 @@ class ModelRunner:
         self._rows.clear()
         for attention in self.attentions:
             attention.allocate(blocks)
-        if self.computer.states is not None:
-            self.computer.states.allocate(snapshots)
-        if self.computer.encoded is not None:
-            self.computer.encoded.allocate()
+        self.computer.stores.allocate(snapshots)
         if self.draft is not None:
             self.draft.forget(blocks)
         views = [view for attention in self.attentions for view in attention.device_blocks]
         self.host_blocks = HostCache(views, host_blocks) if views else None
-        snapshot_views = [] if self.computer.states is None else self.computer.states.snapshots
+        states = self.computer.stores.states
+        snapshot_views = [] if states is None else states.snapshots
         self.host_states = HostCache(snapshot_views, host_snapshots) if snapshots and snapshot_views else None
 
     def free_cache(self) -> None:
         """Give back what blocks, and states of rows and snapshots, take; no step may follow before `allocate`."""
         for attention in self.attentions:
             attention.allocate(0)
-        if self.computer.states is not None:
-            self.computer.states.free()
-        if self.computer.encoded is not None:
-            self.computer.encoded.free()
+        self.computer.stores.free()
 
     @property
     def attentions(self) -> list[AttentionBackend]:
@@ -202,14 +197,7 @@ class ModelRunner:
                 return False
             before.begun.make_masks()  # to begin a step may mean to wait for the one before
         self._make_copies(step.plan.block_copies, step.plan.state_copies)
-        states = None
-        if (store := self.computer.states) is not None:
-            plan = step.plan
-            states = store.begin_step(step.inputs.batch, plan.new, plan.state_saves, plan.state_restores)
-        cross = None
-        if (encoded := self.computer.encoded) is not None:
-            cross = encoded.begin_step(step.inputs.batch, step.plan.new)
-        step.begun = self.computer.begin(step.inputs, step.masks, states, cross)
+        step.begun = self.computer.begin(step.plan, step.inputs, step.masks)
         return True
 
     def _read(self, step: _RunnerStep) -> StepResult:

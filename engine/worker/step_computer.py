@@ -1,7 +1,7 @@
 """The seam between the order of a rank's steps (`model_runner.py`) and the machine that computes them: a CPU
 (`cpu_step_computer.py`), or a device that works off what is queued on it (`device_step_computer.py`)."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ...scheduler.plan import MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
@@ -9,6 +9,7 @@ from ..gpu.graphs import DecodeGraphs
 from ..layers.recurrent_state import StateSlots, StepSlotStates
 from ..layers.step_context import StepAttention
 from ..models.interfaces import Decoder
+from ..step_batch import StepBatch
 from .cross_cache import CrossCache
 from .row_states import StepInputs
 from .step_samples import StepSamples
@@ -36,6 +37,38 @@ class BegunStep(Protocol):
         """Let kernels go on that wait for masks which will not come."""
 
 
+class RowStores(NamedTuple):
+    """What layers keep of each row beside the paged cache, if they do."""
+
+    states: StateSlots | None = None
+    encoded: CrossCache | None = None
+
+    def allocate(self, snapshots: int) -> None:
+        """Make room for all rows, and for `snapshots` of states; nothing is left of earlier ones."""
+        if self.states is not None:
+            self.states.allocate(snapshots)
+        if self.encoded is not None:
+            self.encoded.allocate()
+
+    def free(self) -> None:
+        if self.states is not None:
+            self.states.free()
+        if self.encoded is not None:
+            self.encoded.free()
+
+    def begin_step(
+        self, batch: StepBatch, plan: StepPlan | None = None
+    ) -> tuple[StepSlotStates | None, StepAttention | None]:
+        """The last arguments of the `StepContext` of a batch, which `plan` asks for, or nobody."""
+        changes = () if plan is None else (plan.new, plan.state_saves, plan.state_restores)
+        states = None if self.states is None else self.states.begin_step(batch, *changes)
+        cross = None if self.encoded is None else self.encoded.begin_step(batch, () if plan is None else plan.new)
+        return states, cross
+
+
+NO_STORES = RowStores()
+
+
 class StepComputer(Protocol):
     """Computes steps in the order in which they are begun, for one thread."""
 
@@ -46,12 +79,7 @@ class StepComputer(Protocol):
     def attention(self) -> AttentionBackend: ...
 
     @property
-    def states(self) -> StateSlots | None:
-        """The states of its layers, if any keep some."""
-
-    @property
-    def encoded(self) -> CrossCache | None:
-        """What its layers attend to beside tokens, if they do."""
+    def stores(self) -> RowStores: ...
 
     @property
     def graphs(self) -> DecodeGraphs | None:
@@ -60,13 +88,6 @@ class StepComputer(Protocol):
     def follows_unread(self, plan: StepPlan) -> bool:
         """Whether the step of `plan` may begin before the result of the step before it is read."""
 
-    def begin(
-        self,
-        inputs: StepInputs,
-        masks: MaskSource | None,
-        states: StepSlotStates | None = None,
-        cross: StepAttention | None = None,
-    ) -> BegunStep:
-        """Begin a step whose rows are up to date. `masks` makes the masks of `inputs.masked`, and is called once, when
-        all that can be computed without them has begun. `states` and `cross`: of the step, begun by the stores of
-        `states` and `encoded`."""
+    def begin(self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None) -> BegunStep:
+        """Begin the step of `plan`, whose rows are up to date. `masks` makes the masks of `inputs.masked`, and is
+        called once, when all that can be computed without them has begun."""

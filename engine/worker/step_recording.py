@@ -34,7 +34,7 @@ def record_decode_steps(
     adapters = 0
     if config.lora is not None and runtime.serves(context.dtype, context.device):
         adapters = config.lora.max_loras
-    obstacle = _unrecordable(computer.decoder, computer.attention, computer.states is not None)
+    obstacle = _unrecordable(computer.decoder, computer.attention, computer.stores.states is not None)
     if obstacle is None:
         most = min(1 + config.most_drafts, computer.attention.recordable_places)
         buckets = GraphBuckets.of_limits(rows, context.max_positions, most, adapters)

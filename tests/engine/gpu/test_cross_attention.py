@@ -20,7 +20,7 @@ def test_texts_are_those_of_transformers(interpreted: None, family: str, tmp_pat
     rank = bench.executor.rank
     assert isinstance(rank.runner.computer.attention, TritonAttention)
     computer = rank.runner.computer
-    attention = computer.attention, rank.rows, rank.context.device, computer.states, computer.encoded
+    attention = computer.attention, rank.rows, rank.context.device, computer.stores
     rank.runner.computer = DeviceStepComputer(computer.decoder, *attention)
     outcome, _ = bench.run(Setting(chunk=29), asked=own.prompts)
     bench.executor.close()

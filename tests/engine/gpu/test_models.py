@@ -134,7 +134,7 @@ def generate(
     executor = InlineExecutor(EngineConfig(model=str(directory), device="cpu", attention=attention, cache=sizes))
     executor.load(lambda phase, fraction: None)
     assert isinstance(executor.rank.runner.computer.attention, backend)
-    snapshots = 4 if executor.rank.runner.computer.states is not None else 0
+    snapshots = 4 if executor.rank.runner.computer.stores.states is not None else 0
     groups = executor.rank.groups._replace(in_flight=13)
     cache = KVCacheManager(5 * groups.total, BLOCK, prefix_caching=True, snapshots=snapshots, groups=groups)
     executor.allocate(5 * groups.total, 0, snapshots)

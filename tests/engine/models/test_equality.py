@@ -108,7 +108,7 @@ class Bench:
             blocks = SpanDemand(groups, BLOCK).blocks(max(spans))
         elif setting.tight:
             blocks = blocks // 6
-        snapshots = SNAPSHOTS if self.executor.rank.runner.computer.states is not None else 0
+        snapshots = SNAPSHOTS if self.executor.rank.runner.computer.stores.states is not None else 0
         cache = KVCacheManager(blocks, BLOCK, setting.prefix, snapshots=snapshots, groups=groups)
         config = SchedulerConfig(
             max_num_seqs=setting.rows,

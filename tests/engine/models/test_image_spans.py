@@ -107,7 +107,7 @@ class ImageBench(Bench):
             )
             rank.rows.apply_plan(plan)
             inputs = rank.rows.gather_inputs(plan)
-            states = None if runner.computer.states is None else runner.computer.states.begin_step(inputs.batch)
+            states, _ = runner.computer.stores.begin_step(inputs.batch)
             attention = runner.computer.attention.begin_step(inputs.batch)
             context = StepContext(inputs.batch, attention, states=states)
             logits = runner.computer.decoder.compute_logits(context, (torch.arange(end - start),))

@@ -17,6 +17,7 @@ from charonia.engine.worker.loaded_rank import load_rank
 from charonia.engine.worker.model_runner import ModelRunner
 from charonia.engine.worker.rank_memory import measure_step_bytes
 from charonia.engine.worker.row_states import RowStates
+from charonia.engine.worker.step_computer import RowStores
 from charonia.scheduler.config import SchedulerConfig
 
 
@@ -86,10 +87,10 @@ def test_states_of_rows_are_no_part_of_a_step_and_gone_when_memory_is_read(
     computed, too, for it copies the state of each."""
     scheduler = SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=600, max_model_len=256)
     rank = load_rank(EngineConfig(model=str(checkpoint("qwen3.5")), device="cpu", scheduler=scheduler))
-    decoder, states = rank.runner.computer.decoder, rank.runner.computer.states
+    decoder, states = rank.runner.computer.decoder, rank.runner.computer.stores.states
     assert states is not None
     rows = RowStates(256, 16, torch.device("cpu"), lines=40)
-    computer = DeviceStepComputer(decoder, rank.runner.computer.attention, rows, torch.device("cpu"), states)
+    computer = DeviceStepComputer(decoder, rank.runner.computer.attention, rows, torch.device("cpu"), RowStores(states))
     counts: list[list[int]] = []
     compute = decoder.compute_logits
 
