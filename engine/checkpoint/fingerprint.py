@@ -1,6 +1,7 @@
 """A checkpoint told from others by what it holds, wherever its files lie and whenever they were copied."""
 
 import os
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -11,26 +12,27 @@ _STRIDE, _SAMPLE = 1 << 20, 4096
 _SUFFIXES = {".safetensors", ".bin", ".gguf"}
 
 
-def checkpoint_fingerprint(model: str) -> bytes:
+def content_fingerprint(model: str) -> bytes:
     """The SHA-256 of the configuration and of samples of the weights; `model` is a directory, a file or a hub id.
     Raises as `open_checkpoint`, and `OSError`."""
-    directory = open_checkpoint(model).directory
-    files = [directory] if directory.is_file() else sorted(directory.iterdir())
+    checkpoint = open_checkpoint(model)
+    files = sorted(checkpoint.directory.iterdir()) if checkpoint.gguf is None else checkpoint.gguf.files
     content = sha256()
     for file in files:
         if file.suffix in _SUFFIXES:
-            _add_samples(content, file)
+            for sample in _samples(file):
+                content.update(sample)
         elif file.name == "config.json":
             content.update(file.read_bytes())
     return content.digest()
 
 
-def _add_samples(content: "sha256", file: Path) -> None:  # type: ignore[valid-type]
+def _samples(file: Path) -> Iterator[bytes]:
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        content.update(f"{file.name} {size}\n".encode())  # type: ignore[attr-defined]
+        yield f"{file.name} {size}\n".encode()
         for start in range(0, size, _STRIDE):
-            content.update(os.pread(descriptor, _SAMPLE, start))  # type: ignore[attr-defined]
+            yield os.pread(descriptor, _SAMPLE, start)
     finally:
         os.close(descriptor)

@@ -11,7 +11,7 @@ from ...core.errors import InvalidArgument
 from ...kvcache.directory_tier import DirectoryTier
 from ...kvcache.manager import KVCacheManager
 from ...processes.private_directory import make_private_directory
-from ..checkpoint.fingerprint import checkpoint_fingerprint
+from ..checkpoint.fingerprint import content_fingerprint
 from ..config import DIRECTORY_BYTES, EngineConfig
 from ..worker.executor import Capacity, Executor
 from ..worker.image_files import ImageDirectorySettings
@@ -68,7 +68,7 @@ def cache_fingerprint(config: EngineConfig, capacity: Capacity, image_layout: st
     is_fake = config.executor == "fake"
     facts = (
         __version__,
-        config.model if is_fake else checkpoint_fingerprint(config.model).hex(),
+        config.model if is_fake else content_fingerprint(config.model).hex(),
         config.dtype,
         config.quantization,
         cache.dtype,

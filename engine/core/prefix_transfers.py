@@ -10,7 +10,7 @@ from ...core.kv_transfer import TransferAddress
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import StepUpdates
 from ...scheduler.scheduler import Scheduler
-from ..checkpoint.fingerprint import checkpoint_fingerprint
+from ..checkpoint.fingerprint import content_fingerprint
 from ..config import EngineConfig
 from ..worker.executor import Executor
 from .arriving_transfers import ArrivingTransfers
@@ -127,9 +127,9 @@ class PrefixTransfers:
 
 def transfer_fingerprint(config: EngineConfig, executor: Executor, max_model_len: int) -> dict[str, str]:
     """By name, what must be equal in two servers for the bytes of one's cache to mean the same in the other. Raises as
-    `checkpoint_fingerprint`."""
+    `content_fingerprint`."""
     parallel = config.parallel
-    model = config.model if config.executor == "fake" else checkpoint_fingerprint(config.model).hex()
+    model = config.model if config.executor == "fake" else content_fingerprint(config.model).hex()
     return {
         "model": model,
         "dtype": config.dtype,
