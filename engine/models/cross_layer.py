@@ -1,5 +1,7 @@
 """The layer of decoders that attend to an encoder's output between their own tokens and the MLP."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..layers.cross_attention import CrossAttention
@@ -9,6 +11,18 @@ from ..layers.step_context import StepContext
 from .pre_norm_layer import Mixer
 
 
+class CrossParts(NamedTuple):
+    """What such a layer adds to the residual stream, in order."""
+
+    mixer: Mixer
+    cross: CrossAttention
+    mlp: FeedForward
+
+    @property
+    def untraceable(self) -> str | None:
+        return self.mixer.untraceable or self.cross.untraceable or self.mlp.untraceable
+
+
 class CrossLayer:
     """A `DecoderLayer` of three parts, each behind a norm."""
 
@@ -16,26 +30,19 @@ class CrossLayer:
     """No recorded step of a GPU knows how long an encoder's output is."""
 
     def __init__(
-        self,
-        before_mixer: WholeNorm,
-        mixer: Mixer,
-        before_cross: WholeNorm,
-        cross: CrossAttention,
-        before_mlp: WholeNorm,
-        mlp: FeedForward,
+        self, parts: CrossParts, before_mixer: WholeNorm, before_cross: WholeNorm, before_mlp: WholeNorm
     ) -> None:
+        self._parts = parts
         self._before_mixer = before_mixer
-        self._mixer = mixer
         self._before_cross = before_cross
-        self._cross = cross
         self._before_mlp = before_mlp
-        self._mlp = mlp
-        self.untraceable = mixer.untraceable or cross.untraceable or mlp.untraceable
+        self.untraceable = parts.untraceable
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
-        mixed = self._mixer(self._before_mixer.add_and_norm(x, delta), context)
-        crossed = self._cross(self._before_cross.add_and_norm(x, mixed), context)
-        return self._mlp(self._before_mlp.add_and_norm(x, crossed), context)
+        mixer, cross, mlp = self._parts
+        mixed = mixer(self._before_mixer.add_and_norm(x, delta), context)
+        crossed = cross(self._before_cross.add_and_norm(x, mixed), context)
+        return mlp(self._before_mlp.add_and_norm(x, crossed), context)
 
 
 class PostNormCrossLayer:
@@ -46,25 +53,18 @@ class PostNormCrossLayer:
     """As of `CrossLayer`."""
 
     def __init__(
-        self,
-        before: WholeNorm | None,
-        mixer: Mixer,
-        after_mixer: WholeNorm,
-        cross: CrossAttention,
-        after_cross: WholeNorm,
-        mlp: FeedForward,
+        self, parts: CrossParts, before: WholeNorm | None, after_mixer: WholeNorm, after_cross: WholeNorm
     ) -> None:
+        self._parts = parts
         self._before = before
-        self._mixer = mixer
         self._after_mixer = after_mixer
-        self._cross = cross
         self._after_cross = after_cross
-        self._mlp = mlp
-        self.untraceable = mixer.untraceable or cross.untraceable or mlp.untraceable
+        self.untraceable = parts.untraceable
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
+        mixer, cross, mlp = self._parts
         states = x.add_(delta) if self._before is None else self._before.add_and_norm(x, delta)
-        states = self._after_mixer.add_and_norm(states, self._mixer(states, context))
-        states = self._after_cross.add_and_norm(states, self._cross(states, context))
+        states = self._after_mixer.add_and_norm(states, mixer(states, context))
+        states = self._after_cross.add_and_norm(states, cross(states, context))
         x.copy_(states)
-        return self._mlp(states, context)
+        return mlp(states, context)

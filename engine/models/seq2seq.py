@@ -15,7 +15,7 @@ from ..layers.embed_and_head import InputPositions, build_ends
 from ..layers.mlp import GatedMLP, GatedMLPSpec
 from ..layers.norm import WholeNorm, layer_norm
 from ..layers.self_attention import AttentionProjections, SelfAttention
-from .cross_layer import CrossLayer, PostNormCrossLayer
+from .cross_layer import CrossLayer, CrossParts, PostNormCrossLayer
 from .interfaces import Decoder
 from .llama import layer_rotaries
 from .native_decoder import DecoderLayer, NativeDecoder
@@ -70,20 +70,22 @@ def _build(spec: ModelSpec, loader: WeightLoader, variant: Seq2SeqVariant) -> De
         return layer_norm(weight, bias, spec.norm_eps)
 
     projections = _PROJECTIONS._replace(key_bias=variant.key_bias)
+    sizes = spec.hidden_size, spec.intermediate_size
+    mlp_spec = GatedMLPSpec("", *sizes, bias=True, activation=UNGATED[spec.activation], up="fc1", down="fc2")
     layers: list[DecoderLayer] = []
     crosses = []
     for index, rotary in layer_rotaries(spec, loader).items():
         name = f"layers.{index}"
         attention = SelfAttention(loader, spec, index, projections, rotary)
         cross = CrossAttention(loader, spec, index, projections._replace(name="encoder_attn"))
-        mlp = GatedMLP(loader, _mlp_spec(spec, f"model.{name}"))
+        mlp = GatedMLP(loader, mlp_spec._replace(name=f"model.{name}"))
+        parts = CrossParts(attention, cross, mlp)
         of_mixer, of_cross = (norm(f"{name}.{part}_layer_norm") for part in ("self_attn", "encoder_attn"))
         if variant.pre_norm:
-            of_mlp = norm(f"{name}.final_layer_norm")
-            layers.append(CrossLayer(of_mixer, attention, of_cross, cross, of_mlp, mlp))
+            layers.append(CrossLayer(parts, of_mixer, of_cross, norm(f"{name}.final_layer_norm")))
         else:
             before = norm(f"layers.{index - 1}.final_layer_norm") if index else None
-            layers.append(PostNormCrossLayer(before, attention, of_mixer, cross, of_cross, mlp))
+            layers.append(PostNormCrossLayer(parts, before, of_mixer, of_cross))
         crosses.append(cross)
     embedding_norm = norm("layernorm_embedding") if variant.embedding_norm and loader.stage.first else None
     positions = InputPositions(_position_lines(spec, loader, variant), variant.first_line, embedding_norm)
@@ -105,8 +107,3 @@ def _position_lines(spec: ModelSpec, loader: WeightLoader, variant: Seq2SeqVaria
     exponents = torch.arange(waves, dtype=torch.float64) / (waves - 1 if variant.whole_span else waves)
     radians = torch.outer(torch.arange(lines, dtype=torch.float64), torch.exp(exponents * -math.log(10000)))
     return torch.cat((radians.sin(), radians.cos()), 1).to(loader.device, loader.dtype)
-
-
-def _mlp_spec(spec: ModelSpec, name: str) -> GatedMLPSpec:
-    activation = UNGATED[spec.activation]
-    return GatedMLPSpec(name, spec.hidden_size, spec.intermediate_size, True, activation, up="fc1", down="fc2")
