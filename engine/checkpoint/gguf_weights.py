@@ -108,8 +108,7 @@ class GgufWeights:
         block = BLOCKS.get(tensor.type.name)
         if block is None or block.form.float4 or place != StoredName(place.name) or self._column_tiles(tensor):
             return None
-        rows = self._rows(piece, place, tensor)
-        return (tensor.type.name, rows) if piece.columns == WHOLE else None
+        return (tensor.type.name, self._rows(piece, place, tensor)) if piece.columns == WHOLE else None
 
     def read(self, piece: TensorSlice) -> Tensor:
         if (halves := self._halves_of_latents(piece)) is not None:

@@ -128,13 +128,8 @@ _SPARSE_LAYERS = _SIZED_EXPERTS | {"decoder_sparse_step", "mlp_only_layers"}
 _MULTIPLIED_BRANCHES = frozenset(
     f"{part}_multiplier" for part in ("lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 )
-_SCALED_EMBEDDINGS = frozenset({"embedding_multiplier"})
 _FAMILY_FIELDS = {
-    "BartForConditionalGeneration": _SCALED_EMBEDDINGS,
-    "M2M100ForConditionalGeneration": _SCALED_EMBEDDINGS,
-    "MBartForConditionalGeneration": _SCALED_EMBEDDINGS,
-    "MarianMTModel": _SCALED_EMBEDDINGS,
-    "PegasusForConditionalGeneration": _SCALED_EMBEDDINGS,
+    **dict.fromkeys(SEQ2SEQ, frozenset({"embedding_multiplier"})),
     "BambaForCausalLM": frozenset({"mlp_bias"}),
     "DeepseekV2ForCausalLM": _ROUTED | {"mlp_bias"},
     "DeepseekV32ForCausalLM": _ROUTED,
