@@ -176,12 +176,12 @@ class NativeBuilder(CheckpointBuilder):
         if built.served is not None and (served := built.served.lines()):
             log.info("%s: %s", directory, "; ".join(served))
         encoder = self.spec.encoder
-        reads_text = encoder is not None and encoder.reads_text
-        if reads_text:
+        if encoder is not None and encoder.reads_text:  # the engine has both parts
+            part = False
             unread = [name for name in unread if not text_tensor_name(name).startswith(_BESIDE_DECODER)]
-        if not reads_text and (encoder is not None or (part and media_kind(directory) is not None)):
+        if part and media_kind(directory) is not None:
             log.info("%s: its language part is loaded; the tower is a model beside it", directory)
-        elif part and whole and not reads_text:
+        elif part and whole:
             message = "%s: its language part is served; %d other tensors are its towers', or left out, such as %s"
             log.warning(message, directory, len(unread), next(iter(unread), "none"))
         elif unread:
