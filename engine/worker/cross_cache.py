@@ -54,7 +54,8 @@ class CrossCache:
         self._forget()
 
     def _forget(self) -> None:
-        self._tables = torch.arange(self._rows * self._blocks).view(self._rows, self._blocks)
+        device = self._attention.device
+        self._tables = torch.arange(self._rows * self._blocks, device=device).view(self._rows, self._blocks)
         self._lengths: IntArray = np.zeros(self._rows, np.int32)
         self._digests: dict[int, bytes] = {}  # of what is in the slot of a row
 
@@ -71,9 +72,8 @@ class CrossCache:
 
     def _places(self, batch: StepBatch, lengths: IntArray) -> StepBatch:
         """The batch over the slots of its rows."""
-        tables = self._tables.to(batch.token_ids.device)
         starts = np.maximum(lengths - batch.counts, 0)
-        places = StepBatch(batch.rows, starts, batch.counts, batch.token_ids, tables, BLOCK_SIZE)
+        places = StepBatch(batch.rows, starts, batch.counts, batch.token_ids, self._tables, BLOCK_SIZE)
         places.moved = StepPositions(np.zeros_like(starts), None, np.repeat(lengths, batch.counts))
         return places
 
@@ -100,7 +100,7 @@ class CrossCache:
             stored = torch.frombuffer(bytearray(encoded.rows), dtype=getattr(torch, encoded.dtype))
         rows = stored.view(encoded.length, -1).to(device, self._attention.dtype)
         tokens = torch.zeros(self._rows, 1, dtype=torch.int32, device=device)
-        batch = StepBatch([row], [0], [encoded.length], tokens, self._tables.to(device), BLOCK_SIZE)
+        batch = StepBatch([row], [0], [encoded.length], tokens, self._tables, BLOCK_SIZE)
         for layer in self._layers:
             self._attention.store(batch, layer.layer, *layer.keys_and_values(rows))
 

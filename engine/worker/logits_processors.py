@@ -172,8 +172,8 @@ def _keep_time_of(logits: Tensor, tokens: list[int], rules: TimestampRules) -> N
         if rules.most_initial is not None:
             logits[begin + rules.most_initial + 1 :] = -torch.inf
     log_probabilities = logits.log_softmax(-1)
-    if log_probabilities[begin:].logsumexp(-1) > log_probabilities[:begin].max():
-        logits[:begin] = -torch.inf
+    timed = log_probabilities[begin:].logsumexp(-1) > log_probabilities[:begin].max()
+    logits[:begin].masked_fill_(timed, -torch.inf)  # a condition would wait for the device
 
 
 def _allow_only(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:
