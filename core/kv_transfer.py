@@ -42,12 +42,12 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
                     raise InvalidArgument(f"{FIELD}.{name} is missing, which do_remote_prefill needs", field=FIELD)
 
 
-def parse_kv_transfer(given: Mapping[str, Any] | None) -> KVTransferParams | None:
+def parse_kv_transfer(members: Mapping[str, Any] | None) -> KVTransferParams | None:
     """The transfer that a body asks for, if any. Raises `InvalidArgument` for what is not one."""
-    if not given:
+    if not members:
         return None
     try:
-        params = msgspec.convert(dict(given), KVTransferParams)
+        params = msgspec.convert(members, KVTransferParams)
     except msgspec.ValidationError as error:
         path, reason, *_ = describe_validation_error(error)
         raise InvalidArgument(f"{FIELD}{'.' if path else ''}{path} {reason}", field=FIELD) from None

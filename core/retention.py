@@ -11,7 +11,6 @@ from .errors import InvalidArgument, describe_validation_error
 USUAL_PRIORITY = 35
 """Of what nothing is said, as TensorRT-LLM has it: more is retained, less makes room first."""
 
-
 SESSION_PRIORITY = 50
 """Of all of a sequence, where a request names a scope and says nothing else."""
 
@@ -26,13 +25,14 @@ _Duration: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 T = TypeVar("T")
 
 
-class RetentionRange(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens `start` up to but not including `end` of a sequence are to be kept; None: up to its end."""
+class RetentionRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"seconds": "duration"}):
+    """How tokens `start` up to but not including `end` of a sequence are to be kept; None: up to its end. Clients send
+    it as one of `retention_directives`, as they were proposed to vLLM."""
 
-    start: int = 0
-    end: int | None = None
-    priority: int = USUAL_PRIORITY
-    seconds: float | None = None
+    start: _Token = 0
+    end: _Token | None = None
+    priority: _Priority = USUAL_PRIORITY
+    seconds: _Duration | None = None
     """How long after the sequence's end; None: as long as the server allows."""
 
 
@@ -52,15 +52,6 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
             part for part in self.ranges if part.start <= position and (part.end is None or position < part.end)
         )
         return next(covering, None)
-
-
-class RetentionDirective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of `retention_directives`, as they were proposed to vLLM; `duration` in seconds."""
-
-    start: _Token = 0
-    end: _Token | None = None
-    priority: _Priority = USUAL_PRIORITY
-    duration: _Duration | None = None
 
 
 class TokenRangeRetention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,21 +86,20 @@ def parse_retention(directives: Any, scope: Any, config: Any) -> Retention | Non
         raise InvalidArgument(message, field="kv_cache_retention_config")
     if config:
         wish = _convert(config, RetentionConfig, "kv_cache_retention_config")
-        ranges = [_of_tokens(part) for part in wish.token_range_retention_configs]
-        seconds = None if wish.decode_duration_ms is None else wish.decode_duration_ms / 1e3
-        generated = RetentionRange(0, None, wish.decode_retention_priority, seconds)
+        ranges = [
+            RetentionRange(part.token_start, part.token_end, part.priority, _seconds(part.duration_ms))
+            for part in wish.token_range_retention_configs
+        ]
+        generated = RetentionRange(0, None, wish.decode_retention_priority, _seconds(wish.decode_duration_ms))
         return Retention(name, _ordered(ranges, "kv_cache_retention_config"), generated)
     if directives:
-        limit = Annotated[list[RetentionDirective], msgspec.Meta(max_length=_MOST_RANGES)]
-        parts = _convert(directives, limit, "retention_directives")
-        ranges = [RetentionRange(part.start, part.end, part.priority, part.duration) for part in parts]
-        return Retention(name, _ordered(ranges, "retention_directives"))
+        kind = Annotated[list[RetentionRange], msgspec.Meta(max_length=_MOST_RANGES)]
+        return Retention(name, _ordered(_convert(directives, kind, "retention_directives"), "retention_directives"))
     return Retention(name, (RetentionRange(priority=SESSION_PRIORITY),)) if name else None
 
 
-def _of_tokens(part: TokenRangeRetention) -> RetentionRange:
-    seconds = None if part.duration_ms is None else part.duration_ms / 1e3
-    return RetentionRange(part.token_start, part.token_end, part.priority, seconds)
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _scope_name(scope: Any) -> str:
