@@ -67,12 +67,12 @@ class SequenceSteps(msgspec.Struct, array_like=True, tag="steps", frozen=True):
     at: float
     """When the message was made."""
 
-    keys: list[int]
+    keys: list[int] = []
 
-    counts: list[int]
+    counts: list[int] = []
     """The number of `tokens` that each of `keys` got, one after the other."""
 
-    tokens: list[int]
+    tokens: list[int] = []
 
     started: list[tuple[int, int, float]] = []
     """(key, prompt tokens found in the prefix cache, when)"""

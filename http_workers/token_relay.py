@@ -130,7 +130,7 @@ class TokenRelay:
         if self._link.congested or not (self._unread or self._failed):
             return
         unread, self._unread = self._unread, []
-        steps = SequenceSteps(time.monotonic(), [], [], [], [], [], [], [], [], [], [])
+        steps = SequenceSteps(time.monotonic())
         for key in unread:
             sequence = self._sequences.get(key)
             if sequence is not None and sequence.stream is not None:

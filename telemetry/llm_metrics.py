@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,7 @@ from ..core.metrics import (
     FetchDecision,
     Histogram,
     InferenceStatistics,
+    Labels,
     Reading,
     StatisticDuration,
     TimeInState,
@@ -192,31 +193,28 @@ class EngineState(NamedTuple):
             yield from self.blocks.readings(totals.prefix_hits // self.blocks.size)
 
 
-_DIRECTORY_READINGS = {
-    "reads_total": ("outcome", {"read": "read", "missing": "missing", "damaged": "damaged", "read_failures": "failed"}),
-    "writes_total": ("outcome", {"written": "written", "write_failures": "failed", "unwritten": "dropped"}),
-    "fetches_total": ("decision", {decision.value: decision.value for decision in FetchDecision}),
-    **{
-        f"{name}_total": ("", {count: ""})
-        for name, count in (
-            ("read_bytes", "read_bytes"),
-            ("read_seconds", "read_seconds"),
-            ("written_bytes", "written_bytes"),
-            ("write_seconds", "write_seconds"),
-            ("evictions", "evicted"),
-            ("wait_seconds", "waited_seconds"),
-        )
-    },
+_DIRECTORY_READINGS: Mapping[str, tuple[str, Labels]] = {
+    "read": ("reads", {"outcome": "read"}),
+    "missing": ("reads", {"outcome": "missing"}),
+    "damaged": ("reads", {"outcome": "damaged"}),
+    "read_failures": ("reads", {"outcome": "failed"}),
+    "written": ("writes", {"outcome": "written"}),
+    "write_failures": ("writes", {"outcome": "failed"}),
+    "unwritten": ("writes", {"outcome": "dropped"}),
+    **{decision.value: ("fetches", {"decision": decision.value}) for decision in FetchDecision},
+    "read_bytes": ("read_bytes", {}),
+    "read_seconds": ("read_seconds", {}),
+    "written_bytes": ("written_bytes", {}),
+    "write_seconds": ("write_seconds", {}),
+    "evicted": ("evictions", {}),
+    "waited_seconds": ("wait_seconds", {}),
 }
-"""The metrics of a cache's directory: the label of each, and its value by the name of a count in
-`EngineTotals.directory`."""
+"""By the name of a count in `EngineTotals.directory`: its metric of a cache's directory, and its labels."""
 
 
 def _directory_readings(counts: Mapping[str, float]) -> Iterator[Reading]:
-    for name, (label, values) in _DIRECTORY_READINGS.items():
-        for count, value in values.items():
-            labels = {label: value} if label else {}
-            yield Reading(f"charonia_cache_directory_{name}", counts.get(count, 0), labels)
+    for count, (name, labels) in _DIRECTORY_READINGS.items():
+        yield Reading(f"charonia_cache_directory_{name}_total", counts.get(count, 0), labels)
 
 
 class LlmMetrics:
@@ -299,17 +297,17 @@ def ended_readings(ended: Mapping[RequestEnd, int]) -> Iterator[Reading]:
 
 def sum_totals(totals: Iterable[EngineTotals]) -> EngineTotals:
     """What several cores have counted together."""
-    fields = [msgspec.structs.asdict(total) for total in totals]
-    drafters = sum_by_drafter(core.pop("drafters") for core in fields)
-    by_name = "sequence_seconds", "directory", "transfers"
-    spent, files, sent = ([core.pop(name) for core in fields] for name in by_name)
-    states, directory, transfers = (
-        {name: sum(counts.get(name, 0.0) for counts in of_cores) for name in {*chain(*of_cores)}}
-        for of_cores in (spent, files, sent)
-    )
-    numbers = {name: sum(core[name] for core in fields) for name in fields[0]}
-    total = EngineTotals(**numbers, drafters=drafters)
-    return msgspec.structs.replace(total, sequence_seconds=states, directory=directory, transfers=transfers)
+    cores = [msgspec.structs.asdict(total) for total in totals]
+    drafters = sum_by_drafter(core.pop("drafters") for core in cores)
+    sums = {name: _sum([core[name] for core in cores]) for name in cores[0]}
+    return EngineTotals(drafters=drafters, **sums)
+
+
+def _sum(counts: Sequence[Any]) -> Any:
+    """The sum of numbers, or those of mappings by their keys."""
+    if not isinstance(counts[0], dict):
+        return sum(counts)
+    return {name: sum(by_name.get(name, 0.0) for by_name in counts) for name in {*chain(*counts)}}
 
 
 def record_request(metrics: LlmMetrics, context: RequestContext) -> None:
