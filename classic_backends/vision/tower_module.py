@@ -1,11 +1,14 @@
-"""What a tower is to those that ask it, and the weights that it is loaded from. Imported only where one is loaded."""
+"""What a tower is to those that ask it, and how transformers loads it from its weights. Imported only where one is
+loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ...core.errors import InvalidArgument
 from .vision_files import VisionFiles
 
 
@@ -29,3 +32,35 @@ def read_weights(files: VisionFiles) -> dict[str, Tensor]:
                 if weight.file == file:
                     tensors[weight.name] = opened.get_tensor(weight.name)
     return tensors
+
+
+def read_config(files: VisionFiles) -> Any:
+    """The configuration as transformers has it."""
+    import transformers
+
+    return transformers.AutoConfig.from_pretrained(files.directory, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def loading(part: str, files: VisionFiles) -> Iterator[None]:
+    """The block in which transformers loads a part of the checkpoint, in silence: its report of what is missing is
+    ours. Raises `InvalidArgument` if it cannot."""
+    import transformers
+
+    log: Any = transformers.utils.logging
+    log.disable_progress_bar()
+    verbosity = log.get_verbosity()
+    log.set_verbosity(log.CRITICAL)
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        raise InvalidArgument(f"transformers cannot load the {part} of {files.directory}: {error}") from error
+    finally:
+        log.set_verbosity(verbosity)
+
+
+def refuse_missing(part: str, files: VisionFiles, weights: Iterable[str]) -> None:
+    """Raises `InvalidArgument` if some weights of a part are missing."""
+    if missing := sorted(weights):
+        shown = ", ".join(missing[:3])
+        raise InvalidArgument(f"{files.directory} lacks {len(missing)} weights of its {part}: {shown}")

@@ -15,7 +15,7 @@ from ...core.runtime import Arrays
 from ...processes.host import map_large_blocks_separately
 from .hearing_modules import load_hearing
 from .lean_imports import lean_imports
-from .tower_module import TowerModule, read_weights
+from .tower_module import TowerModule, loading, read_config, read_weights, refuse_missing
 from .vision_files import VisionFiles
 
 _GRIDS, _PIXELS = "image_grid_thw", "pixel_values"
@@ -45,6 +45,7 @@ class VisionTower:
         self._stored: torch.dtype = getattr(torch, files.dtype)
         self._dtype = self._stored if device != "cpu" or _computes_halves() else torch.float32
         load = load_hearing if files.family in HEARING_FAMILIES else _load_seeing
+        map_large_blocks_separately()
         with lean_imports():
             self._tower = tower = load(files, self._dtype)
         tower.module.requires_grad_(False)
@@ -109,8 +110,7 @@ def _load_seeing(files: VisionFiles, dtype: torch.dtype) -> TowerModule:
     """The whole model without layers of text, in the host's memory."""
     import transformers
 
-    map_large_blocks_separately()
-    config = transformers.AutoConfig.from_pretrained(files.directory, local_files_only=True, trust_remote_code=False)
+    config = read_config(files)
     text = config.text_config
     text.num_hidden_layers = 0
     text.vocab_size = 1
@@ -121,21 +121,10 @@ def _load_seeing(files: VisionFiles, dtype: torch.dtype) -> TowerModule:
         config.audio_config = None
     if hasattr(config, "quantization_config"):  # the language part's
         del config.quantization_config
-    log: Any = transformers.utils.logging
-    log.disable_progress_bar()
-    verbosity = log.get_verbosity()
-    log.set_verbosity(log.CRITICAL)  # its report of what is missing is ours
-    try:
+    with loading("tower", files):
         known: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         model, report = known.from_pretrained(
             None, config=config, state_dict=read_weights(files), dtype=dtype, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        raise InvalidArgument(f"transformers cannot load the tower of {files.directory}: {error}") from error
-    finally:
-        log.set_verbosity(verbosity)
-    missing = sorted(name for name in report["missing_keys"] if not name.startswith(_LANGUAGE))
-    if missing:
-        shown = ", ".join(missing[:3])
-        raise InvalidArgument(f"{files.directory} lacks {len(missing)} weights of its tower: {shown}")
+    refuse_missing("tower", files, (name for name in report["missing_keys"] if not name.startswith(_LANGUAGE)))
     return TowerModule(model.model, _PIXELS, model.model.get_image_features, "pooler_output")
