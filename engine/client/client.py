@@ -277,7 +277,7 @@ class EngineClient:
             replicas_ready=sum(replica.core.ready for replica in self.replicas),
             splits=self._splits,
             held_blocks=sum(replica.core.load.held_blocks for replica in self.replicas),
-            arriving=sum(replica.core.load.arriving for replica in self.replicas),
+            arriving=sum(replica.core.load.awaiting_prefix.get("transfers", 0) for replica in self.replicas),
             totals=msgspec.structs.replace(
                 totals,
                 drafters=self._no_drafts | totals.drafters,

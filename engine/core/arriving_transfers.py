@@ -20,8 +20,7 @@ from ..transfer.prefix_client import PrefixFetch, RemotePrefix
 from ..transfer.wire import TransferError
 from ..transfer_config import KVTransferConfig
 from ..worker.executor import CacheCopies, CachePlaces, Executor
-from .held_transfers import CallLoop
-from .inbox import NewRequest
+from .inbox import Inbox, NewRequest
 from .messages import RequestRejected
 
 log = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class ArrivingTransfers:
         cache: KVCacheManager,
         scheduler: Scheduler,
         executor: Executor,
-        call_loop: CallLoop,
+        inbox: Inbox,
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         """`make_room`: gives up a prefix that is held for another server, if there is one."""
@@ -75,7 +74,7 @@ class ArrivingTransfers:
         self._cache = cache
         self._scheduler = scheduler
         self._executor = executor
-        self._call_loop = call_loop
+        self._inbox = inbox
         self._arrivals: dict[int, Arrival] = {}
         self._line: deque[Arrival] = deque()
         self._fetching = Counter[str]()  # by tenant
@@ -199,11 +198,11 @@ class ArrivingTransfers:
         except Exception as reason:
             log.exception("kv transfer: a fetch broke")
             error = TransferError("error", str(reason))
-        self._call_loop(partial(self._end, arrival, error))
+        self._inbox.post(partial(self._end, arrival, error))
 
     def wait_for(self, arrival: Arrival, question: Callable[[], None]) -> None:
         """Have the step loop do it. Raises `TransferError` where the sequence is gone."""
-        done = self._call_loop(question)
+        done = self._inbox.call(question)
         while not arrival.fetch.cancelled:
             try:
                 done.result(1.0)

@@ -4,19 +4,20 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from ... import __version__
 from ...core.errors import InvalidArgument
 from ...kvcache.directory_tier import DirectoryTier
 from ...kvcache.manager import KVCacheManager
 from ...processes.private_directory import make_private_directory
-from ..checkpoint.fingerprint import content_fingerprint
+from ...scheduler.scheduler import Scheduler
 from ..config import DIRECTORY_BYTES, EngineConfig
 from ..worker.executor import Capacity, Executor
 from ..worker.image_files import ImageDirectorySettings
+from .cache_events import CacheEventRecorder
+from .cache_facts import cache_facts
 from .cache_sizes import CacheSizes
-from .step_loop import EngineCore
+from .inbox import Inbox
+from .prefix_fetches import PrefixFetches
 
 _LANDING_BYTES = 1 << 30
 """Images that are on their way, or have landed, have so many bytes of the host's memory at most, and half of what the
@@ -57,44 +58,25 @@ def landing_sizes(config: EngineConfig, capacity: Capacity, sizes: CacheSizes) -
     return Landing(max(blocks, 1), min(max(states, 1), max(sizes.snapshots // 2, 1)) if sizes.snapshots else 0)
 
 
-def cache_fingerprint(config: EngineConfig, capacity: Capacity, image_layout: str) -> bytes:
-    """What an engine's images mean something to: engines of equal fingerprints compute the same into the same bytes,
-    whatever machine they are on.
-
-    Raises:
-        CharoniaError, OSError: the checkpoint cannot be read.
-    """
-    cache, parallel, drafts = config.cache, config.parallel, config.speculation
-    is_fake = config.executor == "fake"
-    facts = (
-        __version__,
-        config.model if is_fake else content_fingerprint(config.model).hex(),
-        config.dtype,
-        config.quantization,
-        cache.dtype,
-        cache.block_size,
-        capacity.groups._replace(in_flight=0),
-        capacity.max_model_len,
-        capacity.on_gpu,
-        (parallel.tensor, parallel.pipeline, parallel.layers, parallel.whole_experts),
-        (drafts.method, Path(drafts.model).name) if drafts is not None and drafts.computes else "",
-        msgspec.structs.astuple(config.fake) if is_fake else "",
-        image_layout,
-    )
-    return sha256(repr(facts).encode()).digest()
-
-
 def open_cache_directory(
-    config: EngineConfig, capacity: Capacity, executor: Executor, cache: KVCacheManager, core: EngineCore
-) -> None:
-    """Let the core exchange images with the configured directory, if there is one.
+    config: EngineConfig,
+    capacity: Capacity,
+    executor: Executor,
+    cache: KVCacheManager,
+    scheduler: Scheduler,
+    inbox: Inbox,
+    events: CacheEventRecorder | None,
+) -> PrefixFetches | None:
+    """What exchanges images with the configured directory, if there is one: from now on the cache notes what is to be
+    written.
 
     Raises:
         InvalidArgument: it has no room for one image.
+        CharoniaError, OSError: the checkpoint cannot be read.
     """
     own = config.cache
     if not own.directory or not cache.prefix_caching:
-        return
+        return None
     most = DIRECTORY_BYTES if own.directory_bytes is None else own.directory_bytes
     for size, what in (
         (capacity.block_bytes, f"a block of {own.block_size} tokens"),
@@ -103,8 +85,10 @@ def open_cache_directory(
         if size >= most:
             message = f"{what} takes {size} bytes, and kv_cache_dir_bytes is {most}"
             raise InvalidArgument(message, field="kv_cache_dir_bytes")
-    fingerprint = cache_fingerprint(config, capacity, " | ".join(of_rank.layout for of_rank in executor.image_layouts))
+    fingerprint = sha256(repr((__version__, cache_facts(config, capacity, executor))).encode()).digest()
     settings = ImageDirectorySettings(str(Path(own.directory).expanduser()), most, fingerprint)
     ranks = config.parallel.world
     shares = [settings.share(rank, ranks) for rank in range(ranks)]
-    core.open_directory(DirectoryTier(cache), executor.open_directory(settings), shares)
+    mover = executor.open_directory(settings)
+    on_written = None if events is None else events.written
+    return PrefixFetches(DirectoryTier(cache), mover, shares, inbox.post, scheduler.prompt_seconds, on_written)

@@ -3,9 +3,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ...kvcache.block_table import NO_BLOCK
 from ...kvcache.held_prefixes import HeldPrefix, HeldPrefixes
@@ -14,14 +13,9 @@ from ..transfer.prefix_server import OfferedPrefix, PrefixServer
 from ..transfer.wire import TransferError
 from ..transfer_config import KVTransferConfig
 from ..worker.executor import CachePlaces, Executor
+from .inbox import Inbox
 
 R = TypeVar("R")
-
-
-class CallLoop(Protocol):
-    """Has a function called by the step loop's thread, between steps."""
-
-    def __call__(self, function: Callable[[], R], /) -> Future[R]: ...
 
 
 class HeldTransfers:
@@ -34,14 +28,14 @@ class HeldTransfers:
         fingerprint: Mapping[str, str],
         cache: KVCacheManager,
         executor: Executor,
-        call_loop: CallLoop,
+        inbox: Inbox,
         clock: Callable[[], float],
     ) -> None:
         """Raises `InvalidArgument` where the address is not to be had."""
         self._limits = config.limits
         self._cache = cache
         self._executor = executor
-        self._call_loop = call_loop
+        self._inbox = inbox
         self._clock = clock
         most_states = 0 if cache.states is None else max(int(cache.states.size * config.limits.hold_fraction), 1)
         self.prefixes = HeldPrefixes(cache, int(cache.blocks * config.limits.hold_fraction), most_states)
@@ -102,10 +96,10 @@ class HeldTransfers:
         return self._ask(partial(self._take_state, handle))()
 
     def sent(self, handle: str, size: int, whole: bool) -> None:
-        self._call_loop(partial(self._settle, handle, size, whole))
+        self._inbox.post(partial(self._settle, handle, size, whole))
 
     def _ask(self, question: Callable[[], R]) -> R:
-        answer = self._call_loop(question)
+        answer = self._inbox.call(question)
         try:
             return answer.result(self._limits.timeout_seconds + 50)
         except TimeoutError as error:

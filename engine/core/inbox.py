@@ -5,7 +5,7 @@ Knows nothing of steps or sockets, and of the running sequences only whether the
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -57,9 +57,13 @@ class LoopCall(NamedTuple):
     """Something that another thread wants done between steps."""
 
     function: Callable[[], Any]
-    done: Future[Any]
+    done: Future[Any] | None = None
+    """Gets the outcome. None: nobody waits for it, and an error ends the loop."""
 
     def run(self) -> None:
+        if self.done is None:
+            self.function()
+            return
         if not self.done.set_running_or_notify_cancel():
             return
         try:
@@ -68,21 +72,6 @@ class LoopCall(NamedTuple):
             self.done.set_exception(error)
 
 
-class PrefixLookedUp(NamedTuple):
-    """The keys of a request's prefix that the directory has for every rank."""
-
-    key: int
-    present: frozenset[bytes]
-
-
-class ImagesCame(NamedTuple):
-    """The outcome of a fetch from the directory: which of its images have landed."""
-
-    number: int
-    arrived: Sequence[bool]
-
-
-FetchReply: TypeAlias = PrefixLookedUp | ImagesCame
 InboxItem: TypeAlias = (
     LoopCall
     | NewRequest
@@ -92,7 +81,6 @@ InboxItem: TypeAlias = (
     | LoadAdapter
     | UnloadAdapter
     | AdapterReply
-    | FetchReply
     | Shutdown
     | BaseException
 )
@@ -166,15 +154,19 @@ class Inbox:
         """Let the loop end with this error."""
         self._queue.put(error)
 
-    def reply(self, outcome: AdapterReply | FetchReply) -> None:
-        """Give the loop the outcome of loading an adapter, or of what was wanted of a directory."""
+    def reply(self, outcome: AdapterReply) -> None:
+        """Give the loop the outcome of loading an adapter."""
         self._queue.put(outcome)
 
     def call(self, function: Callable[[], R], /) -> Future[R]:
-        """Have the loop's thread call it between steps."""
+        """Have the loop's thread call it between steps; its outcome."""
         done: Future[R] = Future()
         self._queue.put(LoopCall(function, done))
         return done
+
+    def post(self, function: Callable[[], object], /) -> None:
+        """Have the loop's thread call it between steps. An error ends the loop."""
+        self._queue.put(LoopCall(function))
 
     def take_all(self, busy: bool, patience: float = IDLE_SECONDS) -> list[InboxItem]:
         """All messages. Unless the loop is `busy`, it waits for the first, `patience` or IDLE_SECONDS at most."""

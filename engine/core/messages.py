@@ -136,8 +136,8 @@ class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
     """Blocks that are kept for them, and that no sequence holds."""
     held_blocks: int = 0
     """Blocks that are held for other servers."""
-    arriving: int = 0
-    """Sequences that wait for another server's blocks."""
+    awaiting_prefix: dict[str, int] = {}
+    """Sequences that wait for what their prompts begin with, by the name of the `PrefixOrigin`."""
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True):

@@ -6,7 +6,7 @@ Lives in the step loop's thread; files are touched by others.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +19,10 @@ from ...kvcache.directory_tier import DirectoryTier, WantedPrefix
 from ...kvcache.image_directory import ImageDirectory
 from ...kvcache.landed_images import ImagePlace
 from ...processes.daemon_threads import DaemonThreads
+from ...scheduler.plan import StepUpdates
 from ...scheduler.sequence import SequenceSpec
 from ..worker.image_files import ImageMover
-from .inbox import FetchReply, ImagesCame, NewRequest, PrefixLookedUp
+from .inbox import NewRequest
 
 LOOKUP_SECONDS = 0.5
 """How long a request waits to know what there is for it. While a lookup takes longer, others do not wait for theirs."""
@@ -75,24 +76,29 @@ class _Fetch(NamedTuple):
 
 
 class PrefixFetches:
-    """Requests and images on their way. `shares`: the directory's part of each rank. `reply`: gives the loop what
-    threads find, from any of them. `prompt_seconds`: what a prompt's tokens take to compute after so many."""
+    """A `PrefixOrigin`: requests and images on their way. `shares`: the directory's part of each rank. `post`: has the
+    loop call what threads find, from any of them. `prompt_seconds`: what a prompt's tokens take to compute after so
+    many. `on_written` is told the key of what is given to be written."""
+
+    name = "directory"
+    holds_blocks = False
+    held_blocks = 0
 
     def __init__(
         self,
         tier: DirectoryTier,
         mover: ImageMover,
         shares: Sequence[ImageDirectory],
-        reply: Callable[[FetchReply], None],
+        post: Callable[[Callable[[], None]], None],
         prompt_seconds: Callable[[int, int], float],
+        on_written: Callable[[bytes], None] | None = None,
     ) -> None:
         self._tier = tier
         self._mover = mover
         self._shares = shares
-        self._reply = reply
+        self._post = post
         self._prompt_seconds = prompt_seconds
-        self.written: Callable[[bytes], None] | None = None
-        """Told the key of what is given to be written."""
+        self._on_written = on_written
         self._pace = FetchPace()
         self._lookups = DaemonThreads("prefix-lookup", 1)
         self._waiting: dict[int, _WaitingRequest] = {}
@@ -105,8 +111,8 @@ class PrefixFetches:
         self._waited_seconds = 0.0
         self.decisions = Counter(dict.fromkeys(FetchDecision, 0))
 
-    def __len__(self) -> int:
-        """Requests that wait."""
+    @property
+    def waiting(self) -> int:
         return len(self._waiting)
 
     @property
@@ -114,16 +120,15 @@ class PrefixFetches:
         """Fetches whose outcome is not known."""
         return len(self._fetches)
 
-    def defer(self, request: NewRequest) -> bool:
-        """Whether this request waits for what the directory has; if so, `take_ready` returns it later, once."""
-        spec, now = request.spec, time.monotonic()
+    def take(self, new: NewRequest) -> bool:
+        spec, now = new.spec, time.monotonic()
         if spec.sampling.prompt_logprobs is not None or spec.key in self._waiting:
             return False
         hashes = self._tier.lacking(tuple(spec.hashes), len(spec.prompt))
         if not hashes or any(now - began > LOOKUP_SECONDS for began in self._unanswered.values()):
             return False
         self._unanswered[spec.key] = now
-        self._waiting[spec.key] = _WaitingRequest(request, now, now + LOOKUP_SECONDS)
+        self._waiting[spec.key] = _WaitingRequest(new, now, now + LOOKUP_SECONDS)
         self._lookups.start(partial(self._look_up, spec.key, hashes))
         return True
 
@@ -136,27 +141,24 @@ class PrefixFetches:
                     break
                 present.update(needed, filter(self._is_there, others))
         finally:
-            self._reply(PrefixLookedUp(key, frozenset(present)))
+            self._post(partial(self._finish_lookup, key, present))
 
     def _is_there(self, key: bytes) -> bool:
         return all(key in share for share in self._shares)
 
-    def finish(self, reply: FetchReply) -> None:
-        """Take in what a thread has found."""
-        if isinstance(reply, ImagesCame):
-            self._finish_fetch(reply)
-            return
-        self._unanswered.pop(reply.key, None)
-        waiting = self._waiting.get(reply.key)
+    def _finish_lookup(self, key: int, present: Set[bytes]) -> None:
+        """`present`: the keys of the request's prefix that the directory has for every rank."""
+        self._unanswered.pop(key, None)
+        waiting = self._waiting.get(key)
         if waiting is None or waiting.looked_up:
             return
         waiting.looked_up = True
         spec = waiting.request.spec
-        wanted = self._tier.wanted(tuple(spec.hashes), len(spec.prompt), reply.present)
+        wanted = self._tier.wanted(tuple(spec.hashes), len(spec.prompt), present)
         if wanted.tokens and self._is_worth(wanted):
             self._fetch(spec, waiting, wanted)
         else:
-            self._let_go(spec.key)
+            self._let_go(key)
 
     def _is_worth(self, wanted: WantedPrefix) -> bool:
         now = time.monotonic()
@@ -190,19 +192,20 @@ class PrefixFetches:
             arrived = fetched.result()
         except CancelledError:  # the ranks end
             arrived = [False] * images
-        self._reply(ImagesCame(number, arrived))
+        self._post(partial(self._finish_fetch, number, arrived))
 
-    def _finish_fetch(self, reply: ImagesCame) -> None:
-        fetch = self._fetches.pop(reply.number)
+    def _finish_fetch(self, number: int, arrived: Sequence[bool]) -> None:
+        """`arrived`: which of its images have landed."""
+        fetch = self._fetches.pop(number)
         for image in fetch.images:
             del self._fetch_of[image]
-        self._tier.settle(fetch.images, reply.arrived)
-        if came := sum(reply.arrived):
+        self._tier.settle(fetch.images, arrived)
+        if came := sum(arrived):
             self._pace.observe(came, time.monotonic() - fetch.began)
         for key in fetch.waiting:
             waiting = self._waiting.get(key)
             if waiting is not None:
-                waiting.fetches.discard(reply.number)
+                waiting.fetches.discard(number)
                 if not waiting.fetches:
                     self.decisions[FetchDecision.FETCHED] += 1
                     self._let_go(key)
@@ -212,8 +215,8 @@ class PrefixFetches:
         self._waited_seconds += time.monotonic() - waiting.since
         self._ready[key] = waiting.request
 
-    def take_ready(self) -> list[NewRequest]:
-        """The requests that wait no longer, some because their patience is over."""
+    def turn(self) -> list[NewRequest]:
+        self._exchange()
         if self._waiting:
             now = time.monotonic()
             for key in [key for key, waiting in self._waiting.items() if waiting.deadline <= now]:
@@ -225,28 +228,35 @@ class PrefixFetches:
         return ready
 
     def patience(self) -> float:
-        """Seconds until a request's patience is over."""
         deadline = min((waiting.deadline for waiting in self._waiting.values()), default=inf)
         return max(deadline - time.monotonic(), 0.0)
 
-    def release(self, keys: Iterable[int]) -> None:
-        """These requests have begun, or ended: nothing waits for them any more."""
+    def on_updates(self, updates: StepUpdates) -> None:
+        self.discard([key for key, _ in updates.started])
+        self._exchange()
+
+    def discard(self, keys: Iterable[int]) -> None:
+        """These requests have begun, or ended."""
         for key in keys:
             self._waiting.pop(key, None)
             self._ready.pop(key, None)
             if held := self._held.pop(key, None):
                 self._tier.release(held)
 
-    def exchange(self) -> None:
-        """Write what became findable since the last call, and drop what nobody wants; called before a plan is made."""
+    def _exchange(self) -> None:
+        """Write what became findable since the last call, which the next plan may overwrite, and drop what nobody
+        wants."""
         if unwritten := self._tier.take_unwritten():
             self._mover.store(unwritten)
-            if self.written is not None:
+            if self._on_written is not None:
                 for image in unwritten:
-                    self.written(image.key)
+                    self._on_written(image.key)
         dropped = self._tier.take_dropped()
         if any(dropped):
             self._mover.drop(dropped)
+
+    def make_room(self) -> bool:
+        return False
 
     def totals(self) -> dict[str, float]:
         """See `EngineTotals.directory`."""
@@ -254,7 +264,6 @@ class PrefixFetches:
         return self._mover.totals.by_name() | decisions | {"waited_seconds": self._waited_seconds}
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` where an image, or a request, is lost."""
         self._tier.check_integrity(image for held in self._held.values() for image in held)
         on_their_way = {image: number for number, fetch in self._fetches.items() for image in fetch.images}
         assert on_their_way == self._fetch_of

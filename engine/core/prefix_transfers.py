@@ -1,50 +1,50 @@
 """The transfer of computed prompts between servers, as the step loop sees it: what it holds for others, and what comes
 from them."""
 
+import math
 import uuid
-from collections.abc import Callable, Iterable
-from hashlib import sha256
+from collections.abc import Callable, Collection, Mapping
 
-from ...core.errors import shorten
 from ...core.kv_transfer import TransferAddress
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import StepUpdates
 from ...scheduler.scheduler import Scheduler
-from ..checkpoint.fingerprint import content_fingerprint
 from ..config import EngineConfig
 from ..worker.executor import Executor
 from .arriving_transfers import ArrivingTransfers
-from .held_transfers import CallLoop, HeldTransfers
-from .inbox import NewRequest
+from .held_transfers import HeldTransfers
+from .inbox import Inbox, NewRequest
 from .messages import RequestRejected
 
 
 class PrefixTransfers:
-    """For the step loop's thread.
+    """A `PrefixOrigin`. `facts`: what servers compare first, `cache_facts`.
 
     Raises:
         InvalidArgument: the configured address is not to be had.
     """
 
+    name = "transfers"
+    holds_blocks = True
+
     def __init__(
         self,
         config: EngineConfig,
+        facts: Mapping[str, str],
         scheduler: Scheduler,
         cache: KVCacheManager,
         executor: Executor,
-        call_loop: CallLoop,
+        inbox: Inbox,
         clock: Callable[[], float],
     ) -> None:
         transfer = config.kv_transfer
         assert transfer is not None
-        fingerprint = transfer_fingerprint(config, executor, scheduler.config.max_model_len)
         self._block_size = cache.block_size
         self.held: HeldTransfers | None = None
         self.arriving: ArrivingTransfers | None = None
         self.address: TransferAddress | None = None
         if transfer.produces:
-            parts = cache, executor, call_loop
-            self.held = HeldTransfers(transfer, config.replica, fingerprint, *parts, clock)
+            self.held = HeldTransfers(transfer, config.replica, facts, cache, executor, inbox, clock)
             engine_id = transfer.engine_id or str(uuid.uuid4())
             name = f"{engine_id}_dp{config.replica}" if config.data_parallel_size > 1 else engine_id
             host = transfer.limits.advertised_host or transfer.kv_ip
@@ -52,12 +52,11 @@ class PrefixTransfers:
         if transfer.consumes:
             make_room = None if self.held is None else self.held.make_room
             self.arriving = ArrivingTransfers(
-                transfer, fingerprint, cache, scheduler, executor, call_loop, make_room or (lambda: False)
+                transfer, facts, cache, scheduler, executor, inbox, make_room or (lambda: False)
             )
 
     def take(self, new: NewRequest) -> bool:
-        """Whether a new sequence waits for another server's blocks; one whose own are wanted is noted. Raises
-        `InvalidArgument` if it can never run."""
+        """One whose own blocks are wanted is noted."""
         if new.handle and self.held is not None:
             blocks = (len(new.spec.prompt) - 1) // self._block_size
             self.held.hold_at_end(new.spec.key, new.handle, list(new.spec.hashes)[:blocks])
@@ -66,8 +65,10 @@ class PrefixTransfers:
         self.arriving.add(new, new.remote)
         return True
 
+    def patience(self) -> float:
+        return math.inf
+
     def turn(self) -> list[NewRequest | RequestRejected]:
-        """What is due before a step; sequences that wait no more, and those that are refused."""
         if self.held is not None:
             self.held.expire()
         if self.arriving is None:
@@ -76,15 +77,12 @@ class PrefixTransfers:
         return self.arriving.take_ready()
 
     def on_updates(self, updates: StepUpdates) -> None:
-        """A step's result has been applied."""
         if self.arriving is not None:
             self.arriving.on_started(key for key, _ in updates.started)
         if self.held is not None:
             self.held.on_finished(updates.finished)
 
-    def discard(self, keys: Iterable[int]) -> None:
-        """These sequences are gone."""
-        keys = list(keys)
+    def discard(self, keys: Collection[int]) -> None:
         if self.held is not None:
             self.held.discard(keys)
         if self.arriving is not None:
@@ -92,12 +90,10 @@ class PrefixTransfers:
 
     @property
     def held_blocks(self) -> int:
-        """Blocks that are held for other servers."""
         return 0 if self.held is None else self.held.prefixes.blocks
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for another server's blocks."""
         return 0 if self.arriving is None else self.arriving.waiting
 
     def totals(self) -> dict[str, float]:
@@ -113,31 +109,15 @@ class PrefixTransfers:
         return totals
 
     def make_room(self) -> bool:
-        """Give something up that no sequence has, because none can run. False: there is nothing."""
         if self.arriving is not None and self.arriving.make_room():
             return True
         return self.held is not None and self.held.make_room()
+
+    def check_integrity(self) -> None:
+        pass  # tables that it holds are counted by the cache
 
     def close(self) -> None:
         if self.held is not None:
             self.held.close()
         if self.arriving is not None:
             self.arriving.close()
-
-
-def transfer_fingerprint(config: EngineConfig, executor: Executor, max_model_len: int) -> dict[str, str]:
-    """By name, what must be equal in two servers for the bytes of one's cache to mean the same in the other. Raises as
-    `content_fingerprint`."""
-    parallel = config.parallel
-    model = config.model if config.executor == "fake" else content_fingerprint(config.model).hex()
-    return {
-        "model": model,
-        "dtype": config.dtype,
-        "quantization": config.quantization,
-        "kv_cache_dtype": config.cache.dtype,
-        "max_model_len": str(max_model_len),
-        "block_size": str(config.cache.block_size),
-        "ranks": f"tensor {parallel.tensor}, pipeline {parallel.pipeline} {parallel.layers}, {parallel.whole_experts}",
-        "layout": shorten(" | ".join(of_rank.layout for of_rank in executor.image_layouts), 512),
-        "layouts": sha256(repr(executor.image_layouts).encode()).hexdigest(),
-    }

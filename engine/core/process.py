@@ -38,6 +38,7 @@ from ..parallel.ranks_executor import RanksExecutor, StartRanks
 from ..worker.executor import Capacity, Executor
 from .cache_directory import check_cache_directory, landing_sizes, open_cache_directory
 from .cache_events import CacheEventEncoder, CacheEventRecorder, group_kinds
+from .cache_facts import cache_facts
 from .cache_sizes import resolve_cache_sizes, retention_budget
 from .drafters import build_drafter
 from .event_publisher import EventPublisher
@@ -169,9 +170,14 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     progress.report("warm-up", 0.0)
     core.warm_up()
     progress.report("warm-up", 1.0)
-    open_cache_directory(config, capacity, executor, cache, core)
+    if (fetches := open_cache_directory(config, capacity, executor, cache, scheduler, core.inbox, events)) is not None:
+        core.prefix_origins.append(fetches)
+    address = None
     if config.kv_transfer is not None:
-        core.transfers = PrefixTransfers(config, scheduler, cache, executor, core.inbox.call, time.monotonic)
+        facts = cache_facts(config, capacity, executor)
+        transfers = PrefixTransfers(config, facts, scheduler, cache, executor, core.inbox, time.monotonic)
+        core.prefix_origins.append(transfers)
+        address = transfers.address
     if config.warm_up_graphs:
         executor.capture_usual_steps(progress.report)
     gc_tuning.collect_and_freeze(frozen_too=False)
@@ -191,7 +197,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
         capacity.splits,
         0 if source is None else source.rows,
         0 if source is None else source.vocab_size,
-        None if core.transfers is None else core.transfers.address,
+        address,
     )
 
 

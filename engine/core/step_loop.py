@@ -6,7 +6,7 @@ Knows nothing of text, of tensors, or of how messages travel.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,21 +16,18 @@ import numpy as np
 from ...core.errors import InvalidArgument, SentError
 from ...core.logprobs import Logprobs
 from ...core.metrics import EngineTotals
-from ...kvcache.directory_tier import DirectoryTier
-from ...kvcache.image_directory import ImageDirectory
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceSpec
 from ..checkpoint.encoder_shape import EncoderShape, check_encoded
 from ..worker.executor import Executor, StepFuture
-from ..worker.image_files import ImageMover
 from .adapters import CoreAdapters
 from .cache_events import CacheEventRecorder
 from .constraints import ConstrainedSequences
 from .deadlines import Deadlines
 from .grammar_pool import NO_GRAMMARS, GrammarPool
-from .inbox import ImagesCame, Inbox, LoopCall, NewRequest, PrefixLookedUp
+from .inbox import IDLE_SECONDS, Inbox, LoopCall, NewRequest
 from .messages import (
     NO_STEP,
     AbortRequests,
@@ -46,8 +43,7 @@ from .messages import (
     StepStats,
     UnloadAdapter,
 )
-from .prefix_fetches import PrefixFetches
-from .prefix_transfers import PrefixTransfers
+from .prefix_origins import PrefixOrigin
 
 _LAST_STEP_WEIGHT = 0.1
 """Weight of the last step in the moving average of step times."""
@@ -87,8 +83,8 @@ class EngineCore:
         events: CacheEventRecorder | None = None,
         encoder: EncoderShape | None = None,
     ) -> None:
-        self.transfers: PrefixTransfers | None = None
-        """What other servers computed, or fetch; set once the cache is allocated."""
+        self.prefix_origins: list[PrefixOrigin] = []
+        """What a new request may wait for, one after the other; filled before the loop runs."""
         self.inbox = Inbox(cache, clock, grammars)
         self._adapters = CoreAdapters(executor, self.inbox.reply, scheduler.uses_adapter)
         self._grammars = grammars
@@ -102,7 +98,6 @@ class EngineCore:
         self._cache = cache
         self._executor = executor
         self._clock = clock
-        self._fetches: PrefixFetches | None = None
         self._below_threshold: list[tuple[int, int]] = []  # requests that end unbegun, and what is cached of them
         self._deadlines = Deadlines()
         self._launched: deque[LaunchedStep] = deque()
@@ -113,20 +108,12 @@ class EngineCore:
         self._stopping = False
         self._stuck = False  # sequences wait, and none can run before something comes
 
-    def open_directory(self, tier: DirectoryTier, mover: ImageMover, shares: Sequence[ImageDirectory]) -> None:
-        """Keep what is computed in a directory, and begin with what it has; called before the loop runs."""
-        self._fetches = PrefixFetches(tier, mover, shares, self.inbox.reply, self._scheduler.prompt_seconds)
-        if self._events is not None:
-            self._fetches.written = self._events.written
-
     def close(self) -> None:
         """Compile no more grammars, and publish what is left."""
-        if self._fetches is not None:
-            self._fetches.close()
         if self._grammars is not None:
             self._grammars.close()
-        if self.transfers is not None:
-            self.transfers.close()
+        for origin in self.prefix_origins:
+            origin.close()
         if self._events is not None:
             self._events.publisher.close()
 
@@ -177,8 +164,6 @@ class EngineCore:
             for rejected in self._failed:
                 send(rejected)
             self._failed.clear()
-            if self._fetches is not None:
-                self._fetches.exchange()
             send(self._message(updates, expired, stats))
             if self._events is not None:
                 self._events.flush()
@@ -187,27 +172,23 @@ class EngineCore:
         """Take the inbox's messages. An idle loop also prepares later steps, and checks its integrity once after each
         busy time."""
         busy = self._scheduler.has_work and not self._stuck
-        fetches = self._fetches
-        items = self.inbox.take_all(busy) if fetches is None else self.inbox.take_all(busy, fetches.patience())
+        patience = min((origin.patience() for origin in self.prefix_origins), default=IDLE_SECONDS)
+        items = self.inbox.take_all(busy, patience)
         if not (busy or items):
             self._executor.use_idle_time()
             if self._grammars is not None:
                 self._grammars.prepare()  # in a thread, which would compete with the first answers
             if not self._integrity_checked:
                 self._scheduler.check_integrity()
-                if fetches is not None:
-                    fetches.check_integrity()
+                for origin in self.prefix_origins:
+                    origin.check_integrity()
                 self._integrity_checked = True
         for item in items:
             match item:
                 case NewRequest():
                     if item.deadline is not None:
                         self._deadlines.set(item.spec.key, item.deadline)
-                    if fetches is None or not fetches.defer(item):
-                        self._add(item, send)
-                case PrefixLookedUp() | ImagesCame():
-                    assert fetches is not None, "a directory answers, and there is none"
-                    fetches.finish(item)
+                    self._begin(item, self.prefix_origins, send)
                 case LoopCall():
                     item.run()
                 case RequestRejected():
@@ -227,44 +208,47 @@ class EngineCore:
                     self._stopping = True
                 case BaseException():
                     raise item
-        for request in () if fetches is None else fetches.take_ready():
-            self._add(request, send)
         self._adapters.forget_unused()
-        for ready in self.transfers.turn() if self.transfers is not None else ():
-            if isinstance(ready, NewRequest):
-                self._add(ready._replace(remote=None), send)
-            else:
-                self._forget([ready.key])
-                send(ready)
+        for number, origin in enumerate(self.prefix_origins, 1):
+            for ready in origin.turn():
+                if isinstance(ready, NewRequest):
+                    self._begin(ready, self.prefix_origins[number:], send)
+                else:
+                    self._forget([ready.key])
+                    send(ready)
 
-    def _add(self, request: NewRequest, send: Callable[[FromCore], None]) -> None:
-        """Give the request to the scheduler; or let it wait for what another server computed of it; or end it, if too
-        little of its prompt is cached, or it can never run."""
-        spec = request.spec
+    def _begin(self, request: NewRequest, origins: Iterable[PrefixOrigin], send: Callable[[FromCore], None]) -> None:
+        """Let the request wait for one of these origins, or give it to the scheduler; refuse what can never run."""
         try:
-            if spec.adapter and spec.adapter not in self._adapters:
-                raise InvalidArgument("the adapter is not loaded", field="lora_name")
-            check_encoded(spec.encoded, self._encoder)
-            if self.transfers is not None and self.transfers.take(request):
-                return
-            threshold = spec.cache_hit_threshold
-            if threshold is None:  # a decoder of what was encoded begins with a few tokens, which no cache has
-                threshold = 0.0 if spec.encoded is not None else self._scheduler.config.cache_hit_threshold
-            if threshold:
-                cached = self._cache.found_tokens(spec.hashes, len(spec.prompt))
-                if cached < threshold * len(spec.prompt):
-                    self._below_threshold.append((spec.key, cached))
-                    self._forget([spec.key])
-                    return
-            self._scheduler.add(spec, self._clock() - request.arrived)
-            if request.constraint is not None:
-                self._constraints.add(spec.key, request.constraint)
+            if not any(origin.take(request) for origin in origins):
+                self._add(request)
         except InvalidArgument as error:
-            self._forget([spec.key])
+            key = request.spec.key
+            self._forget([key])
             refusal = SentError.of(error)
             if error.field is not None and error.field not in error.message:
                 refusal = msgspec.structs.replace(refusal, message=f"{error.field}: {error.message}")
-            send(RequestRejected(spec.key, refusal))
+            send(RequestRejected(key, refusal))
+
+    def _add(self, request: NewRequest) -> None:
+        """Give the request to the scheduler, or end it, if too little of its prompt is cached. Raises `InvalidArgument`
+        if it can never run."""
+        spec = request.spec
+        if spec.adapter and spec.adapter not in self._adapters:
+            raise InvalidArgument("the adapter is not loaded", field="lora_name")
+        check_encoded(spec.encoded, self._encoder)
+        threshold = spec.cache_hit_threshold
+        if threshold is None:  # a decoder of what was encoded begins with a few tokens, which no cache has
+            threshold = 0.0 if spec.encoded is not None else self._scheduler.config.cache_hit_threshold
+        if threshold:
+            cached = self._cache.found_tokens(spec.hashes, len(spec.prompt))
+            if cached < threshold * len(spec.prompt):
+                self._below_threshold.append((spec.key, cached))
+                self._forget([spec.key])
+                return
+        self._scheduler.add(spec, self._clock() - request.arrived)
+        if request.constraint is not None:
+            self._constraints.add(spec.key, request.constraint)
 
     def _launch(self) -> None:
         """Execute all plans that may be scheduled before the next result is known."""
@@ -273,8 +257,9 @@ class EngineCore:
             plan, masks = self._constraints.mask_plan(plan, self._scheduler.constrained_rows)
             self._launched.append(LaunchedStep(plan, self._executor.execute(plan, masks), launched_at))
             self._integrity_checked = False
-        self._stuck = self.transfers is not None and not self._launched and self._scheduler.waiting > 0
-        if self._stuck and self.transfers is not None and self.transfers.make_room():
+        holding = [origin for origin in self.prefix_origins if origin.holds_blocks]
+        self._stuck = bool(holding) and not self._launched and self._scheduler.waiting > 0
+        if self._stuck and any(origin.make_room() for origin in holding):
             self._stuck = False
 
     def _land(self) -> StepUpdates:
@@ -289,11 +274,9 @@ class EngineCore:
             self._failed += failed
             self._abort([rejected.key for rejected in failed])
         updates = self._scheduler.apply(result, self._landed_at - began, forced, began - ended_before)
-        if self.transfers is not None:
-            self.transfers.on_updates(updates)
+        for origin in self.prefix_origins:
+            origin.on_updates(updates)
         self._forget([key for key, _ in updates.finished])
-        if self._fetches is not None:
-            self._fetches.release(key for key, _ in updates.started)
         return updates
 
     def _abort(self, keys: Sequence[int]) -> None:
@@ -303,12 +286,10 @@ class EngineCore:
     def _forget(self, keys: Sequence[int]) -> None:
         """What is kept of requests beside the scheduler goes: they have ended."""
         self._constraints.discard(keys)
-        if self.transfers is not None and keys:
-            self.transfers.discard(keys)
         for key in keys:
             self._deadlines.discard(key)
-        if self._fetches is not None:
-            self._fetches.release(keys)
+        for origin in self.prefix_origins if keys else ():
+            origin.discard(keys)
 
     def _message(self, updates: StepUpdates, expired: list[int], stats: StepStats) -> RequestUpdates:
         """The updates, with the end of sequences whose deadline had passed before the step."""
@@ -323,12 +304,11 @@ class EngineCore:
         cache = self._cache
         kept = (0, 0) if cache.states is None else (len(cache.states), len(cache.states.host))
         retained = (0, 0) if cache.retention is None else (len(cache.retention), cache.retention.blocks)
-        waiting = scheduler.waiting + (0 if self._fetches is None else len(self._fetches))
-        arriving = held_blocks = 0
-        if self.transfers is not None:
-            held_blocks, arriving = self.transfers.held_blocks, self.transfers.waiting
-        state = scheduler.running, waiting + arriving, cache.free_blocks, self._step_seconds
-        load = EngineLoad(*state, *kept, *retained, held_blocks, arriving)
+        awaiting_prefix = {origin.name: origin.waiting for origin in self.prefix_origins}
+        waiting = scheduler.waiting + sum(awaiting_prefix.values())
+        held_blocks = sum(origin.held_blocks for origin in self.prefix_origins)
+        state = scheduler.running, waiting, cache.free_blocks, self._step_seconds
+        load = EngineLoad(*state, *kept, *retained, held_blocks, awaiting_prefix)
         return RequestUpdates(self._step, updates, load, stats, self._totals())
 
     def _totals(self) -> EngineTotals:
@@ -356,10 +336,9 @@ class EngineCore:
             drafters={} if speculation is None else speculation.copied_totals(),
             eager_steps=executor.eager_steps,
             failed_captures=executor.failed_captures,
-            directory={} if self._fetches is None else self._fetches.totals(),
             retention_refused=0 if retention is None else retention.refused_blocks,
             retention_displaced=0 if retention is None else retention.displaced,
             event_batches=0 if events is None else events.published,
             event_batches_dropped=0 if events is None else events.dropped,
-            transfers={} if self.transfers is None else self.transfers.totals(),
+            **{origin.name: origin.totals() for origin in self.prefix_origins},
         )

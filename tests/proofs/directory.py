@@ -9,6 +9,7 @@ that holds another sequence's tokens; files are read and written by the real thr
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from random import Random
@@ -19,7 +20,7 @@ import numpy as np
 from cyclopts import App
 
 from charonia.core.metrics import ImageTotals
-from charonia.engine.core.inbox import FetchReply, NewRequest
+from charonia.engine.core.inbox import NewRequest
 from charonia.engine.core.prefix_fetches import PrefixFetches
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeExecutor
@@ -82,7 +83,7 @@ class DirectoryServer:
         self._scheduler = Scheduler(rules, self._cache)
         settings = ImageDirectorySettings(str(root), BUDGET, bytes(32))
         self._images = self._executor.open_directory(settings)
-        self._replies: SimpleQueue[FetchReply] = SimpleQueue()
+        self._replies: SimpleQueue[Callable[[], None]] = SimpleQueue()
         shares = [settings.share(0, 1)]
         self._fetches = PrefixFetches(
             DirectoryTier(self._cache), self._images, shares, self._replies.put, lambda tokens, context: 1e6
@@ -100,24 +101,24 @@ class DirectoryServer:
         self._open[key] = prompt[-1], new
         self._answers[key] = []
         request = NewRequest(spec, None, 0.0)
-        if not self._fetches.defer(request):
+        if not self._fetches.take(request):
             self._scheduler.add(spec)
 
     def abort_one(self) -> None:
         if self._open:
             key = self._random.choice([*self._open])
             self._scheduler.abort([key])
-            self._fetches.release([key])
+            self._fetches.discard([key])
             del self._open[key], self._answers[key]
 
     def turn(self) -> None:
         """What the step loop does in one turn."""
         while True:
             try:
-                self._fetches.finish(self._replies.get_nowait())
+                self._replies.get_nowait()()
             except Empty:
                 break
-        for request in self._fetches.take_ready():
+        for request in self._fetches.turn():
             self._scheduler.add(request.spec)
         plan = self._scheduler.schedule()
         if plan is not None:
@@ -125,12 +126,11 @@ class DirectoryServer:
             tokens = iter(updates.tokens)
             for key, count in zip(updates.keys, updates.counts, strict=True):
                 self._answers[key] += [next(tokens) for _ in range(count)]
-            self._fetches.release(key for key, _ in updates.started)
+            self._fetches.on_updates(updates)
             for key, _ in updates.finished:
                 last, new = self._open.pop(key)
                 assert self._answers.pop(key) == [*range(last + 1, last + 1 + new)], "a wrong answer"
                 self.answered += 1
-        self._fetches.exchange()
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()

@@ -11,10 +11,11 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from charonia.engine.core.cache_directory import cache_fingerprint, check_cache_directory
+from charonia.engine.core.cache_directory import check_cache_directory
+from charonia.engine.core.cache_facts import cache_facts
 from charonia.engine.core.messages import AddRequest, FromCore, RequestUpdates, Shutdown
 from charonia.engine.core.process import build_executor, start_core
-from charonia.engine.worker.executor import Capacity
+from charonia.engine.worker.executor import Capacity, ImageLayout
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.sequence import SequenceSpec
@@ -102,23 +103,30 @@ def test_ranks_have_their_shares(checkpoint: Callable[..., Path], tmp_path: Path
 def test_a_fingerprint_is_of_what_is_computed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     base = config(checkpoint("llama"), "kv")
     capacity = Capacity(384, 256, 1, 1)
-    own = cache_fingerprint(base, capacity, "layout")
-    assert own == cache_fingerprint(msgspec.structs.replace(base, threads=2), capacity, "layout")
+
+    def facts(
+        config: EngineConfig = base, capacity: Capacity = capacity, layout: str = "layout"
+    ) -> frozenset[tuple[str, str]]:
+        executor: Any = SimpleNamespace(image_layouts=[ImageLayout(layout, 1, 1)])
+        return frozenset(cache_facts(config, capacity, executor).items())
+
+    own = facts()
+    assert own == facts(msgspec.structs.replace(base, threads=2))
     copy = tmp_path / "copy"
     copy.mkdir()
     for file in checkpoint("llama").iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     copied = msgspec.structs.replace(base, model=str(copy))
-    assert own == cache_fingerprint(copied, capacity, "layout")
+    assert own == facts(copied)
     weights = bytearray((copy / "model.safetensors").read_bytes())
     weights[4000] ^= 1
     (copy / "model.safetensors").write_bytes(weights)
     others = [
-        cache_fingerprint(copied, capacity, "layout"),
-        cache_fingerprint(base, capacity, "other"),
-        cache_fingerprint(msgspec.structs.replace(base, dtype="bfloat16"), capacity, "layout"),
-        cache_fingerprint(msgspec.structs.replace(base, parallel=ParallelConfig(tensor=2)), capacity, "layout"),
-        cache_fingerprint(base, capacity._replace(max_model_len=128), "layout"),
+        facts(copied),
+        facts(layout="other"),
+        facts(msgspec.structs.replace(base, dtype="bfloat16")),
+        facts(msgspec.structs.replace(base, parallel=ParallelConfig(tensor=2))),
+        facts(base, capacity._replace(max_model_len=128)),
     ]
     assert len({own, *others}) == 6
 

@@ -10,7 +10,7 @@ import pytest
 
 from charonia.core.metrics import ImageTotals
 from charonia.engine.core import prefix_fetches
-from charonia.engine.core.inbox import FetchReply, NewRequest
+from charonia.engine.core.inbox import NewRequest
 from charonia.engine.core.prefix_fetches import FetchPace, PrefixFetches
 from charonia.kvcache.directory_tier import DirectoryTier, DroppedImages
 from charonia.kvcache.image_directory import ImageDirectory, share_name
@@ -59,7 +59,7 @@ class Bench:
         for digest in self.hashes:
             share.write(digest, memoryview(b""))
         self.mover = SlowMover()
-        self.replies: list[FetchReply] = []
+        self.replies: list[Callable[[], None]] = []
         self.computing = computing
         tier = DirectoryTier(self.cache)
         self.fetches = PrefixFetches(
@@ -68,7 +68,7 @@ class Bench:
 
     def ask(self, key: int) -> bool:
         spec = SequenceSpec(key=key, prompt=PROMPT, max_tokens=1, hashes=self.hashes)
-        return self.fetches.defer(NewRequest(spec, None, 0.0))
+        return self.fetches.take(NewRequest(spec, None, 0.0))
 
     async def finish_lookups(self, count: int = 1) -> None:
         await until(lambda: len(self.replies) >= count)
@@ -76,12 +76,12 @@ class Bench:
 
     def finish(self) -> None:
         for reply in self.replies:
-            self.fetches.finish(reply)
+            reply()
         self.replies.clear()
 
     def ready(self) -> list[int]:
         self.fetches.check_integrity()
-        return [request.spec.key for request in self.fetches.take_ready()]
+        return [request.spec.key for request in self.fetches.turn()]
 
 
 MakeBench = Callable[..., Bench]
@@ -99,17 +99,17 @@ async def test_two_requests_wait_for_one_fetch(make_bench: MakeBench) -> None:
     await bench.finish_lookups(2)
     ((images, future),) = bench.mover.fetches
     assert [image.key for image in images] == bench.hashes
-    assert (bench.ready(), len(bench.fetches)) == ([], 2)
+    assert (bench.ready(), bench.fetches.waiting) == ([], 2)
     future.set_result([True] * 4)
     bench.finish()
     assert bench.ready() == [1, 2]
     assert bench.cache.found_tokens(bench.hashes, len(PROMPT)) == 16
     assert not bench.ask(3)  # there is nothing that it lacks
-    bench.fetches.release([1])
-    bench.fetches.exchange()
+    bench.fetches.discard([1])
+    bench.ready()
     assert bench.mover.dropped == []
-    bench.fetches.release([2])
-    bench.fetches.exchange()
+    bench.fetches.discard([2])
+    bench.ready()
     assert bench.mover.dropped == [image.number for image in images]
     assert bench.ready() == []
 
@@ -123,10 +123,10 @@ async def test_patience_is_as_long_as_computing_takes(make_bench: MakeBench) -> 
     assert bench.fetches.patience() == pytest.approx(0.1)
     bench.now = 3.0
     assert bench.ready() == [1]
-    bench.fetches.release([1])  # it begins as it is
+    bench.fetches.discard([1])  # it begins as it is
     bench.mover.fetches[0][1].set_result([True, True, False, False])
     bench.finish()
-    bench.fetches.exchange()
+    bench.ready()
     assert len(bench.mover.dropped) == 4
     assert bench.fetches.totals()["late"] == 1
     assert bench.cache.landed.room == 8
@@ -136,13 +136,13 @@ async def test_a_request_that_ends_while_it_waits_leaves_nothing(make_bench: Mak
     bench = make_bench()
     bench.ask(1)
     bench.ask(2)
-    bench.fetches.release([1])
+    bench.fetches.discard([1])
     await bench.finish_lookups(2)
-    bench.fetches.release([2])
+    bench.fetches.discard([2])
     bench.mover.fetches[0][1].cancel()
     bench.finish()
-    assert (bench.ready(), len(bench.fetches), bench.fetches.fetching) == ([], 0, 0)
-    bench.fetches.exchange()
+    assert (bench.ready(), bench.fetches.waiting, bench.fetches.fetching) == ([], 0, 0)
+    bench.ready()
     assert len(bench.mover.dropped) == 4
 
 
@@ -152,9 +152,9 @@ async def test_a_request_that_ends_when_its_wait_is_over_does_not_begin(make_ben
     await bench.finish_lookups()
     bench.mover.fetches[0][1].set_result([True] * 4)
     bench.finish()
-    bench.fetches.release([1])  # in the same turn
+    bench.fetches.discard([1])  # in the same turn
     assert bench.ready() == []
-    bench.fetches.exchange()
+    bench.ready()
     assert len(bench.mover.dropped) == 4
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from charonia.core.errors import ErrorCode, InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.core.cache_facts import cache_facts
 from charonia.engine.core.inbox import LoopCall
 from charonia.engine.core.messages import AbortRequests, AddRequest, RequestRejected, RequestUpdates, Shutdown
 from charonia.engine.core.prefix_transfers import PrefixTransfers
@@ -89,8 +90,10 @@ class Server:
         config = EngineConfig(
             model="none", executor="fake", cache=CacheConfig(block_size=SIZE, dtype=dtype), kv_transfer=transfer
         )
-        parts = self.scheduler, self.cache, self.executor, self.core.inbox.call, clock
-        self.transfers = self.core.transfers = PrefixTransfers(config, *parts)
+        facts = cache_facts(config, capacity._replace(max_model_len=max_model_len), self.executor)
+        parts = self.scheduler, self.cache, self.executor, self.core.inbox, clock
+        self.transfers = PrefixTransfers(config, facts, *parts)
+        self.core.prefix_origins.append(self.transfers)
         self.sent: list[Any] = []
         self._thread = threading.Thread(target=self.core.run, args=(self.sent.append,))
         self._thread.start()
