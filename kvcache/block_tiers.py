@@ -36,32 +36,30 @@ class BlockTiers:
                 self._states.demote(evicted)
         return block
 
-    def share(self, keys: Sequence[bytes]) -> list[int]:
-        """Hold each of these blocks once more, up to the first that is not on the device; their numbers."""
+    def share(self, keys: Sequence[bytes], restore: bool) -> list[int]:
+        """Hold each of these blocks once more, up to the first that is not on the device, or cannot be brought back
+        where they are to be `restore`d; their numbers."""
         blocks: list[int] = []
         for key in keys:
             block = self.pool.share(key)
+            if block is None and restore:
+                block = self._restore(key)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
-    def share_or_restore(self, keys: Sequence[bytes]) -> list[int]:
-        """The same of blocks which may be elsewhere alone, up to the first that does not come back."""
-        blocks: list[int] = []
-        for key in keys:
-            block = self.pool.share(key)
-            if block is None:
-                if not self.is_elsewhere(key):
-                    break
-                block = self.take()
-                if key in self.landed:
-                    self.host.restore_landed(self.landed.restore(key), block)
-                elif key in self.host:
-                    self.host.restore(key, block)
-                else:  # it made room for what was evicted from the block
-                    self.pool.drop(block)
-                    break
-                self.pool.publish(block, key)
-            blocks.append(block)
-        return blocks
+    def _restore(self, key: bytes) -> int | None:
+        """A block that gets what is elsewhere; None: it is not, or no longer."""
+        if not self.is_elsewhere(key):
+            return None
+        block = self.take()
+        if key in self.landed:
+            self.host.restore_landed(self.landed.restore(key), block)
+        elif key in self.host:
+            self.host.restore(key, block)
+        else:  # it made room for what was evicted from the block
+            self.pool.drop(block)
+            return None
+        self.pool.publish(block, key)
+        return block

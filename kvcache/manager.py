@@ -147,7 +147,7 @@ class KVCacheManager:
             resumable = [number for number, digest in enumerate(shared[:forked], 1) if digest in self.states]
         if not self.begins_anywhere:
             shared = shared[: self._prefix_end(shared, 0, self._pool.is_cached, resumable)]
-        self._hold_spans(table, shared, self._tiers.share)
+        self._hold_spans(table, shared, restore=False)
         table.cached = table.committed * self.block_size
         table.forked = max(table.cached, forked * self.block_size)
         table.states = [hashes[number - 1] for number in (resumable or ())[-2:]]
@@ -186,18 +186,17 @@ class KVCacheManager:
                 number = end = last_end(number, resumable)
         return end
 
-    def _hold_spans(
-        self, table: BlockTable, hashes: Sequence[bytes], hold: Callable[[Sequence[bytes]], list[int]]
-    ) -> bool:
+    def _hold_spans(self, table: BlockTable, hashes: Sequence[bytes], restore: bool) -> bool:
         """Let the table have the spans of `hashes` after those that it has, but of sliding groups only what the next
-        token sees. `hold` holds the blocks of a group up to the first that is missing. False: one was; then the table
-        has no more spans than before, or, where it can begin anywhere, those before the missing one."""
+        token sees. `restore`: also what is elsewhere. False: one is missing; then the table has no more spans than
+        before, or, where it can begin anywhere, those before the missing one."""
         groups, first = self.groups, table.committed
         slid = max(len(hashes) - self.demand.window, 0) if groups.sliding else 0
         columns: list[list[int]] = []
         for group in range(self._span_blocks):
             begin = first if group < groups.full else max(first, slid)
-            columns.append([NO_BLOCK] * (begin - first) + hold(group_keys(hashes[begin:], group)))
+            keys = group_keys(hashes[begin:], group)
+            columns.append([NO_BLOCK] * (begin - first) + self._tiers.share(keys, restore))
             if len(columns[-1]) < len(hashes) - first and not self.begins_anywhere:
                 self._drop_all([*chain(*columns)])
                 return False
@@ -282,7 +281,7 @@ class KVCacheManager:
         if states is not None and not states.bring_back(hashes[end - 1], table.states[-1:]):
             return
         table.landed = sum(block_hash in self.landed for block_hash in hashes[first:end]) * self.block_size
-        if self._hold_spans(table, hashes[:end], self._tiers.share_or_restore):
+        if self._hold_spans(table, hashes[:end], restore=True):
             table.states = [*table.states, *(hashes[number - 1] for number in resumable or ())][-2:]
             if states is not None:
                 states.brought_back += from_host
