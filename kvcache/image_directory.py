@@ -142,30 +142,32 @@ class ImageDirectory:
         if size > self._budget:
             raise OSError(f"an image of {size} bytes is larger than the directory's budget of {self._budget}")
         with self._counting:
-            stale = self._written > self._budget // _RECOUNT_PART
-            if stale or self._clock() - self._counted_at > _RECOUNT_SECONDS:
-                self._count()
-            if self._bytes + size > self._budget:
-                self._count()
-                self._remove_oldest(self._bytes + size - self._budget * (_ROOM_PART - 1) // _ROOM_PART)
+            late = self._clock() - self._counted_at > _RECOUNT_SECONDS
+            if late or self._written > self._budget // _RECOUNT_PART or self._bytes + size > self._budget:
+                ages = self._count()
+                if self._bytes + size > self._budget:
+                    kept = self._budget * (_ROOM_PART - 1) // _ROOM_PART
+                    self._remove_oldest(ages, self._bytes + size - kept)
 
-    def _count(self) -> None:
-        self._ages = Counter[int]()
+    def _count(self) -> Counter[int]:
+        """Count the bytes of all files, by when they were used."""
+        ages = Counter[int]()
         for file in self._files():
-            self._ages[file.used] += file.bytes
-        self._bytes = self._ages.total()
+            ages[file.used] += file.bytes
+        self._bytes = ages.total()
         self._written = 0
         self._counted_at = self._clock()
+        return ages
 
-    def _remove_oldest(self, excess: int) -> None:
+    def _remove_oldest(self, ages: Counter[int], excess: int) -> None:
         """Remove the files that were used longest ago, of all shares, until at least `excess` bytes are free. Others
         may do the same at the same time: what they removed is free too."""
         oldest, last = 0, 0
-        for last in sorted(self._ages):
-            oldest += self._ages[last]
+        for last in sorted(ages):
+            oldest += ages[last]
             if oldest >= excess:
                 break
-        of_last = excess - (oldest - self._ages[last])  # of files used in that second, as many as are needed
+        of_last = excess - (oldest - ages[last])  # of files used in that second, as many as are needed
         for file in self._files():
             if file.used < last or (file.used == last and of_last > 0):
                 of_last -= file.bytes * (file.used == last)
