@@ -117,7 +117,7 @@ class PutPlaces(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Make the copies, and let these places of the cache have this content of the rank's."""
 
     places: CachePlaces
-    content: bytes
+    content: memoryview
     copies: CacheCopies
 
 

@@ -10,7 +10,6 @@ import msgspec
 
 from ...core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable, Unsupported
 from ...processes.log_forwarding import LogRecordMessage
-from ...scheduler.plan import StepResult
 from . import rank_messages as messages
 from .rank_layout import LaunchedRanks, RankLayout
 
@@ -31,19 +30,14 @@ class RankMonitor:
         self,
         ranks: LaunchedRanks,
         layout: RankLayout,
-        on_result: Callable[[StepResult], None],
+        on_report: Callable[[int, messages.RankReport], bool],
         on_loss: Callable[[CharoniaError], None],
-        on_adapter: Callable[[int, messages.AdapterReport], None],
-        on_images: Callable[[int, messages.ImageReport], None],
-        on_places: Callable[[int, bytes], None],
     ) -> None:
+        """`on_report`: takes a report of a rank at once, in the thread that reads it; False: `next_report` gives it."""
         self.ranks = ranks
         self._layout = layout
-        self._on_result = on_result
+        self._on_report = on_report
         self._on_loss = on_loss
-        self._on_adapter = on_adapter
-        self._on_images = on_images
-        self._on_places = on_places
         self._reports: SimpleQueue[ReceivedReport | CharoniaError] = SimpleQueue()
         self._over = threading.Event()
         self._deciding = threading.Lock()
@@ -55,8 +49,8 @@ class RankMonitor:
             thread.start()
 
     def next_report(self, deadline: float | None = None) -> ReceivedReport | None:
-        """The next report that no callback gets, or None when there is none by `deadline`, of `time.monotonic`. Raises
-        the `CharoniaError` of a lost rank."""
+        """The next report that was not taken at once, or None when there is none by `deadline`, of `time.monotonic`.
+        Raises the `CharoniaError` of a lost rank."""
         try:
             received = self._reports.get(timeout=None if deadline is None else max(0.0, deadline - monotonic()))
         except Empty:
@@ -80,17 +74,9 @@ class RankMonitor:
         name = self._layout.rank_name(rank)
         try:
             while not isinstance(report := messages.decode_report(connection.recv_bytes()), messages.RankFailed):
-                if isinstance(report, messages.StepComputed):
-                    self._on_result(report.result)
-                elif isinstance(report, messages.RankAdapterLoaded | messages.RankAdapterRefused):
-                    self._on_adapter(rank, report)
-                elif isinstance(report, messages.ImagesFetched | messages.ImagesCounted):
-                    self._on_images(rank, report)
-                elif isinstance(report, messages.PlacesTaken):
-                    self._on_places(rank, report.content)
-                elif isinstance(report, LogRecordMessage):
+                if isinstance(report, LogRecordMessage):
                     report.log_here(name)
-                else:
+                elif not self._on_report(rank, report):
                     self._reports.put(ReceivedReport(rank, report))
         except (EOFError, OSError):
             self._lose(lambda: Unavailable(f"{name} {self.ranks.exit_reason(rank)}"))

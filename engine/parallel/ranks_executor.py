@@ -68,8 +68,7 @@ class RanksExecutor:
         """
         progress("ranks", 0.0)
         ranks = self._start_ranks(self._config, self._layout)
-        callbacks = self._on_result, self._on_loss, self._adapters.add_report, self._images.add_report
-        self._monitor = RankMonitor(ranks, self._layout, *callbacks, self._on_places)
+        self._monitor = RankMonitor(ranks, self._layout, self._take_report, self._on_loss)
         deadline = monotonic() + self._join_seconds
         store = self._wait_for_all(messages.RankStarted, deadline)[0]
         self._command(messages.JoinRanks(store.host, store.port))
@@ -100,7 +99,7 @@ class RanksExecutor:
     def put_places(self, places: CachePlaces, content: Sequence[memoryview], copies: CacheCopies = NO_COPIES) -> None:
         with suppress(OSError):  # a rank is gone: the monitor fails whatever waits for it
             for connection, of_rank in zip(self._loaded.ranks.connections, content, strict=True):
-                connection.send_bytes(messages.encode_message(messages.PutPlaces(places, bytes(of_rank), copies)))
+                connection.send_bytes(messages.encode_message(messages.PutPlaces(places, of_rank, copies)))
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
         step = self._pending.add()
@@ -197,15 +196,22 @@ class RanksExecutor:
             taken.fail_all(error)
         self._lost.set_result(error)
 
-    def _on_places(self, rank: int, content: bytes) -> None:
-        """Called by the monitor's thread of the rank."""
-        self._taken[rank].take_oldest().set_result(content)
-
-    def _on_result(self, result: StepResult) -> None:
-        """Called by the monitor's thread."""
-        if self._layout.pipeline > 1:
-            self._sampled.append(result)
-        self._pending.take_oldest().set_result(result)
+    def _take_report(self, rank: int, report: messages.RankReport) -> bool:
+        """Called by the monitor's thread of the rank. False: it is one that somebody waits for."""
+        match report:
+            case messages.StepComputed(result):
+                if self._layout.pipeline > 1:
+                    self._sampled.append(result)
+                self._pending.take_oldest().set_result(result)
+            case messages.RankAdapterLoaded() | messages.RankAdapterRefused():
+                self._adapters.add_report(rank, report)
+            case messages.ImagesFetched() | messages.ImagesCounted():
+                self._images.add_report(rank, report)
+            case messages.PlacesTaken(content):
+                self._taken[rank].take_oldest().set_result(content)
+            case _:
+                return False
+        return True
 
 
 def tightest_capacity(capacities: Sequence[Capacity]) -> Capacity:

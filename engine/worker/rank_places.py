@@ -25,13 +25,12 @@ class RankPlaces(NamedTuple):
         taken = [images.take(place) for images, place in self._images_of(places)]
         return lambda: b"".join(image.read().data for image in taken)
 
-    def put(self, places: CachePlaces, content: memoryview | bytes) -> None:
+    def put(self, places: CachePlaces, content: memoryview) -> None:
         """For the thread that computes: these, which no step has, get this content, whose memory may change then."""
-        left = memoryview(content)
         for images, place in self._images_of(places):
             image = images.make()
-            image.numpy().data[:] = left[: images.bytes]
-            left = left[images.bytes :]
+            image.numpy().data[:] = content[: images.bytes]
+            content = content[images.bytes :]
             images.put(image, place)
 
     def _images_of(self, places: CachePlaces) -> list[tuple[Images, int]]:

@@ -118,7 +118,7 @@ def test_commands_survive(command: RankCommand) -> None:
 
 def test_what_comes_for_places_survives_with_copies() -> None:
     copies = CacheCopies(ints(1, 2, 0).reshape(1, 3))
-    decoded = decode_command(encode_message(PutPlaces(CachePlaces([1], [2]), b"x", copies)))
+    decoded = decode_command(encode_message(PutPlaces(CachePlaces([1], [2]), memoryview(b"x"), copies)))
     assert isinstance(decoded, PutPlaces)
     assert (decoded.places, decoded.content) == (CachePlaces([1], [2]), b"x")
     assert_same(decoded.copies, copies)
