@@ -8,6 +8,8 @@ import gguf
 import torch
 from torch import Tensor
 
+from tests.gguf_converters import file_name
+
 ARCHITECTURES = {"gemma3n_text": gguf.MODEL_ARCH.GEMMA3N, "gemma4_text": gguf.MODEL_ARCH.GEMMA4}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -85,9 +87,9 @@ def stored_tensors(
             yield f"{layer}.ffn_down_exps.scale", value.numpy()
         elif name != "lm_head.weight" or not config.tie_word_embeddings:
             own = name if name.endswith(".weight") else f"{name}.weight"
-            yield str(names.get_name(own, (".weight",))), value.contiguous().numpy()
+            yield file_name(names, own), value.contiguous().numpy()
     for own, matrices in streams.items():
-        yield str(names.get_name(f"{own}.weight", (".weight",))), torch.stack(matrices).numpy()
+        yield file_name(names, f"{own}.weight"), torch.stack(matrices).numpy()
     if architecture == "gemma4":
         half = config.per_layer_config[config.layer_types.index(FULL)].head_dim // 2
         rotated = int(half * config.rope_parameters[FULL]["partial_rotary_factor"])

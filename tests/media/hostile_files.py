@@ -58,10 +58,7 @@ def hostile_files() -> Iterator[HostileFile]:
             for _ in range(1 + number):
                 torn[random.randrange(len(torn))] ^= 1 << random.randrange(8)
             yield HostileFile(f"{form}, torn {number}", bytes(torn))
-        yield HostileFile(f"{form}, hollow", data[: len(data) // 3] + bytes(len(data) // 3 * 2))
-        yield HostileFile(f"{form}, with a page behind it", data + b"<script>alert(1)</script>", data)
-        yield HostileFile(f"{form}, with an archive behind it", data + archive(), data)
-        yield HostileFile(f"{form}, behind a page", b"<html>" + data)
+        yield from mixed(form, data)
     yield from lying_sizes(good)
     yield from bombs()
     for name, data in {
@@ -80,6 +77,14 @@ def hostile_files() -> Iterator[HostileFile]:
         "a head of RIFF alone": b"RIFF\xff\xff\xff\xffWEBP",
     }.items():
         yield HostileFile(name, data)
+
+
+def mixed(form: str, data: bytes) -> Iterator[HostileFile]:
+    """A file that holds something else for its last part, or before it, or behind it."""
+    yield HostileFile(f"{form}, hollow", data[: len(data) // 3] + bytes(len(data) // 3 * 2))
+    yield HostileFile(f"{form}, with a page behind it", data + b"<script>alert(1)</script>", data)
+    yield HostileFile(f"{form}, with an archive behind it", data + archive(), data)
+    yield HostileFile(f"{form}, behind a page", b"<html>" + data)
 
 
 def archive() -> bytes:

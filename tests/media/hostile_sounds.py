@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 
-from .hostile_files import HostileFile, archive, good_files
+from .hostile_files import HostileFile, archive, good_files, mixed
 from .sounds import CODECS, film, sound_file, tones, wav
 
 SECONDS = 0.6
@@ -28,10 +28,7 @@ def hostile_sounds() -> Iterator[HostileFile]:
             for _ in range(1 + 2 * number):
                 torn[random.randrange(min(len(torn), 400 if number % 2 else len(torn)))] ^= 1 << random.randrange(8)
             yield HostileFile(f"{form}, torn {number}", bytes(torn))
-        yield HostileFile(f"{form}, hollow", data[: len(data) // 3] + bytes(len(data) // 3 * 2))
-        yield HostileFile(f"{form}, with a page behind it", data + b"<script>alert(1)</script>")
-        yield HostileFile(f"{form}, with an archive behind it", data + archive())
-        yield HostileFile(f"{form}, behind a page", b"<html>" + data)
+        yield from mixed(form, data)
         yield HostileFile(f"{form}, twice", data + data)
     yield from lying_heads(good)
     yield from bombs()
@@ -88,6 +85,5 @@ def bombs() -> Iterator[HostileFile]:
     yield HostileFile("mp3 of a long silence", sound_file("mp3", silence))
     yield HostileFile("wav of a long silence", wav(silence))
     yield HostileFile("wav of one sample a second", wav(np.zeros(200, np.float32), 1))
-    odd = sound_file("wav-float", np.full(1600, np.nan, np.float32))
-    yield HostileFile("wav of no numbers", odd)
+    yield HostileFile("wav of no numbers", sound_file("wav-float", np.full(1600, np.nan, np.float32)))
     yield HostileFile("wav of the largest numbers", sound_file("wav-float", np.full(1600, 3e38, np.float32)))
