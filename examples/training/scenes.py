@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -59,9 +59,9 @@ class Shape:
 class Scene:
     """A picture by its contents: shapes, or one digit, or nothing."""
 
-    shapes: tuple[Shape, ...] = ()
-    digit: int | None = None
-    image: Image.Image = field(default_factory=lambda: Image.new("RGB", (1, 1)), compare=False)
+    shapes: tuple[Shape, ...]
+    digit: int | None
+    image: Image.Image
 
     def of_kind(self, kind: str) -> list[Shape]:
         return [shape for shape in self.shapes if shape.kind == kind]

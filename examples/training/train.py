@@ -180,12 +180,17 @@ def optimizers(model: PreTrainedModel, plan: Plan) -> list[torch.optim.Optimizer
 def step(loss: Loss, rows: Tensor, tools: list[torch.optim.Optimizer], scale: float) -> float:
     value = loss(rows)
     value.backward()
+    update(tools, scale)
+    return float(value.detach())
+
+
+def update(tools: list[torch.optim.Optimizer], scale: float) -> None:
+    """Change the weights by their gradients, at so much of the highest learning rate."""
     for optimizer in tools:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * scale
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return float(value.detach())
 
 
 @torch.no_grad()
@@ -287,14 +292,21 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--scratch", type=Path, default=SCRATCH)
-    parser.add_argument("--minutes", type=float, default=48.0)
-    parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=4096, help="of a step")
-    parser.add_argument("--matrix-rate", type=float, default=8e-3)
-    parser.add_argument("--other-rate", type=float, default=5e-3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=20261120)
+    add_run_options(parser, minutes=48.0, matrix_rate=8e-3, other_rate=5e-3, seed=20261120)
     return parser.parse_args()
+
+
+def add_run_options(
+    parser: argparse.ArgumentParser, *, minutes: float, matrix_rate: float, other_rate: float, seed: int
+) -> None:
+    """The options that every run by these optimizers has."""
+    parser.add_argument("--minutes", type=float, default=minutes)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--matrix-rate", type=float, default=matrix_rate)
+    parser.add_argument("--other-rate", type=float, default=other_rate)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=seed)
 
 
 def main() -> None:

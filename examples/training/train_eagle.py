@@ -23,7 +23,7 @@ from tokenize_corpus import encode, read_documents
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from train import batches, optimizers
+from train import batches, optimizers, update
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -166,11 +166,7 @@ def train(target: LlamaForCausalLM, head: Head, ids: np.ndarray, kept: Tensor, p
             return steps
         value, right = one_step(target, head, rows, kept, plan.steps_ahead)
         value.backward()
-        for tool in tools:
-            for group in tool.param_groups:
-                group["lr"] = group["peak"] * plan.rate(progress)
-            tool.step()
-            tool.zero_grad(set_to_none=True)
+        update(tools, plan.rate(progress))
         steps, seen = steps + 1, seen + 0.05 * (torch.tensor(right) - seen) if steps else torch.tensor(right)
         if steps % 50 == 0:
             told = " ".join(f"{each:.3f}" for each in seen)

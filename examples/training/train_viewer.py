@@ -23,7 +23,7 @@ from tokenize_corpus import CHAT_TEMPLATE
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from train import BF16_IS_FAST, KEEP_SECONDS, Plan, optimizers
+from train import BF16_IS_FAST, KEEP_SECONDS, Plan, add_run_options, optimizers, update
 from transformers import GenerationConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
 MODELS = Path(__file__).parents[1] / "model_repository"
@@ -258,11 +258,7 @@ class Course:
         loss = of_tower if of_answers is None else 0.3 * of_tower + of_answers
         loss.backward()
         nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
-        for optimizer in self.tools:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * self.plan.rate(progress)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        update(self.tools, self.plan.rate(progress))
         self.steps += 1
         for index, value in enumerate((of_tower, of_answers)):
             if value is not None:
@@ -291,16 +287,11 @@ def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=MODELS / "viewer" / "1", help="folder of the checkpoint")
     parser.add_argument("--begin", type=Path, help="a checkpoint to go on from")
-    parser.add_argument("--minutes", type=float, default=40.0)
-    parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--pictures", type=int, default=64, help="of a step")
     parser.add_argument(
         "--tower-share", type=float, default=0.2, help="of the time, for the tower, or its classifiers, alone"
     )
-    parser.add_argument("--matrix-rate", type=float, default=4e-3)
-    parser.add_argument("--other-rate", type=float, default=2e-3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=20261129)
+    add_run_options(parser, minutes=40.0, matrix_rate=4e-3, other_rate=2e-3, seed=20261129)
     return parser.parse_args()
 
 
