@@ -1,9 +1,8 @@
 """Products with floats whose rows have the same bits whatever is beside them, in place of cuBLAS, which chooses by the
 number of rows.
 
-The inputs are cut in parts by the matrix alone, and parts are added in order: few rows have programs for each part, of
-many one program computes all. Weights are the tall side of a tile, so tensor cores take the same instruction for one
-row and for thousands. The reference is torch's `linear`.
+Inputs are cut as `input_parts` says; of many rows one program computes all parts. Weights are the tall side of a tile,
+so tensor cores take the same instruction for one row and for thousands. The reference is torch's `linear`.
 """
 
 from collections.abc import Iterator
@@ -13,11 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .input_parts import ADDED_OUTPUTS, ENOUGH_PROGRAMS, add_parts, count_parts
 from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
-
-_ENOUGH, _LEAST_INPUTS = 192, 512
-"""Programs that occupy a device, and the fewest inputs of a part."""
-_COMBINED = 1024
 
 
 @triton.jit
@@ -80,9 +76,7 @@ def _add_parts_kernel(parts, bias, out, rows, outputs, BIASED: tl.constexpr, PAR
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = columns < outputs
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(parts + (part * rows + row) * outputs + columns, mask=valid, other=0.0)
+    total = add_parts(parts, row, columns, rows, outputs, PARTS, BLOCK)
     if BIASED:
         total += tl.load(bias + columns, mask=valid, other=0.0).to(tl.float32)
     tl.store(out + row * outputs + columns, total.to(out.dtype.element_ty), mask=valid)
@@ -110,8 +104,8 @@ class TritonFloatMatmul:
         tiles = triton.cdiv(rows, plan["BLOCK_ROWS"]) * triton.cdiv(outputs, plan["BLOCK_OUTPUTS"])
         _float_kernel[tiles, parts](x, self._weight, bias, target, rows, outputs, inputs, BIASED=biased, **plan)
         if target is not out:
-            ends = bias, out, rows, outputs, biased, parts, _COMBINED
-            _add_parts_kernel[rows, triton.cdiv(outputs, _COMBINED)](target, *ends, num_warps=4)
+            ends = bias, out, rows, outputs, biased, parts, ADDED_OUTPUTS
+            _add_parts_kernel[rows, triton.cdiv(outputs, ADDED_OUTPUTS)](target, *ends, num_warps=4)
         return out
 
 
@@ -120,13 +114,11 @@ def _plan(rows: int, outputs: int, inputs: int, kind: torch.dtype) -> dict[str, 
     # float32 has no tensor cores, and is multiplied in registers.
     wide = kind == torch.float32
     across, deep, most = (64, 32, 32) if wide else (128, 64, 128)
-    parts = 1
-    while triton.cdiv(outputs, across) * parts < _ENOUGH and inputs >= 2 * parts * _LEAST_INPUTS:
-        parts *= 2
+    parts = count_parts(outputs, inputs, across)
     block = min(max(triton.next_power_of_2(rows), 16), most)
     tiles = triton.cdiv(rows, block) * triton.cdiv(outputs, across)
     blocks = {"BLOCK_ROWS": block, "BLOCK_OUTPUTS": across, "BLOCK_INPUTS": deep, "EVEN": inputs % deep == 0}
-    order = {"PARTS": parts, "SHARED": parts > 1 and tiles < _ENOUGH}
+    order = {"PARTS": parts, "SHARED": parts > 1 and tiles < ENOUGH_PROGRAMS}
     stages = 2 if wide else {16: 5, 32: 5, 64: 4, 128: 3}[block]
     return blocks | order | {"num_warps": 8 if wide or block > 32 else 4, "num_stages": stages}
 
@@ -150,5 +142,5 @@ def specialisations() -> Iterator[Specialisation]:
                 yield Specialisation(_float_kernel, types, {**single, "BIASED": biased, **plan}, options, wanted)
                 if plan["SHARED"]:
                     types = {"parts": "*fp32", "bias": f"*{name}", "out": f"*{name}"} | sizes
-                    constants = {**single, "BIASED": biased, "PARTS": plan["PARTS"], "BLOCK": _COMBINED}
+                    constants = {**single, "BIASED": biased, "PARTS": plan["PARTS"], "BLOCK": ADDED_OUTPUTS}
                     yield Specialisation(_add_parts_kernel, types, constants, {"num_warps": 4})

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cpu.matmul import GroupedFormat, GroupedRows
+from .input_parts import ADDED_OUTPUTS, add_parts
 from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
 
 MOST_ROWS = 64
@@ -24,7 +25,6 @@ _ENOUGH, _LEAST_GROUPS = 256, 16
 """Programs that occupy a device, and the fewest groups of a part."""
 _NOTHING, _POINTS, _OFFSETS = range(3)
 """What a group has beside its scale."""
-_COMBINED = 1024
 
 
 @triton.jit
@@ -125,9 +125,7 @@ def _join_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = columns < outputs
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(parts + (part * rows + row) * outputs + columns, mask=valid, other=0.0)
+    total = add_parts(parts, row, columns, rows, outputs, PARTS, BLOCK)
     total *= tl.load(factors + columns, mask=valid, other=0.0)
     if BIASED:
         total += tl.load(bias + columns, mask=valid, other=0.0)
@@ -250,8 +248,8 @@ class TritonGroupedMatmul:
         sizes = rows, form.outputs, form.inputs, form.groups, form.bits, form.group_size, self._weights.kind, biased
         _grouped_kernel[grid](x, *self._weights.arrays, bias, target, *sizes, **plan)
         if target is not out:
-            ends = self._weights.factors, bias, out, rows, form.outputs, biased, parts, _COMBINED
-            _join_kernel[rows, triton.cdiv(form.outputs, _COMBINED)](target, *ends, num_warps=4)
+            ends = self._weights.factors, bias, out, rows, form.outputs, biased, parts, ADDED_OUTPUTS
+            _join_kernel[rows, triton.cdiv(form.outputs, ADDED_OUTPUTS)](target, *ends, num_warps=4)
         return out
 
     def _widened(self, dtype: torch.dtype) -> Tensor:
@@ -295,7 +293,7 @@ def specialisations() -> Iterator[Specialisation]:
                 form = GroupedFormat(outputs, inputs, group, kind == _POINTS, x, x, bits, kind == _OFFSETS)
                 yield _product(form, rows, kind)
         types = {"parts": "*fp32", "factors": "*fp32", "bias": "*fp32", "out": f"*{TRITON_TYPES[x]}"}
-        constants = {"BIASED": True, "PARTS": 4, "BLOCK": _COMBINED}
+        constants = {"BIASED": True, "PARTS": 4, "BLOCK": ADDED_OUTPUTS}
         yield Specialisation(_join_kernel, types | {"rows": "i32", "outputs": f"i32{DIVISIBLE}"}, constants, {})
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernel_choice import FP8_CAPABILITY
 from .codes import to_codes
+from .input_parts import ADDED_OUTPUTS, ENOUGH_PROGRAMS, add_parts, count_parts
 from .runtime import (
     CODE_TYPES,
     DIVISIBLE,
@@ -27,9 +28,6 @@ from .runtime import (
 
 _FEW_ROWS = 64
 """Rows up to which blocks are small and inputs may be split; to be measured."""
-_ENOUGH, _LEAST_INPUTS = 192, 512
-"""Programs that occupy a device, and the fewest inputs of a part."""
-_COMBINED = 1024
 _QUANTISED = 1024
 """Numbers that a program quantises; a longer row is a program's whole."""
 
@@ -168,9 +166,7 @@ def _combine_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = columns < outputs
     places = row * outputs + columns
-    total = tl.zeros((BLOCK,), parts.dtype.element_ty)
-    for part in tl.static_range(PARTS):
-        total += tl.load(parts + (part * rows + row) * outputs + columns, mask=valid, other=0)
+    total = add_parts(parts, row, columns, rows, outputs, PARTS, BLOCK)
     _finish(total, x_scales, scales, bias, out, places, row, columns % outputs, valid, BIASED, GROUPED)
 
 
@@ -236,8 +232,8 @@ class TritonScaledMatmul:
         grid, sizes = (tiles, programs), (rows, outputs, inputs)
         _scaled_kernel[grid](codes, *ends, target, *sizes, BIASED=self._bias is not None, GROUPED=grouped, **plan)
         if target is not out:
-            grid = rows, triton.cdiv(outputs, _COMBINED)
-            flags = {"BIASED": self._bias is not None, "GROUPED": grouped, "PARTS": programs, "BLOCK": _COMBINED}
+            grid = rows, triton.cdiv(outputs, ADDED_OUTPUTS)
+            flags = {"BIASED": self._bias is not None, "GROUPED": grouped, "PARTS": programs, "BLOCK": ADDED_OUTPUTS}
             _combine_kernel[grid](
                 target, x_scales, self._scales, bias, out, rows, outputs, **flags, num_warps=4, **_UNFUSED
             )
@@ -261,12 +257,10 @@ def _plan(rows: int, outputs: int, inputs: int, group: int, invariant: bool = Fa
     block = 64 if invariant else max(triton.next_power_of_2(rows), 16) if few else 128
     across = 64 if few else 128
     deep = group or 128
-    parts = 1
-    while few and triton.cdiv(outputs, across) * parts < _ENOUGH and inputs >= 2 * parts * _LEAST_INPUTS:
-        parts *= 2
+    parts = count_parts(outputs, inputs, across) if few else 1
     blocks = {"BLOCK_ROWS": block, "BLOCK_OUTPUTS": across, "BLOCK_INPUTS": deep, "EVEN": inputs % deep == 0}
     tiles = triton.cdiv(rows, block) * triton.cdiv(outputs, across)
-    shared = parts > 1 and (not invariant or tiles < _ENOUGH)
+    shared = parts > 1 and (not invariant or tiles < ENOUGH_PROGRAMS)
     return blocks | {
         "PARTS": parts,
         "SHARED": shared,
@@ -317,5 +311,5 @@ def _products(
         yield Specialisation(_scaled_kernel, types, flags | plan, options, ("mma",), least)
         if parts > 1:
             types = {"parts": f"*{sums}", "x_scales": "*fp32", "scales": "*fp32", "bias": "*fp32", "out": f"*{x}"}
-            constants = flags | {"PARTS": parts, "BLOCK": _COMBINED}
+            constants = flags | {"PARTS": parts, "BLOCK": ADDED_OUTPUTS}
             yield Specialisation(_combine_kernel, types | sizes, constants, {"num_warps": 4, **_UNFUSED})

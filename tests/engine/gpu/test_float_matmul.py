@@ -26,7 +26,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(
 ) -> None:
     """In blocks of any size, and whether its parts are shared out or a program's whole."""
     module: Any = kernels["float_matmul"]
-    monkeypatch.setattr(module, "_LEAST_INPUTS", 64)
+    monkeypatch.setattr(kernels["input_parts"], "_LEAST_INPUTS", 64)
     outputs, inputs = SHAPES[dtype]
     weight = random(outputs, inputs, dtype=dtype)
     bias = random(1, outputs, dtype=dtype)[0] if biased else None

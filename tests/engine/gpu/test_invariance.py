@@ -23,7 +23,7 @@ def random(*shape: int) -> Tensor:
 def test_products_in_fp8(kernels: dict[str, ModuleType], group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether parts are shared among programs or one program's whole."""
     module: Any = kernels["scaled_matmul"]
-    monkeypatch.setattr(module, "_LEAST_INPUTS", 64)
+    monkeypatch.setattr(kernels["input_parts"], "_LEAST_INPUTS", 64)
     weight = module.quantise_rows(random(70, 256), FP8, group)
     x = random(70, 256).half()
     product = module.TritonScaledMatmul(weight, None, True)
