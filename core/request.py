@@ -350,10 +350,6 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: Mapping[str, Any] | None = None
     """In the last chunk, where another server is to go on: how it finds what was computed."""
 
-    def handed_over(self, params: Mapping[str, Any] | None) -> "GenerateChunk":
-        """The chunk with these `kv_transfer_params`, if there are any."""
-        return self if params is None else msgspec.structs.replace(self, kv_transfer_params=params)
-
     @property
     def is_text(self) -> bool:
         """Whether it has tokens and their text, and nothing else."""

@@ -380,18 +380,18 @@ def own_engine_spec(config: EngineConfig) -> EngineSpec:
         capabilities |= config.kv_transfer.abilities
     if config.lora is not None:
         capabilities |= {"adapter", "lora_task"}
-    connect = partial(EngineClient, config)
     limits = QueueLimits(config.max_queued_requests, config.max_queued_tokens)
     rows = config.scheduler.max_num_seqs
     return EngineSpec(
         "charonia",
         config.model,
-        connect,
+        partial(EngineClient, config),
         frozenset(capabilities),
         config.chat_template,
         config.tokenizer,
         AnswerParsers(config.tool_call_parser, config.reasoning_parser),
         checks_constraints=True,
+        default_timeout=config.default_request_timeout,
         most_in_background=most_in_background(rows * config.data_parallel_size, limits),
         target_tenants=frozenset(config.target_tenants),
         lora=config.lora,

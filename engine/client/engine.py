@@ -127,6 +127,8 @@ class EngineSpec:
     """How the model writes calls of tools and reasoning."""
     checks_constraints: bool = False
     """Whether constraints are to be checked before the engine gets them."""
+    default_timeout: float = 0.0
+    """Seconds that a request may take that says nothing of them; 0 is any time."""
     most_in_background: int = 32
     """Background sequences at a time."""
     target_tenants: frozenset[str] = frozenset()

@@ -215,7 +215,8 @@ class LlmModel:
             self._config = replace(self._config, parameters=parameters, fingerprint=bundle.fingerprint)
             self._config = replace(self._config, media=self._media.kinds, transcribes=self._media.transcribes)
             if self._media.transcribes:
-                self._transcriber = load_transcriber(self._media, bundle, info, self._ask, self.check_room)
+                timeout = self._spec.default_timeout
+                self._transcriber = load_transcriber(self._media, bundle, info, self._ask, self.check_room, timeout)
             elif self._media.kinds:
                 self._config = replace(self._config, inputs=with_image_inputs(self._config.inputs))
         except BaseException:
@@ -252,10 +253,10 @@ class LlmModel:
     @property
     def _adapter_table(self) -> AdapterTable:
         if self._adapters is None:
-            message = (
-                f"model '{self._config.name}' takes no adapters while it serves: that is enable_lora of our engine"
+            name = self._config.name
+            raise InvalidArgument(
+                f"model '{name}' takes no adapters while it serves: that is enable_lora of our engine"
             )
-            raise InvalidArgument(message)
         return self._adapters
 
     async def _load_first_adapters(self) -> None:
@@ -314,14 +315,13 @@ class LlmModel:
                         yield chunk
             # The engine is aborted by now: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)
-            yield self._with_drafts(chunk.handed_over(stats.held), request, stats)
+            yield self._completed(chunk, request, stats)
 
-    def _with_drafts(self, last: GenerateChunk, request: GenerateRequest, stats: SequenceStats) -> GenerateChunk:
-        """The last chunk of a text, with the report about its drafts if the configuration asks for one."""
+    def _completed(self, last: GenerateChunk, request: GenerateRequest, stats: SequenceStats) -> GenerateChunk:
+        """The last chunk of a text, with how another server goes on, and the report about its drafts, where wanted."""
         report, most = self._spec.draft_report, self._spec.most_drafts_of(request)
-        if report == "none" or not most:
-            return last
-        return msgspec.structs.replace(last, drafts=summarize_drafts(stats.drafts, most, report == "detailed"))
+        drafts = summarize_drafts(stats.drafts, most, report == "detailed") if most and report != "none" else None
+        return msgspec.structs.replace(last, drafts=drafts, kv_transfer_params=stats.held)
 
     async def use_adapter(
         self, request: GenerateRequest, stats: SequenceStats, context: RequestContext

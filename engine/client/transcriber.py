@@ -160,7 +160,8 @@ class _FirstToken(NamedTuple):
 
 class Transcriber:
     """Answers the requests of one model that writes down sounds. `length`: tokens of a prompt and its transcript.
-    `check_room`: raises `QueueFull` where a request of that tenant would be refused."""
+    `check_room`: raises `QueueFull` where a request of that tenant would be refused. `timeout`: seconds that a request
+    may take that says nothing of them."""
 
     def __init__(
         self,
@@ -170,6 +171,7 @@ class Transcriber:
         length: int,
         ask: AskDecoder,
         check_room: Callable[[str], None],
+        timeout: float = 0.0,
     ) -> None:
         self._media = media
         self._tokens = tokens
@@ -177,6 +179,7 @@ class Transcriber:
         self._length = length
         self._ask = ask
         self._check_room = check_room
+        self._timeout = timeout
         self._sounds = _SoundsInProgress()
 
     def generate(self, request: GenerateRequest, context: RequestContext) -> DirectStream[GenerateChunk]:
@@ -193,6 +196,8 @@ class Transcriber:
     ) -> AsyncGenerator[GenerateChunk, None]:
         self._check(speech)
         self._check_room(context.tenant)
+        if not (request.timeout or context.background):
+            request = msgspec.structs.replace(request, timeout=self._timeout)
         with self._sounds.admit(speech.sound) as held:
             previous = await self._previous(speech.context)
             task = _Task(request, speech, context, previous, held, speech.language or _ENGLISH)
@@ -362,8 +367,13 @@ def _bytes_of(medium: PreparedMedium) -> int:
 
 
 def load_transcriber(
-    media: ModelMedia, bundle: TokenizerBundle, engine: CoreReady, ask: AskDecoder, check_room: Callable[[str], None]
+    media: ModelMedia,
+    bundle: TokenizerBundle,
+    engine: CoreReady,
+    ask: AskDecoder,
+    check_room: Callable[[str], None],
+    timeout: float,
 ) -> Transcriber:
     """The transcriber over an engine. Raises as `read_speech_tokens`."""
     tokens = read_speech_tokens(Path(bundle.checkpoint), bundle.tokenizer, engine.vocab_size)
-    return Transcriber(media, tokens, bundle.async_tokenizer, engine.max_model_len, ask, check_room)
+    return Transcriber(media, tokens, bundle.async_tokenizer, engine.max_model_len, ask, check_room, timeout)

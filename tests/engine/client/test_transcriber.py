@@ -221,11 +221,14 @@ async def test_a_window_that_is_not_heard_to_its_end_is_an_error(
         await hearing.chunks(b"ab", language="en")
 
 
-async def test_a_request_waits_for_room_no_longer_than_it_may(hearing: Hearing) -> None:
+@pytest.mark.parametrize("says_so", [True, False])
+async def test_a_request_waits_for_room_no_longer_than_it_may(hearing: Hearing, says_so: bool) -> None:
     """A window whose turn does not come, since others are always first."""
     hearing.decoder.full = 1 << 30
+    if not says_so:
+        hearing.transcriber._timeout = 0.01
     with pytest.raises(RequestTimeout):
-        await hearing.chunks(b"ab", language="en", timeout=0.01)
+        await hearing.chunks(b"ab", language="en", timeout=0.01 if says_so else 0.0)
     assert hearing.decoder.running == 0
 
 
