@@ -107,11 +107,8 @@ class StatePool:
 
     def let_go(self, digest: bytes, wanted: bool) -> None:
         """A scope gives up one that it retained; unless it is `wanted`, that is the next to make room."""
-        self.retainers[digest] -= 1
-        if self.retainers[digest]:
-            return
-        del self.retainers[digest]
-        if digest in self._retained:
+        _uncount(self.retainers, digest)
+        if digest in self._retained and digest not in self.retainers:
             self._recent[digest] = self._retained.pop(digest)
             if not wanted:
                 self._recent.move_to_end(digest, last=False)
@@ -217,9 +214,7 @@ class StatePool:
         self._pinned[digest] += 1
 
     def unpin(self, digest: bytes) -> None:
-        self._pinned[digest] -= 1
-        if not self._pinned[digest]:
-            del self._pinned[digest]
+        _uncount(self._pinned, digest)
 
     def place_of(self, digest: bytes) -> int:
         """The snapshot of this hash, which is on the device."""
@@ -231,9 +226,7 @@ class StatePool:
 
     def settle(self, digest: bytes) -> None:
         """Take one promise of this hash back: it is kept, or will not be."""
-        self._promises[digest] -= 1
-        if not self._promises[digest]:
-            del self._promises[digest]
+        _uncount(self._promises, digest)
 
     def is_promised(self, digest: bytes) -> bool:
         return digest in self._promises
@@ -253,3 +246,9 @@ class StatePool:
         assert self._demoted <= self._recent.keys()
         self.host.check_integrity()
         assert not self._being_restored, "a plan is being made"
+
+
+def _uncount(counts: Counter[bytes], digest: bytes) -> None:
+    counts[digest] -= 1
+    if not counts[digest]:
+        del counts[digest]
