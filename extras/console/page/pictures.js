@@ -3,7 +3,7 @@
 import { bytes, element } from "./dom.js";
 
 const TYPES = ["image/png", "image/jpeg", "image/gif", "image/webp", "image/bmp", "image/tiff"];
-const MOST_BYTES = 20 * 1024 * 1024;
+const MOST_BYTES = 25 * 1024 * 1024;
 /** Pixels of the longer side of a thumbnail. */
 const SIDE = 112;
 
@@ -18,7 +18,7 @@ export class Pictures {
     hidden: true,
     onchange: () => this.add([...this.#input.files]),
   });
-  #button = element("button", { type: "button", onclick: () => this.#choose() }, "Add picture");
+  #button = element("button", { type: "button", onclick: () => this.#input.click() }, "Add picture");
   #list = element("ul", { class: "pictures", "aria-label": "Pictures to send", hidden: true });
   #error = element("p", { class: "notice bad", role: "alert", hidden: true });
   element = element("div", { class: "attach" }, this.#button, this.#input, this.#list, this.#error);
@@ -86,10 +86,6 @@ export class Pictures {
       this.#button.focus();
     };
     return element("button", { type: "button", "aria-label": `Remove ${picture.name}`, onclick: remove }, "×");
-  }
-
-  #choose() {
-    this.#input.click();
   }
 
   #say(text) {
