@@ -32,6 +32,7 @@ from ...core.request import (
     ParameterValue,
     Prompt,
     TextWithMedia,
+    prompt_media,
 )
 from ...core.request_context import RequestContext
 from ...core.tensor import Tensor
@@ -371,7 +372,10 @@ def _answer_bytes(item: InferResponse | GenerateChunk) -> int:
 def _request_bytes(request: Call) -> int:
     if isinstance(request, InferRequest):
         return sum(_array_bytes(tensor.data) for tensor in request.inputs.values())
-    return _prompt_bytes(request.prompt)
+    media = prompt_media(request.prompt)
+    if request.speech is not None:
+        media = (*media, request.speech.sound)
+    return _prompt_bytes(request.prompt) + sum(len(medium.data) + len(medium.url) for medium in media)
 
 
 def _prompt_bytes(prompt: Prompt) -> int:

@@ -12,20 +12,26 @@ import numpy as np
 import pytest
 
 from charonia.core.errors import Internal, QueueFull
+from charonia.core.media import MediaSource
 from charonia.core.metrics import Histogram
 from charonia.core.model import Capabilities, ModelConfig
 from charonia.core.request import (
+    ChatMessage,
+    Conversation,
     FinishReason,
     GenerateChunk,
     GenerateRequest,
     InferRequest,
     InferResponse,
+    Prompt,
+    TextWithMedia,
     TokenizedPrompt,
     TokenizeRequest,
     Usage,
 )
 from charonia.core.request_context import RequestContext
 from charonia.core.sampling import SamplingParams
+from charonia.core.speech import Speech
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.extras.rollouts.extension import SHADOWS
 from charonia.extras.rollouts.shadow import SHADOW_TENANT, ShadowTraffic
@@ -121,10 +127,10 @@ class World:
                 assert [response async for response in responses]
         await until(lambda: self.traffic.copies == 0 or not self.shadow.go.is_set())
 
-    async def generate(self, **sampling: Any) -> None:
+    async def generate(self, prompt: Prompt = "hello", speech: Speech | None = None, **sampling: Any) -> None:
         with self.gateway.open_request("test") as context:
             model = await self.gateway.acquire(context, "r")
-            request = GenerateRequest(id="x", prompt="hello", sampling=SamplingParams(**sampling))
+            request = GenerateRequest(id="x", prompt=prompt, sampling=SamplingParams(**sampling), speech=speech)
             async with aclosing(model.generate(request)) as chunks:
                 assert len([chunk async for chunk in chunks]) == 2
         await until(lambda: self.traffic.copies == 0)
@@ -249,6 +255,16 @@ async def test_what_copies_hold_is_bounded() -> None:
     await world.infer(data=np.ones(200, np.float32))  # the answer finds no room to be compared
     assert world.outcomes == {"dropped": 1, "answered": 1}
     assert (world.traffic.copies, world.traffic.bytes) == (0, 0)
+
+
+async def test_pictures_and_sounds_count_as_what_copies_hold() -> None:
+    world = World(kind=Text)
+    world.traffic.most_bytes = 999
+    picture, sound = (MediaSource(kind, bytes(1000)) for kind in ("image", "audio"))
+    await world.generate(TextWithMedia("<image>", (picture,)))
+    await world.generate(Conversation((ChatMessage(role="user", content="a", media=(picture,)),)))
+    await world.generate("", Speech(sound))
+    assert world.outcomes == {"dropped": 3}
 
 
 async def test_requests_that_fail_by_the_client_or_are_left_are_not_copied() -> None:
