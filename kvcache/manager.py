@@ -258,11 +258,11 @@ class KVCacheManager:
         There must be room for all that it is to hold. `table.snapshot` is the state to begin with from now on."""
         of_states = self.states is not None and (self.states.host.size or self.states.landed)
         if self._host.size or self.landed or of_states:
-            self._restore_from_host(table, table.promised[: (known - 1) // self.block_size])
+            self._restore_from_elsewhere(table, table.promised[: (known - 1) // self.block_size])
         if self.states is not None and table.states:
             table.snapshot = self.states.restore(*reversed(table.states))
 
-    def _restore_from_host(self, table: BlockTable, hashes: Sequence[bytes]) -> None:
+    def _restore_from_elsewhere(self, table: BlockTable, hashes: Sequence[bytes]) -> None:
         first = table.committed
         groups = self.groups
         states = self.states
@@ -277,14 +277,11 @@ class KVCacheManager:
         for block_hash in reversed(hashes[first:end]):  # what makes room for them is to take the place of others
             for group in range(self._span_blocks):
                 self._host.use(group_key(block_hash, group))
-        from_host = states is not None and hashes[end - 1] in states.host and hashes[end - 1] not in states
         if states is not None and not states.bring_back(hashes[end - 1], table.states[-1:]):
             return
         table.landed = sum(block_hash in self.landed for block_hash in hashes[first:end]) * self.block_size
         if self._hold_spans(table, hashes[:end], restore=True):
             table.states = [*table.states, *(hashes[number - 1] for number in resumable or ())][-2:]
-            if states is not None:
-                states.brought_back += from_host
         for block_hash in hashes[first : table.committed]:
             self._settle(block_hash)
         came = (table.committed - first) * self.block_size

@@ -127,6 +127,7 @@ class StatePool:
         elif digest in self.host:
             self.host.restore(digest, snapshot)
             self.host.use(digest)  # later than what made room for it
+            self.brought_back += 1
         else:  # it made room for what was on the device
             self.give_back(snapshot)
             return False
