@@ -142,7 +142,10 @@ class DirectoryTier:
         """The blocks and snapshots that have become findable since the last call, and are not known to be in the
         directory: they hold what they are to be written with until the next plan is made."""
         unwritten = []
+        states = self._cache.states
         for key, place, of_state in self._committed:
+            if of_state and states is not None and (key not in states or states.place_of(key) != place):
+                continue  # it made room for a state that came from elsewhere, and was written at once
             key = self.state_key(key) if of_state else key
             if key not in self._there:
                 unwritten.append(ImagePlace(key, place, of_state))

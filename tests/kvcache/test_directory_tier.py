@@ -152,3 +152,16 @@ def test_a_sequence_with_a_state_begins_where_there_is_one() -> None:
     assert tier.take_unwritten() == []  # what came is no news
     cache.close(table)
     cache.check_integrity()
+
+
+def test_a_state_that_made_room_is_not_written_with_what_came_into_its_place() -> None:
+    cache = KVCacheManager(8, BLOCK, snapshots=1, draft_states=0)
+    tier = DirectoryTier(cache)
+    assert cache.states is not None
+    ours, theirs = cache.digest(TOKENS)[:2]
+    for block_hash in (ours, theirs):
+        place = cache.states.reserve()
+        assert place == 0
+        cache.states.publish(place, block_hash)
+    assert tier.take_unwritten() == [ImagePlace(tier.state_key(theirs), 0, of_state=True)]
+    assert ours not in cache.states
