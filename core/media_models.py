@@ -70,6 +70,12 @@ class TowerSpec(NamedTuple):
     """Bytes of what it has made that are kept."""
     share_cache: bool = False
     """Whether a tenant finds what was made for another."""
+    sound_encoder: str = ""
+    """The function that loads an encoder of sounds, as `package.module:name`. Called with the checkpoint's directory,
+    torch's dtype and device, and `quantization`, it gives what makes of features [windows, bins, frames] rows [windows,
+    length, hidden]. Empty for images."""
+    quantization: str = "none"
+    """The precision of an encoder of sounds, as the engine names it."""
 
 
 class MediaPart(NamedTuple):

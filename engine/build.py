@@ -29,6 +29,9 @@ from .options import EngineOptions, engine_config, parse_settings, read_speculat
 
 _CROWD = 4
 """Threads for each core of this machine that are refused as meant for another."""
+_SOUND_ENCODER = "charonia.engine.models.sound_encoder:load_sound_encoder"
+_MADE_PRECISIONS = ("int8", "fp8")
+"""What an encoder's plain weights become with a decoder's."""
 
 
 def language_model(
@@ -118,6 +121,9 @@ def media_part(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) ->
     _, _, number = (options.device or "").partition(":")
     gpu = None if computes_on_host(options.device, gpus) else int(number) if number.isdecimal() else gpus[0]
     tower = TowerSpec(str(directory), options.dtype or "auto", gpu, media.cache_bytes, media.share_cache)
+    if kind == "audio":
+        precision = options.quantization if options.quantization in _MADE_PRECISIONS else "none"
+        tower = tower._replace(sound_encoder=_SOUND_ENCODER, quantization=precision)
     return MediaPart(media, tower, kind)
 
 

@@ -21,7 +21,16 @@ from ...core.request_context import RequestContext
 from ...core.runtime import Parameters
 from ..isolated.isolated_runtime import VISION, IsolatableLoader
 from ..model import ClassicModel
-from .vision_backend import DEEPSTACK, LENGTH, ROWS, read_response, vision_config, vision_request
+from .vision_backend import (
+    DEEPSTACK,
+    LENGTH,
+    QUANTIZATION,
+    ROWS,
+    SOUND_ENCODER,
+    read_response,
+    vision_config,
+    vision_request,
+)
 from .vision_files import read_vision_files
 
 _ENDPOINT = "media"
@@ -54,6 +63,8 @@ class MediaTower:
     def __init__(self, name: str, version: str, spec: TowerSpec, parameters: Parameters = _NO_PARAMETERS) -> None:
         directory = Path(spec.checkpoint)
         files = read_vision_files(directory, spec.dtype)
+        if spec.sound_encoder:
+            parameters = {**parameters, SOUND_ENCODER: spec.sound_encoder, QUANTIZATION: spec.quantization}
         config = vision_config(name, version, files, spec.gpu, parameters)
         loader: IsolatableLoader = VISION
         self._model = ClassicModel(config, loader, directory)

@@ -1,27 +1,33 @@
 """What a tower is to those that ask it, and how transformers loads it from its weights. Imported only where one is
 loaded."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.errors import InvalidArgument
 from .vision_files import VisionFiles
 
 
-class TowerModule(NamedTuple):
-    """A loaded module, and how it is asked."""
+class TowerFeatures(NamedTuple):
+    """What a module makes of some media."""
 
-    module: nn.Module
+    rows: Iterable[Tensor]
+    """[length, hidden] of each medium, or of parts of it."""
+    deepstack: Sequence[Iterable[Tensor]] = ()
+    """The same for each layer that takes something."""
+
+
+class TowerModule(NamedTuple):
+    """A loaded module, on its device."""
+
     main_input: str
     """The processor's name of the input that is in the module's dtype."""
-    features: Callable[..., Any]
+    features: Callable[..., TowerFeatures]
     """Takes the inputs by the processor's names."""
-    output: str
-    """The attribute of its result with the rows [media, length, hidden], or a list of such."""
 
 
 def read_weights(files: VisionFiles) -> dict[str, Tensor]:

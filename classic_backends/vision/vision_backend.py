@@ -5,6 +5,7 @@ A request has one image's inputs by the names of the checkpoint's processor, eac
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ ROWS, DEEPSTACK, LENGTH = "rows", "deepstack", "length"
 """The outputs: bytes, bytes, and how many rows there are."""
 
 DTYPE = "dtype"
-"""The one parameter: torch's name of what is computed in, or `auto`."""
+"""A parameter: torch's name of what is computed in, or `auto`."""
+SOUND_ENCODER, QUANTIZATION = "sound_encoder", "quantization"
+"""Parameters: the fields of `TowerSpec` of these names."""
 
 GPU_BATCH = 8
 """Images of one execution on a GPU; on the host they are computed one by one, and answered as soon."""
@@ -42,12 +45,15 @@ class VisionLoader(RuntimeLoader):
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         from ..torch.torch_backend import choose_device, set_torch_threads
-        from .vision_modules import VisionTower
+        from .hearing_modules import load_hearing
+        from .vision_modules import VisionTower, load_seeing
 
         set_torch_threads(threads_per_instance(config.raw))
         device = choose_device(config.name, placement) or "cpu"
         files = read_vision_files(directory, parameters.get(DTYPE, "auto"))
-        return VisionRuntime(VisionTower(files, device, together=device != "cpu"))
+        encoder = parameters.get(SOUND_ENCODER)
+        load = partial(load_hearing, encoder, parameters.get(QUANTIZATION, "none")) if encoder else load_seeing
+        return VisionRuntime(VisionTower(files, device, device != "cpu", load))
 
     def uses_gpus(self) -> bool:
         return torch_has_cuda()

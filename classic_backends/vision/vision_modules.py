@@ -3,24 +3,25 @@
 Imported only where a tower is loaded.
 """
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...core.errors import Internal, InvalidArgument
-from ...core.media_models import HEARING_FAMILIES
 from ...core.runtime import Arrays
 from ...processes.host import map_large_blocks_separately
-from .hearing_modules import load_hearing
 from .lean_imports import lean_imports
-from .tower_module import TowerModule, loading, read_config, read_weights, refuse_missing
+from .tower_module import TowerFeatures, TowerModule, loading, read_config, read_weights, refuse_missing
 from .vision_files import VisionFiles
 
 _GRIDS, _PIXELS = "image_grid_thw", "pixel_values"
 _LANGUAGE = ("lm_head.", "model.language_model.", "model.text_model.")
 """Beginnings of the names of modules that a tower lacks."""
+
+LoadTower: TypeAlias = Callable[[VisionFiles, torch.dtype, str], TowerModule]
+"""Loads the tower of a checkpoint to compute in a dtype, on a device."""
 
 
 class MediumRows(NamedTuple):
@@ -32,6 +33,36 @@ class MediumRows(NamedTuple):
     """[layers, length, hidden], of no layers in most families."""
 
 
+def load_seeing(files: VisionFiles, dtype: torch.dtype, device: str) -> TowerModule:
+    """The whole model without layers of text."""
+    import transformers
+
+    config = read_config(files)
+    text = config.text_config
+    text.num_hidden_layers = 0
+    text.vocab_size = 1
+    text.pad_token_id = None
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    if hasattr(config, "audio_config"):
+        config.audio_config = None
+    if hasattr(config, "quantization_config"):  # the language part's
+        del config.quantization_config
+    with loading("tower", files):
+        known: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        model, report = known.from_pretrained(
+            None, config=config, state_dict=read_weights(files), dtype=dtype, output_loading_info=True
+        )
+    refuse_missing("tower", files, (name for name in report["missing_keys"] if not name.startswith(_LANGUAGE)))
+    tower: Any = model.model.requires_grad_(False).to(device).eval()
+
+    def features(**inputs: Tensor) -> TowerFeatures:
+        output = tower.get_image_features(**inputs, return_dict=True)
+        return TowerFeatures(output.pooler_output, getattr(output, "deepstack_features", None) or ())
+
+    return TowerModule(_PIXELS, features)
+
+
 class VisionTower:
     """A tower and its projector, or an encoder of sounds: rows in the files' dtype, whatever the host computes in.
 
@@ -39,17 +70,14 @@ class VisionTower:
     kernels are launched in more time than one of them takes. Without, a row never depends on other media.
     """
 
-    def __init__(self, files: VisionFiles, device: str, together: bool) -> None:
+    def __init__(self, files: VisionFiles, device: str, together: bool, load: LoadTower = load_seeing) -> None:
         self._device = device
         self._together = together
         self._stored: torch.dtype = getattr(torch, files.dtype)
         self._dtype = self._stored if device != "cpu" or _computes_halves() else torch.float32
-        load = load_hearing if files.family in HEARING_FAMILIES else _load_seeing
         map_large_blocks_separately()
         with lean_imports():
-            self._tower = tower = load(files, self._dtype)
-        tower.module.requires_grad_(False)
-        tower.module.to(device).eval()
+            self._tower = load(files, self._dtype, device)
 
     @torch.inference_mode()
     def encode(self, media: Sequence[Arrays]) -> list[MediumRows]:
@@ -76,12 +104,12 @@ class VisionTower:
         inputs[main] = inputs[main].to(self._dtype)
         counts = [len(medium[_GRIDS if _GRIDS in medium else main]) for medium in media]
         try:
-            output = self._tower.features(**inputs, return_dict=True)
+            features = self._tower.features(**inputs)
         except (ValueError, TypeError, RuntimeError) as error:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
             raise InvalidArgument(f"the tower refuses {shapes}: {error}") from error
-        rows = [part.to(self._stored) for part in _split(getattr(output, self._tower.output), counts)]
-        layers = [_split(layer, counts) for layer in getattr(output, "deepstack_features", None) or ()]
+        rows = [part.to(self._stored) for part in _split(features.rows, counts)]
+        layers = [_split(layer, counts) for layer in features.deepstack]
         return [
             MediumRows(
                 part,
@@ -97,34 +125,10 @@ def _computes_halves() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _split(features: Any, counts: Sequence[int]) -> list[Tensor]:
+def _split(features: Iterable[Tensor], counts: Sequence[int]) -> list[Tensor]:
     """The features [length, hidden] of each medium, which come in parts of an image, a tile or a grid."""
     parts = [part.reshape(-1, part.shape[-1]) for part in features]
     if len(parts) != sum(counts):
         raise Internal(f"the tower has made {len(parts)} parts for {sum(counts)} of the batch's images")
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [torch.cat(parts[end - count : end]) for end, count in zip(ends, counts, strict=True)]
-
-
-def _load_seeing(files: VisionFiles, dtype: torch.dtype) -> TowerModule:
-    """The whole model without layers of text, in the host's memory."""
-    import transformers
-
-    config = read_config(files)
-    text = config.text_config
-    text.num_hidden_layers = 0
-    text.vocab_size = 1
-    text.pad_token_id = None
-    if getattr(text, "layer_types", None):
-        text.layer_types = []
-    if hasattr(config, "audio_config"):
-        config.audio_config = None
-    if hasattr(config, "quantization_config"):  # the language part's
-        del config.quantization_config
-    with loading("tower", files):
-        known: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-        model, report = known.from_pretrained(
-            None, config=config, state_dict=read_weights(files), dtype=dtype, output_loading_info=True
-        )
-    refuse_missing("tower", files, (name for name in report["missing_keys"] if not name.startswith(_LANGUAGE)))
-    return TowerModule(model.model, _PIXELS, model.model.get_image_features, "pooler_output")

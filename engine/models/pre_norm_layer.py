@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..cpu.op_trace import Traceable
 from ..layers.mlp import FeedForward
-from ..layers.norm import Norm
+from ..layers.norm import Norm, WholeNorm
 from ..layers.step_context import StepContext
 
 
@@ -23,9 +23,9 @@ class PreNormLayer:
 
     def __init__(
         self,
-        before_mixer: Norm,
+        before_mixer: WholeNorm,
         mixer: Mixer,
-        before_mlp: Norm,
+        before_mlp: WholeNorm,
         mlp: FeedForward,
         mixer_scale: float = 1.0,
         mlp_scale: float = 1.0,
