@@ -160,7 +160,7 @@ class GpuBench:
         graphs = runner.computer.graphs
         if graphs is not None:
             graphs.capture_now(rows * (1 + drafts), context + work.steps + 14 + drafts, 1 + drafts)
-        eager = 0 if graphs is None else graphs.eager_steps
+        eager = 0 if graphs is None else graphs.eager_steps.total()
         runner.begin_step(plans[0])
         launching, began = 0.0, 0.0
         for at, plan in enumerate(plans[1:]):
@@ -176,7 +176,7 @@ class GpuBench:
         bar = None if drafts or context > work.context else 0.78 if rows == 1 else 0.65
         name = f"{work.name} decode step of {rows} at {context:,}" + (f" with {drafts} drafts each" if drafts else "")
         more = f"launched in {1e3 * launching / (len(plans) - 13):.2f} ms of the host"
-        if graphs is not None and (launched := graphs.eager_steps - eager):
+        if graphs is not None and (launched := graphs.eager_steps.total() - eager):
             more += f", {launched} steps kernel by kernel"
         if not drafts and context == work.context:
             self.decode_seconds[rows] = seconds

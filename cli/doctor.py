@@ -19,13 +19,15 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 from cyclopts.exceptions import CycloptsError
 
-from ..core.errors import Unavailable
-from ..engine.kernel_choice import FP8_CAPABILITY, LEVEL_VARIABLE
-from ..processes.host import available_memory, torch_has_cuda, usable_cores
+from ..core.errors import InvalidArgument, Unavailable
+from ..engine.kernel_choice import FP8_CAPABILITY, LEVEL_VARIABLE, computes_with_triton
+from ..processes.host import available_memory, processor_name, torch_has_cuda, usable_cores
 from ..repository.memory_budget import format_bytes
 from ..telemetry.host_metrics import usable_gpus
+from ..telemetry.roofline import read_machine_file
 from .flag_sources import command_flags, environment_values, file_values, strays
 from .options import ServeOptions
+from .plan import machine_files
 from .ports import bind_port
 from .serve_command import serve_command
 
@@ -64,12 +66,13 @@ def examine_machine(root: Path = _ROOT, config: Path | None = None) -> Iterator[
     yield from settings
     yield _cores(root)
     yield _kernels()
-    yield _gpus(root)
+    yield _gpus(root, options)
     yield _memory(root)
     yield _huge_pages(root)
     yield _shared_memory(root)
     yield _open_files()
     yield from _ports(options)
+    yield from _machine_files(options)
     yield _clock(root)
     yield _extras()
 
@@ -139,13 +142,22 @@ def _kernels() -> Finding:
     return _judge("kernels", library.level() is not None and "AMX" not in text, text, mend)
 
 
-def _gpus(root: Path) -> Finding:
+def _gpus(root: Path, options: ServeOptions) -> Finding:
     gpus, built_for_cuda = usable_gpus(devices=root / "dev"), torch_has_cuda()
     if not gpus:
         return Finding("GPUs", Verdict.GOOD, "none: the engine computes on the CPU")
     text = f"{len(gpus)}, and torch is built {'for' if built_for_cuda else 'without'} CUDA"
-    text += _fp8() if built_for_cuda else ""
-    return _judge("GPUs", built_for_cuda, text, "install torch's build for CUDA (pytorch.org/get-started)")
+    if not built_for_cuda:
+        return Finding("GPUs", Verdict.SLOW, text, "install torch's build for CUDA (pytorch.org/get-started)")
+    text += _fp8()
+    if not computes_with_triton(on_gpu=True):
+        text += "; torch alone computes on them, and launches each step kernel by kernel"
+        mend = f"pip install '{_source_directory()}[gpu]', and unset {LEVEL_VARIABLE}"
+        return Finding("GPUs", Verdict.SLOW, text, mend)
+    if options.engine.enforce_eager:
+        text += "; each step is launched kernel by kernel, for --enforce-eager is set"
+        return Finding("GPUs", Verdict.SLOW, text, "leave it out: decode steps are then recorded as CUDA graphs")
+    return Finding("GPUs", Verdict.GOOD, text)
 
 
 def _fp8() -> str:
@@ -211,6 +223,40 @@ def _ports(options: ServeOptions) -> Iterator[Finding]:
             yield Finding(f"port {port}", Verdict.SLOW, str(error), mend)
         else:
             yield Finding(f"port {port}", Verdict.GOOD, f"free ({flag})")
+
+
+class _MeasuredOn(msgspec.Struct):
+    processor: str = ""
+
+
+class _MeasuredMachine(msgspec.Struct):
+    """The field of a file of `charonia calibrate` that says where it is from."""
+
+    origin: _MeasuredOn
+
+
+def _machine_files(options: ServeOptions) -> Iterator[Finding]:
+    """Whether the files by which `explain` tells a model's limits are of a processor that is here."""
+    try:
+        files = machine_files(options.server.machine)
+        origins = {name: read_machine_file(file, _MeasuredMachine).origin for name, file in files.items()}
+    except InvalidArgument as error:
+        mend = "correct it, or leave it out: charonia serve would refuse to start"
+        yield Finding("machine files", Verdict.WRONG, error.message, mend)
+        return
+    here = {processor_name(), *_gpu_names()} if origins else set()
+    mend = "run charonia calibrate here, with the flags that the model is served with"
+    for name, origin in origins.items():
+        text = f"{name}'s was measured on {origin.processor or 'a server over HTTP'}"
+        yield _judge("machine files", not origin.processor or origin.processor in here, text, mend)
+
+
+def _gpu_names() -> list[str]:
+    try:
+        from ..engine.gpu import runtime
+    except ImportError:  # another finding says so
+        return []
+    return runtime.gpu_names()
 
 
 def _clock(root: Path) -> Finding:

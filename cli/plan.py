@@ -212,14 +212,19 @@ def _shared_state(server: ServerOptions, logs: LogControl, reserved: Iterable[st
 
 
 def read_rooflines(words: Iterable[str]) -> dict[str, StepRoofline]:
-    """The machines of models by name, each given as NAME=FILE of `charonia calibrate`. Raises `InvalidArgument` as
-    `read_roofline` does, and for another form."""
-    rooflines: dict[str, StepRoofline] = {}
+    """The machines of models by name; see `machine_files`. Raises `InvalidArgument` as `read_roofline` does."""
+    return {name: read_roofline(file) for name, file in machine_files(words).items()}
+
+
+def machine_files(words: Iterable[str]) -> dict[str, Path]:
+    """The files of `charonia calibrate` by model, each given as NAME=FILE. Raises `InvalidArgument` for another
+    form."""
+    files: dict[str, Path] = {}
     for word in words:
         name, equals, file = word.partition("=")
         if not (name and equals and file):
             raise InvalidArgument(f"--machine must be NAME=FILE, got '{word}'")
-        if name in rooflines:
+        if name in files:
             raise InvalidArgument(f"--machine is given twice for '{name}'")
-        rooflines[name] = read_roofline(Path(file))
-    return rooflines
+        files[name] = Path(file)
+    return files

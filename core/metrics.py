@@ -346,8 +346,8 @@ class EngineTotals(msgspec.Struct, array_like=True):
     """Times that a drafter was turned off."""
     drafters: dict[str, DrafterTotals] = {}
     """The totals of the drafters that did anything, by name."""
-    eager_steps: int = 0
-    """Decode steps without a CUDA graph, the warm-up's included."""
+    eager_steps: dict[str, int] = {}
+    """A GPU's steps without a CUDA graph by `EagerReason`, and passes of a draft model; the warm-up's included."""
     recomputed_tokens: int = 0
     """Tokens computed again after preemptions."""
     sequence_seconds: dict[str, float] = {}

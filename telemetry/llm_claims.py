@@ -4,6 +4,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from ..core.eager_reason import EagerReason
 from ..core.metrics import FetchDecision, SequenceState
 from .roofline import StepRoofline
 from .scrape import ModelInterval
@@ -14,6 +15,14 @@ _OUTPUT_WEIGHT = 2.0
 
 _ANOTHER = 1.5
 """A roofline whose steps would take so many times longer than the real ones belongs to another model or machine."""
+
+_EAGER: Mapping[str, str] = {
+    EagerReason.NOT_CAPTURED: "without a graph yet",
+    EagerReason.TOO_LARGE: "too large for a graph",
+    EagerReason.PROMPT: "with parts of prompts",
+    EagerReason.NOT_RECORDED: "of a model that is not recorded, as its log says,",
+}
+"""By what `charonia_eager_steps_total` counts."""
 
 _MORE_CACHE = "--kv-cache-bytes or --kv-cache-memory-fraction up, --kv-cache-dtype int8, or more --data-parallel-size"
 
@@ -212,15 +221,17 @@ def _step_claims(
 ) -> Iterator[TimeClaim]:
     """The time in which sequences are computed, by what steps spend it on."""
     took = interval.grown("charonia_step_seconds_sum")
-    if steps and (eager := interval.grown("charonia_eager_steps_total")):
-        cold = seconds * min(eager / steps, 1.0)
+    eager = interval.grown_by("charonia_eager_steps_total", "reason")
+    if steps and (uncaptured := eager.pop(EagerReason.NOT_CAPTURED, 0)):
+        cold = seconds * min(uncaptured / steps, 1.0)
         seconds -= cold
         what = "decode steps find no CUDA graph yet"
-        why = f"{eager:.0f} of {steps:.0f} steps were launched without one"
-        turn = (
-            "requests like yours before the server gets its traffic; a batch or context too large for a graph has none"
-        )
-        yield TimeClaim(Cause.COLD_START, cold, what, why, turn, {"eager_steps": eager, "steps": steps})
+        why = f"{uncaptured:.0f} of {steps:.0f} steps were launched without one"
+        turn = "--warm-up-graphs, or requests like yours before the server gets its traffic"
+        if failed := interval.grown("charonia_graph_capture_failures_total"):
+            why, turn = f"{why}, and {failed:.0f} captures failed", "see the log, which names what kept them"
+        evidence = {"eager_steps": uncaptured, "steps": steps, "failed_captures": failed}
+        yield TimeClaim(Cause.COLD_START, cold, what, why, turn, evidence)
     if not steps or not took:
         turn = "a faster machine, or more of them"
         yield TimeClaim(Cause.COMPUTATION, seconds, "requests are computed", "the engine tells no steps", turn)
@@ -232,6 +243,10 @@ def _step_claims(
     work = f"{tokens:.1f} tokens of {rows:.1f} sequences"
     why = f"steps of {1e3 * step_seconds:.2f} ms compute {work}, {percent(busy)} of the time"
     evidence = {"step_seconds": step_seconds, "tokens_per_step": tokens, "sequences_per_step": rows, "busy": busy}
+    if launched := sum(eager.values()):
+        reasons = ", ".join(f"{_EAGER.get(reason, reason)} {count:.0f}" for reason, count in eager.items() if count)
+        why += f"; {percent(min(launched / steps, 1.0))} of them were launched kernel by kernel: {reasons}"
+        evidence |= {f"eager_{reason}": count for reason, count in eager.items()}
     split = "" if interval.gauge("charonia_tensor_parallel_exhausted") else "--tensor-parallel-size, "
     faster = f"--quantization int8, --speculative-config, {split}or more --data-parallel-size"
     if roofline is None:
@@ -258,4 +273,7 @@ def _step_claims(
         yield TimeClaim(Cause.ARITHMETIC, seconds * works, what, why, turn, evidence)
     rest = seconds * (1 - max(reads, works))
     what = "steps take longer than reading and multiplying need"
-    yield TimeClaim(Cause.COMPUTATION, rest, what, why, "see `charonia doctor`, and --threads", evidence)
+    turn = "see `charonia doctor`, and --threads"
+    if launched:
+        turn = "faster cores, or fewer processes beside: the kernels of launched steps wait for the host"
+    yield TimeClaim(Cause.COMPUTATION, rest, what, why, turn, evidence)

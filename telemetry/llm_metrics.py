@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ..core.eager_reason import EagerReason
 from ..core.metrics import (
     BatchStatistics,
     EngineTotals,
@@ -178,7 +179,9 @@ class EngineState(NamedTuple):
                     "charonia_accepted_tokens_per_position_total", accepted, labels | {"position": str(place)}
                 )
             yield Reading("charonia_drafting_seconds_total", drafter.seconds, labels)
-        yield Reading("charonia_eager_steps_total", totals.eager_steps)
+        for reason in EagerReason:
+            labels = {"reason": reason.value}
+            yield Reading("charonia_eager_steps_total", totals.eager_steps.get(reason.value, 0), labels)
         yield Reading("charonia_graph_capture_failures_total", totals.failed_captures)
         yield Reading("charonia_kv_cache_tokens", self.kv_capacity)
         yield Reading("charonia_tensor_parallel_exhausted", float(not self.splits))

@@ -90,7 +90,7 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_accepted_tokens_per_position_total", "counter", "Accepted tokens by their place in a draft"),
     MetricFamily("charonia_drafting_seconds_total", "counter", "Time that drafting took, a draft model's included"),
     MetricFamily("charonia_drafters_off", "gauge", "Drafters turned off because they raised or were too slow"),
-    MetricFamily("charonia_eager_steps_total", "counter", "Decode steps on a GPU that found no CUDA graph"),
+    MetricFamily("charonia_eager_steps_total", "counter", "Steps that a GPU's kernels were launched for one by one"),
     MetricFamily("charonia_graph_capture_failures_total", "counter", "CUDA graphs that could not be captured"),
     MetricFamily("charonia_kv_cache_tokens", "gauge", "Tokens that the KV cache holds when it is full"),
     MetricFamily("charonia_tensor_parallel_exhausted", "gauge", "1: twice as many ranks could not share the model"),

@@ -13,6 +13,7 @@ import torch
 DEVICE_CALLS = (
     "current_stream",
     "get_device_capability",
+    "get_device_name",
     "max_memory_reserved",
     "mem_get_info",
     "memory_reserved",
@@ -104,7 +105,6 @@ class StandInCuda:
             "Stream": lambda device=0: _Stream(_index(device)),
             "device_count": lambda: self.devices,
             "empty_cache": self._empty_cache,
-            "get_device_name": lambda: "a stand-in",
             "graph": self._graph,
             "graph_pool_handle": self.new_pool,
             "is_available": lambda: True,
@@ -113,7 +113,7 @@ class StandInCuda:
         }
 
     def _called(self, name: str) -> Any:
-        answers = {"get_device_capability": (9, 0), "mem_get_info": (5000, 8000)}
+        answers = {"get_device_capability": (9, 0), "get_device_name": "a stand-in", "mem_get_info": (5000, 8000)}
 
         def call(device: Any = 0) -> Any:
             self.calls.append((name, _index(device)))

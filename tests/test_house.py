@@ -110,12 +110,12 @@ NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b"
 BUDGETS = {
     "core": 2_290,
     "processes": 1_160,
-    "telemetry": 2_915,
+    "telemetry": 2_930,
     "kvcache": 1_525,
     "tokenization": 3_705,
     "media": 1_100,
     "scheduler": 2_315,
-    "engine": 28_130,
+    "engine": 28_140,
     "classic_backends": 8_460,
     "ensembles": 1_200,
     "routing": 250,
@@ -127,8 +127,8 @@ BUDGETS = {
     "extras/console": 600,
     "extras/rollouts": 1_150,
     "bench": 7_015,
-    "cli": 2_790,
-    "extras/optimizer": 4_045,
+    "cli": 2_820,
+    "extras/optimizer": 4_050,
     "inprocess": 1_400,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""

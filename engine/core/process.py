@@ -181,7 +181,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     if config.warm_up_graphs:
         executor.capture_usual_steps(progress.report)
     gc_tuning.collect_and_freeze(frozen_too=False)
-    here = capacity.machine and config.parallel.backend == "mp"
+    here = capacity.machine and not capacity.on_gpu and config.parallel.backend == "mp"
     states = (sizes.extra_states + config.scheduler.max_num_seqs) * capacity.state_bytes
     cached = sizes.blocks * capacity.block_bytes + states + capacity.cross_bytes
     cache_bytes = cached * config.parallel.world if here else 0

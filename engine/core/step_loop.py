@@ -334,7 +334,7 @@ class EngineCore:
             forced_tokens=constrained.forced,
             drafters_off=0 if speculation is None else speculation.drafters_off,
             drafters={} if speculation is None else speculation.copied_totals(),
-            eager_steps=executor.eager_steps,
+            eager_steps={reason.value: count for reason, count in executor.eager_steps.items()},
             failed_captures=executor.failed_captures,
             retention_refused=0 if retention is None else retention.refused_blocks,
             retention_displaced=0 if retention is None else retention.displaced,

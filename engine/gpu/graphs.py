@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...core.eager_reason import EagerReason
 from ..step_adapters import BLOCK_PLACES, AdapterBlocks, StepAdapters
 from ..step_batch import StepBatch
 
@@ -205,7 +207,8 @@ class DecodeGraphs:
         self._failures: dict[GraphKey | None, _Failures] = {}
         """By bucket; None: those of all buckets, since the last success."""
         self._output_bytes = 0
-        self.eager_steps = self.failed_captures = 0
+        self.eager_steps: Counter[EagerReason] = Counter()
+        self.failed_captures = 0
         self.forget()
 
     def forget(self) -> None:
@@ -225,7 +228,7 @@ class DecodeGraphs:
         most = int(batch.counts.max())
         key = self.buckets.find(batch.size, most, batch.longest, adapters is not None)
         if key is None or not self._may_replay(key):
-            self.eager_steps += 1
+            self.eager_steps[EagerReason.TOO_LARGE if key is None else EagerReason.NOT_CAPTURED] += 1
             return None
         rows = len(batch.rows)
         packed = np.zeros(self._numbers.shape, np.int32)

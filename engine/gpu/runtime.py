@@ -38,6 +38,19 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def describe_gpu(device: torch.device) -> str:
+    """A GPU's name, capability and memory, and what computes on it, for people."""
+    _, memory = torch.cuda.mem_get_info(device)
+    kernels = "Triton's kernels" if serves(torch.float32, device) else "torch's kernels alone"
+    versions = f"compute capability {capability(device) / 10:.1f}, {memory / 1e9:.3g} GB"
+    return f"{torch.cuda.get_device_name(device)}, {versions}; {kernels}"
+
+
+def gpu_names() -> list[str]:
+    """The names of all GPUs that CUDA finds here."""
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
 def capabilities() -> list[int]:
     """The capabilities of all GPUs that CUDA finds here."""
     return [capability(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]

@@ -5,7 +5,7 @@ Knows nothing of where they run, see `LaunchedRanks`. Imports no torch.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from ...core.adapter import Adapter
+from ...core.eager_reason import EagerReason
 from ...core.errors import CharoniaError, InvalidArgument, Unavailable
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..config import EngineConfig
@@ -56,6 +57,7 @@ class RanksExecutor:
         self._taken = [PendingFutures[bytes]() for _ in range(self._layout.world)]
         self.image_layouts: list[ImageLayout] = []
         self._monitor: RankMonitor | None = None
+        self._on_gpu, self._launched_steps = False, 0
         # By kind and rank: a quick rank may report the next thing before a slow one reports this.
         self._reports: defaultdict[type[messages.RankReport], dict[int, Any]] = defaultdict(dict)
 
@@ -78,6 +80,7 @@ class RanksExecutor:
         progress("weights", 1.0)
         machine = loaded[0].capacity.machine
         tightest = tightest_capacity([report.capacity for report in loaded.values()])
+        self._on_gpu = tightest.on_gpu
         return tightest._replace(machine=f"{self._layout}, each {machine}" if machine else str(self._layout))
 
     def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
@@ -104,6 +107,7 @@ class RanksExecutor:
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
         step = self._pending.add()
         if not step.done():
+            self._launched_steps += self._on_gpu
             # For the stages that do not sample: a sequence's next plan follows its last result. More results may come
             # while these are taken.
             results = [self._sampled.popleft() for _ in range(len(self._sampled))]
@@ -126,7 +130,11 @@ class RanksExecutor:
         self._adapters.held.discard(digest)
         self._command(messages.UnloadRankAdapter(digest))
 
-    eager_steps = failed_captures = 0
+    @property
+    def eager_steps(self) -> Mapping[EagerReason, int]:
+        return {EagerReason.NOT_RECORDED: self._launched_steps} if self._launched_steps else {}
+
+    failed_captures = 0
 
     def capture_usual_steps(self, progress: ProgressCallback) -> None:
         """See `Executor.capture_usual_steps`: ranks record none."""

@@ -1,8 +1,9 @@
 """Steps on a CPU. A decoder that was recorded as a program (`cpu/program.py`) computes them on threads beside the
 caller, one after the other; any other decoder computes in the caller's thread when a step's result is asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from ...core.eager_reason import EagerReason
 from ...core.logprobs import PromptLogprobs
 from ...scheduler.plan import MaskArray, MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
@@ -20,6 +21,7 @@ class CpuStepComputer:
 
     graphs = None
     """A CPU replays programs: see `NativeDecoder`."""
+    eager_steps: Mapping[EagerReason, int] = {}
 
     def __init__(
         self,

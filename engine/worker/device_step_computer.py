@@ -1,12 +1,14 @@
 """Steps on a device that works off a queue, as a GPU does: a step is queued as a whole behind the one before, launch by
 launch or as a recorded graph, and nothing is waited for until its tokens are read."""
 
+from collections import Counter
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.eager_reason import EagerReason
 from ...scheduler.plan import IntArray, MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..gpu.graphs import DecodeGraphs, StaticStep
@@ -37,6 +39,7 @@ class DeviceStepComputer:
         self.stores = stores
         self.graphs: DecodeGraphs | None = None
         """Recorded decode steps, made around `compute_static`; the attention must be able to."""
+        self.eager_steps: Counter[EagerReason] = Counter()
         self._rows = rows
         self._device = device
         self._chooser = TokenChooser(rows, device)
@@ -92,10 +95,13 @@ class DeviceStepComputer:
         """The logits of a decode step that is recorded; None: it is to be launched."""
         batch = inputs.batch
         wanted = len(inputs.logits_indices)
-        if self.graphs is None or inputs.scored is not None or batch.embedded is not None or not wanted:
+        if self.graphs is None:
+            self.eager_steps[EagerReason.NOT_RECORDED] += 1
             return None
-        if wanted < batch.size and batch.counts.max() > self.graphs.buckets.most:
-            return None  # a part of a prompt is computed
+        computes_prompt = inputs.scored is not None or batch.embedded is not None or not wanted
+        if computes_prompt or (wanted < batch.size and batch.counts.max() > self.graphs.buckets.most):
+            self.eager_steps[EagerReason.PROMPT] += 1
+            return None
         outputs = self.graphs.replay(batch, inputs.adapters)
         if outputs is None:
             return None

@@ -1,10 +1,11 @@
 """The interface between the step loop and the executors, which compute steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from ...core.adapter import Adapter
+from ...core.eager_reason import EagerReason
 from ...core.errors import CharoniaError
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...scheduler.plan import NO_HOST_COPIES, IntArray, MaskSource, StepPlan, StepResult
@@ -125,8 +126,8 @@ class Executor(Protocol):
         without a result computes, have this content of each rank. Its memory may change afterwards."""
 
     @property
-    def eager_steps(self) -> int:
-        """Decode steps that were launched kernel by kernel, for want of a CUDA graph, where there are some."""
+    def eager_steps(self) -> Mapping[EagerReason, int]:
+        """A GPU's steps that were launched kernel by kernel; see `EngineTotals.eager_steps`."""
 
     @property
     def failed_captures(self) -> int:

@@ -5,7 +5,7 @@ the contract fails its future. Tests, benches and a server without weights run o
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from ...core.adapter import Adapter
+from ...core.eager_reason import EagerReason
 from ...core.errors import CharoniaError
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...kvcache.block_table import NO_BLOCK
@@ -164,7 +165,8 @@ class FakeExecutor:
 
         self._call(put).result()
 
-    eager_steps = failed_captures = 0
+    eager_steps: Mapping[EagerReason, int] = {}
+    failed_captures = 0
 
     def capture_usual_steps(self, progress: ProgressCallback) -> None:
         """See `Executor.capture_usual_steps`: it records none."""

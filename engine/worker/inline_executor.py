@@ -1,6 +1,6 @@
 """An executor of one rank in this process."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from ...core.adapter import Adapter
+from ...core.eager_reason import EagerReason
 from ...core.errors import CharoniaError
 from ...scheduler.plan import MaskSource, StepPlan, StepResult
 from ..checkpoint.build_context import Shard
@@ -83,8 +84,8 @@ class InlineExecutor:
             self._finish_oldest()
 
     @property
-    def eager_steps(self) -> int:
-        return sum(graphs.eager_steps for graphs in self.rank.runner.all_graphs)
+    def eager_steps(self) -> Counter[EagerReason]:
+        return self.rank.runner.eager_steps
 
     @property
     def failed_captures(self) -> int:

@@ -25,6 +25,7 @@ from ..checkpoint.weights import dtype_name
 from ..config import EngineConfig
 from ..cpu import library
 from ..gpu.graphs import CudaRecorder
+from ..gpu.runtime import describe_gpu
 from ..kernel_choice import LEVEL_VARIABLE
 from ..layers.recurrent_state import StateSlots
 from ..models.interfaces import CheckpointBuilder
@@ -112,7 +113,7 @@ class LoadedRank:
             self.context.max_positions,
             sum(attention.block_bytes for attention in self.runner.attentions),
             max(free_bytes - cross_bytes, 0),
-            machine=self._machine() if on_cpu else "",
+            machine=self._machine() if on_cpu else describe_gpu(self.context.device),
             ahead=0 if on_cpu else 1,
             on_gpu=not on_cpu,
             state_bytes=0 if states is None else states.slot_bytes,

@@ -1,7 +1,7 @@
 """One rank's computation of steps, in order: rows, cache, the machine that computes, and what drafts beside it. Knows
 nothing of processes."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...core.eager_reason import EagerReason
 from ...core.logprobs import Logprobs
 from ...scheduler.plan import IntArray, MaskSource, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
@@ -95,6 +96,11 @@ class ModelRunner:
         """The graphs of the computer, and of the model that drafts."""
         recorded = self.computer.graphs, None if self.draft is None else self.draft.graphs
         return [graphs for graphs in recorded if graphs is not None]
+
+    @property
+    def eager_steps(self) -> Counter[EagerReason]:
+        """See `EngineTotals.eager_steps`."""
+        return sum((graphs.eager_steps for graphs in self.all_graphs), Counter(self.computer.eager_steps))
 
     @torch.inference_mode()
     def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:

@@ -1,8 +1,10 @@
 """The seam between the order of a rank's steps (`model_runner.py`) and the machine that computes them: a CPU
 (`cpu_step_computer.py`), or a device that works off what is queued on it (`device_step_computer.py`)."""
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from ...core.eager_reason import EagerReason
 from ...scheduler.plan import MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
 from ..gpu.graphs import DecodeGraphs
@@ -84,6 +86,10 @@ class StepComputer(Protocol):
     @property
     def graphs(self) -> DecodeGraphs | None:
         """Decode steps that were recorded from launches; they refer to the cache and to the tables of the rows."""
+
+    @property
+    def eager_steps(self) -> Mapping[EagerReason, int]:
+        """Steps of a GPU that were launched without a look at `graphs`."""
 
     def follows_unread(self, plan: StepPlan) -> bool:
         """Whether the step of `plan` may begin before the result of the step before it is read."""

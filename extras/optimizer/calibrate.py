@@ -137,9 +137,9 @@ def _measure_checkpoint(
         machine, how = add_serving(machine, seen, measurement.overhead), f"{how}, and a server over HTTP"
     origin = MachineOrigin(
         how=how,
-        processor=processor_name(),
+        processor=measurement.gpu.partition(",")[0] or processor_name(),
         cores=str(usable_cores()),
-        kernels=_kernels(),
+        kernels=measurement.gpu or _kernels(),
         threads=config.threads_each(),
         checkpoint=_name_of(checkpoint),
         model=model,
@@ -294,7 +294,7 @@ def _precision(config: EngineConfig) -> dict[str, str]:
 
 def _versions() -> dict[str, str]:
     versions = {"charonia": __version__}
-    for package in ("torch", "numpy"):
+    for package in ("torch", "triton", "numpy"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

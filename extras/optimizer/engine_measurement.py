@@ -52,13 +52,15 @@ Tell = Callable[[float, str], None]
 
 class EngineMeasurement(NamedTuple):
     """The steps of an engine, its sizes as a server would have them, the bytes of a cache block and of the recurrent
-    states of a sequence, and the seconds that the step loop counts to a step and `samples` do not."""
+    states of a sequence, and the seconds that the step loop counts to a step and `samples` do not. `gpu`: what computed
+    them, if it was one."""
 
     samples: list[StepSample]
     shape: EngineShape
     block_bytes: int
     state_bytes: int
     overhead: float
+    gpu: str = ""
 
 
 class ChunkRule:
@@ -176,10 +178,13 @@ def measure_engine(config: EngineConfig, seconds: float, tell: Tell, seed: int =
             max_queued_tokens=config.max_queued_tokens,
         )
         executor.allocate(shape.blocks, shape.host_blocks, shape.snapshots, shape.host_snapshots)
+        if config.warm_up_graphs:
+            executor.capture_usual_steps(lambda phase, fraction: None)
         run = _EngineRun(executor, capacity.vocab_size, shape, Random(seed))
         samples = run.measure(seconds, tell)
     overhead = max(0.0, median(run.overheads))
-    return EngineMeasurement(samples, shape, capacity.block_bytes, capacity.state_bytes, overhead)
+    gpu = capacity.machine if capacity.on_gpu else ""
+    return EngineMeasurement(samples, shape, capacity.block_bytes, capacity.state_bytes, overhead, gpu)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from charonia.cli import doctor
 from charonia.cli.app import app
 from charonia.cli.doctor import Finding, Verdict, examine_machine
 from charonia.engine.gpu import runtime
+from charonia.telemetry.roofline import MACHINE_FORMAT
 
 FILES = {
     "proc/meminfo": "MemAvailable: 524288 kB\n",
@@ -73,6 +74,40 @@ def test_fp8_takes_a_gpu_that_converts_it(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(runtime, "capability", lambda device: (80, 89)[device.index])
     told = "2, and torch is built for CUDA; compute capability 8.0, 8.9: 1 of them can do fp8, which takes 8.9"
     assert found(tmp_path)["GPUs"].text == told
+
+
+def test_a_gpu_without_recorded_steps_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "dev" / "shm").mkdir(parents=True)
+    (tmp_path / "dev" / "nvidia0").touch()
+    monkeypatch.setattr(doctor, "torch_has_cuda", lambda: True)
+    monkeypatch.setenv("CHARONIA_ENFORCE_EAGER", "true")
+    eager = found(tmp_path)["GPUs"]
+    assert (eager.verdict, "--enforce-eager" in eager.text) == (Verdict.SLOW, True)
+    monkeypatch.setenv("CHARONIA_KERNELS", "none")
+    alone = found(tmp_path)["GPUs"]
+    assert (alone.verdict, "torch alone" in alone.text, "[gpu]" in alone.mend) == (Verdict.SLOW, True, True)
+
+
+@pytest.mark.parametrize(
+    ("processor", "verdict", "text"),
+    [
+        ("NVIDIA H200", Verdict.GOOD, "demo's was measured on NVIDIA H200"),
+        ("", Verdict.GOOD, "demo's was measured on a server over HTTP"),
+        ("another", Verdict.SLOW, "demo's was measured on another"),
+    ],
+)
+def test_machine_files_are_of_what_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str, verdict: Verdict, text: str
+) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"format": MACHINE_FORMAT, "origin": {"how": "measured", "processor": processor}}))
+    monkeypatch.setattr(runtime, "gpu_names", lambda: ["NVIDIA H200"])
+    monkeypatch.setenv("CHARONIA_MACHINE", f"demo={file}")
+    finding = found()["machine files"]
+    assert (finding.verdict, finding.text) == (verdict, text)
+    file.write_text("{}")
+    assert found()["machine files"].verdict is Verdict.WRONG
 
 
 def test_a_port_that_is_taken_is_named_with_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:

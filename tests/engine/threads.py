@@ -5,7 +5,7 @@ what was chosen with the next plan, as rank processes are told.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from charonia.core.eager_reason import EagerReason
 from charonia.engine.checkpoint.build_context import Shard
 from charonia.engine.checkpoint.partition import PipelineStage
 from charonia.engine.config import EngineConfig
@@ -104,7 +105,8 @@ class Layout(NamedTuple):
 class ThreadedExecutor:
     """An executor over threads, one for each rank."""
 
-    eager_steps = failed_captures = 0
+    eager_steps: Mapping[EagerReason, int] = {}
+    failed_captures = 0
 
     def capture_usual_steps(self, progress: ProgressCallback) -> None: ...
 

@@ -201,11 +201,25 @@ def test_images_that_wait_are_named_before_texts() -> None:
 def test_steps_without_graphs_are_a_cold_start_as_long_as_there_are_more_of_them() -> None:
     computed = {"charonia_step_seconds_count": 100, "charonia_step_seconds_sum": 9, "charonia_step_tokens_sum": 100}
     running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **computed, **LANGUAGE}
-    [report] = reports_of(running | {"charonia_eager_steps_total": 80})
+    [report] = reports_of(running | {'charonia_eager_steps_total{reason="not_captured"}': 80})
     assert [(bottleneck.cause, bottleneck.share) for bottleneck in report.bottlenecks] == [
         (Cause.COLD_START, pytest.approx(0.8)),
         (Cause.COMPUTATION, pytest.approx(0.2)),
     ]
+
+
+def test_launched_steps_are_told_with_their_share_and_reasons() -> None:
+    computed = {"charonia_step_seconds_count": 100, "charonia_step_seconds_sum": 9, "charonia_step_tokens_sum": 100}
+    running = {'charonia_sequence_seconds_total{state="running"}': 9.0, **computed, **LANGUAGE}
+    launched = {"prompt": 30, "too_large": 10, "not_captured": 0, "not_recorded": 0}
+    eager = {f'charonia_eager_steps_total{{reason="{reason}"}}': count for reason, count in launched.items()}
+    [bottleneck] = reports_of(running | eager)[0].bottlenecks
+    told = "40 % of them were launched kernel by kernel: with parts of prompts 30, too large for a graph 10"
+    assert (bottleneck.cause, told in bottleneck.text) == (Cause.COMPUTATION, True)
+    assert (bottleneck.evidence["eager_prompt"], bottleneck.evidence["eager_too_large"]) == (30, 10)
+    failed = {"charonia_graph_capture_failures_total": 2, 'charonia_eager_steps_total{reason="not_captured"}': 50}
+    first = reports_of(running | failed)[0].bottlenecks[0]
+    assert (first.cause, "2 captures failed" in first.text) == (Cause.COLD_START, True)
 
 
 @pytest.mark.parametrize("exhausted", [0, 1])

@@ -48,6 +48,7 @@ def test_a_gpu_has_its_index(cuda: StandInCuda) -> None:
 
 CALLS: dict[str, Callable[[torch.device], object]] = {
     "capability": lambda device: runtime.capability.__wrapped__(device),
+    "name": runtime.describe_gpu,
     "free memory": lambda device: free_memory(device, 1, EngineConfig(model="", gpu_memory=1000)),
     "peak of a step": lambda device: peak_bytes(device, lambda: None),
 }
@@ -61,6 +62,14 @@ def test_what_is_asked_about_a_gpu_names_it(call: Callable[[torch.device], objec
     assert {index for _, index in cuda.calls} == {1}
     with pytest.raises(ValueError, match="with a specified index"):
         call(torch.device("cuda"))
+
+
+def test_a_gpu_is_described_for_people(cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = runtime.describe_gpu(resolve_device("cuda:1"))
+    assert described == "a stand-in, compute capability 9.0, 8e-06 GB; Triton's kernels"
+    monkeypatch.setenv("CHARONIA_KERNELS", "none")
+    assert runtime.describe_gpu(resolve_device("cuda:1")).endswith("torch's kernels alone")
+    assert runtime.gpu_names() == ["a stand-in"] * 2
 
 
 def test_blocks_on_the_host_have_a_stream_of_their_gpu(cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from charonia.core.eager_reason import EagerReason
 from charonia.engine.attention import selector
 from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
@@ -258,7 +259,10 @@ def test_replayed_steps_are_transformers(setting: Setting, ahead: int) -> None:
     found = run(setting, ahead, {})
     assert len(found) == 12
     assert found == expected(setting, found)
-    assert setting.graphs.eager_steps > 5
+    assert setting.graphs.eager_steps.total() > 5
+    counted = setting.executor.eager_steps
+    assert counted[EagerReason.PROMPT] > 5
+    assert counted[EagerReason.NOT_CAPTURED] == setting.graphs.eager_steps[EagerReason.NOT_CAPTURED]
     assert setting.recorder.replays > replays + 5
     assert setting.preemptions
 
@@ -312,7 +316,7 @@ def test_an_adapter_that_comes_later_needs_no_other_graph(adapted: Setting, tmp_
     DeviceLora.known[held[later].address] = held[later]
     adapted.adapters = ["", later]
     found = run(adapted, 0, {})
-    assert (adapted.recorder.captures, adapted.graphs.eager_steps) == (captures, 0)
+    assert (adapted.recorder.captures, adapted.graphs.eager_steps.total()) == (captures, 0)
     adapted.right = adapted.eager_answers()
     assert found == expected(adapted, found)
     assert adapted.right[len(adapted.prompts) :] != right[len(adapted.prompts) :][: len(adapted.prompts)]
@@ -333,7 +337,7 @@ def test_a_draft_models_passes_are_replayed(drafting: Setting, cancelled: dict[i
     draft.forget(BLOCKS)
     found, before = run(drafting, 0, cancelled, ProposedDrafts(), requests=6), drafting.accepted
     assert found == expected(drafting, found)
-    assert not drafting.executor.eager_steps
+    assert drafting.executor.eager_steps.keys() <= {EagerReason.PROMPT}
     assert not found or {key.most for key in draft.graphs._replays} == {1, 2}
     draft.graphs = None
     draft.forget(BLOCKS)
@@ -413,11 +417,11 @@ def test_a_bucket_is_captured_at_most_once_a_second() -> None:
     assert graphs.replay(batch((1,), 5)) is None
     now[0] = 1.0
     assert graphs.replay(batch((1,), 5)) is not None
-    assert (recorder.captures, graphs.eager_steps) == (2, 1)
+    assert (recorder.captures, graphs.eager_steps) == (2, {EagerReason.NOT_CAPTURED: 1})
     assert graphs.replay(batch((1,) * 5, 5)) is None  # larger than the largest bucket
     assert graphs.replay(batch((1,), 64)) is None
     assert graphs.replay(batch((4,), 5)) is None
-    assert graphs.eager_steps == 4
+    assert graphs.eager_steps == {EagerReason.NOT_CAPTURED: 1, EagerReason.TOO_LARGE: 3}
 
 
 def test_rows_of_several_places_are_packed_and_then_padded() -> None:
@@ -508,7 +512,7 @@ def test_what_could_not_be_captured_is_tried_again_after_twice_as_long(caplog: p
         assert recorder.captures == captures
     now[0] = 14.0
     assert graphs.replay(batch((1,), 5)) is not None
-    assert (graphs.failed_captures, graphs.eager_steps) == (3, 6)
+    assert (graphs.failed_captures, graphs.eager_steps.total()) == (3, 6)
     assert caplog.messages == [
         f"a CUDA graph for steps of 1 places could not be captured, and is tried again in {wait} s: "
         "RuntimeError: operation not permitted when stream is capturing"

@@ -637,7 +637,7 @@ def test_a_head_goes_on_from_the_states_of_replayed_steps(
             record_decode_steps(config, rank.context, computer, rank.runner.draft, recorder)
             while any(graph.capture_one() for graph in rank.runner.all_graphs):
                 pass
-        eager.append(executor.eager_steps)
+        eager.append(sum(graphs.eager_steps.total() for graphs in executor.rank.runner.all_graphs))
 
     assert run(config, before_step=record) == launched
     assert recorder.replays > 5

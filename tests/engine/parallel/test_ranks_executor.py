@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from charonia.core.adapter import Adapter
+from charonia.core.eager_reason import EagerReason
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, SentError, Unavailable
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.core import process
@@ -236,6 +237,15 @@ def test_several_steps_are_on_their_way_and_return_in_order(loaded: Stage) -> No
     loaded.ranks[0].report(*(result(step, 0, 1) for step in range(3)))
     assert [step.result(60).step for step in steps] == [0, 1, 2]
     assert steps[2].result().tokens.tolist() == [100, 101]
+
+
+def test_all_steps_of_ranks_on_gpus_are_launched(staged: Callable[..., Stage]) -> None:
+    stage = staged()
+    stage.load(*[RankLoaded(PLAIN.capacity._replace(on_gpu=True))] * 2)
+    assert not stage.executor.eager_steps
+    for step in range(3):
+        stage.executor.execute(plan(step, 0, 1))
+    assert stage.executor.eager_steps == {EagerReason.NOT_RECORDED: 3}
 
 
 def test_a_plan_that_no_connection_holds_waits_for_the_ranks(loaded: Stage) -> None:

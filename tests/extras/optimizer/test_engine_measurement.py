@@ -7,6 +7,8 @@ from msgspec.structs import replace
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig, SpeculationConfig
+from charonia.engine.worker.executor import Capacity, ProgressCallback
+from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.extras.optimizer.engine_measurement import EngineMeasurement, measure_engine
 from charonia.scheduler.config import SchedulerConfig
 
@@ -52,6 +54,19 @@ def test_the_engine_is_the_one_that_a_server_would_have(measured: EngineMeasurem
     assert (shape.scheduler.max_num_seqs, shape.scheduler.max_model_len) == (16, 1024)
     assert shape.blocks == 4 * 16 * 1024 // 16 + 1
     assert measured.block_bytes == 1 << 16
+
+
+def test_a_gpus_graphs_are_captured_before_its_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, captured, name = FakeExecutor.load, list[bool](), "NVIDIA H200, compute capability 9.0"
+
+    def on_gpu(executor: FakeExecutor, progress: ProgressCallback) -> Capacity:
+        return load(executor, progress)._replace(on_gpu=True, machine=name)
+
+    monkeypatch.setattr(FakeExecutor, "load", on_gpu)
+    monkeypatch.setattr(FakeExecutor, "capture_usual_steps", lambda executor, _: captured.append(True))
+    assert measure_engine(FAKE, 0.1, lambda share, text: None).gpu == name
+    measure_engine(replace(FAKE, warm_up_graphs=False), 0.1, lambda share, text: None)
+    assert captured == [True]
 
 
 @pytest.mark.parametrize("blocks", [2, 40])
