@@ -34,3 +34,12 @@ class StepStates:
         """The fields of `StateMoves` (recurrent.h): valid as long as this object lives."""
         columns: tuple[NDArray[Any], ...] = (self.sources, self._begins, *self._columns)
         return tuple(column.ctypes.data for column in columns)
+
+    def pack(self, width: int) -> IntArray:
+        """For kernels of a GPU, int32 [5, width]: sources, where each row's saves begin and end, and of the saves
+        tokens and slots. `width` is at least R and V."""
+        packed: IntArray = np.zeros((5, width), np.int32)
+        rows, saves = len(self.sources), len(self.saves)
+        packed[:3, :rows] = self.sources, self._begins[:-1], self._begins[1:]
+        packed[3:, :saves] = self._columns
+        return packed

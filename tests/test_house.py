@@ -115,7 +115,7 @@ BUDGETS = {
     "tokenization": 3_705,
     "media": 1_100,
     "scheduler": 2_315,
-    "engine": 28_145,
+    "engine": 28_530,
     "classic_backends": 8_460,
     "ensembles": 1_200,
     "routing": 250,

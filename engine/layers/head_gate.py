@@ -37,8 +37,8 @@ class TorchHeadGate:
         gate = gates[:, self._columns].float().reshape(-1, *self._shape)
         norm = self._norm
         if norm is None:
-            return (wide * gate.sigmoid_()).flatten(1).to(x.dtype)
-        gate = gate.sigmoid_() if norm.sigmoid else F.silu(gate)
+            return (wide * gate.sigmoid()).flatten(1).to(x.dtype)
+        gate = gate.sigmoid() if norm.sigmoid else F.silu(gate)
         if norm.weight is None:
             return (wide * gate).flatten(1).to(x.dtype)
         if norm.gates_first:

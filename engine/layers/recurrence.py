@@ -1,9 +1,9 @@
-"""Recurrences over the matrices that heads keep of a sequence, by C kernels or torch: the gated delta rule (arXiv
-2412.06464) and Mamba-2's selective scan (arXiv 2405.21060). Rows go token by token: where a prompt is cut changes
-nothing, by the C kernels not a bit."""
+"""Recurrences over the matrices that heads keep of a sequence, by C kernels, Triton's or torch: the gated delta rule
+(arXiv 2412.06464) and Mamba-2's selective scan (arXiv 2405.21060). Rows go token by token: where a prompt is cut
+changes nothing, by kernels not a bit."""
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,12 @@ from torch import Tensor
 from ..checkpoint.weights import WeightLoader
 from ..cpu import library
 from ..cpu.recurrent import MAX_KEY_SIZE, Recurrence, RecurrenceShape, ScanSteps, gated_delta_rule, selective_scan
+from ..gpu import runtime
 from .recurrent_state import StepSlotStates
 from .step_context import StepContext
+
+if TYPE_CHECKING:
+    from ..gpu.recurrence import TritonRecurrence
 
 StateScan: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 """See `StepSlotStates.scan`."""
@@ -26,7 +30,7 @@ class StateRecurrence:
     """x [N, width] with queries, keys and values, and gates [N, other width] -> [N, heads * value size], of the layer
     that keeps the `number`th state of this rank."""
 
-    def __init__(self, number: int, recur: "Recurrence | TorchRecurrence") -> None:
+    def __init__(self, number: int, recur: "Recurrence | TritonRecurrence | TorchRecurrence") -> None:
         self._number = number
         self._recur = recur
         self.untraceable = recur.untraceable
@@ -35,7 +39,10 @@ class StateRecurrence:
         states = context.states
         if isinstance(self._recur, Recurrence):
             return self._recur(x, gates, self._number, states.kernel)
-        return self._recur(x, gates, states.layers[self._number].matrices, states)
+        matrices = states.layers[self._number].matrices
+        if isinstance(self._recur, TorchRecurrence):
+            return self._recur(x, gates, matrices, states)
+        return self._recur(x, gates, matrices, states.on_device)
 
 
 class DeltaRuleGates(NamedTuple):
@@ -58,6 +65,11 @@ def build_delta_rule(
         columns = gates.decay_column, gates.beta_column
         native = gated_delta_rule(shape, *columns, gates.rates, gates.bias, loader.dtype)
         return StateRecurrence(number, native)
+    if _served_by_triton(loader, shape):
+        from ..gpu.recurrence import TritonRecurrence
+
+        steps = ScanSteps(gates.rates, gates.bias, None)
+        return StateRecurrence(number, TritonRecurrence(shape, gates.decay_column, gates.beta_column, steps))
     return StateRecurrence(number, TorchRecurrence(shape, gates))
 
 
@@ -68,11 +80,19 @@ def build_selective_scan(
     is C^T S + skip x: B is the key, C the query. Steps, [heads], begin at a column of the gates."""
     if _served_by_kernels(loader, shape):
         return StateRecurrence(number, selective_scan(shape, step_column, steps, loader.dtype))
+    if _served_by_triton(loader, shape):
+        from ..gpu.recurrence import TritonRecurrence
+
+        return StateRecurrence(number, TritonRecurrence(shape, step_column, None, steps))
     return StateRecurrence(number, TorchRecurrence(shape, TorchScanSteps(steps, step_column)))
 
 
 def _served_by_kernels(loader: WeightLoader, shape: RecurrenceShape) -> bool:
     return library.supports(loader.dtype, loader.device) and shape.key_size <= MAX_KEY_SIZE
+
+
+def _served_by_triton(loader: WeightLoader, shape: RecurrenceShape) -> bool:
+    return runtime.serves(loader.dtype, loader.device) and shape.key_size <= MAX_KEY_SIZE
 
 
 class TorchScanSteps(NamedTuple):
@@ -123,7 +143,7 @@ class TorchRecurrence:
     def _delta_rule(self, rule: DeltaRuleGates, inputs: _HeadInputs, gates: Tensor, scan: StateScan) -> Tensor:
         q, k, v = inputs
         decay = (rule.rates * F.softplus(self._gate(gates, rule.decay_column) + rule.bias)).exp_()
-        beta = self._gate(gates, rule.beta_column).sigmoid_()
+        beta = self._gate(gates, rule.beta_column).sigmoid()
         out = torch.empty_like(v)
         for tokens, state in scan:
             state *= decay[tokens][..., None, None]

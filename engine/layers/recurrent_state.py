@@ -17,6 +17,7 @@ from torch import Tensor
 from ...scheduler.plan import NO_STATE_RESTORES, NO_STATE_SAVES, IntArray, NewSequence
 from ..checkpoint.recurrence import LayerState
 from ..cpu.recurrent import LayerStates, StepSlots
+from ..gpu.state_rows import StateRows, place_states
 from ..step_batch import StepBatch, to_device
 from ..step_states import StepStates
 
@@ -118,7 +119,7 @@ class ConvolutionPlaces(NamedTuple):
 
 class StepSlotStates:
     """The states of one step's rows in their slots; layers share what is the same for all of them. C reads `kernel`,
-    torch all else."""
+    Triton's kernels `on_device`, torch all else."""
 
     def __init__(
         self, layers: Sequence[LayerSlots], batch: StepBatch, states: StepStates, addresses: LayerStates
@@ -133,6 +134,10 @@ class StepSlotStates:
     @cached_property
     def kernel(self) -> StepSlots:
         return StepSlots(self._batch, self._states, self._addresses)
+
+    @cached_property
+    def on_device(self) -> StateRows:
+        return place_states(self._batch, self._states)
 
     def places(self, window: int) -> ConvolutionPlaces:
         """The places for a convolution that keeps `window` inputs."""

@@ -2,6 +2,7 @@
 is kept in the row's slot."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +11,17 @@ from torch import Tensor
 from ..checkpoint.weights import WeightLoader
 from ..cpu import library
 from ..cpu.recurrent import CausalConvolution, ConvolutionColumns
+from ..gpu import runtime
 from .recurrent_state import StepSlotStates
 from .step_context import StepContext
+
+if TYPE_CHECKING:
+    from ..gpu.convolution import TritonConvolution
 
 
 class StateConvolution:
     """A causal convolution over a state of this rank, x [N, width] -> [N, channels]: output t is the sum of w[j] *
-    input t - k + 1 + j, the bias added, then SiLU if `activated`. By the C kernels bits do not depend on where a
+    input t - k + 1 + j, the bias added, then SiLU if `activated`. By the kernels bits do not depend on where a
     sequence is cut."""
 
     def __init__(
@@ -38,18 +43,29 @@ class StateConvolution:
         self._number = number
         weight = _select(loader.floats(f"{name}.weight", channels, 1, kernel).squeeze(1), parts)
         shift = _select(loader.floats(f"{name}.bias", channels), parts) if bias else None
-        self._convolve: CausalConvolution | TorchConvolution
-        if library.supports(loader.dtype, loader.device):
-            self._convolve = CausalConvolution(weight, shift, activated, columns, loader.dtype)
-        else:
-            self._convolve = TorchConvolution(weight, shift, activated, columns)
+        self._convolve = _fastest_convolution(loader, weight, shift, activated, columns)
         self.untraceable = self._convolve.untraceable
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         states = context.states
         if isinstance(self._convolve, CausalConvolution):
             return self._convolve(x, self._number, states.kernel)
-        return self._convolve(x, states.layers[self._number].windows, states)
+        windows = states.layers[self._number].windows
+        if isinstance(self._convolve, TorchConvolution):
+            return self._convolve(x, windows, states)
+        return self._convolve(x, windows, states.on_device)
+
+
+def _fastest_convolution(
+    loader: WeightLoader, weight: Tensor, bias: Tensor | None, activated: bool, columns: ConvolutionColumns
+) -> "CausalConvolution | TritonConvolution | TorchConvolution":
+    if library.supports(loader.dtype, loader.device):
+        return CausalConvolution(weight, bias, activated, columns, loader.dtype)
+    if runtime.serves(loader.dtype, loader.device):
+        from ..gpu.convolution import TritonConvolution
+
+        return TritonConvolution(weight, bias, activated, columns)
+    return TorchConvolution(weight, bias, activated, columns)
 
 
 def _select(channels: Tensor, parts: Sequence[slice]) -> Tensor:
