@@ -13,7 +13,7 @@ from charonia.processes.limited_process import Answer
 
 from .sounds import RATE, tones
 
-SECONDS = (0.1, 3.0, 30.0, 47.5)
+SECONDS = (0.1, 3.0, 29.98, 30.0, 47.5)
 
 
 class ComparedSound(msgspec.Struct):

@@ -25,13 +25,20 @@ def test_features_are_those_of_transformers(tmp_path: Path, bins: int) -> None:
     process.close()
     sounds = msgspec.msgpack.decode(answer, type=list[ComparedSound])
     assert all(sound.equal for sound in sounds)
-    assert [sound.shape for sound in sounds] == [(1, bins, 3000)] * 3 + [(2, bins, 3000)]
-    assert [sound.bounds[-1][1] for sound in sounds] == [0.1, 3.0, 30.0, 47.5]
+    assert [sound.shape for sound in sounds] == [(1, bins, 3000)] * 4 + [(2, bins, 3000)]
+    assert [sound.bounds[-1][1] for sound in sounds] == [0.1, 3.0, 29.98, 30.0, 47.5]
     assert sounds[-1].bounds[0][1] == sounds[-1].bounds[1][0]
 
 
 def test_a_checkpoint_without_an_extractor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="has no extractor of features of sounds: no preprocessor_config"):
+        SoundProcessor(tmp_path)
+
+
+def test_features_with_noise_are_refused(tmp_path: Path) -> None:
+    file = write_extractor(tmp_path) / "preprocessor_config.json"
+    file.write_text(file.read_text().replace("{", '{"dither": 0.1, ', 1))
+    with pytest.raises(InvalidArgument, match=r"preprocessor_config\.json: dither is not served"):
         SoundProcessor(tmp_path)
 
 
