@@ -129,12 +129,18 @@ def create_attention(
 def create_cross_cache(
     config: EngineConfig, context: BuildContext, shape: DecoderShape, decoder: Decoder
 ) -> CrossCache | None:
-    """The cache of what a rank's layers attend to beside tokens; None where they attend to nothing else."""
+    """The cache of what a rank's layers attend to beside tokens; None where they attend to nothing else. On the host
+    every step reads all of it, many times what it reads of weights: so keys and values that int8 products made are kept
+    in int8, too, unless the configuration says how they are kept."""
     if shape.encoder is None or not isinstance(decoder, NativeDecoder):
         return None
     sizes = shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE
     kinds = (LayerAttention(both_ways=True),) * len(decoder.cross)
-    spec = CacheSpec(kinds, *sizes, context.dtype, context.device, config.cache.dtype)
+    stored = config.cache.dtype
+    kernels = config.attention in ("auto", "native") and library.supports(context.dtype, context.device)
+    if stored == "auto" and context.quantization == "int8" and kernels:
+        stored = "int8"
+    spec = CacheSpec(kinds, *sizes, context.dtype, context.device, stored)
     attention = create_backend(config.attention, spec)
     rows = config.scheduler.max_num_seqs
     encode = None

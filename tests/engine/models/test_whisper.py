@@ -173,11 +173,23 @@ def test_with_kernels_its_steps_are_one_program(bench: Callable[[str], HearingBe
     assert decoder.program.io.logits is not None
 
 
-@pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}], ids=str)
-def test_with_fewer_bits_a_token_is_nearly_as_likely(how: dict[str, str], hearing: Hearing) -> None:
-    """With keys and values in eight bits, too, those of the sound among them."""
-    own = HearingBench(hearing.directory, "auto", how=how | {"cache": CacheConfig(block_size=16, dtype="int8")})
+IN_INT8 = CacheConfig(block_size=16, dtype="int8")
+FEWER_BITS = {
+    "cache": {"dtype": "bfloat16", "cache": IN_INT8},
+    "products": {"dtype": "float32", "quantization": "int8"},
+    "both": {"dtype": "bfloat16", "quantization": "int8", "cache": IN_INT8},
+}
+
+
+@pytest.mark.parametrize("what", FEWER_BITS)
+def test_with_fewer_bits_a_token_is_nearly_as_likely(
+    what: str, bench: Callable[[str], HearingBench], hearing: Hearing
+) -> None:
+    """Keys and values of the sound are in eight bits each time: those of int8 products without being told."""
+    own = HearingBench(hearing.directory, "auto", how=FEWER_BITS[what])
     own.hearing = hearing
+    kept, whole = (one.executor.rank.capacity().cross_bytes for one in (own, bench("auto")))
+    assert whole == pytest.approx(3.2 * kept)  # a scale of four bytes for a head of sixteen numbers
     outcome, _ = own.run(SETTINGS["everything, ahead 1"], ResolvedSampling(logprobs=0), hearing.prompts)
     own.executor.close()
     for number, prompt in enumerate(hearing.prompts):
