@@ -25,6 +25,7 @@ from ...telemetry.shared_state import ServerLookup
 from ..http.error_responses import INTERNAL_SERVER_ERROR
 from ..infer_call import InferCall, read_up_to_two, supports_single_response, wants_stream
 from .direct_writes import INFER_RESPONSE, StreamWrites
+from .known_requests import KnownRequest
 from .messages import (
     SHUTTING_DOWN,
     check_message,
@@ -51,8 +52,6 @@ _MAX_CONCURRENT = 1024
 
 async def model_infer(lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMessage, rpc: RpcContext) -> bytes:
     """The encoded response to a ModelInfer call. Raises `CharoniaError`, as `model_stream_infer`."""
-    if policy.takes_all and (answer := _answer_now(lookup, policy, message, rpc)) is not None:
-        return answer
     metadata = call_metadata(rpc)
     with lookup.open_request("ModelInfer", metadata) as context:
         context.client = address = peer_address(rpc)
@@ -95,17 +94,18 @@ async def model_stream_infer(
     await StreamInferCall(lookup, rpc, closing, caller).run()
 
 
-def _answer_now(lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMessage, rpc: RpcContext) -> bytes | None:
+def answer_now(lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMessage, rpc: RpcContext) -> bytes | None:
     """The encoded response of a model that computes in the event loop, without a context for the request: that costs
     more than all else that becomes of a small one. None where it takes more, or is to be refused. Raises what the model
     raises."""
-    if type(message) is not pb.ModelInferRequest:
+    known = type(message) is KnownRequest
+    if not policy.takes_all or not (known or type(message) is pb.ModelInferRequest):
         return None
     model = lookup.find_inline(message.model_name, message.model_version)
     if model is None or model.config.decoupled:
         return None
     try:
-        call = parse_infer_message(message, lookup.shared_state.shared_memory, _ANYONE)
+        call = message.call if known else parse_infer_message(message, lookup.shared_state.shared_memory, _ANYONE)
     except CharoniaError:
         return None
     if call.deferred or not call.returns_plainly:
@@ -125,6 +125,8 @@ def _answer_now(lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMess
 
 
 async def _read_call(lookup: ServerLookup, model: ModelHandle, message: ProtoMessage, caller: Caller) -> InferCall:
+    if type(message) is KnownRequest:
+        return message.with_parameters(caller.parameters)
     call = parse_infer_message(message, lookup.shared_state.shared_memory, caller)
     return await call.decode_deferred(model) if call.deferred else call
 

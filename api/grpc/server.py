@@ -25,10 +25,11 @@ from ..http.error_responses import unexpected_error
 from ..metadata import ServerInfo, server_metadata
 from ..tls import ChangedFiles, TlsFiles
 from .control_rpcs import BoundRpc
-from .inference_rpcs import model_infer, model_stream_infer
+from .inference_rpcs import answer_now, model_infer, model_stream_infer
+from .known_requests import KnownRequests
 from .messages import SHUTTING_DOWN, abort_call, check_message
 from .settings import GrpcCallPolicy, GrpcSettings, RpcContext, call_metadata
-from .wire_format import ProtoMessage, check_message_size, deserialize_infer
+from .wire_format import ProtoMessage, check_message_size
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class GrpcServer:
         self._calls: set[asyncio.Task[Any]] = set()
         self._policy = replace(policy, max_response_size=info.max_response_size)
         self._control_rpcs = control_rpcs
+        self._known_requests = KnownRequests()
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -124,8 +126,10 @@ class GrpcServer:
         for method in service.methods:
             many = method.client_streaming
             new_handler = grpc.stream_stream_rpc_method_handler if many else grpc.unary_unary_rpc_method_handler
-            answer = self._answering(handlers[method.name], method.name)
-            read = partial(_deserialize, method, method.name in _INFERENCE)
+            now = partial(answer_now, self._lookup, self._policy) if method.name == "ModelInfer" else _never
+            answer = self._answering(handlers[method.name], method.name, now)
+            parse = self._known_requests.read if method.name in _INFERENCE else partial(_parse_control, method)
+            read = partial(_deserialize, parse, method.client_streaming)
             methods[method.name] = new_handler(answer, read, _serialize)
         return grpc.method_handlers_generic_handler(service.full_name, methods)
 
@@ -140,14 +144,19 @@ class GrpcServer:
 
         return answer
 
-    def _answering(self, handler: RpcHandler, name: str) -> RpcHandler:
-        """The handler with its errors turned into the call's status, and its task among the open calls."""
+    def _answering(self, handler: RpcHandler, name: str, now: Callable[[ProtoMessage, RpcContext], Any]) -> RpcHandler:
+        """The handler, for requests that `now` has no answer to, with its errors turned into the call's status, and its
+        task among the open calls."""
 
         async def answer(request: ProtoMessage, context: RpcContext) -> Any:
-            task = asyncio.current_task()
-            assert task is not None
-            self._calls.add(task)
+            task = None
             try:
+                answered = now(request, context)
+                if answered is not None:
+                    return answered
+                task = asyncio.current_task()
+                assert task is not None
+                self._calls.add(task)
                 return await handler(request, context)
             except CharoniaError as error:
                 # The frames hold the request, and memory that a client lends: grpc keeps what ends a call for a while.
@@ -165,7 +174,8 @@ class GrpcServer:
                 log.exception("%s failed", name)
                 refusal = unexpected_error(error)
             finally:
-                self._calls.discard(task)
+                if task is not None:
+                    self._calls.discard(task)
             return await abort_call(context, refusal)
 
         return answer
@@ -193,8 +203,12 @@ def _serialize(message: ProtoMessage | bytes) -> bytes:
     return encoded
 
 
-def _deserialize(method: Any, is_inference: bool, data: bytes) -> ProtoMessage | DecodeError:
-    """The request of a call of `method`, or the `DecodeError` of bytes that are none, which a unary handler answers.
+def _never(request: ProtoMessage, context: RpcContext) -> None: ...
+
+
+def _deserialize(parse: Callable[[bytes], Any], streams: bool, data: bytes) -> Any:
+    """What `parse` makes of the request of a call, or the `DecodeError` of bytes that are none, which a unary handler
+    answers.
 
     grpc would log a traceback of that error, and say that the server is at fault. To a stream's handler, which reads by
     itself, it is raised. Memory is given back soon after a large message.
@@ -202,14 +216,16 @@ def _deserialize(method: Any, is_inference: bool, data: bytes) -> ProtoMessage |
     if len(data) > gc_tuning.LARGE_REQUEST_BYTES:
         gc_tuning.release_memory_soon()
     try:
-        if is_inference:
-            return deserialize_infer(data)
-        check_message_size(data, _LARGEST_MESSAGE if method.name == _LOAD else _MAX_CONTROL_BYTES)
-        return GetMessageClass(method.input_type).FromString(data)
+        return parse(data)
     except DecodeError as error:
-        if method.client_streaming:
+        if streams:
             raise
         return error
+
+
+def _parse_control(method: Any, data: bytes) -> ProtoMessage:
+    check_message_size(data, _LARGEST_MESSAGE if method.name == _LOAD else _MAX_CONTROL_BYTES)
+    return GetMessageClass(method.input_type).FromString(data)
 
 
 def _health_service(lookup: ModelLookup) -> grpc.GenericRpcHandler:

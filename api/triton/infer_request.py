@@ -7,15 +7,14 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from ...core.errors import InvalidArgument, request_id_prefix
 from ...core.model import ModelConfig
 from ...core.request import InferRequest, ParameterValue
-from ...core.tensor import NUMPY_TYPES, Tensor
+from ...core.tensor import Tensor
 from ...processes.client_shared_memory import LentMemory, SharedMemoryRegistry, SharedMemorySlice
 from .. import infer_call, json_tensors, raw_tensors, size_limits
 from ..chunked_json import PIECE_BYTES, UnparsedContainer, ValueBudget, parse_fully, read_json_object
@@ -36,76 +35,35 @@ from ..json_tensors import (
     wrong_json_type,
 )
 from ..raw_tensors import DeclaredInput, RawBytes
-
-_MAX_HEADERS = 256
-_LONGEST_HEADER = 4096
-
-_DTYPES = {name: np.dtype(dtype) for name, dtype in NUMPY_TYPES.items() if name not in ("BYTES", "BOOL")}
-"""The datatypes whose tensors are as long as their shapes say, and views of the body."""
-
-
-class _TensorPlace(NamedTuple):
-    """A tensor of the body, and the bytes between the header and it."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    dtype: "np.dtype[Any]"
-    offset: int
-
-
-class _CachedHeader(NamedTuple):
-    """A request without its tensors, which are `size` bytes behind the header."""
-
-    tensors: tuple[_TensorPlace, ...]
-    size: int
-    call: InferCall
+from ..request_outlines import LONGEST_OUTLINE, RequestOutline, keep_latest, outline_of
 
 
 class HeaderCache:
     """The latest headers, by model and text."""
 
     def __init__(self) -> None:
-        self._headers: dict[tuple[str, bytes], _CachedHeader] = {}
+        self._outlines: dict[tuple[str, bytes], RequestOutline] = {}
 
     def __len__(self) -> int:
-        return len(self._headers)
+        return len(self._outlines)
 
     def find(self, model: str, body: bytes | bytearray, length: int) -> InferCall | None:
         """The request that this body is, if one with the same header, `length` bytes long, was remembered."""
-        if length > _LONGEST_HEADER or type(body) is not bytes:
+        if length > LONGEST_OUTLINE or type(body) is not bytes:
             return None
-        header = self._headers.get((model, body[:length]))
-        if header is None or len(body) - length != header.size:
-            return None
-        request, inputs = header.call.request, {}
-        for name, datatype, shape, dtype, offset in header.tensors:
-            inputs[name] = Tensor(name, datatype, shape, np.ndarray(shape, dtype, body, length + offset))
-        filled = InferRequest(request.id, inputs, request.outputs, request.parameters)
-        return InferCall(filled, header.call.outputs, header.call.default_output)
+        outline = self._outlines.get((model, body[:length]))
+        return None if outline is None else outline.fill(body, length)
 
     def remember(self, model: str, body: bytes | bytearray, length: int, document: JsonObject, call: InferCall) -> None:
-        """Keep the header of a body that was parsed: `document` is its JSON, `call` the request.
-
-        Only one that says all but numbers that lie behind it, and names no id and no shared memory.
-        """
-        inputs = call.request.inputs.values()
-        if (
-            length > _LONGEST_HEADER
-            or call.request.id
-            or any(output.memory is not None for output in call.outputs.values())
-            or any("binary_data_size" not in input_.get("parameters", ()) for input_ in document["inputs"])
-            or any(tensor.datatype not in _DTYPES or not tensor.data.size for tensor in inputs)
+        """Keep the header of a body that was parsed, unless it has tensors: `document` is its JSON, `call` the
+        request."""
+        if length > LONGEST_OUTLINE or any(
+            "binary_data_size" not in item.get("parameters", ()) for item in document["inputs"]
         ):
             return
-        if len(self._headers) >= _MAX_HEADERS:
-            del self._headers[next(iter(self._headers))]
-        tensors, offset = [], 0
-        for tensor in inputs:
-            tensors.append(_TensorPlace(tensor.name, tensor.datatype, tensor.shape, _DTYPES[tensor.datatype], offset))
-            offset += tensor.data.nbytes
-        bare = msgspec.structs.replace(call, request=msgspec.structs.replace(call.request, inputs={}))
-        self._headers[model, bytes(body[:length])] = _CachedHeader(tuple(tensors), len(body) - length, bare)
+        outline = outline_of(call)
+        if outline is not None:
+            keep_latest(self._outlines, (model, bytes(body[:length])), outline)
 
 
 _SOURCES = ("'data'", "'binary_data_size' in 'parameters'", "'shared_memory_region' in 'parameters'")
