@@ -120,7 +120,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_870,
-    "api": 10_225,
+    "api": 10_320,
     "http_workers": 2_540,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
