@@ -56,7 +56,7 @@ class DeviceAttention(AttentionBackend):
 def compute_on_queue(rank: LoadedRank) -> DeviceStepComputer:
     """Have the steps of a rank computed as on a device, whose queue is worked off at once."""
     before = rank.runner.computer
-    computer = DeviceStepComputer(before.decoder, before.attention, rank.rows, torch.device("cpu"))
+    computer = DeviceStepComputer(before.decoder, before.attention, rank.rows, torch.device("cpu"), before.stores)
     rank.runner.computer = computer
     return computer
 

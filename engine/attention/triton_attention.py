@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.model_spec import KeyValueShape
-from ..gpu.attention_plan import AttentionSpec, CacheShape, LayerCache, StepTiles, plan_tiles
+from ..gpu.attention_plan import DECODE_PLACES, AttentionSpec, CacheShape, LayerCache, StepTiles, plan_tiles
 from ..layers.rotary import RotaryAngles, TorchAngles
 from ..step_batch import StepBatch
 from .backend import AttentionBackend, BackendSupport, CacheSpec, heads_side_by_side
@@ -56,7 +56,7 @@ class TritonAttention(AttentionBackend):
 
     @property
     def recordable_places(self) -> int:
-        return min(spec.most_decoded for spec in self._specs)
+        return min((spec.most_decoded for spec in self._specs), default=DECODE_PLACES[-1])
 
     def allocate(self, blocks: int) -> None:
         spec = self._spec

@@ -23,6 +23,8 @@ from torch import Tensor
 from ...core.eager_reason import EagerReason
 from ..step_adapters import BLOCK_PLACES, AdapterBlocks, StepAdapters
 from ..step_batch import StepBatch
+from ..step_states import StepStates
+from .state_rows import StateMoves
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +185,8 @@ class StaticStep(NamedTuple):
     """The most tokens of a sequence."""
     adapters: StepAdapters | None = None
     """The adapters of places that have one; None where none has."""
+    moves: StateMoves | None = None
+    """Those of its rows' states, where layers keep some."""
 
 
 class DecodeGraphs:
@@ -222,11 +226,15 @@ class DecodeGraphs:
         return self.buckets.bytes + self._output_bytes
 
     @torch.inference_mode()
-    def replay(self, batch: StepBatch, adapters: StepAdapters | None = None) -> list[Tensor] | None:
-        """The outputs of a step at each of its places, valid until the next step. None: it has no graph yet, or is too
-        large for one."""
+    def replay(
+        self, batch: StepBatch, adapters: StepAdapters | None = None, states: StepStates | None = None
+    ) -> list[Tensor] | None:
+        """The outputs of a step at each of its places, valid until the next step. `states`: of its rows, if layers keep
+        some. None: it has no graph yet, or is too large for one."""
         most = int(batch.counts.max())
         key = self.buckets.find(batch.size, most, batch.longest, adapters is not None)
+        if states is not None and len(states.saves) > self._moves.shape[1]:
+            key = None
         if key is None or not self._may_replay(key):
             self.eager_steps[EagerReason.TOO_LARGE if key is None else EagerReason.NOT_CAPTURED] += 1
             return None
@@ -238,6 +246,8 @@ class DecodeGraphs:
         self._write(self._numbers, packed)
         if adapters is not None:
             self._write(self._adapters, adapters.pack(self._adapters.shape[1]))
+        if states is not None:
+            self._write(self._moves, states.pack(self._moves.shape[1]))
         self._replays[key]()
         return [output[: batch.size] for output in self._outputs]
 
@@ -324,7 +334,8 @@ class DecodeGraphs:
             self._adapters.zero_()
             blocks = min(key.places, key.places // BLOCK_PLACES + self.buckets.adapters)
             adapters = StepAdapters.on_device(AdapterBlocks(self._adapters, blocks))
-        return StaticStep(self._numbers[:, : key.places], key.most, key.context, adapters)
+        numbers = self._numbers[:, : key.places]
+        return StaticStep(numbers, key.most, key.context, adapters, StateMoves(*self._moves))
 
     def _write(self, buffer: Tensor, numbers: NDArray[Any]) -> None:
         """Copy numbers to the device without waiting for it."""
@@ -335,6 +346,11 @@ class DecodeGraphs:
     def _numbers(self) -> Tensor:
         """int32 [5, W]; each line is aligned to 16 bytes, for which Triton has forms of its own."""
         return torch.zeros((5, -(-self.buckets.places // 4) * 4), dtype=torch.int32, device=self._device)
+
+    @cached_property
+    def _moves(self) -> Tensor:
+        """int32 [5, W], see `StepStates.pack`."""
+        return torch.zeros_like(self._numbers)
 
     @cached_property
     def _adapters(self) -> Tensor:

@@ -26,6 +26,8 @@ _LATENT_EPS = 1e-6
 class LatentAttention:
     """x [N, hidden] -> [N, hidden], by this rank's heads of layer `index`; every rank has all latents."""
 
+    host_bound = False
+
     def __init__(self, loader: WeightLoader, spec: ModelSpec, index: int, rotary: Rotary) -> None:
         assert spec.latent is not None, "the architecture has latents"
         self._latent = latent = spec.latent

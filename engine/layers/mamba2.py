@@ -63,6 +63,7 @@ class Mamba2:
         self._out = RowLinear(loader, f"{name}.out_proj", mamba.inner, values, spec.hidden_size, bias=out_bias)
         parts = self._convolution, self._recurrence, self._output_gate, self._out
         self.untraceable = untraceable_reason(parts)
+        self.host_bound = self._convolution.host_bound or self._recurrence.host_bound
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         wide = self._input(x, context)

@@ -34,6 +34,7 @@ class StateRecurrence:
         self._number = number
         self._recur = recur
         self.untraceable = recur.untraceable
+        self.host_bound = isinstance(recur, TorchRecurrence)
 
     def __call__(self, x: Tensor, gates: Tensor, context: StepContext) -> Tensor:
         states = context.states

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...scheduler.plan import NO_STATE_RESTORES, NO_STATE_SAVES, IntArray, NewSequence
 from ..checkpoint.recurrence import LayerState
 from ..cpu.recurrent import LayerStates, StepSlots
-from ..gpu.state_rows import StateRows, place_states
+from ..gpu.state_rows import StateMoves, StateRows, place_states
 from ..step_batch import StepBatch, to_device
 from ..step_states import StepStates
 
@@ -74,6 +74,12 @@ class StateSlots:
         matrices = torch.zeros((slots, state.heads, state.rows, state.columns), device=self._device)
         return LayerSlots(windows, matrices)
 
+    def recorded_step(self, batch: StepBatch, moves: StateMoves) -> "StepSlotStates":
+        """The states of a step that is recorded, for kernels of a GPU, which find them by `moves`."""
+        states = StepSlotStates(self.layers, batch, StepStates(()), self._addresses)
+        states.on_device = place_states(batch, states.states, moves)
+        return states
+
     def begin_step(
         self,
         batch: StepBatch,
@@ -126,18 +132,18 @@ class StepSlotStates:
     ) -> None:
         self.layers = layers
         self._batch = batch
-        self._states = states
+        self.states = states
         self._addresses = addresses
         self._device = batch.token_ids.device
         self._places: dict[int, ConvolutionPlaces] = {}
 
     @cached_property
     def kernel(self) -> StepSlots:
-        return StepSlots(self._batch, self._states, self._addresses)
+        return StepSlots(self._batch, self.states, self._addresses)
 
     @cached_property
     def on_device(self) -> StateRows:
-        return place_states(self._batch, self._states)
+        return place_states(self._batch, self.states)
 
     def places(self, window: int) -> ConvolutionPlaces:
         """The places for a convolution that keeps `window` inputs."""
@@ -147,7 +153,7 @@ class StepSlotStates:
             begins = self._batch.first_places + window * rows
             kept = np.arange(window)
             tokens = np.arange(int(counts.sum())) + window * np.repeat(rows + 1, counts)
-            index, offset, _ = self._states.saves.T
+            index, offset, _ = self.states.saves.T
             columns = tokens, *(first[:, None] + kept for first in (begins, begins + counts, begins[index] + offset))
             self._places[window] = ConvolutionPlaces(*(self._to(column) for column in columns))
         return self._places[window]
@@ -155,7 +161,7 @@ class StepSlotStates:
     def read(self, slots: Tensor) -> Tensor:
         """The states [R, ...] that rows begin with, of a layer's [slots, ...]."""
         state = slots[self._sources]
-        if (self._states.sources < 0).any():
+        if (self.states.sources < 0).any():
             state[self._fresh] = 0
         return state
 
@@ -168,7 +174,7 @@ class StepSlotStates:
     def saves_of(self, index: int) -> dict[int, list[int]]:
         """Where the state of the row with that index in the step goes on the way: slots by tokens of this step."""
         slots: dict[int, list[int]] = {}
-        for row, offset, slot in self._states.saves.tolist():
+        for row, offset, slot in self.states.saves.tolist():
             if row == index:
                 slots.setdefault(offset, []).append(slot)
         return slots
@@ -180,7 +186,7 @@ class StepSlotStates:
         order = np.argsort(-counts, kind="stable")  # the longest first: those with more tokens stand together
         rank = np.argsort(order)
         saves: dict[int, list[tuple[int, int]]] = {}
-        for index, offset, slot in self._states.saves.tolist():
+        for index, offset, slot in self.states.saves.tolist():
             saves.setdefault(offset, []).append((int(rank[index]), slot))
         state = self.read(matrices)[self._to(order)]
         first_places = self._batch.first_places[order]
@@ -197,15 +203,15 @@ class StepSlotStates:
 
     @cached_property
     def _sources(self) -> Tensor:
-        return self._to(self._states.sources.clip(0))
+        return self._to(self.states.sources.clip(0))
 
     @cached_property
     def _fresh(self) -> Tensor:
-        return self._to(np.flatnonzero(self._states.sources < 0))
+        return self._to(np.flatnonzero(self.states.sources < 0))
 
     @cached_property
     def _saved(self) -> Tensor:
-        return self._to(self._states.saves[:, 2])
+        return self._to(self.states.saves[:, 2])
 
     def _to(self, column: NDArray[np.signedinteger]) -> Tensor:
         return to_device(column.astype(np.int64), self._device)

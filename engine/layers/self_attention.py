@@ -51,6 +51,8 @@ class AttentionProjections(NamedTuple):
 class SelfAttention:
     """x [N, hidden] -> [N, hidden], by this rank's heads of layer `index`. `inputs`: x has others than that many."""
 
+    host_bound = False
+
     def __init__(
         self,
         loader: WeightLoader,

@@ -33,6 +33,7 @@ class ShortConvolution:
         )
         self._out = RowLinear(loader, f"{name}.out_proj", short.channels, mine, spec.hidden_size, bias=short.bias)
         self.untraceable = self._convolution.untraceable or self._out.untraceable
+        self.host_bound = self._convolution.host_bound
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         return self._out(self._convolution(self._input(x, context), context), context)

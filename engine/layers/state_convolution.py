@@ -45,6 +45,7 @@ class StateConvolution:
         shift = _select(loader.floats(f"{name}.bias", channels), parts) if bias else None
         self._convolve = _fastest_convolution(loader, weight, shift, activated, columns)
         self.untraceable = self._convolve.untraceable
+        self.host_bound = isinstance(self._convolve, TorchConvolution)
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         states = context.states

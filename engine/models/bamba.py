@@ -73,6 +73,7 @@ class ParallelMixers:
         self._attention = attention
         self._scales = scales
         self.untraceable = mamba.untraceable or attention.untraceable
+        self.host_bound = mamba.host_bound
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         recurrent = scaled(self._mamba(x, context), self._scales.mamba)

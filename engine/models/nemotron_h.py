@@ -40,8 +40,7 @@ def build_layer(spec: ModelSpec, loader: WeightLoader, index: int, rotary: Rotar
     name = f"model.layers.{index}"
     norm = rms_norm(loader.vector(f"{name}.norm.weight", spec.hidden_size), spec.norm_eps)
     if spec.feeds[index]:
-        feed_forward = build_feed_forward(spec, loader, index)
-        return OnePartLayer(norm, feed_forward, feed_forward.host_bound)
+        return OnePartLayer(norm, build_feed_forward(spec, loader, index))
     if spec.attention[index] is None:
         return OnePartLayer(norm, Mamba2(loader, spec, index, f"{name}.mixer"))
     return OnePartLayer(norm, SelfAttention(loader, spec, index, AttentionProjections(name="mixer"), rotary))

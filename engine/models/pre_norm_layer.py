@@ -13,7 +13,10 @@ from ..layers.step_context import StepContext
 
 
 class Mixer(Traceable, Protocol):
-    """Attention, or a recurrence in its place: x [N, hidden] -> [N, hidden]."""
+    """Attention, or a recurrence in its place: x [N, hidden] -> [N, hidden]. `host_bound`: as of `DecoderLayer`."""
+
+    @property
+    def host_bound(self) -> bool: ...
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor: ...
 
@@ -37,7 +40,7 @@ class PreNormLayer:
         self._mixer_scale = mixer_scale
         self._mlp_scale = mlp_scale
         self.untraceable = mixer.untraceable or mlp.untraceable
-        self.host_bound = mlp.host_bound
+        self.host_bound = mixer.host_bound or mlp.host_bound
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         mixed = scaled(self._mixer(self._before_mixer.add_and_norm(x, delta), context), self._mixer_scale)
@@ -53,7 +56,7 @@ class PostNormLayer:
         self._mlp = mlp
         self._after_mlp = after_mlp
         self.untraceable = mixer.untraceable or mlp.untraceable
-        self.host_bound = mlp.host_bound
+        self.host_bound = mixer.host_bound or mlp.host_bound
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         mixed = self._after_mixer(self._mixer(x.add_(delta), context))
@@ -73,7 +76,7 @@ class SandwichLayer:
         self._mlp = mlp
         self._after_mlp = after_mlp
         self.untraceable = mixer.untraceable or mlp.untraceable
-        self.host_bound = mlp.host_bound
+        self.host_bound = mixer.host_bound or mlp.host_bound
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         mixed = self._after_mixer(self._mixer(self._before_mixer.add_and_norm(x, delta), context))
@@ -83,11 +86,11 @@ class SandwichLayer:
 class OnePartLayer:
     """A `DecoderLayer` of one part behind its norm, which mixes tokens or is an MLP or experts."""
 
-    def __init__(self, norm: Norm, part: Mixer, host_bound: bool = False) -> None:
+    def __init__(self, norm: Norm, part: Mixer) -> None:
         self._norm = norm
         self._part = part
         self.untraceable = part.untraceable
-        self.host_bound = host_bound
+        self.host_bound = part.host_bound
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         return self._part(self._norm.add_and_norm(x, delta), context)

@@ -17,6 +17,7 @@ from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
 from ..step_adapters import AdapterBlocks, StepAdapters
 from ..step_batch import SAMPLING_DTYPE, HostCopy, to_device
+from ..step_states import StepStates
 from .row_states import RowStates, StepInputs
 from .sampler import choose_sampler
 from .step_computer import NO_STORES, BegunStep, RowStores
@@ -49,11 +50,12 @@ class DeviceStepComputer:
         return True
 
     def begin(self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None) -> BegunStep:
-        """See `StepComputer.begin`. No step of layers with stores is recorded."""
-        logits = self._replay(inputs)
+        """See `StepComputer.begin`."""
+        batch = inputs.batch
+        stores = self.stores.begin_step(batch, plan)
+        states, _ = stores
+        logits = self._replay(inputs, None if states is None else states.states)
         if logits is None:
-            batch = inputs.batch
-            stores = self.stores.begin_step(batch, plan)
             context = StepContext(batch, self.attention.begin_step(batch), inputs.adapters, *stores)
             logits = compute_step_logits(self.decoder, context, inputs)
         return _QueuedStep(inputs, logits, masks, self._chooser)
@@ -62,7 +64,11 @@ class DeviceStepComputer:
     def compute_static(self, step: StaticStep) -> list[Tensor]:
         """The `compute` of `DecodeGraphs`: logits, and the states that a head goes on from."""
         batch = self._rows.static_batch(step)
-        context = StepContext(batch, self.attention.begin_step(batch), step.adapters)
+        states = self.stores.states
+        recorded = None
+        if states is not None and step.moves is not None:
+            recorded = states.recorded_step(batch, step.moves)
+        context = StepContext(batch, self.attention.begin_step(batch), step.adapters, recorded)
         logits = self.decoder.compute_logits(context, (torch.arange(batch.size, device=self._device),))
         assert logits is not None  # only a whole model's steps are recorded
         assert isinstance(self.decoder, NativeDecoder)
@@ -91,7 +97,7 @@ class DeviceStepComputer:
         drawn["temperature"], drawn["top_p"] = 1.0, 0.9
         HostCopy(choose_sampler(self._device)(next(logits), drawn)).read()
 
-    def _replay(self, inputs: StepInputs) -> StepLogits | None:
+    def _replay(self, inputs: StepInputs, states: StepStates | None) -> StepLogits | None:
         """The logits of a decode step that is recorded; None: it is to be launched."""
         batch = inputs.batch
         wanted = len(inputs.logits_indices)
@@ -102,7 +108,7 @@ class DeviceStepComputer:
         if computes_prompt or (wanted < batch.size and batch.counts.max() > self.graphs.buckets.most):
             self.eager_steps[EagerReason.PROMPT] += 1
             return None
-        outputs = self.graphs.replay(batch, inputs.adapters)
+        outputs = self.graphs.replay(batch, inputs.adapters, states)
         if outputs is None:
             return None
         logits, *kept = outputs

@@ -34,7 +34,7 @@ def record_decode_steps(
     adapters = 0
     if config.lora is not None and runtime.serves(context.dtype, context.device):
         adapters = config.lora.max_loras
-    obstacle = _unrecordable(computer.decoder, computer.attention, computer.stores.states is not None)
+    obstacle = _unrecordable(computer.decoder, computer.attention)
     if obstacle is None:
         most = min(1 + config.most_drafts, computer.attention.recordable_places)
         buckets = GraphBuckets.of_limits(rows, context.max_positions, most, adapters)
@@ -52,14 +52,13 @@ def record_decode_steps(
         log.info("a draft model's passes are computed without CUDA graphs: %s", obstacle)
 
 
-def _unrecordable(decoder: Decoder, attention: AttentionBackend, states: bool = False) -> str | None:
+def _unrecordable(decoder: Decoder, attention: AttentionBackend) -> str | None:
     """Why steps of such a model cannot be recorded; None: they can."""
     if not isinstance(decoder, NativeDecoder):
         return "it is computed by transformers"
-    if states:
-        return "its layers keep states, which are computed token by token"
     if decoder.host_bound:
         return (
             "its experts have biases, adapters or weights that no grouped product takes, and each is computed by itself"
+            ", or its states are computed by torch"
         )
     return None if attention.recordable_places else "the attention reads rows on the host"

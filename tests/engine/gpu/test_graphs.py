@@ -131,7 +131,9 @@ class Setting:
         self.executor = InlineExecutor(self.config)
         self.executor.load(lambda phase, fraction: None)
         self.computer = compute_on_queue(self.executor.rank)
-        self.executor.allocate(BLOCKS)
+        has_states = self.computer.stores.states is not None
+        self.snapshots, self.draft_states = (2, 4 * MOST) if has_states else (0, None)
+        self.executor.allocate(BLOCKS, snapshots=self.snapshots + (self.draft_states or 0))
         if adapters and table is not None:
             self.executor.rank.loaded_adapters._targets._table = table  # type: ignore[method-assign]
         self.paths = adapters
@@ -164,7 +166,7 @@ class Setting:
         return answers
 
     def scheduler(self, ahead: int, drafter: Drafter | None = None) -> tuple[Scheduler, KVCacheManager]:
-        cache = KVCacheManager(BLOCKS, BLOCK)
+        cache = KVCacheManager(BLOCKS, BLOCK, snapshots=self.snapshots, draft_states=self.draft_states)
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=LONGEST, ahead=ahead)
         drafts = isinstance(drafter, ProposedDrafts)
         speculation = None if drafter is None else EveryDraft({"drafter": drafter}, MOST, 384, draft_model=drafts)
@@ -388,6 +390,25 @@ def test_tokens_are_the_same_with_kernels(
     assert run(made, 0, {}, SomeRight([(made.prompts[0], right)]), requests=1) == {0: right[:6]}
     made.executor.close()
     assert {key.most for key in made.graphs._replays if key.adapted} == {1, 1 + MOST}
+    assert made.recorder.replays > 2
+    assert not made.graphs.eager_steps
+
+
+@pytest.mark.parametrize(
+    "name", ["lfm2", *(pytest.param(name, marks=pytest.mark.proof) for name in ("qwen3.5", "granite-hybrid", "mamba2"))]
+)
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+def test_states_are_the_same_in_recorded_steps(
+    checkpoint: Callable[..., Path], interpreted: None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By kernels, interpreted, which go back to states after wrong drafts."""
+    monkeypatch.setitem(selector.BACKENDS, "device", TritonAttention)
+    made = Setting(checkpoint(name))
+    made.new = 6
+    found = run(made, 1, {}, SomeRight([*zip(made.prompts, made.right, strict=True)]), requests=2)
+    assert found == {key: made.right[key][:6] for key in range(2)}
+    made.executor.close()
+    assert {key.most for key in made.graphs._replays} == {1, 1 + MOST}
     assert made.recorder.replays > 2
     assert not made.graphs.eager_steps
 
