@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "extras/trtllm": {"core", "telemetry", "scheduler", "tokenization", "engine", "ensembles"},
     "extras/batches": {"core", "processes", "api"},
     "extras/console": {"core", "telemetry", "api", "repository"},
+    "extras/dynamo": {"core", "engine", "inprocess"},
     "extras/rollouts": {"core", "processes", "routing", "api"},
     "bench": {
         "core",
@@ -68,6 +69,7 @@ FOREIGN_BANS = {
     "repository": {"torch", "transformers"},
     "http_workers": {"torch", "transformers", "zmq"},
     "extras/trtllm": {"transformers"},
+    "extras/dynamo": {"torch", "transformers", "zmq"},
     "cli": {"torch", "transformers"},
     "inprocess": {"transformers", "zmq", "fastapi", "uvicorn", "grpc"},
     "extras/optimizer": {"torch", "transformers"},
@@ -125,6 +127,7 @@ BUDGETS = {
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
     "extras/console": 600,
+    "extras/dynamo": 340,
     "extras/rollouts": 1_150,
     "bench": 7_015,
     "cli": 2_820,
