@@ -5,6 +5,7 @@ as its own clockwork, counts too: it runs in the same files.
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -77,7 +78,8 @@ def files_of_request(python: Path, root: Path, traced: TracedRequest) -> list[st
         models.mkdir()
         shutil.copy(call_recorder.__file__, record / "sitecustomize.py")
         traced.write_model(models)
-        environment = {"PYTHONPATH": str(record)}
+        paths = [str(record), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {"PYTHONPATH": os.pathsep.join(paths)}
         with own_server("--model-repository", str(models), python=str(python), environment=environment) as address:
             called = _record(address, traced.send, record)
     ours = (path.relative_to(root) for path in map(Path, called) if path.is_relative_to(root))
