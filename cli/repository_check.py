@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from ..core.backends import ignore_progress
 from ..core.errors import CharoniaError, InvalidArgument
 from ..core.model import ModelConfig
 from ..engine.build import describe, is_model_file
@@ -22,7 +23,6 @@ from ..repository.config_defaults import detect_checkpoint_backend
 from ..repository.config_options import ConfigOptions
 from ..repository.config_validation import ignored_field_message, ignored_fields
 from ..repository.gateway import InProcessGateway
-from ..repository.lifecycle import ignore_progress
 from ..repository.memory_budget import DeviceMemory, MemoryBudget
 from ..repository.model_source import ModelSource, config_position, is_checkpoint, with_config_position
 from ..repository.object_storage.bucket_repository import open_buckets

@@ -16,6 +16,10 @@ OnProgress: TypeAlias = Callable[[str, float, float, str], None]
 """Called while a model loads: phase, fraction done, seconds that it took once it is done, detail."""
 
 
+def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
+    """An `OnProgress` that does nothing."""
+
+
 class TextModelBuilder(Protocol):
     """Builds a language model without loading it. Raises `CharoniaError` for a wrong parameter.
 

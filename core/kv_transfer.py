@@ -42,10 +42,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
                     raise InvalidArgument(f"{FIELD}.{name} is missing, which do_remote_prefill needs", field=FIELD)
 
 
-def parse_kv_transfer(members: Mapping[str, Any] | None) -> KVTransferParams | None:
+def parse_kv_transfer(members: Mapping[str, Any]) -> KVTransferParams | None:
     """The transfer that a body asks for, if any. Raises `InvalidArgument` for what is not one."""
-    if not members:
-        return None
     try:
         params = msgspec.convert(members, KVTransferParams)
     except msgspec.ValidationError as error:

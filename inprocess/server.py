@@ -20,12 +20,11 @@ from ..cli.extensions import observer_extensions
 from ..cli.model_host import ModelHost, machine_metric_sources
 from ..cli.model_selection import ModelSelection, engine_settings, select_models
 from ..cli.options import ServeOptions, is_true
-from ..core.backends import OnProgress
+from ..core.backends import OnProgress, ignore_progress
 from ..core.errors import InvalidArgument, Unavailable
 from ..core.gateway import RepositoryIndexEntry
 from ..processes import gc_tuning
 from ..repository.gateway import InProcessGateway
-from ..repository.lifecycle import ignore_progress
 from ..repository.watcher import LoadLogger
 from ..telemetry.metric_families import MetricsConfig, parse_metrics_config
 from ..telemetry.request_log import log_request

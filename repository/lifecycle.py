@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ..core.backends import OnProgress
+from ..core.backends import OnProgress, ignore_progress
 from ..core.errors import CharoniaError, Internal, ServerExiting
 from ..core.gateway import ModelState
 from ..core.model import Model, RawConfig
@@ -49,10 +49,6 @@ _MAX_CONCURRENT_LOADS = 4
 
 _UNLOAD_WAIT = 10.0
 """Seconds for which a model that does not fit waits for the next of those that are being unloaded."""
-
-
-def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
-    """An `OnProgress` that does nothing."""
 
 
 class SharedRelease:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from ..core.backends import OnProgress
+from ..core.backends import OnProgress, ignore_progress
 from ..core.errors import AlreadyExists, CharoniaError, Internal, InvalidArgument, Unavailable
 from ..routing.route import Route
 from .catalog import RepositoryCatalog
-from .lifecycle import LoadFailure, ModelLifecycle, ignore_progress
+from .lifecycle import LoadFailure, ModelLifecycle
 from .model_registry import ModelRegistry
 from .model_source import ModelSource, in_order_of_need
 from .on_demand import OnDemandLoader

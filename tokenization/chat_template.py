@@ -18,7 +18,7 @@ from ..core.regular_files import read_text
 from ..core.request import ChatMessage, Conversation, Tool, ToolCall
 from .checkpoint_files import read_json
 from .gguf_file import GgufFile, read_gguf
-from .media_text import NO_MEDIA, MediaText, check_texts, message_parts, text_with_tokens
+from .media_text import MediaText, check_texts, message_parts, text_with_tokens
 from .template_sandbox import MAX_PYTHON, TemplateSandbox, metered
 from .template_work import MAX_WORK, TIME_FUNCTION, TemplateLimitExceeded, WorkMeter
 
@@ -87,14 +87,15 @@ class ChatTemplate:
         except (TemplateLimitExceeded, *ENVIRONMENT_FAULTS):
             return ""
 
-    def render(self, conversation: Conversation, media: MediaText = NO_MEDIA) -> str:
+    def render(self, conversation: Conversation, media: MediaText | None = None) -> str:
         """The prompt of a conversation, up to the assistant's next turn or within its last one, with the `media`'s one
         token for each of them.
 
         Raises `InvalidArgument` by `field`: messages that the template refuses or that can't be continued, the template
         itself for too much work, chat_template_kwargs.NAME for a reserved name.
         """
-        check_texts(conversation, media)
+        if media is not None:
+            check_texts(conversation, media)
         variables = self._tokens | {
             "messages": [],
             "tools": [_declaration(tool) for tool in conversation.tools] or None,
@@ -113,7 +114,7 @@ class ChatTemplate:
             raise InvalidArgument(f"messages do not fit {self._name}: {error}", field="messages") from error
         return self._unfinished(text, conversation.messages[-1]) if conversation.continue_final_message else text
 
-    def _render_turns(self, conversation: Conversation, variables: Mapping[str, Any], media: MediaText) -> str:
+    def _render_turns(self, conversation: Conversation, variables: Mapping[str, Any], media: MediaText | None) -> str:
         messages = conversation.messages
         has_parts = self._has_parts(messages)
         size = sum(map(_message_size, messages)) + sum(map(_tool_size, conversation.tools))
@@ -147,7 +148,7 @@ def _turns(
     conversation: Conversation,
     arguments: type[dict[str, Any]] | type[str],
     has_parts: Callable[[ChatMessage], bool],
-    media: MediaText,
+    media: MediaText | None,
 ) -> list[dict[str, Any]]:
     """The messages as templates expect them; the arguments of calls are objects or texts."""
     turns = [_turn(message, arguments, has_parts(message), media) for message in conversation.messages]
@@ -167,9 +168,13 @@ def _mark_end(turn: dict[str, Any]) -> None:
 
 
 def _turn(
-    message: ChatMessage, arguments: type[dict[str, Any]] | type[str], has_parts: bool, media: MediaText
+    message: ChatMessage, arguments: type[dict[str, Any]] | type[str], has_parts: bool, media: MediaText | None
 ) -> dict[str, Any]:
-    content = message_parts(message) if has_parts else text_with_tokens(message, media.token)
+    content: str | list[dict[str, Any]] = message.content
+    if has_parts:
+        content = message_parts(message)
+    elif message.media:
+        content = text_with_tokens(message, "" if media is None else media.token)
     turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.name:
         turn["name"] = message.name

@@ -23,9 +23,6 @@ class MediaText(NamedTuple):
     add it, and templates that are made for them may count on it."""
 
 
-NO_MEDIA = MediaText("", ())
-
-
 def message_parts(message: ChatMessage) -> list[dict[str, Any]]:
     """A message's content as chat templates for media expect it: texts, and media between them."""
     parts: list[dict[str, Any]] = []
@@ -46,8 +43,10 @@ def text_with_tokens(message: ChatMessage, token: str) -> str:
     return "".join(pieces).rstrip("\n") if message.media and not message.content else "".join(pieces)
 
 
-def text_with_places(prompt: TextWithMedia, media: MediaText) -> str:
+def text_with_places(prompt: TextWithMedia, media: MediaText | None) -> str:
     """Its text with a token for each medium, where it has none itself in front."""
+    if media is None:
+        return prompt.text
     return prompt.text if media.token in prompt.text else media.token * len(prompt.media) + prompt.text
 
 

@@ -18,7 +18,7 @@ from ..core.request import Conversation, Prompt, TextWithMedia
 from ..core.token_limit import TokenLimit
 from .bounded_encoder import BoundedEncoder
 from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template
-from .media_text import NO_MEDIA, MediaText, expand_media, text_with_places
+from .media_text import MediaText, expand_media, text_with_places
 from .tokenizer_json import read_tokenizer
 
 _HALF = "\ufffd"
@@ -141,7 +141,7 @@ class Tokenizer:
         special: bool = True,
         limit: TokenLimit | None = None,
         kept: int | None = None,
-        media: MediaText = NO_MEDIA,
+        media: MediaText | None = None,
     ) -> list[int]:
         """The token ids of any kind of prompt; with `kept`, only the last ones. The placeholders of `media` stand where
         its text, or its chat template, has their token.
@@ -160,10 +160,11 @@ class Tokenizer:
             field = "messages"
             text = self._render(prompt, media)
             bos = self._special_tokens.get("bos_token")
-            special = media.adds_special and not (bos and text.startswith(bos))
-        if media.placeholders and kept is not None:
-            raise InvalidArgument("a prompt with media can't be cut", field="truncate_prompt_tokens")
-        text = expand_media(text, media, field)
+            special = media is not None and media.adds_special and not (bos and text.startswith(bos))
+        if media is not None and media.placeholders:
+            if kept is not None:
+                raise InvalidArgument("a prompt with media can't be cut", field="truncate_prompt_tokens")
+            text = expand_media(text, media, field)
         return self.text_ids(text, special, limit, field) if kept is None else self._last(text, special, kept)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -261,7 +262,7 @@ class Tokenizer:
         ids = (tuple(self.encode(form, special=False)) for form in forms)
         return list(dict.fromkeys(word for word in ids if word))
 
-    def _render(self, conversation: Conversation, media: MediaText) -> str:
+    def _render(self, conversation: Conversation, media: MediaText | None) -> str:
         chat = self._template(conversation)
         if chat is None:
             raise InvalidArgument("this model has no chat template; send a plain prompt instead", field="messages")
@@ -299,7 +300,7 @@ class AsyncTokenizer:
         special: bool = True,
         limit: TokenLimit | None = None,
         kept: int | None = None,
-        media: MediaText = NO_MEDIA,
+        media: MediaText | None = None,
     ) -> list[int]:
         # A template counts as long whatever it renders.
         is_rendered = isinstance(prompt, Conversation | TextWithMedia)

@@ -1,6 +1,6 @@
 """Images between the texts of a chat's messages, and what becomes of them with a model that reads text alone."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -50,9 +50,9 @@ def read_image(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
     return MediaSource("image", url=url, uuid=image.uuid or "", field=f"{where}.image_url", offset=offset)
 
 
-def refuse_unseen(prompt: Prompt, config: ModelConfig) -> None:
+def refuse_unseen(media: Iterable[MediaSource], config: ModelConfig) -> None:
     """Raises `InvalidArgument` for a medium that the model cannot see."""
-    for medium in prompt_media(prompt):
+    for medium in media:
         if medium.kind not in config.media:
             message = f"{medium.field}: model '{config.name}' takes no {medium.kind}: it reads text alone"
             raise InvalidArgument(message, field=medium.field)

@@ -125,9 +125,11 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     """
     members = supported_members(body, CHAT_FIELDS, CHAT_NO_OP_VALUES)
     fields = convert_fields(members, ChatBody)
-    tools = parse_tools(fields.tools)
+    tools = parse_tools(fields.tools) if fields.tools else ()
+    wanted = fields.tool_choice
+    use = parse_tool_use(tools, wanted, fields.parallel_tool_calls) if tools or wanted is not None else None
     conversation = parse_messages(fields.messages, fields, tools)
-    answer = _answer_options(fields, parse_tool_use(tools, fields.tool_choice, fields.parallel_tool_calls))
+    answer = _answer_options(fields, use)
     spec = _response_spec(f"chatcmpl-{request_id}", fields, _choices(fields.n))
     if fields.echo and conversation.messages[-1].role == "assistant":
         spec = msgspec.structs.replace(spec, prefix=conversation.messages[-1].content)
@@ -137,7 +139,7 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     try:
         sampling = _sampling(members, fields, spec, getattr(fields, limit))
         parsed = _parsed(spec, members, fields, [conversation], sampling, answer)
-        return msgspec.structs.replace(parsed, warnings=unenforced_grammars(fields.tools))
+        return msgspec.structs.replace(parsed, warnings=unenforced_grammars(fields.tools)) if tools else parsed
     except InvalidArgument as error:
         if error.field != "max_tokens":
             raise
@@ -251,8 +253,9 @@ def _parsed(
     # The prompt's logprobs are told by its first choice alone; but in a stream no choice waits for another.
     further = sampling if stream else msgspec.structs.replace(sampling, prompt_logprobs=None)
     guided_decoding, drafts = fields.constraint(), fields.drafts
-    retention = parse_retention(fields.retention_directives, fields.retention_scope, fields.kv_cache_retention_config)
-    transfer = parse_kv_transfer(fields.kv_transfer_params)
+    wishes = fields.retention_directives, fields.retention_scope, fields.kv_cache_retention_config
+    retention = parse_retention(*wishes) if any(wishes) else None
+    transfer = parse_kv_transfer(fields.kv_transfer_params) if fields.kv_transfer_params else None
     if transfer is not None and transfer.do_remote_decode and stream:
         raise field_error("kv_transfer_params", ": do_remote_decode is for an answer that is not streamed")
     if transfer is not None and len(prompts) > 1:

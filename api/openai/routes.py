@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from ...core.errors import CharoniaError
 from ...core.gateway import ModelHandle, ModelLookup, ResponseStream
 from ...core.model import ModelConfig
-from ...core.request import GenerateChunk, join_chunks
+from ...core.request import GenerateChunk, join_chunks, prompt_media
 from ...core.tasks import merge_streams
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
@@ -80,7 +80,8 @@ class OpenAIRoutes:
             context.warn(warning)
         with model_field():
             model = await self._acquire(request, parsed.response.model)
-        refuse_unseen(first.prompt, model.config)
+        if media := prompt_media(first.prompt):
+            refuse_unseen(media, model.config)
         # Whatever name it was asked by, an answer has the model's own, or its adapter's.
         response = msgspec.structs.replace(parsed.response, model=model.name)
         writer = OpenAIResponseWriter(api_format, response, self._fingerprint(model.config))
@@ -104,7 +105,7 @@ class OpenAIRoutes:
         body = await TOKENIZE_FORMAT.read(request, self._info.max_input_size)
         model = await self._acquire(request, body.model)
         tokenized = tokenize_request(body)
-        refuse_unseen(tokenized.prompt, model.config)
+        refuse_unseen(prompt_media(tokenized.prompt), model.config)
         async with CancelOnDisconnect(request.receive):
             ids, strings = await model.tokenize(tokenized)
         length = max_model_len(model.config)

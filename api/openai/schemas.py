@@ -122,21 +122,23 @@ class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             InvalidArgument: there are two, or one that is not complete; `field` names it.
         """
-        return only_constraint(self._constraints())
+        constraints = [*self._constraints()]
+        return only_constraint(constraints) if constraints else None
 
     def _constraints(self) -> Iterator[GuidedDecoding]:
         if self.response_format is not None and (constraint := self.response_format.constraint()) is not None:
             yield constraint
         if self.structured_outputs is not None:
             yield from self.structured_outputs.constraints("structured_outputs.")
-        older = StructuredOutputs(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-            whitespace_pattern=self.guided_whitespace_pattern,
-        )
-        yield from older.constraints("guided_")
+        older: dict[str, Any] = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+            "whitespace_pattern": self.guided_whitespace_pattern,
+        }
+        if any(value is not None for value in older.values()):
+            yield from StructuredOutputs(**older).constraints("guided_")
         constraint = GuidedDecoding.from_parameters(self.guided_decoding_guide_type, self.guided_decoding_guide or "")
         if constraint is not None:
             yield constraint

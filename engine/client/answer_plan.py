@@ -82,14 +82,15 @@ def plan_answer(
     if use is not None and form.tools is not None:
         constraint = tool_constraint(form.tools, use, constraint)
         use = replace(use, parallel=False) if use.named else use
-    shown = tokenizer.showing(form.markers)
     reasoning = form.reasoning
     budget = request.thinking_budget
     if reasoning is None:
         if request.needs_thinking_limit:
             field = "thinking_token_budget"
             raise InvalidArgument(f"{field}: this model's chat template has no reasoning to limit", field=field)
-        return AnswerPlan(prompt, shown, form.reader(use), constraint, warning=warning)
+        if form.tools is None:
+            return AnswerPlan(prompt, tokenizer, None, constraint, warning=warning)
+        return AnswerPlan(prompt, tokenizer.showing(form.markers), form.reader(use), constraint, warning=warning)
     tail = tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
     continued = _continued_text(request)
     within = continued is not None and continued.rfind(reasoning.start) > continued.rfind(reasoning.end)
@@ -104,6 +105,7 @@ def plan_answer(
         # A constraint on content alone leads the model to its content; one with tools has its own way there.
         opening = reasoning.content if constraint is request.guided_decoding else ""
         constraint = constraint._replace(after=reasoning.end, opening=opening)
+    shown = tokenizer.showing(form.markers)
     return AnswerPlan(
         prompt, shown, form.reader(use, inside), constraint, budget if inside else None, reasoning.end, warning
     )

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ...core.adapter import Adapter
+from ...core.backends import OnProgress, ignore_progress
 from ...core.direct_stream import DirectStream
 from ...core.drafts import summarize_drafts
 from ...core.errors import InvalidArgument, Unavailable
@@ -29,6 +30,7 @@ from ...core.request import (
     InferResponse,
     TokenizedPrompt,
     TokenizeRequest,
+    prompt_media,
 )
 from ...core.request_context import Outcome, RequestContext
 from ...core.token_limit import TokenLimit
@@ -46,24 +48,17 @@ from .constraint_checker import ConstraintChecker
 from .engine import Engine, EngineSpec
 from .image_tensors import with_image_inputs
 from .infer import OWN_LAYOUT, InferLayout
-from .model_media import ModelMedia
+from .model_media import ModelMedia, PromptMedia
 from .open_streams import OpenStreams
 from .task_adapters import TaskAdapters
 from .token_stream import SequenceStats, open_sequence
 from .tokenizer_bundle import TokenizerBundle
 from .transcriber import HeardPrompt, Transcriber, load_transcriber
 
-OnProgress: TypeAlias = Callable[[str, float, float, str], None]
-"""Called while a model loads: phase, fraction done, seconds so far, detail."""
-
 Chunks: TypeAlias = DirectStream[GenerateChunk]
 
 _MIN_COUNTED = 65_536
 """Tokens that `tokenize` accepts whatever the model's length: clients count texts that they then cut."""
-
-
-def ignore_progress(phase: str, fraction: float, seconds: float, detail: str) -> None:
-    """An `OnProgress` that does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,13 +279,17 @@ class LlmModel:
         with open_sequence(self._metrics, request, context) as stats:
             bundle, info = self._bundle, self._info
             tokenizer, sampling = bundle.async_tokenizer, request.sampling
-            request = with_adapter(request, context)
+            if request.adapter or context.adapter:
+                request = with_adapter(request, context)
             self._spec.check_request(request, context.tenant)
             with self._admit(request, context) as ticket, await self.use_adapter(request, stats, context) as adapter:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 limit = TokenLimit(info.max_model_len)
-                media = heard or await self._media.read(request.prompt, context, request.cache_salt)
-                prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept, media=media.text)
+                media: HeardPrompt | PromptMedia | None = heard
+                if media is None and (self._config.media or prompt_media(request.prompt)):
+                    media = await self._media.read(request.prompt, context, request.cache_salt)
+                stand_ins = None if media is None else media.text
+                prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept, media=stand_ins)
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
                 whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
                 echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
@@ -303,7 +302,8 @@ class LlmModel:
                     predicted = await tokenizer.text_ids(request.prediction, limit, "prediction")
                 defaults = bundle.defaults
                 add = build_add_request(request, context, plan.prompt, defaults, info, banned, adapter, predicted)
-                add = media.place(add, request.prompt)
+                if media is not None:
+                    add = media.place(add, request.prompt)
                 if plan.constraint is not None:  # the most expensive check comes last
                     plan = replace(plan, constraint=await self._enforce(plan.constraint, context))
                 add = await tokenizer.call(plan.complete, add)

@@ -23,7 +23,7 @@ from ...core.model import MemoryHolder, ReservedMemory
 from ...core.request import Conversation, Prompt, prompt_media
 from ...core.request_context import RequestContext
 from ...scheduler.plan import EmbeddedSpan
-from ...tokenization.media_text import NO_MEDIA, MediaText
+from ...tokenization.media_text import MediaText
 from ..core.messages import AddRequest
 from .transcript import SoundWindow
 
@@ -37,9 +37,10 @@ _NO_GRID = (0, 0, 0)
 class PromptMedia(NamedTuple):
     """The media of one prompt, ready to stand in it."""
 
-    text: MediaText = NO_MEDIA
-    token: int = -1
-    """The token at whose places their rows stand; none of a model that takes no media."""
+    text: MediaText
+    """What stands for them in the prompt's text."""
+    token: int
+    """The token at whose places their rows stand."""
     prepared: Sequence[PreparedMedium] = ()
     encoded: Sequence[EncodedMedium] = ()
     bidirectional: bool = False
@@ -47,8 +48,6 @@ class PromptMedia(NamedTuple):
     def place(self, add: AddRequest, prompt: Prompt) -> AddRequest:
         """The request for a sequence, with the rows at the places of its prompt. Raises `InvalidArgument` by the field
         of `prompt` unless it has a place for each row, and no other."""
-        if self.token < 0:
-            return add
         places = np.flatnonzero(add.spec.prompt == self.token).tolist()
         rows = sum(medium.length for medium in self.encoded)
         if len(places) != rows:
@@ -150,20 +149,21 @@ class ModelMedia:
             yield from self._services.preparer.readings()
             yield from self._services.encoder.readings()
 
-    async def text(self, prompt: Prompt, context: RequestContext) -> MediaText:
-        """What stands for the media of a prompt in its text. Raises as `read`."""
+    async def text(self, prompt: Prompt, context: RequestContext) -> MediaText | None:
+        """What stands for the media of a prompt in its text; None as of `read`. Raises as `read`."""
         services = self._checked(prompt_media(prompt))
         if services is None:
-            return NO_MEDIA
+            return None
         return _text_of(services, await self._prepare(services, prompt_media(prompt), context))
 
-    async def read(self, prompt: Prompt, context: RequestContext, salt: str) -> PromptMedia:
-        """Prepare and encode the media of a prompt, together with those of others. Cancelling it ends all that nobody
-        else waits for. Raises as the parts do, and `InvalidArgument` for media that the model does not take."""
+    async def read(self, prompt: Prompt, context: RequestContext, salt: str) -> PromptMedia | None:
+        """Prepare and encode the media of a prompt, together with those of others; None for a model without a token
+        that stands for them. Cancelling it ends all that nobody else waits for. Raises as the parts do, and
+        `InvalidArgument` for media that the model does not take."""
         media = prompt_media(prompt)
         services = self._checked(media)
         if services is None or not services.preparer.facts.token_ids:
-            return PromptMedia()
+            return None
         token = services.preparer.facts.token_ids[0]
         if not media:
             return PromptMedia(_text_of(services, ()), token)

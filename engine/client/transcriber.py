@@ -21,7 +21,7 @@ from ...core.request_context import RequestContext
 from ...core.sampling import SamplingParams
 from ...core.speech import Speech, Transcript, TranscriptSegment
 from ...scheduler.plan import EncoderRows, LogitsParams, TimestampRules
-from ...tokenization.media_text import NO_MEDIA, MediaText
+from ...tokenization.media_text import MediaText
 from ...tokenization.speech_tokens import SpeechTokens, read_speech_tokens
 from ...tokenization.tokenizer import AsyncTokenizer
 from ..core.messages import AddRequest, CoreReady
@@ -68,7 +68,8 @@ class HeardPrompt(NamedTuple):
     """Of these `suppressed`, `suppressed_first`, `timestamps` and `reported` count."""
     reported: tuple[int, ...] = ()
     """Tokens whose log-probability is reported with each new one."""
-    text: MediaText = NO_MEDIA
+    text: MediaText | None = None
+    """Nothing stands for a sound in the text."""
 
     def place(self, add: AddRequest, _prompt: Prompt) -> AddRequest:
         """The request for a sequence that attends to the window."""

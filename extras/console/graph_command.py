@@ -12,12 +12,12 @@ from urllib.parse import quote
 from cyclopts import Parameter
 
 from ...api.server_client import check_url, fetch, parse_header
+from ...core.backends import ignore_progress
 from ...core.errors import CharoniaError, InvalidArgument, NotFound, Unavailable
 from ...repository.builder import ModelBuilder, parse_backend_config, with_config_defaults
 from ...repository.catalog import RepositoryCatalog
 from ...repository.config_options import ConfigOptions
 from ...repository.gateway import InProcessGateway
-from ...repository.lifecycle import ignore_progress
 from ...repository.memory_budget import DeviceMemory, MemoryBudget
 from ...telemetry.shared_state import ModelServices
 from .graph_formats import GRAPH_FORMATS

@@ -16,12 +16,12 @@ from charonia.bench.ensemble import (
     write_graphs,
 )
 from charonia.bench.trial import TrialVerdict, show_verdicts
+from charonia.core.backends import ignore_progress
 from charonia.core.model import ModelConfig
 from charonia.core.tensor import TensorSpec
 from charonia.ensembles.ensemble_plan import plan_ensemble
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.gateway import InProcessGateway
-from charonia.repository.lifecycle import ignore_progress
 from charonia.repository.model_source import read_model
 from charonia.telemetry.shared_state import ModelServices
 

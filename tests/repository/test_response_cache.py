@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from charonia.core.backends import ignore_progress
 from charonia.core.errors import CharoniaError, Internal
 from charonia.core.metrics import InferenceStatistics, Reading, StatisticDuration, VersionStatistics
 from charonia.core.model import Capabilities, ModelConfig, ModelStats
@@ -22,7 +23,6 @@ from charonia.repository.catalog import RepositoryCatalog
 from charonia.repository.config_io import parse_config_text
 from charonia.repository.config_validation import ignored_fields, is_response_cache_enabled
 from charonia.repository.gateway import InProcessGateway
-from charonia.repository.lifecycle import ignore_progress
 from charonia.repository.response_cache import CachedModel, ResponseCache, parse_cache_config
 from charonia.telemetry.shared_state import ModelServices
 
