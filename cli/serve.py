@@ -125,11 +125,13 @@ def _end_listeners(
 ) -> Sequence[Callable[[RequestContext], None]]:
     """Called in this order with each request that has ended: the log's record names the trace that the tracer made."""
     traces.sends_spans = tracer is not None
+    settings = traces.settings()
+    files = [file] if settings.trace_file and settings.spans is None else []
     if tracer is None:
-        return log_request, file
-    if traces.settings().spans is not None:
+        return log_request, *files
+    if settings.spans is not None:
         return SamplingTracer(tracer, traces), log_request
-    return tracer, log_request, file
+    return tracer, log_request, *files
 
 
 def _tell_of_absent_extensions(state: StateDirectory | None) -> None:

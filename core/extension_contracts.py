@@ -75,7 +75,7 @@ class ServedRoutes:
     request_ended: Callable[[RequestContext], None] | None = None
     """Called with the context of every request to a model when it ends."""
     of_routes: bool = False
-    """Whether `request_ended` is for requests to routes alone: small ones to models need no context then."""
+    """`request_ended` is called with requests to routes alone: small ones to models need no context then."""
 
 
 def serve_nothing(host: ExtensionHost) -> ServedRoutes:

@@ -33,24 +33,25 @@ class FileOutage:
 
     def __init__(self, things: str) -> None:
         self._things = things
-        self._file = ""
+        self.file = ""
+        """The file that cannot be written, during an outage."""
         self._telling: Thread | None = None
 
     def report_failure(self, file: str, error: OSError | ValueError) -> None:
         """Report the first failure to write the file."""
-        if not self._file:
+        if not self.file:
             reason = getattr(error, "strerror", None) or error
             text = f"charonia: cannot write {self._things} to {file}: {reason}\n"
             self._telling = write_stderr(text, self._telling)
-        self._file = file
+        self.file = file
 
     def report_recovery(self, lost: int, timeout: float = 0) -> None:
         """Report the end of an outage, if there was one. Waits at most `timeout` seconds until a pipe's reader has
         taken all reports."""
-        if self._file:
-            text = f"charonia: {lost} {self._things} are lost: {self._file} could not be written\n"
+        if self.file:
+            text = f"charonia: {lost} {self._things} are lost: {self.file} could not be written\n"
             self._telling = write_stderr(text, self._telling)
-        self._file = ""
+        self.file = ""
         if self._telling is not None:
             self._telling.join(timeout)
 

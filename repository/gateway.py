@@ -64,9 +64,9 @@ class InProcessGateway:
         """The requests that are being answered."""
         self._strict = strict
         self._healthy = healthy
-        self._end_listeners = [*end_listeners]
+        self._end_listeners = [(listener, False) for listener in end_listeners]  # and whether it is for routes alone
         self._observed = False
-        """Whether there is one that was added later, which is to see all requests."""
+        """Whether a listener to all requests was added later."""
         self._budget, self._limiter = builder.budget, builder.limiter
         self._ended_without_model: Counter[RequestEnd] = Counter()
         self._draining = self._exiting = False
@@ -280,14 +280,15 @@ class InProcessGateway:
         route = self.routes.served.get(context.route) if context.route else None
         if route is not None:
             route.count(context)
-        for listener in self._end_listeners:
-            listener(context)
+        for listener, of_routes in self._end_listeners:
+            if context.route or not of_routes:
+                listener(context)
 
     # For the composition root
 
     def add_end_listener(self, listener: Callable[[RequestContext], None], of_routes: bool = False) -> None:
-        """Call it with the context of every request that ends from now on, or at least with those of routes."""
-        self._end_listeners.append(listener)
+        """Call it with the context of every request that ends from now on, or with those of routes alone."""
+        self._end_listeners.append((listener, of_routes))
         self._observed = self._observed or not of_routes
 
     def measurements(self) -> Iterator[Measurement]:

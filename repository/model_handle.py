@@ -100,8 +100,10 @@ class LoadedModelHandle:
             context.id = request.id
         self.start()
         validate_request(self.config, request)
-        trace = request_trace(context, self._gateway.shared_state.traces)
-        responses = trace_tensors(trace, request.inputs.values(), partial(loaded.model.infer, request, context))
+        traces = self._gateway.shared_state.traces
+        trace = request_trace(context, traces) if traces.wants_children else None
+        ask = partial(loaded.model.infer, request, context)
+        responses = ask() if trace is None else trace_tensors(trace, request.inputs.values(), ask)
         if type(responses) is ReadyResponse:
             context.finish()
             return responses

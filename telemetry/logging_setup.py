@@ -129,7 +129,7 @@ class LogWriter(logging.Handler):
             record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, _LOST_LINES_MESSAGE, (lost,), None)
             notice += self.format(record) + "\n"
         succeeded = self._write(notice)
-        if succeeded:
+        if succeeded and self._outage.file:
             self._outage.report_recovery(lost)
         with self._guard:
             self._size -= len(text)

@@ -271,10 +271,10 @@ def request_trace(context: RequestContext, traces: TraceControl) -> RequestTrace
 
 
 def trace_tensors(
-    trace: RequestTrace | None, inputs: Iterable[Tensor], ask: Callable[[], AsyncIterator[InferResponse]]
+    trace: RequestTrace, inputs: Iterable[Tensor], ask: Callable[[], AsyncIterator[InferResponse]]
 ) -> AsyncIterator[InferResponse]:
     """The answers of `ask` unchanged; if the settings say TENSORS, the trace records inputs and outputs."""
-    if trace is None or not trace.settings.records_tensors:
+    if not trace.settings.records_tensors:
         return ask()
     trace.inputs.add(inputs)
     return _copy_outputs(trace.outputs, ask())

@@ -134,7 +134,7 @@ class _Scope:
 
 class TraceControl:
     """The trace settings of the server and its models, and the sampling by them. `on_change` is called after each
-    change; `open_traces` counts traced requests that have not ended; `sends_spans` is true if every request has spans.
+    change; `open_traces` counts traced requests that have not ended.
     """
 
     def __init__(self, settings: TraceSettings = TraceSettings()) -> None:
@@ -142,14 +142,21 @@ class TraceControl:
         self._all = _Scope()
         self._models: dict[str, _Scope] = {}
         self._quiet = not settings.enabled
+        self._sends_spans = False
         self.open_traces = 0
-        self.sends_spans = False
+        self.wants_children = not self._quiet
+        """Whether a new request may leave a trace, which includes the requests that its model makes."""
         self.on_change: Callable[[], None] = lambda: None
 
     @property
-    def wants_children(self) -> bool:
-        """Whether a new request may leave a trace, which includes the requests that its model makes."""
-        return self.sends_spans or not self._quiet
+    def sends_spans(self) -> bool:
+        """Whether every request has spans."""
+        return self._sends_spans
+
+    @sends_spans.setter
+    def sends_spans(self, sends: bool) -> None:
+        self._sends_spans = sends
+        self.wants_children = sends or not self._quiet
 
     def settings(self, model: str = "") -> TraceSettings:
         """The settings that apply to a model; `trace_count` is the remaining number."""
@@ -178,6 +185,7 @@ class TraceControl:
             self._models.pop(model, None)
         settings = self.settings(model)
         self._quiet = not any(settings.enabled for settings in (self.settings(), *map(self.settings, self._models)))
+        self.wants_children = self._sends_spans or not self._quiet
         if settings.has_level and not settings.trace_file:
             log.warning("nothing is traced: trace file name is not given (--trace-config triton,file=PATH)")
         self.on_change()

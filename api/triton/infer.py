@@ -204,7 +204,7 @@ class InferEndpoint:
         encode = partial(encode_infer_response, config, call, response, self._max_response_size)
         encoded = await asyncio.to_thread(encode) if is_long(call, response) else encode()
         accepted = headers.get(b"accept-encoding", b"").decode("latin-1")
-        encoding = content_encoding.negotiate_encoding(accepted) if accepted else ""
+        encoding = "" if accepted in ("", "identity") else content_encoding.negotiate_encoding(accepted)
         if not encoding:
             return InferHttpResponse(encoded.parts, encoded.header_length)
         body = await offload_if_large(encoded.size, content_encoding.compress, encoded.parts, encoding)

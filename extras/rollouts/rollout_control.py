@@ -125,7 +125,7 @@ class RolloutControl:
 
     def request_ended(self, context: RequestContext) -> None:
         """Count a request for a route in the step of its rollout."""
-        running = self._running.get(context.route) if context.route else None
+        running = self._running.get(context.route)
         if running is not None and context.end is not None and context.model_found:
             running.watch.observe(context)
 

@@ -120,7 +120,8 @@ async def test_tensors_are_written_as_they_passed(path: Path) -> None:
         context.model, context.version, context.model_found = model, "3", True
         context.execution = ExecutionTimes(1, 2, (3, 4, 5))
         ask = partial(answered, [InferResponse((each,)) for each in made], ended)
-        answers = trace_tensors(request_trace(context, traces), inputs, ask)
+        trace = request_trace(context, traces)
+        answers = ask() if trace is None else trace_tensors(trace, inputs, ask)
         lent[:] = 7  # a client may, as soon as it is answered
         assert [response.outputs[0] async for response in answers] == made
         lent[:] = [0.1, 1e-30, np.nan]
@@ -152,7 +153,9 @@ async def test_a_tensor_without_end_is_cut(path: Path) -> None:
     context = RequestContext("infer")
     context.model_found = True
     responses = [InferResponse((Tensor.from_values("OUT", "INT8", [number % 100]),)) for number in range(3000)]
-    answers = trace_tensors(request_trace(context, traces), large, partial(answered, responses, []))
+    trace = request_trace(context, traces)
+    assert trace is not None
+    answers = trace_tensors(trace, large, partial(answered, responses, []))
     assert len([response async for response in answers]) == 3000
     context.close()
     file(context)
