@@ -115,8 +115,11 @@ class NativeStepAttention:
         self._spec = spec
         self.caches = caches
         self.dtype = spec.dtype
-        self.output_sizes = [spec.heads * shape.value_size for shape in spec.shapes]
+
+    @property
+    def output_sizes(self) -> list[int]:
         """Numbers of what each layer returns for a token."""
+        return [self._spec.heads * shape.value_size for shape in self._spec.shapes]
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None

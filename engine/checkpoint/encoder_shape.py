@@ -22,8 +22,10 @@ class EncoderShape(NamedTuple):
     def reads_text(self) -> bool:
         return self.vocab_size > 0
 
-    def check(self, encoded: EncoderRows) -> None:
-        """Raises `InvalidArgument` for what the encoder can't have made."""
+    def check(self, encoded: EncoderRows | None) -> None:
+        """Raises `InvalidArgument` for a sequence without rows, or with what the encoder can't have made."""
+        if encoded is None:
+            raise InvalidArgument("the model attends to an encoder's output, and the sequence has none")
         width = self.width * _BYTES.get(encoded.dtype, 0)
         if self.reads_text and encoded.dtype == SOURCE_TOKENS:
             width = 4
@@ -36,14 +38,3 @@ class EncoderShape(NamedTuple):
         if self.reads_text:
             return EncoderRows(self.rows, b"blank", bytes(4 * self.rows), SOURCE_TOKENS)
         return EncoderRows(self.rows, b"blank", bytes(2 * self.rows * self.width), "bfloat16")
-
-
-def check_encoded(encoded: EncoderRows | None, encoder: EncoderShape | None) -> None:
-    """Raises `InvalidArgument` unless a sequence has what a model with this encoder, or without one, attends to."""
-    if encoder is None:
-        if encoded is not None:
-            raise InvalidArgument("the model has no encoder, and the sequence attends to the output of one")
-    elif encoded is None:
-        raise InvalidArgument("the model attends to an encoder's output, and the sequence has none")
-    else:
-        encoder.check(encoded)

@@ -26,7 +26,8 @@ class CoreAdapters:
         self._reply = reply
         self._in_use = in_use
         self._loaded: Counter[str] = Counter()  # by digest, loads that were not unloaded
-        self._leaving = set[str]()
+        self.leaving = set[str]()
+        """Digests of those that are to be unloaded when nothing has them any more."""
         self._loads = 0
 
     def __contains__(self, digest: str) -> bool:
@@ -40,7 +41,7 @@ class CoreAdapters:
         self._loads -= 1
         if isinstance(outcome, AdapterLoaded):
             self._loaded[outcome.adapter.digest] += 1
-            self._leaving.discard(outcome.adapter.digest)
+            self.leaving.discard(outcome.adapter.digest)
 
     def unload(self, digest: str) -> None:
         """Take back one load. An adapter without loads is forgotten when nothing has it any more; unknown ones are
@@ -50,15 +51,15 @@ class CoreAdapters:
         self._loaded[digest] -= 1
         if not self._loaded[digest]:
             del self._loaded[digest]
-            self._leaving.add(digest)
+            self.leaving.add(digest)
 
     def forget_unused(self) -> None:
         """Unload the adapters that are leaving and not in use. While any load goes on none is: it may be a leaving
         one's, which then stays in memory."""
         if self._loads:
             return
-        for digest in [digest for digest in self._leaving if not self._in_use(digest)]:
-            self._leaving.remove(digest)
+        for digest in [digest for digest in self.leaving if not self._in_use(digest)]:
+            self.leaving.remove(digest)
             self._executor.unload_adapter(digest)
 
     def _on_loaded(self, number: int, loaded: Future[Adapter]) -> None:

@@ -207,35 +207,22 @@ class ConstrainedSequences:
 
     def __init__(self, vocab_size: int) -> None:
         self._words = -(-vocab_size // 32)
-        self._live: dict[int, SequenceConstraint] = {}
+        self.live: dict[int, SequenceConstraint] = {}
+        """Those that run or wait; the methods are for when there are any."""
         self.totals = ConstraintTotals()
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def add(self, key: int, constraint: SequenceConstraint) -> None:
-        self._live[key] = constraint
-
-    def discard(self, keys: Iterable[int]) -> None:
-        """Forget sequences that have ended; unknown keys are ignored."""
-        if self._live:
-            for key in keys:
-                self._live.pop(key, None)
 
     def possible_drafts(self, key: int, drafts: Sequence[int], most: int) -> list[int]:
         began = time.perf_counter()
-        possible = self._live[key].possible_drafts(drafts, most) if key in self._live else []
+        possible = self.live[key].possible_drafts(drafts, most) if key in self.live else []
         self.totals.seconds += time.perf_counter() - began
         return possible
 
     def mask_plan(self, plan: StepPlan, rows: Mapping[int, int]) -> tuple[StepPlan, MaskSource | None]:
         """The plan with its masked rows, and the source of their masks. `rows`: the key of each constrained row."""
-        if not self._live:
-            return plan, None
         drafts = plan.drafts_by_row()
         masked: dict[int, tuple[SequenceConstraint, list[int]]] = {}
         for row in plan.rows[plan.samples].tolist():
-            constraint = self._live.get(rows[row]) if row in rows else None
+            constraint = self.live.get(rows[row]) if row in rows else None
             if constraint is not None and constraint.wants_masks(len(drafts.get(row, ()))):
                 masked[row] = constraint, drafts.get(row, [])
         if not masked:
@@ -249,11 +236,9 @@ class ConstrainedSequences:
         """Accept a result's tokens; the forced tokens that follow them, by row, and the sequences that cannot go on."""
         forced: dict[int, ForcedTokens] = {}
         failed: list[RequestRejected] = []
-        if not self._live:
-            return forced, failed
         ends = np.cumsum(result.counts).tolist()
         for row, count, end in zip(result.rows.tolist(), result.counts.tolist(), ends, strict=True):
-            constraint = self._live.get(rows[row]) if row in rows else None
+            constraint = self.live.get(rows[row]) if row in rows else None
             if constraint is None or not count:
                 continue
             follows = constraint.follow(result.tokens[end - count : end].tolist())

@@ -17,10 +17,10 @@ from ...core.errors import InvalidArgument, SentError
 from ...core.logprobs import Logprobs
 from ...core.metrics import EngineTotals
 from ...kvcache.manager import KVCacheManager
-from ...scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
+from ...scheduler.plan import ForcedTokens, MaskSource, ResolvedSampling, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import GREEDY, SequenceSpec
-from ..checkpoint.encoder_shape import EncoderShape, check_encoded
+from ..checkpoint.encoder_shape import EncoderShape
 from ..worker.executor import Executor, StepFuture
 from .adapters import CoreAdapters
 from .cache_events import CacheEventRecorder
@@ -148,9 +148,9 @@ class EngineCore:
         server and never waits for their reader."""
         while not self._stopping:
             self._receive(send)
-            expired = self._deadlines.pop_expired(self._clock())
-            self._scheduler.abort(expired)
-            self._forget(expired)
+            expired = self._deadlines.pop_expired(self._clock()) if self._deadlines.by_key else []
+            if expired:
+                self._abort(expired)
             began = time.perf_counter()
             self._launch()
             if self._launched:
@@ -208,7 +208,8 @@ class EngineCore:
                     self._stopping = True
                 case BaseException():
                     raise item
-        self._adapters.forget_unused()
+        if self._adapters.leaving:
+            self._adapters.forget_unused()
         for number, origin in enumerate(self.prefix_origins, 1):
             for ready in origin.turn():
                 if isinstance(ready, NewRequest):
@@ -236,7 +237,10 @@ class EngineCore:
         spec = request.spec
         if spec.adapter and spec.adapter not in self._adapters:
             raise InvalidArgument("the adapter is not loaded", field="lora_name")
-        check_encoded(spec.encoded, self._encoder)
+        if self._encoder is not None:
+            self._encoder.check(spec.encoded)
+        elif spec.encoded is not None:
+            raise InvalidArgument("the model has no encoder, and the sequence attends to the output of one")
         threshold = spec.cache_hit_threshold
         if threshold is None:  # a decoder of what was encoded begins with a few tokens, which no cache has
             threshold = 0.0 if spec.encoded is not None else self._scheduler.config.cache_hit_threshold
@@ -248,13 +252,15 @@ class EngineCore:
                 return
         self._scheduler.add(spec, self._clock() - request.arrived)
         if request.constraint is not None:
-            self._constraints.add(spec.key, request.constraint)
+            self._constraints.live[spec.key] = request.constraint
 
     def _launch(self) -> None:
         """Execute all plans that may be scheduled before the next result is known."""
         while (plan := self._scheduler.schedule()) is not None:
             launched_at = time.perf_counter()
-            plan, masks = self._constraints.mask_plan(plan, self._scheduler.constrained_rows)
+            masks: MaskSource | None = None
+            if self._constraints.live:
+                plan, masks = self._constraints.mask_plan(plan, self._scheduler.constrained_rows)
             self._launched.append(LaunchedStep(plan, self._executor.execute(plan, masks), launched_at))
             self._integrity_checked = False
         holding = [origin for origin in self.prefix_origins if origin.holds_blocks]
@@ -269,14 +275,17 @@ class EngineCore:
         ended_before, self._landed_at = self._landed_at, time.perf_counter()
         began = max(launched.launched_at, ended_before)
         self._step = result.step
-        forced, failed = self._constraints.follow(result, self._scheduler.constrained_rows)
-        if failed:
-            self._failed += failed
-            self._abort([rejected.key for rejected in failed])
+        forced: dict[int, ForcedTokens] = {}
+        if self._constraints.live:
+            forced, failed = self._constraints.follow(result, self._scheduler.constrained_rows)
+            if failed:
+                self._failed += failed
+                self._abort([rejected.key for rejected in failed])
         updates = self._scheduler.apply(result, self._landed_at - began, forced, began - ended_before)
         for origin in self.prefix_origins:
             origin.on_updates(updates)
-        self._forget([key for key, _ in updates.finished])
+        if updates.finished:
+            self._forget([key for key, _ in updates.finished])
         return updates
 
     def _abort(self, keys: Sequence[int]) -> None:
@@ -285,10 +294,10 @@ class EngineCore:
 
     def _forget(self, keys: Sequence[int]) -> None:
         """What is kept of requests beside the scheduler goes: they have ended."""
-        self._constraints.discard(keys)
         for key in keys:
-            self._deadlines.discard(key)
-        for origin in self.prefix_origins if keys else ():
+            self._constraints.live.pop(key, None)
+            self._deadlines.by_key.pop(key, None)
+        for origin in self.prefix_origins:
             origin.discard(keys)
 
     def _message(self, updates: StepUpdates, expired: list[int], stats: StepStats) -> RequestUpdates:

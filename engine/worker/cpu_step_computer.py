@@ -43,7 +43,7 @@ class CpuStepComputer:
     def begin(self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None) -> BegunStep:
         """See `StepComputer.begin`. A step without logits is not begun beside the caller."""
         batch = inputs.batch
-        stores = self.stores.begin_step(batch, plan)
+        stores = () if self.stores == NO_STORES else self.stores.begin_step(batch, plan)
         context = StepContext(batch, self.attention.begin_step(batch), inputs.adapters, *stores)
         if len(inputs.logits_indices):
             samples = inputs.samples()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...scheduler.plan import SOURCE_TOKENS, EncoderRows, IntArray, NewSequence
 from ..attention.backend import AttentionBackend
-from ..checkpoint.encoder_shape import EncoderShape, check_encoded
+from ..checkpoint.encoder_shape import EncoderShape
 from ..layers.cross_attention import CrossAttention
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch, StepPositions
@@ -78,7 +78,7 @@ class CrossCache:
         return places
 
     def _enter(self, row: int, encoded: EncoderRows | None) -> None:
-        check_encoded(encoded, self._encoder)
+        self._encoder.check(encoded)
         assert encoded is not None
         if self._digests.get(row) != encoded.digest:
             same = next((other for other, digest in self._digests.items() if digest == encoded.digest), None)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ...core.logprobs import Logprobs, PromptLogprobs
-from ...scheduler.plan import LongArray
+from ...scheduler.plan import LongArray, StepPlan
 from ..config import LOGITS_PIECE
 from ..gpu import runtime
+from ..step_batch import StepBatch, end_ranges, gather_entries, to_device
 
 
 class WantedLogprobs(NamedTuple):
@@ -119,3 +120,36 @@ def _columns(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor
     logits = logits.float()
     chosen, ids, values = measure_logprobs(logits, tokens, top_n)
     return chosen, measure_ranks(logits, tokens), ids.to(torch.int32), values
+
+
+def scored_places(
+    plan: StepPlan, batch: StepBatch, scoring: Mapping[int, tuple[int, int]], sampled: LongArray, token_ids: Tensor
+) -> tuple[LongArray, LongArray | None, ScoredTokens | None]:
+    """Packed places whose logits are computed together, which of them are `sampled` (None: all), and scored tokens.
+    `scoring`: by row the tokens of a prompt that is scored, and how many likeliest ones to name at each; `token_ids`
+    [rows, places] are all that rows have."""
+    spans: list[PromptSpan] = []
+    scored: list[LongArray] = []
+    for at, row in enumerate(plan.rows.tolist()):
+        if row not in scoring:
+            continue
+        prompt, top_n = scoring[row]
+        start = int(plan.starts[at])
+        count = int(plan.counts[at])
+        first = int(batch.first_places[at])
+        length = min(count, prompt - 1 - start)
+        if length > 0 and plan.num_logits[at] == count:
+            spans.append(PromptSpan(row, start + 1, length, top_n))
+            scored.append(np.arange(first, first + length))
+    if not spans:
+        return sampled, None, None
+    places = np.concatenate(scored)
+    rows = np.repeat([span.row for span in spans], [span.length for span in spans])
+    positions = np.concatenate([np.arange(span.first, span.first + span.length) for span in spans])
+    tokens = gather_entries(token_ids, rows, positions).long()
+    on_device = to_device(places, token_ids.device)
+    if int(plan.num_logits.sum()) > LOGITS_PIECE:
+        return sampled, None, ScoredTokens(spans, tokens, on_device, None)
+    together = end_ranges(batch.first_places + plan.counts - 1, plan.num_logits)
+    among = np.searchsorted(together, places)
+    return together, np.searchsorted(together, sampled), ScoredTokens(spans, tokens, on_device, among)

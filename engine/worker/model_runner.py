@@ -153,9 +153,9 @@ class ModelRunner:
         self._make_copies(blocks, states)
 
     def _make_copies(self, blocks: IntArray, states: IntArray) -> None:
-        if self.host_blocks is not None:
+        if self.host_blocks is not None and len(blocks):
             self.host_blocks.make_copies(blocks)
-        if self.host_states is not None:
+        if self.host_states is not None and len(states):
             self.host_states.make_copies(states)
 
     def close(self) -> None:

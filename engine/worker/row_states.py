@@ -30,9 +30,8 @@ from ..step_batch import (
     upload_columns,
 )
 from .embedded_rows import PLAIN_PLACES, EmbeddedRows, ImagePlaces
-from .logits_places import logits_places
 from .logits_processors import PreparedLogitsParams, prepare_logits_params, process_logits
-from .logprobs import ScoredTokens, WantedLogprobs
+from .logprobs import ScoredTokens, WantedLogprobs, scored_places
 from .sampler import GREEDY_BELOW
 
 
@@ -131,7 +130,7 @@ class RowStates:
         self._drawing: set[int] = set()
         self._logprobs: dict[int, WantedLogprobs] = {}
         self._adapters: dict[int, RankAdapter] = {}
-        self._embedded = EmbeddedRows(self.device, self._images.token)
+        self._embedded: EmbeddedRows | None = None  # from the first sequence with images on
         self._scoring: dict[int, tuple[int, int]] = {}  # tokens of the prompt, likeliest tokens to name at each
 
     def apply_plan(self, plan: StepPlan) -> None:
@@ -174,14 +173,19 @@ class RowStates:
         if (last := max(plan.rows.tolist(), default=-1)) >= len(self._blocks):
             raise IndexError(f"the plan names row {last}, of {len(self._blocks)}")
         batch = self.batch(plan.rows, plan.starts, plan.counts)
-        self._embedded.fill(batch)
+        if self._embedded is not None:
+            self._embedded.fill(batch)
         ends = plan.starts + plan.counts
         rows = plan.rows[plan.samples]
         positions = ends[plan.samples]
+        places: LongArray = (batch.first_places + plan.counts - 1)[plan.samples]
         if len(plan.drafts):
             times = (plan.drafts + 1)[plan.samples]
             rows, positions = rows.repeat(times), end_ranges(positions, times).astype(np.int32)
-        places, selected, scored = logits_places(plan, batch, self._scoring, self._tokens)
+            places = end_ranges(places, times)
+        selected = scored = None
+        if self._scoring:
+            places, selected, scored = scored_places(plan, batch, self._scoring, places, self._tokens)
         sampling = self.sampling_at(rows, positions)
         logprobs = {}
         if self._logprobs:
@@ -205,7 +209,8 @@ class RowStates:
     def batch(self, rows: IntArray, starts: IntArray, counts: IntArray, tokens: Tensor | None = None) -> StepBatch:
         """`counts` places of `rows` from `starts` on, with their tokens, or those of another table."""
         tables = self._tokens if tokens is None else tokens, self._tables
-        return self._embedded.placed(StepBatch(rows, starts, counts, *tables, self.block_size, groups=self.groups))
+        batch = StepBatch(rows, starts, counts, *tables, self.block_size, groups=self.groups)
+        return batch if self._embedded is None else self._embedded.placed(batch)
 
     def static_batch(self, step: StaticStep, tokens: Tensor | None = None) -> StepBatch:
         """The rows that a recorded step will have, with their tokens, or those of another table."""
@@ -320,7 +325,11 @@ class RowStates:
             self._host_tables = self._tables_on_host()
         self._blocks[row] = 0
         self._forget(row)
-        tokens = self._embedded.enter(sequence)
+        tokens = sequence.tokens
+        if sequence.embedded or sequence.shift:
+            if self._embedded is None:
+                self._embedded = EmbeddedRows(self.device, self._images.token)
+            tokens = self._embedded.enter(sequence)
         self._tokens[row, : len(tokens)] = self._to(tokens.astype(np.int32))
         numbers = sampling._replace(top_k=max(sampling.top_k, 0), seed=as_signed64(sampling.seed))
         self._sampling[row] = (*(getattr(numbers, name) for name in SAMPLING_COLUMNS), 0)  # the position, for now
@@ -347,7 +356,8 @@ class RowStates:
         self._adapters.pop(row, None)
         self._processed.pop(row, None)
         self._scoring.pop(row, None)
-        self._embedded.forget(row)
+        if self._embedded is not None:
+            self._embedded.forget(row)
 
     def _to(self, column: NDArray[np.signedinteger[Any]]) -> Tensor:
         return to_device(column, self.device)

@@ -126,7 +126,7 @@ class Served:
         self.core._stopping = False
         self.core.run(take)
         self.scheduler.check_integrity()
-        assert not self.core._constraints
+        assert not self.core._constraints.live
         return answers
 
     def text(self, answer: Answer) -> str:

@@ -83,9 +83,9 @@ def result(**tokens: int) -> StepResult:
 
 def test_only_rows_that_ask_are_masked_in_the_order_of_their_masks() -> None:
     constraints = ConstrainedSequences(VOCABULARY)
-    constraints.add(7, SequenceConstraint(script(35)))
-    constraints.add(8, SequenceConstraint(None, ThinkingLimit(3, [5])))
-    constraints.add(9, SequenceConstraint(script(2)))
+    constraints.live[7] = SequenceConstraint(script(35))
+    constraints.live[8] = SequenceConstraint(None, ThinkingLimit(3, [5]))
+    constraints.live[9] = SequenceConstraint(script(2))
     masked, source = constraints.mask_plan(plan(4, 5, 6, 7), {4: 9, 5: 8, 7: 7})
     assert masked.masked.tolist() == [4, 7]
     assert source is not None
@@ -95,8 +95,8 @@ def test_only_rows_that_ask_are_masked_in_the_order_of_their_masks() -> None:
 
 def test_what_has_to_come_follows_and_the_end_is_told() -> None:
     constraints = ConstrainedSequences(VOCABULARY)
-    constraints.add(7, SequenceConstraint(script(1, 2, 3, 4, forced=2)))
-    constraints.add(8, SequenceConstraint(script(1, 2)))
+    constraints.live[7] = SequenceConstraint(script(1, 2, 3, 4, forced=2))
+    constraints.live[8] = SequenceConstraint(script(1, 2))
     rows = {3: 7, 4: 8}
     assert constraints.follow(result(r3=1, r4=1), rows) == ({3: ForcedTokens([2, 3])}, [])
     assert constraints.follow(result(r3=4, r4=2), rows) == ({3: ForcedTokens([], True), 4: ForcedTokens([], True)}, [])
@@ -111,7 +111,7 @@ def test_nothing_is_skipped_where_every_token_is_to_be_reported() -> None:
 
 def test_a_sequence_that_cannot_go_on_is_told_with_its_parameter() -> None:
     constraints = ConstrainedSequences(VOCABULARY)
-    constraints.add(7, SequenceConstraint(script(1, breaks=True), parameter="guided_regex"))
+    constraints.live[7] = SequenceConstraint(script(1, breaks=True), parameter="guided_regex")
     _, source = constraints.mask_plan(plan(3), {3: 7})
     assert source is not None
     assert (source() == -1).all(), "any token will do: it is not kept"
@@ -129,9 +129,7 @@ def test_a_grammar_that_takes_too_long_is_ended() -> None:
 
 def test_rows_of_sequences_that_have_ended_are_left_alone() -> None:
     constraints = ConstrainedSequences(VOCABULARY)
-    constraints.add(7, SequenceConstraint(script(1, 2)))
-    constraints.discard([7, 99])
-    assert not constraints
+    constraints.live[8] = SequenceConstraint(script(1, 2))
     assert constraints.follow(result(r3=1), {3: 7}) == ({}, [])
     assert constraints.mask_plan(plan(3), {3: 7})[1] is None
 
@@ -215,7 +213,7 @@ def test_the_end_of_thinking_is_drafted_and_alone_allowed() -> None:
 def test_a_row_with_drafts_has_a_mask_at_each_place() -> None:
     constraints = ConstrainedSequences(VOCABULARY)
     for key in (7, 8):
-        constraints.add(key, SequenceConstraint(script(1, 2, 35)))
+        constraints.live[key] = SequenceConstraint(script(1, 2, 35))
     ones = plan(4, 5)
     drafting = ones._replace(counts=ints(3, 1), drafts=ints(2, 0), drafted=ints(1, 2))
     masked, source = constraints.mask_plan(drafting, {4: 7, 5: 8})

@@ -10,21 +10,21 @@ def test_each_is_late_once_and_not_before_its_time() -> None:
     assert deadlines.pop_expired(2.9) == []
     assert deadlines.pop_expired(5.0) == [2, 1]
     assert deadlines.pop_expired(5.0) == []
-    assert len(deadlines) == 1
+    assert len(deadlines.by_key) == 1
 
 
 def test_who_has_ended_is_never_late() -> None:
     deadlines = Deadlines()
     deadlines.set(1, 5.0)
-    deadlines.discard(1)
-    deadlines.discard(7)
+    deadlines.by_key.pop(1, None)
+    deadlines.by_key.pop(7, None)
     assert deadlines.pop_expired(10.0) == []
 
 
 def test_a_key_that_comes_back_has_its_new_deadline() -> None:
     deadlines = Deadlines()
     deadlines.set(1, 5.0)
-    deadlines.discard(1)
+    deadlines.by_key.pop(1, None)
     deadlines.set(1, 8.0)
     assert deadlines.pop_expired(6.0) == []
     assert deadlines.pop_expired(8.0) == [1]
@@ -34,5 +34,5 @@ def test_nothing_piles_up() -> None:
     deadlines = Deadlines()
     for key in range(1000):
         deadlines.set(key, 1e9)
-        deadlines.discard(key)
-    assert len(deadlines) == 0
+        deadlines.by_key.pop(key, None)
+    assert len(deadlines.by_key) == 0

@@ -227,8 +227,10 @@ def test_no_default_refuses_what_an_encoder_has_read() -> None:
     assert loop.outbox.finished() == {1: "length"}
     with Running(Spy(), cache_hit_threshold=0.5) as loop:
         loop.add(1, [5])
-        loop.wait(lambda: loop.outbox.finished())
+        loop.add(2, [5], encoded=rows)
+        loop.wait(lambda: loop.outbox.finished() and loop.outbox.refused())
     assert loop.outbox.finished() == {1: "cache_threshold"}
+    assert "no encoder" in loop.outbox.refused()[0].error.message
 
 
 def test_an_idle_loop_turns_at_least_once_a_second() -> None:

@@ -21,7 +21,6 @@ from transformers import (
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor
 
 from charonia.core.errors import InvalidArgument
-from charonia.engine.checkpoint.encoder_shape import check_encoded
 from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
@@ -211,12 +210,10 @@ def test_a_sequence_without_a_sound_is_refused(bench: Callable[[str], HearingBen
     assert capacity.cross_bytes > 0
     rows = bytes(4 * 64)
     encoder.check(EncoderRows(1, b"", rows, "float32"))
-    check_encoded(encoder.blank(), encoder)
+    encoder.check(encoder.blank())
     for encoded in (None, EncoderRows(2, b"", rows, "float32"), EncoderRows(1, b"", rows, "int8")):
         with pytest.raises(InvalidArgument, match="encoder"):
-            check_encoded(encoded, encoder)
-    with pytest.raises(InvalidArgument, match="no encoder"):
-        check_encoded(encoder.blank(), None)
+            encoder.check(encoded)
 
 
 def test_four_bits_are_refused(hearing: Hearing) -> None:

@@ -16,7 +16,7 @@ from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.core.logprobs import RankedLogprobs
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
-from charonia.engine.worker import logits_places, logprobs
+from charonia.engine.worker import logprobs
 from charonia.engine.worker.executor import Executor
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
@@ -154,8 +154,7 @@ def test_pieces_of_any_size_say_the_same(
     executor: Callable[[str], InlineExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = serve(executor("llama"), Setting())
-    for module in (logprobs, logits_places):
-        monkeypatch.setattr(module, "LOGITS_PIECE", 7)
+    monkeypatch.setattr(logprobs, "LOGITS_PIECE", 7)
     cut, _ = serve(executor("llama"), Setting())
     assert (cut.scores, cut.tokens) == (whole.scores, whole.tokens)
 
@@ -185,8 +184,7 @@ def test_ranks_score_as_one(
 
 def test_heads_are_only_as_long_as_asked_for(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits are computed where a token is sampled or scored alone; in pieces where those are many places."""
-    for module in (logprobs, logits_places):
-        monkeypatch.setattr(module, "LOGITS_PIECE", 16)
+    monkeypatch.setattr(logprobs, "LOGITS_PIECE", 16)
     with closing(InlineExecutor(config(checkpoint("llama")))) as executor:
         executor.load(lambda phase, fraction: None)
         decoder, sizes = executor.rank.runner.computer.decoder, list[int]()
