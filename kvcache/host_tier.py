@@ -40,7 +40,8 @@ class HostTier:
         self.size = size
         self._events = events
         self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._copies: list[TierCopy] = []
+        self.copies: list[TierCopy] = []
+        """Those since the last `take_copies`."""
 
     def __len__(self) -> int:
         """Hashes whose content is here."""
@@ -58,7 +59,7 @@ class HostTier:
             slot = len(self._slots)
             if slot == self.size:
                 lost, slot = self._slots.popitem(last=False)
-            self._copies.append(TierCopy(place, slot, back=False))
+            self.copies.append(TierCopy(place, slot, back=False))
             if self._events is not None:
                 if lost is not None:
                     self._events.removed(lost, on_host=True)
@@ -69,11 +70,11 @@ class HostTier:
     def restore(self, digest: bytes, place: int) -> None:
         """The content of this hash comes back to a place that nothing else uses. It keeps its turn to be overwritten:
         of a prefix that was used as a whole the beginning stays longest."""
-        self._copies.append(TierCopy(place, self._slots[digest], back=True))
+        self.copies.append(TierCopy(place, self._slots[digest], back=True))
 
     def restore_landed(self, number: int, place: int) -> None:
         """A landed image goes to a place that nothing else uses, in the order of the other copies."""
-        self._copies.append(TierCopy(place, landed_slot(number), back=True))
+        self.copies.append(TierCopy(place, landed_slot(number), back=True))
 
     def use(self, digest: bytes) -> None:
         """Let the content of this hash, if it is here, be the last to be overwritten."""
@@ -86,9 +87,9 @@ class HostTier:
             self._slots.move_to_end(digest, last=False)
 
     def take_copies(self) -> list[TierCopy]:
-        """The copies since the last call. They are to be made in this order, after the steps that were planned before
+        """The copies since the last call; they are to be made in this order, after the steps that were planned before
         and before the next one."""
-        copies, self._copies = self._copies, []
+        copies, self.copies = self.copies, []
         return copies
 
     def check_integrity(self) -> None:
@@ -96,4 +97,4 @@ class HostTier:
         slots = sorted(self._slots.values())
         assert slots == list(range(len(slots))), "a slot is lost, or has two contents"
         assert len(slots) <= self.size
-        assert all(copy.slot < self.size and (copy.slot >= 0 or copy.back) for copy in self._copies)
+        assert all(copy.slot < self.size and (copy.slot >= 0 or copy.back) for copy in self.copies)

@@ -257,7 +257,7 @@ class KVCacheManager:
         begin with a state that may be there: `take_block_copies` and `take_state_copies` tell what is to be copied.
         There must be room for all that it is to hold. `table.snapshot` is the state to begin with from now on."""
         of_states = self.states is not None and (self.states.host.size or self.states.landed)
-        if self._host.size or self.landed or of_states:
+        if self._host.size or (self.landed.size and self.landed) or of_states:
             self._restore_from_elsewhere(table, table.promised[: (known - 1) // self.block_size])
         if self.states is not None and table.states:
             table.snapshot = self.states.restore(*reversed(table.states))
@@ -291,11 +291,11 @@ class KVCacheManager:
         table.forked = max(table.forked, table.cached)
 
     def take_block_copies(self) -> list[TierCopy]:
-        return self._host.take_copies()
+        return self._host.take_copies() if self._host.copies else []
 
     def take_state_copies(self) -> list[TierCopy]:
         """The copies of snapshots, in the same way: they come before those that the plan writes."""
-        return [] if self.states is None else self.states.host.take_copies()
+        return [] if self.states is None or not self.states.host.copies else self.states.host.take_copies()
 
     def room_for(self, table: BlockTable, tokens: int, spare: int = 0) -> bool:
         """Whether the table may grow to `tokens` tokens, sliding as they are computed, and leave `spare` blocks. Where

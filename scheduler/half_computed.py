@@ -23,9 +23,7 @@ class PendingPrefill(NamedTuple):
     sequence: Sequence
 
 
-def half_computed(
-    rows: RunningSet, fairness: Fairness, step: int, rank_step_tokens: int
-) -> tuple[list[PendingPrefill], list[PendingPrefill]]:
+def half_computed(rows: RunningSet, fairness: Fairness, step: int) -> tuple[list[PendingPrefill], list[PendingPrefill]]:
     """The pending prompts, short ones and long ones, that may be in a plan now; the next one to go on is the last."""
     full = rows.full_rows()
     prefilling = [row for row in rows.prefilling if full is None or not full[row]]
@@ -34,7 +32,7 @@ def half_computed(
     for row in prefilling:
         sequence, missing = rows.sequences[row], int(rows.known[row] - rows.scheduled[row])
         key = fairness.fair_share_key(sequence, step) if several else (0, 0.0)
-        rank = sequence.seniority + missing // rank_step_tokens
+        rank = sequence.seniority + missing // fairness.step_tokens
         prefills.append(PendingPrefill(*key, rank, sequence.arrival_number, row, missing, sequence))
     prefills.sort(reverse=True)
     lanes: tuple[list[PendingPrefill], list[PendingPrefill]] = [], []

@@ -71,7 +71,8 @@ class RunningSet:
         self.size = size
         self.cache = cache
         self.waiting = waiting
-        self._most_in_flight = max_in_flight
+        self.most_in_flight = max_in_flight
+        """Plans in flight that may have the same row, if its sequence says nothing else."""
         states = cache.states
         self.saves = None if states is None else StateSaves(size, states, cache.block_size, snapshots)
         # By row.
@@ -168,10 +169,10 @@ class RunningSet:
         if self.saves is not None:
             forks = forks_of(sequence, self.waiting.first(_FORKS_LOOKED_AT), self.cache.block_size)
             self.saves.enter(row, table, sequence.known, forks, spec.snapshot_at, spec.handed_over)
-        self.max_in_flight[row] = min(spec.max_in_flight or self._most_in_flight, self._most_in_flight)
+        self.max_in_flight[row] = min(spec.max_in_flight or self.most_in_flight, self.most_in_flight)
         self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)
-        if self.max_in_flight[row] < self._most_in_flight:
+        if self.max_in_flight[row] < self.most_in_flight:
             self.capped.add(row)
         if sequence.lacks_prompt_logprobs:
             self.scoring.add(row)
@@ -314,7 +315,7 @@ class RunningSet:
 
     def full_rows(self) -> BoolArray | None:
         """[size] whether a row is in as many plans in flight as it may be in; None where none can be."""
-        if not self.in_flight or (len(self.in_flight) < self._most_in_flight and not (self.capped or self.drafting)):
+        if not self.in_flight or (len(self.in_flight) < self.most_in_flight and not (self.capped or self.drafting)):
             return None
         steps = self.steps_in_flight()
         full: BoolArray = steps >= self.max_in_flight
@@ -336,7 +337,7 @@ class RunningSet:
         assert self.drafting == set(np.flatnonzero(self.drafts_from < UNLIMITED).tolist())
         assert self.itl_targets.keys() <= self.sequences.keys()
         assert {row for row, _, _ in self.forced} <= self.constrained.keys() - self.releasing
-        assert self.capped == {row for row in occupied if self.max_in_flight[row] < self._most_in_flight}
+        assert self.capped == {row for row in occupied if self.max_in_flight[row] < self.most_in_flight}
         if self.saves is not None:
             saves = [save for flight in self.in_flight for save in flight.saves]
             self.saves.check_integrity(saves, occupied, self.scheduled)

@@ -49,7 +49,8 @@ class Scheduler:
         self.config = config
         self.speculation = speculation
         self._cache = cache
-        self._fairness = Fairness(config.ageing_steps, _CREDIT_STEPS * config.max_num_batched_tokens)
+        credit = _CREDIT_STEPS * config.max_num_batched_tokens
+        self._fairness = Fairness(config.ageing_steps, credit, config.rank_step_tokens)
         self._make_budget = make_budget
         self._prefill = make_budget(config)
         self._waiting = WaitingQueue(self._fairness, self._measure_prompt)
@@ -130,7 +131,7 @@ class Scheduler:
         request.check_spans(self.config.max_num_batched_tokens - self.config.max_num_seqs + 1)
         priority = min(max(request.priority, 0), PRIORITY_CLASSES - 1)
         seniority = self._step + priority * self.config.ageing_steps
-        rank = seniority + len(request.prompt) // self.config.rank_step_tokens
+        rank = seniority + len(request.prompt) // self._fairness.step_tokens
         slot = self._fairness.slot_of(request.tenant, request.weight)
         ttft, itl = request.target_ttft, request.target_itl
         sequence = Sequence(
@@ -235,9 +236,10 @@ class Scheduler:
             seconds -= result.proposals.seconds
             self._prefill.observe_step(flight.work, seconds)
         drafts = self._observe_drafts(flight, result) if flight.drafts else {}
-        if seconds and self.speculation is not None and not flight.work.prefill_tokens:
+        speculation = self.speculation if rows.drafting or drafts else None
+        if seconds and speculation is not None and not flight.work.prefill_tokens:
             drafted, accepted = map(sum, zip(*drafts.values(), strict=True)) if drafts else (0, 0)
-            self.speculation.costs.observe_step(flight.work.decode_tokens, seconds, drafted, accepted, host_seconds)
+            speculation.costs.observe_step(flight.work.decode_tokens, seconds, drafted, accepted, host_seconds)
         rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
         ending = frozenset(row for row, tokens in forced.items() if tokens.ends)
         continued = with_forced_tokens(result, forced) if forced else result

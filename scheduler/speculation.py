@@ -245,9 +245,10 @@ class Speculation:
 
     @property
     def asks_draft_model(self) -> bool:
-        """Whether `propose` is to be called in this step: more and more seldom while nothing is worth it."""
+        """Whether `propose` is to be called in this step of an executor with a draft model: more and more seldom while
+        nothing is worth it."""
         self._cooling -= 1
-        return self.draft_model and self._cooling < 0
+        return self._cooling < 0
 
     def propose(self, asked: Tokens[tuple[Sequence, int]], decoding: int) -> list[int]:
         """How many tokens the draft model is to propose for each sequence, so many at most, for a step that decodes

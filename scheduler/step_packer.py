@@ -70,7 +70,7 @@ class StepPacker:
         if not len(packed.rows):
             return None
         proposals = NO_ROWS
-        if self._speculation is not None and self._speculation.asks_draft_model:
+        if self._speculation is not None and self._speculation.draft_model and self._speculation.asks_draft_model:
             proposals = self._plan_proposals(self._speculation, packed)
         return packed.write(self._admitted_rows, self._appended, proposals)
 
@@ -92,7 +92,7 @@ class StepPacker:
         if full is not None:
             counts[full] = 0
         decoding = counts.nonzero()[0]
-        if self._config.max_in_flight == 1 and self._config.ahead:
+        if rows.most_in_flight == 1 and self._config.ahead:
             decoders, groups = rows.num_running - len(rows.prefilling), self._config.ahead + 1
             share = max(-(-decoders // groups), MIN_PIPELINE_GROUP)
             if len(decoding) > share:
@@ -186,7 +186,7 @@ class StepPacker:
 
     def _add_prompts(self) -> None:
         """Spend the rest of the budget on prompts, short ones first; half of it on long ones, if any can use it."""
-        short, long = half_computed(self._rows, self._fairness, self._step, self._config.rank_step_tokens)
+        short, long = half_computed(self._rows, self._fairness, self._step)
         budget, waiting = self._budget_left, self._waiting.peek(self._step, long=True)
         mixed = bool(long) or waiting is not None
         pace = self._prefill.pace(self._demand([*short, *long], mixed))
