@@ -100,7 +100,6 @@ class WorkerSession:
         self._name = name
         self._request_failed = f"{name}: a request failed"
         self._traces = hub.gateway.shared_state.traces
-        self._logs_here = self._traces.sends_spans
         self.link: HubLink = FrameLink(decode_from_worker, self._receive, self._on_lost, self._on_unsendable)
         self._exchange = TensorExchange(mine, theirs, self.link.schedule_from_any_thread)
         self._responses = ResponseSender(self.link, self._exchange)
@@ -199,7 +198,7 @@ class WorkerSession:
 
     def _open_request(self, key: int, origin: RequestOrigin) -> OpenRequest:
         context = self._gateway.open_request(origin.endpoint, origin.headers)
-        origin.note_in(context, logged=not self._logs_here)
+        origin.note_in(context, logged=not self._traces.sends_spans)
         opened = self._open[key] = OpenRequest(context)
         return opened
 
@@ -219,11 +218,12 @@ class WorkerSession:
     def _answer_inline(self, call: ModelCall, request: InferRequest) -> bool:
         """Answer with a model that computes in the event loop in less time than a context for the request would take.
         False if it is none, or refuses the request, or the request may be traced."""
-        gateway = self._gateway
+        gateway, traces = self._gateway, self._traces
         entry = gateway.registry.entries.get(call.model)
         version = None if entry is None else entry.find_version(call.version)
         loaded = None if version is None else version.loaded
-        if loaded is None or loaded.capabilities.inline is None or self._traces.wants_children or gateway.exiting():
+        traced = traces.samples or traces.sends_spans
+        if loaded is None or loaded.capabilities.inline is None or traced or gateway.exiting():
             return False
         if call.checked != self._hub.census.number_of(loaded):
             try:
@@ -302,7 +302,7 @@ class WorkerSession:
             follows = is_text and (handle.needs_full_request or self._keeps_tensors(context))
             if is_text:
                 handle.start()
-            context.logged = not (follows or self._logs_here)
+            context.logged = not (follows or self._traces.sends_spans)
             number = hub.census.number_of(loaded)
             stats = loaded.model.stats()
             if number not in hub.announced:
@@ -315,7 +315,7 @@ class WorkerSession:
 
     def _keeps_tensors(self, context: RequestContext) -> bool:
         """Whether the request's trace is to have its tensors, which are to pass here then."""
-        trace = request_trace(context, self._traces) if self._traces.wants_children else None
+        trace = request_trace(context, self._traces) if self._traces.samples else None
         return trace is not None and trace.settings.records_tensors
 
     def _admit(self, opened: OpenRequest, loaded: LoadedModel, call: AcquireCall) -> SentError | None:
@@ -383,7 +383,7 @@ class WorkerSession:
 
     def _on_lone(self, message: LoneRequest) -> None:
         context = self._gateway.open_request(message.origin.endpoint, message.origin.headers)
-        message.origin.note_in(context, logged=not self._logs_here)
+        message.origin.note_in(context, logged=not self._traces.sends_spans)
         context.model = message.model
         context.version = message.version
         context.model_found = message.model_found

@@ -101,7 +101,7 @@ class LoadedModelHandle:
         self.start()
         validate_request(self.config, request)
         traces = self._gateway.shared_state.traces
-        trace = request_trace(context, traces) if traces.wants_children else None
+        trace = request_trace(context, traces) if traces.samples else None
         ask = partial(loaded.model.infer, request, context)
         responses = ask() if trace is None else trace_tensors(trace, request.inputs.values(), ask)
         if type(responses) is ReadyResponse:

@@ -141,22 +141,12 @@ class TraceControl:
         self._base = settings
         self._all = _Scope()
         self._models: dict[str, _Scope] = {}
-        self._quiet = not settings.enabled
-        self._sends_spans = False
         self.open_traces = 0
-        self.wants_children = not self._quiet
-        """Whether a new request may leave a trace, which includes the requests that its model makes."""
-        self.on_change: Callable[[], None] = lambda: None
-
-    @property
-    def sends_spans(self) -> bool:
+        self.samples = settings.enabled
+        """Whether a new request may be sampled, by the settings of any model."""
+        self.sends_spans = False
         """Whether every request has spans."""
-        return self._sends_spans
-
-    @sends_spans.setter
-    def sends_spans(self, sends: bool) -> None:
-        self._sends_spans = sends
-        self.wants_children = sends or not self._quiet
+        self.on_change: Callable[[], None] = lambda: None
 
     def settings(self, model: str = "") -> TraceSettings:
         """The settings that apply to a model; `trace_count` is the remaining number."""
@@ -184,8 +174,7 @@ class TraceControl:
         else:
             self._models.pop(model, None)
         settings = self.settings(model)
-        self._quiet = not any(settings.enabled for settings in (self.settings(), *map(self.settings, self._models)))
-        self.wants_children = self._sends_spans or not self._quiet
+        self.samples = any(settings.enabled for settings in (self.settings(), *map(self.settings, self._models)))
         if settings.has_level and not settings.trace_file:
             log.warning("nothing is traced: trace file name is not given (--trace-config triton,file=PATH)")
         self.on_change()
@@ -193,7 +182,7 @@ class TraceControl:
 
     def sample_request(self, model: str) -> TraceSettings | None:
         """Count one more request of this model; return the settings to trace it by, if it is sampled."""
-        if self._quiet:
+        if not self.samples:
             return None
         settings = self.settings(model)
         scope = self._models.get(model, self._all)

@@ -72,9 +72,10 @@ class OpenAIRoutes:
     async def _respond(
         self, request: Request, shape: Shape, parse: Callable[[JsonBody, str], ParsedCompletion], api_format: ApiFormat
     ) -> ASGIApp:
-        self._lookup.check_room(context_of(request.scope))
+        context = context_of(request.scope)
+        self._lookup.check_room(context)
         parsed = parse(await read_members(request, self._info.max_input_size, shape), request_id_of(request.scope))
-        context, first = context_of(request.scope), parsed.requests[0]
+        first = parsed.requests[0]
         context.prompt_count, context.choice_count = first.prompt_count, first.choice_count
         for warning in parsed.warnings:
             context.warn(warning)
