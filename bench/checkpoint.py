@@ -122,19 +122,20 @@ app = App(name="python -m charonia.bench.checkpoint", help=__doc__)
 def write_random(
     directory: Path, config: Mapping[str, Any], *, seed: int = 0, shard: str = "5GB", device: str = "cpu"
 ) -> None:
-    """Write config.json and safetensors of a causal language model, or of one that takes images too.
+    """Write config.json and safetensors of a causal language model, or of one that takes images or sounds too.
 
     `config` is an AutoConfig's fields with `model_type` among them; its `dtype` is the one the weights are stored
     in. Every parameter is random, norms and biases included, and large enough for attention to matter. `shard` is
     the largest size of one file. They are drawn on `device`: a GPU draws billions in a moment.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     torch.manual_seed(seed)
     parsed = AutoConfig.for_model(**config)
     # Some families' whole configs also make a model of text alone.
-    auto: Any = AutoModelForImageTextToText if hasattr(parsed, "vision_config") else AutoModelForCausalLM
+    parts = hasattr(parsed, "vision_config") or hasattr(parsed, "audio_config")
+    auto: Any = AutoModelForMultimodalLM if parts else AutoModelForCausalLM
     with torch.device(device):
         model = auto.from_config(parsed, dtype=parsed.dtype)
     for name, parameter in model.named_parameters():

@@ -1,6 +1,6 @@
 """What a prompt has besides text: images and sounds, as a client sends them and as an encoder takes them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -12,9 +12,14 @@ MediaKind: TypeAlias = Literal["image", "audio"]
 KIND_NOUNS: Mapping[MediaKind, str] = {"image": "image", "audio": "sound"}
 """What messages call one of a kind."""
 
-FEATURES, WINDOW_BOUNDS = "input_features", "window_bounds"
-"""Inputs of a prepared sound: the features of its windows [windows, bins, frames], and the seconds where each begins
-and ends [windows, 2]."""
+FEATURES, FEATURE_MASK, WINDOW_BOUNDS = "input_features", "input_features_mask", "window_bounds"
+"""Inputs of a prepared sound: the features of its windows [windows, bins, frames], which frames are sound and no
+padding, and the seconds where each window begins and ends [windows, 2]."""
+
+
+def plural_nouns(kinds: Iterable[MediaKind]) -> str:
+    """What messages call several of these kinds."""
+    return " and ".join(f"{KIND_NOUNS[kind]}s" for kind in kinds)
 
 
 class MediaSource(msgspec.Struct, frozen=True):

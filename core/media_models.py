@@ -30,14 +30,17 @@ SEEING_FAMILIES = frozenset(
 )
 """The `model_type` of checkpoints whose images are served: towers and language parts read it."""
 
-HEARING_FAMILIES = frozenset({"whisper"})
-"""In the same way, of those that write down sounds."""
+HEARING_FAMILIES = frozenset({"gemma4", "qwen3_asr", "voxtral"})
+"""In the same way, of those whose sounds are."""
+
+WRITING_FAMILIES = frozenset({"whisper"})
+"""In the same way, of those that write down a sound that no prompt has: their decoder attends to it."""
 
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an operator says of the media of one model's requests."""
 
-    per_prompt: Mapping[MediaKind, int] = msgspec.field(default_factory=lambda: {"image": 16, "audio": 1})
+    per_prompt: Mapping[MediaKind, int] = msgspec.field(default_factory=lambda: {"image": 16, "audio": 16})
     """How many of a kind a prompt may have; a kind that is not named may not come at all."""
     path: str = ""
     """The directory below which `file:` URLs may lead; "": none may."""
@@ -73,9 +76,11 @@ class TowerSpec(NamedTuple):
     sound_encoder: str = ""
     """The function that loads an encoder of sounds, as `package.module:name`. Called with the checkpoint's directory,
     torch's dtype and device, and `quantization`, it gives what makes of features [windows, bins, frames] rows [windows,
-    length, hidden]. Empty for images."""
+    length, hidden]. Empty where transformers loads the tower."""
     quantization: str = "none"
     """The precision of an encoder of sounds, as the engine names it."""
+    kinds: tuple[MediaKind, ...] = ("image",)
+    """What it is asked for; the weights of other parts are not read."""
 
 
 class MediaPart(NamedTuple):
@@ -83,8 +88,6 @@ class MediaPart(NamedTuple):
 
     config: MediaConfig
     tower: TowerSpec
-    kind: MediaKind = "image"
-    """What its prompts may have."""
 
 
 class EncodedMedium(NamedTuple):
@@ -104,9 +107,9 @@ class MediaFacts(msgspec.Struct, array_like=True, frozen=True):
     """What is known of the processor of a checkpoint before a medium comes."""
 
     token: str
-    """The text that the chat template has for an image, in whose place the placeholder goes."""
+    """The text that the chat template has for a medium, in whose place the placeholder goes."""
     token_ids: tuple[int, ...]
-    """The tokens of a placeholder that belong to the image; the first one stands where its embeddings go."""
+    """The tokens of a placeholder that belong to the medium; the first one stands where its embeddings go."""
     settings: bytes
     """SHA-256 of what decides, beside a medium's file, on the result."""
 
@@ -121,8 +124,8 @@ class MediaPreparer(Protocol):
         """Free everything. May be called again."""
 
     @property
-    def facts(self) -> MediaFacts:
-        """Known once it is loaded."""
+    def facts(self) -> Mapping[MediaKind, MediaFacts]:
+        """By the kinds that it prepares; known once it is loaded."""
 
     def check(self, media: Sequence[MediaSource]) -> None:
         """Raises for the media of a prompt together: `InvalidArgument` if there are more than it may have, `QueueFull`
@@ -164,4 +167,6 @@ class MediaServices(NamedTuple):
 
     preparer: MediaPreparer
     encoder: MediaEncoder
-    kind: MediaKind = "image"
+    kinds: tuple[MediaKind, ...] = ("image",)
+    attended: bool = False
+    """Whether its decoder attends to the media, which no prompt has."""

@@ -16,7 +16,7 @@ from ..telemetry.host_metrics import Gpus
 from ..tokenization.checkpoint_files import locate_checkpoint
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import open_checkpoint
-from .checkpoint.vision_support import media_kind, sees_both_ways
+from .checkpoint.vision_support import media_kinds, sees_both_ways, writes_sounds_down
 from .checkpoint.weight_memory import WeightUse, count_weight_bytes
 from .client.client import own_engine_spec
 from .client.infer import OWN_LAYOUT
@@ -106,25 +106,27 @@ def computes_on_host(device: str | None, gpus: Sequence[int]) -> bool:
 
 def media_part(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) -> MediaPart | None:
     """The part of a model that sees or hears: its tower computes beside the first rank. None for another model, one
-    whose images are not served, or for which `limit_mm_per_prompt` allows none. Raises as `language_model`."""
+    whose media are not served, or for which `limit_mm_per_prompt` allows none. Raises as `language_model`."""
     checkpoint, options, lora_modules = _read(path, parameters)
     if options.executor == "fake":
         return None
     media = engine_config(checkpoint, options, lora_modules).media
     try:
-        kind = media_kind(locate_checkpoint(checkpoint))
-        if kind is None or (kind == "image" and not media.per_prompt.get(kind)):
+        attended = writes_sounds_down(locate_checkpoint(checkpoint))
+        kinds = media_kinds(locate_checkpoint(checkpoint))
+        kinds = tuple(kind for kind in kinds if attended or media.per_prompt.get(kind))
+        if not kinds:
             return None
         directory = open_checkpoint(checkpoint).directory  # the tower's weights of one of the hub are there then, too
     except NotFound:  # which its load tells
         return None
     _, _, number = (options.device or "").partition(":")
     gpu = None if computes_on_host(options.device, gpus) else int(number) if number.isdecimal() else gpus[0]
-    tower = TowerSpec(str(directory), options.dtype or "auto", gpu, media.cache_bytes, media.share_cache)
-    if kind == "audio":
+    tower = TowerSpec(str(directory), options.dtype or "auto", gpu, media.cache_bytes, media.share_cache, kinds=kinds)
+    if attended:
         precision = options.quantization if options.quantization in _MADE_PRECISIONS else "none"
         tower = tower._replace(sound_encoder=_SOUND_ENCODER, quantization=precision)
-    return MediaPart(media, tower, kind)
+    return MediaPart(media, tower)
 
 
 def examine(path: str, parameters: Mapping[str, Any]) -> str:

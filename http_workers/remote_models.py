@@ -23,8 +23,8 @@ from ..core.request import (
     prompt_media,
 )
 from ..core.request_context import ExecutionTimes, RequestContext
-from ..engine.client.image_tensors import IMAGE_NAMES
 from ..engine.client.llm import LlmModel
+from ..engine.client.media_tensors import MEDIA_NAMES
 from ..repository.request_validation import validate_request
 from .hub_connection import HubConnection
 from .messages import CancelCall, ModelCall, ResponseNotes, ResponsesRead, SentSequence, TextCall, encode_origin
@@ -270,7 +270,7 @@ class RemoteTextHandle(TextHandle):
     def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
         if request.id:
             self.context.id = request.id
-        if self.config.transcribes or IMAGE_NAMES & request.inputs.keys():  # as in `generate`
+        if self.config.transcribes or MEDIA_NAMES & request.inputs.keys():  # as in `generate`
             return super().infer(request)
         validate_request(self.config, request)
         return self._model.infer(request, self.context)

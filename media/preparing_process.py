@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import CharoniaError, InvalidArgument, SentError
-from ..core.media import KIND_NOUNS, MediaKind
-from ..core.media_models import MediaFacts
+from ..core.media import KIND_NOUNS, MediaKind, plural_nouns
+from ..core.media_models import HEARING_FAMILIES, MediaFacts
 from ..processes.limited_process import Answer
 from .limits import MediaLimits
 
@@ -36,10 +36,10 @@ class SentArray(NamedTuple):
 
 
 class PreparedAnswer(msgspec.Struct, array_like=True):
-    """The answer about one medium; about the processor, if the message was empty."""
+    """The answer about one medium; about the processors, if the message was empty."""
 
     error: SentError | None = None
-    facts: MediaFacts | None = None
+    facts: dict[MediaKind, MediaFacts] = {}
     placeholder: str = ""
     grid: tuple[int, int, int] = (0, 0, 0)
     arrays: list[SentArray] = []
@@ -53,27 +53,30 @@ class _KindPart(NamedTuple):
     """Makes it of a file. Raises `InvalidArgument`."""
 
 
-def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kind: MediaKind = "image") -> Answer:
-    """In the process: the function that answers. `memory` is the descriptor of `limits.max_output_for` bytes."""
+def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kinds: tuple[MediaKind, ...] = ("image",)) -> Answer:
+    """In the process: the function that answers. A message is the place of the medium's kind among `kinds`, one byte,
+    and its file. `memory` is the descriptor of `limits.max_output_for` bytes."""
     os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false"}
     # Transformers is there in a quarter of the time and of the memory without, and computes by numpy here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    shared = mmap.mmap(memory, limits.max_output_for(kind))
-    noun = KIND_NOUNS[kind]
+    shared = mmap.mmap(memory, max(map(limits.max_output_for, kinds)))
     try:
-        preparation = _PREPARATIONS[kind](Path(checkpoint), limits)
+        preparations = {kind: _PREPARATIONS[kind](Path(checkpoint), limits) for kind in kinds}
     except CharoniaError as error:
         return partial(_refuse, SentError.of(error))
     except ImportError as error:
         package = _PACKAGES.get(error.name, error.name)
-        message = f"{noun}s need the package {package}, which is not installed: pip install '.[media]'"
+        message = f"{plural_nouns(kinds)} need the package {package}, which is not installed: pip install '.[media]'"
         return partial(_refuse, SentError.of(InvalidArgument(message)))
 
     def answer(message: bytes) -> bytes:
         if not message:
-            return msgspec.msgpack.encode(PreparedAnswer(facts=preparation.facts))
+            facts = {kind: preparation.facts for kind, preparation in preparations.items()}
+            return msgspec.msgpack.encode(PreparedAnswer(facts=facts))
+        kind = kinds[message[0]]
+        noun = KIND_NOUNS[kind]
         try:
-            result = preparation.prepare(message)
+            result = preparations[kind].prepare(message[1:])
             arrays = _share(result.inputs, shared, noun)
             answered = PreparedAnswer(placeholder=result.placeholder, grid=result.grid, arrays=arrays)
         except MemoryError:
@@ -100,10 +103,15 @@ def _image_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
 
 
 def _sound_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
-    from .processor import ProcessedMedium
+    from .processor import ProcessedMedium, read_json
+    from .prompt_sounds import PromptSounds
     from .sound_file import decode_sound
     from .sound_processor import SoundProcessor
 
+    if read_json(checkpoint / "config.json").get("model_type") in HEARING_FAMILIES:
+        sounds = PromptSounds(checkpoint)
+        facts = MediaFacts(sounds.token, sounds.token_ids, sounds.settings)
+        return _KindPart(facts, lambda data: sounds.process(decode_sound(data, sounds.rate, limits)))
     processor = SoundProcessor(checkpoint)
 
     def prepare(data: bytes) -> ProcessedMedium:

@@ -3,11 +3,12 @@
 import mmap
 import os
 import time
+from collections.abc import Mapping
 
 import msgspec
 
 from ..core.errors import Internal, InvalidArgument, Unavailable
-from ..core.media import KIND_NOUNS, MediaKind, PreparedMedium
+from ..core.media import KIND_NOUNS, MediaKind, PreparedMedium, plural_nouns
 from ..core.media_models import MediaFacts
 from ..processes.child_process import anonymous_file
 from ..processes.limited_process import CallLimits, CallLost, LimitedProcess, TimeLimitExceeded
@@ -22,23 +23,24 @@ _KEPT = 16 << 20
 
 
 class PreparingWorker:
-    """A process that prepares media of a kind, with the memory that it answers in. For one thread at a time. Raises
+    """A process that prepares media of some kinds, with the memory that it answers in. For one thread at a time. Raises
     `Unavailable` if it cannot be started."""
 
-    def __init__(self, checkpoint: str, limits: MediaLimits, kind: MediaKind = "image") -> None:
+    def __init__(self, checkpoint: str, limits: MediaLimits, kinds: tuple[MediaKind, ...] = ("image",)) -> None:
         self._limits = limits
-        self._kind = kind
-        self._noun = KIND_NOUNS[kind]
+        self._kinds = kinds
+        self._nouns = plural_nouns(kinds)
+        size = max(map(limits.max_output_for, kinds))
         descriptor = anonymous_file("charonia-media")
         try:
-            os.ftruncate(descriptor, limits.max_output_for(kind))
-            self._memory = mmap.mmap(descriptor, limits.max_output_for(kind))
-            arguments = (checkpoint, limits, descriptor, kind)
+            os.ftruncate(descriptor, size)
+            self._memory = mmap.mmap(descriptor, size)
+            arguments = (checkpoint, limits, descriptor, kinds)
             self._process = LimitedProcess(
                 "charonia-media", make_answer, *arguments, inherited=(descriptor,), niceness=_NICENESS
             )
         except (OSError, CallLost) as error:
-            raise Unavailable(f"a process that prepares {self._noun}s cannot be started: {error}") from error
+            raise Unavailable(f"a process that prepares {self._nouns} cannot be started: {error}") from error
         finally:
             os.close(descriptor)
         self.kill = self._process.kill
@@ -48,39 +50,40 @@ class PreparingWorker:
     def alive(self) -> bool:
         return self._process.alive
 
-    def facts(self) -> MediaFacts:
-        """What its processor is. Raises `InvalidArgument` for a checkpoint without one, `Unavailable` if the process
-        does not start."""
+    def facts(self) -> Mapping[MediaKind, MediaFacts]:
+        """What its processors are. Raises `InvalidArgument` for a checkpoint that lacks one, `Unavailable` if the
+        process does not start."""
         deadline = time.monotonic() + _START_SECONDS
         try:
             while not self._process.wait_until_ready(1.0):
                 if time.monotonic() > deadline:
-                    raise Unavailable(f"the process that prepares {self._noun}s did not start in time")
-            answer = self._ask(b"")
+                    raise Unavailable(f"the process that prepares {self._nouns} did not start in time")
+            answer = self._ask(b"", self._kinds[0])
         except (CallLost, TimeLimitExceeded) as error:
-            raise Unavailable(f"the process that prepares {self._noun}s did not start: {error}") from error
-        if answer.facts is None:
-            raise Internal(f"the process that prepares {self._noun}s does not know its processor")
+            raise Unavailable(f"the process that prepares {self._nouns} did not start: {error}") from error
+        if not answer.facts:
+            raise Internal(f"the process that prepares {self._nouns} does not know its processor")
         return answer.facts
 
-    def prepare(self, data: bytes, digest: bytes) -> PreparedMedium:
+    def prepare(self, kind: MediaKind, data: bytes, digest: bytes) -> PreparedMedium:
         """The prepared medium of a file. Raises `InvalidArgument` for one that is broken or costs too much: unless the
         worker is `alive` afterwards, it cost the process its life."""
+        noun = KIND_NOUNS[kind]
         try:
-            answer = self._ask(data)
+            answer = self._ask(bytes((self._kinds.index(kind),)) + data, kind)
         except TimeLimitExceeded as error:
-            raise InvalidArgument(f"preparing the {self._noun} takes {error}") from None
+            raise InvalidArgument(f"preparing the {noun} takes {error}") from None
         except CallLost as error:
-            allowed = self._limits.memory_for(self._kind) >> 20
-            message = f"preparing the {self._noun} takes more than {allowed} MiB, or breaks a library"
+            allowed = self._limits.memory_for(kind) >> 20
+            message = f"preparing the {noun} takes more than {allowed} MiB, or breaks a library"
             raise InvalidArgument(f"{message} ({error})") from None
         inputs = copy_arrays(answer.arrays, self._memory)
         if sum(array.nbytes for array in inputs.values()) > _KEPT and hasattr(mmap, "MADV_REMOVE"):
             self._memory.madvise(mmap.MADV_REMOVE)
-        return PreparedMedium(self._kind, digest, answer.placeholder, inputs, answer.grid)
+        return PreparedMedium(kind, digest, answer.placeholder, inputs, answer.grid)
 
-    def _ask(self, message: bytes) -> PreparedAnswer:
-        limits = CallLimits(self._limits.seconds_for(self._kind), self._limits.memory_for(self._kind))
+    def _ask(self, message: bytes, kind: MediaKind) -> PreparedAnswer:
+        limits = CallLimits(self._limits.seconds_for(kind), self._limits.memory_for(kind))
         sent = self._process.call(message, limits)
         answer = msgspec.msgpack.decode(sent, type=PreparedAnswer)
         if answer.error is not None:

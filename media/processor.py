@@ -109,8 +109,8 @@ def _processor_class(checkpoint: Path) -> Any:
     from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 
-    family = str(_read_json(checkpoint / "config.json").get("model_type", ""))
-    named = (str(_read_json(checkpoint / file).get("processor_class") or "") for file in _NAMING_FILES)
+    family = str(read_json(checkpoint / "config.json").get("model_type", ""))
+    named = (str(read_json(checkpoint / file).get("processor_class") or "") for file in _NAMING_FILES)
     name = next(filter(None, named), "") or PROCESSOR_MAPPING_NAMES.get(family)
     if not name:
         raise InvalidArgument(f"{checkpoint}: the family {family or 'of the model'} has no processor of images")
@@ -135,7 +135,8 @@ def _prefer_pillow(package: str, module: str) -> None:
         sys.modules[name] = importlib.import_module(pillow)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a small file of a checkpoint; empty if there is none."""
     try:
         return msgspec.json.decode(read_regular(path, _MAX_CONFIG_BYTES), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):

@@ -5,13 +5,13 @@ Knows nothing of encoders and prompts.
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 
 from ..core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
-from ..core.media import KIND_NOUNS, MediaKind, MediaSource, PreparedMedium
+from ..core.media import MediaKind, MediaSource, PreparedMedium, plural_nouns
 from ..core.media_models import MediaFacts
 from ..core.metrics import Reading
 from ..core.request_context import RequestContext
@@ -39,6 +39,7 @@ class _Preparation:
 class _Job:
     """One call of a worker, in a thread."""
 
+    kind: MediaKind
     data: bytes
     digest: bytes
     worker: PreparingWorker | None = None
@@ -60,10 +61,14 @@ class MediaReader:
     """
 
     def __init__(
-        self, checkpoint: str, limits: MediaLimits, files: MediaFiles | None = None, kind: MediaKind = "image"
+        self,
+        checkpoint: str,
+        limits: MediaLimits,
+        files: MediaFiles | None = None,
+        kinds: tuple[MediaKind, ...] = ("image",),
     ) -> None:
         config = limits.config
-        self._kind, self._noun = kind, KIND_NOUNS[kind]
+        self._kinds = kinds
         self._checkpoint, self._limits, self._files = checkpoint, limits, files or MediaFiles(limits)
         self._threads = ThreadPoolExecutor(config.processes, "media-prepare")
         self._places = asyncio.Semaphore(config.processes)
@@ -73,16 +78,16 @@ class MediaReader:
         self._cache = PreparedCache(config.cache_bytes)
         self._outcomes = {"prepared": 0, "cached": 0, "refused": 0}
         self._seconds = 0.0
-        self._facts: MediaFacts | None = None
+        self._facts: Mapping[MediaKind, MediaFacts] = {}
         self._closed = False
         self.waiting = 0
         """Media that are fetched, or wait to be prepared."""
 
     @property
-    def facts(self) -> MediaFacts:
-        """What is known of the checkpoint's processor, once it has started."""
-        if self._facts is None:
-            raise NotReady(f"{self._noun}s cannot be prepared yet")
+    def facts(self) -> Mapping[MediaKind, MediaFacts]:
+        """What is known of the checkpoint's processors, once they have started."""
+        if not self._facts:
+            raise NotReady(f"{plural_nouns(self._kinds)} cannot be prepared yet")
         return self._facts
 
     @property
@@ -105,7 +110,8 @@ class MediaReader:
         self._limits.check_count(media)
         if media and self.waiting + len(media) > self._limits.max_waiting:
             self._outcomes["refused"] += len(media)
-            raise QueueFull(f"{self.waiting} {self._noun}s wait to be prepared already", retry_after=_RETRY_AFTER)
+            message = f"{self.waiting} {plural_nouns(self._kinds)} wait to be prepared already"
+            raise QueueFull(message, retry_after=_RETRY_AFTER)
 
     async def prepare(self, medium: MediaSource, context: RequestContext) -> PreparedMedium:
         """The prepared medium. Raises `InvalidArgument` by its field if it cannot be had, is broken or costs too much,
@@ -126,7 +132,7 @@ class MediaReader:
         self.waiting += 1
         try:
             data = await self._files.read(medium)
-            parts = (self.facts.settings, len(salt).to_bytes(4, "little"), salt, data)
+            parts = (self.facts[medium.kind].settings, len(salt).to_bytes(4, "little"), salt, data)
             digest = await asyncio.to_thread(_hash, parts) if len(data) > _LARGE else _hash(parts)
         finally:
             self.waiting -= 1
@@ -134,7 +140,7 @@ class MediaReader:
         if prepared is not None:
             self._outcomes["cached"] += 1
         else:
-            prepared = await self._share(digest, data, medium.field)
+            prepared = await self._share(digest, medium, data)
         if medium.uuid:
             self._cache.name(salt, medium.uuid, digest)
         return prepared
@@ -147,16 +153,17 @@ class MediaReader:
         self._outcomes["cached"] += 1
         return medium
 
-    async def _share(self, digest: bytes, data: bytes, field: str) -> PreparedMedium:
+    async def _share(self, digest: bytes, source: MediaSource, data: bytes) -> PreparedMedium:
         """The medium, from whoever prepares it already."""
         preparation = self._under_way.get(digest)
         if preparation is None:
-            preparation = self._under_way[digest] = _Preparation(asyncio.create_task(self._queue(digest, data)))
+            job = _Job(source.kind, data, digest)
+            preparation = self._under_way[digest] = _Preparation(asyncio.create_task(self._queue(job)))
         preparation.waiters += 1
         try:
             return await asyncio.shield(preparation.task)
         except InvalidArgument as error:
-            raise InvalidArgument(f"{field}: {error.message}", field=field) from error
+            raise InvalidArgument(f"{source.field}: {error.message}", field=source.field) from error
         finally:
             preparation.waiters -= 1
             if not preparation.waiters:
@@ -164,15 +171,14 @@ class MediaReader:
                 if self._under_way.get(digest) is preparation:
                     del self._under_way[digest]
 
-    async def _queue(self, digest: bytes, data: bytes) -> PreparedMedium:
-        """Prepare a medium when its turn comes."""
+    async def _queue(self, job: _Job) -> PreparedMedium:
+        """Do a job when its turn comes."""
         self.waiting += 1
         try:
             await self._places.acquire()
         finally:
             self.waiting -= 1
         loop = asyncio.get_running_loop()
-        job = _Job(data, digest)
         try:
             call = loop.run_in_executor(self._threads, self._run, job)
         except RuntimeError as error:
@@ -193,7 +199,7 @@ class MediaReader:
         if not call.cancelled():
             call.exception()  # nobody may wait for it any more
 
-    def _start_first(self) -> MediaFacts:
+    def _start_first(self) -> Mapping[MediaKind, MediaFacts]:
         worker = self._started()
         try:
             facts = worker.facts()
@@ -205,7 +211,7 @@ class MediaReader:
 
     def _started(self) -> PreparingWorker:
         """A new worker; in a thread."""
-        worker = PreparingWorker(self._checkpoint, self._limits, self._kind)
+        worker = PreparingWorker(self._checkpoint, self._limits, self._kinds)
         self._running.add(worker)
         if self._closed:  # meanwhile
             worker.kill()
@@ -225,7 +231,7 @@ class MediaReader:
                 raise
         job.worker = worker
         try:
-            return worker.prepare(job.data, job.digest)
+            return worker.prepare(job.kind, job.data, job.digest)
         except InvalidArgument:
             if not worker.alive:
                 self._check_wanted(job)

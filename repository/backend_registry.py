@@ -173,8 +173,8 @@ def media_services(part: MediaPart, name: str, version: str) -> MediaServices:
     served."""
     tower = cast(MediaEncoder, _import("classic_backends.vision.media_tower", "MediaTower")(name, version, part.tower))
     limits = _import("media.limits", "MediaLimits")(part.config)
-    preparer = _import("media.reader", "MediaReader")(part.tower.checkpoint, limits, kind=part.kind)
-    return MediaServices(preparer, tower, part.kind)
+    preparer = _import("media.reader", "MediaReader")(part.tower.checkpoint, limits, kinds=part.tower.kinds)
+    return MediaServices(preparer, tower, part.tower.kinds, attended=bool(part.tower.sound_encoder))
 
 
 def composite_model(

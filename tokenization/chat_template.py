@@ -174,7 +174,7 @@ def _turn(
     if has_parts:
         content = message_parts(message)
     elif message.media:
-        content = text_with_tokens(message, "" if media is None else media.token)
+        content = text_with_tokens(message, {} if media is None else media.tokens)
     turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.name:
         turn["name"] = message.name

@@ -4,19 +4,21 @@ processor puts in place of the template's one token.
 Knows nothing of files and encoders.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidArgument
+from ..core.media import MediaKind, plural_nouns
 from ..core.request import ChatMessage, Conversation, TextWithMedia
 
 
 class MediaText(NamedTuple):
     """What stands for the media of one prompt in its text."""
 
-    token: str
-    """The text that a chat template has for a medium."""
-    placeholders: tuple[str, ...]
+    tokens: Mapping[MediaKind, str]
+    """The text that a chat template has for a medium of each kind."""
+    placeholders: tuple[tuple[MediaKind, str], ...]
     """What comes in its place, one for each medium, in order."""
     adds_special: bool = False
     """Whether a rendered chat gets what the tokenizer adds to a text, unless it begins with that: processors of images
@@ -37,17 +39,17 @@ def message_parts(message: ChatMessage) -> list[dict[str, Any]]:
     return parts
 
 
-def text_with_tokens(message: ChatMessage, token: str) -> str:
+def text_with_tokens(message: ChatMessage, tokens: Mapping[MediaKind, str]) -> str:
     """A message's content for a template that takes texts alone: each medium is a line with its token."""
-    pieces = [part.get("text") or f"{token}\n" for part in message_parts(message)]
+    pieces = [part.get("text") or f"{tokens.get(part['type'], '')}\n" for part in message_parts(message)]
     return "".join(pieces).rstrip("\n") if message.media and not message.content else "".join(pieces)
 
 
 def text_with_places(prompt: TextWithMedia, media: MediaText | None) -> str:
     """Its text with a token for each medium, where it has none itself in front."""
-    if media is None:
+    if media is None or any(token in prompt.text for token in media.tokens.values()):
         return prompt.text
-    return prompt.text if media.token in prompt.text else media.token * len(prompt.media) + prompt.text
+    return "".join(media.tokens[medium.kind] for medium in prompt.media) + prompt.text
 
 
 def check_texts(conversation: Conversation, media: MediaText) -> None:
@@ -56,9 +58,10 @@ def check_texts(conversation: Conversation, media: MediaText) -> None:
     if not media.placeholders:
         return
     for index, message in enumerate(conversation.messages):
-        if media.token in message.content or media.token in message.reasoning:
-            field = f"messages[{index}].content"
-            raise InvalidArgument(f"{field} has {media.token}, which stands for a medium", field=field)
+        for token in media.tokens.values():
+            if token in message.content or token in message.reasoning:
+                field = f"messages[{index}].content"
+                raise InvalidArgument(f"{field} has {token}, which stands for a medium", field=field)
 
 
 def expand_media(text: str, media: MediaText, field: str) -> str:
@@ -66,9 +69,11 @@ def expand_media(text: str, media: MediaText, field: str) -> str:
     one token for each medium."""
     if not media.placeholders:
         return text
-    pieces = text.split(media.token)
-    if len(pieces) - 1 != len(media.placeholders):
-        message = f"the prompt has {len(pieces) - 1} places {media.token} for {len(media.placeholders)} media"
-        raise InvalidArgument(f"{field}: {message}", field=field)
-    ends: Sequence[str] = (*media.placeholders, "")
-    return "".join(piece + end for piece, end in zip(pieces, ends, strict=True))
+    left: dict[str, Iterator[str]] = {}
+    for kind, token in media.tokens.items():
+        own = [placeholder for of_kind, placeholder in media.placeholders if of_kind == kind]
+        if (places := text.count(token)) != len(own):
+            message = f"the prompt has {places} places {token} for {len(own)} {plural_nouns((kind,))}"
+            raise InvalidArgument(f"{field}: {message}", field=field)
+        left[token] = iter(own)
+    return re.sub("|".join(map(re.escape, left)), lambda match: next(left[match[0]]), text)

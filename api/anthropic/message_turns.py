@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ...core.structured_outputs import json_text
-from ..openai.image_parts import UNSEEN, UNSEEN_WARNING
 from ..openai.json_body import convert_fields, field_error, reject_unsupported, shortened
 from ..openai.known_fields import Shape, ShapeByType, shape_of
+from ..openai.media_parts import UNSEEN, UNSEEN_WARNING
 
 JsonObject: TypeAlias = dict[str, Any]
 

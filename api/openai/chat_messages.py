@@ -1,16 +1,16 @@
 """The messages of a chat body become a `Conversation`. Knows nothing of chat templates."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import msgspec
 
 from ...core.media import MediaSource
 from ...core.request import ChatMessage, Conversation, Tool, ToolCall
 from .custom_tools import custom_arguments
-from .image_parts import IMAGE_PART_SHAPE, IMAGE_PARTS, read_image
 from .json_body import NoOpValues, convert_fields, field_error, reject_unsupported, shortened
 from .known_fields import Shape, ShapeByType, shape_of
+from .media_parts import MEDIA_SHAPES, read_medium
 from .schemas import ChatBody, TokenizeBody
 
 MESSAGE_NO_OP_VALUES: NoOpValues = {
@@ -76,10 +76,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FIELDS = frozenset(_Message.__struct_fields__)
-_SOUNDS = ("input_audio", "audio_url")
-"""The types of parts that are sounds."""
 _TEXT_SHAPES = {"text": shape_of(_TextPart), "refusal": shape_of(_RefusalPart)}
-_PARTS = ShapeByType(_TEXT_SHAPES | dict.fromkeys(IMAGE_PARTS, IMAGE_PART_SHAPE), default="text")
+_PARTS = ShapeByType({**_TEXT_SHAPES, **MEDIA_SHAPES}, default="text")
 MESSAGE_SHAPE = Shape(
     frozenset((*_FIELDS, *MESSAGE_NO_OP_VALUES)),
     {
@@ -135,8 +133,8 @@ def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
     reasoning = _reasoning(where, message)
     content = message.refusal if message.content is None else message.content
     media: tuple[MediaSource, ...] = ()
-    if _has_images(content):
-        content, media = _text_and_images(where, content)
+    if isinstance(content, list) and any(map(_is_medium, content)):
+        content, media = _text_and_media(where, content)
     else:
         content = "" if content is None and (calls or reasoning) else content_text(where, content)
     # Templates know "system"; "developer" is OpenAI's newer word for it.
@@ -144,21 +142,20 @@ def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
     return ChatMessage(role, content, message.name or "", reasoning, calls, message.tool_call_id or "", media)
 
 
-def _has_images(content: Any) -> TypeGuard[list[Any]]:
-    return isinstance(content, list) and any(
-        isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in content
-    )
+def _is_medium(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and kind in MEDIA_SHAPES
 
 
-def _text_and_images(where: str, parts: list[Any]) -> tuple[str, tuple[MediaSource, ...]]:
-    """The text of content parts, and the images between them; a text that follows another is a line of its own."""
+def _text_and_media(where: str, parts: list[Any]) -> tuple[str, tuple[MediaSource, ...]]:
+    """The text of content parts, and the media between them; a text that follows another is a line of its own."""
     text = ""
     media: list[MediaSource] = []
     after_text = False
     for index, part in enumerate(parts):
         place = f"{where}.content[{index}]"
-        if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
-            media.append(read_image(place, part, len(text)))
+        if _is_medium(part):
+            media.append(read_medium(place, part, len(text)))
             after_text = False
         else:
             text += ("\n" if after_text else "") + _part_text(place, part)
@@ -200,9 +197,6 @@ def _reasoning(where: str, message: _Message) -> str:
 def _part_text(where: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type") == "refusal":
         return convert_fields(part, _RefusalPart, where).refusal
-    if isinstance(part, dict) and part.get("type") in _SOUNDS:
-        problem = "is a sound, and chats take none: /v1/audio/transcriptions writes down what is said in one"
-        raise field_error(f"{where}.type", problem)
     if isinstance(part, dict) and part.get("type") not in (None, "text"):
         raise field_error(f"{where}.type", f"must be 'text', got {shortened(part['type'])}")
     return convert_fields(part, _TextPart, where).text

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 from ...core.errors import InvalidArgument
 from ...core.structured_outputs import json_text
 from ..http.error_responses import ApiError
-from .image_parts import UNSEEN, UNSEEN_WARNING
 from .json_body import NoOpValues, field_error, reject_unsupported, shortened
 from .known_fields import Shape, ShapeByType
+from .media_parts import UNSEEN, UNSEEN_WARNING
 
 JsonObject: TypeAlias = dict[str, Any]
 
@@ -62,8 +62,11 @@ _UNSEEN_PARTS = {"input_image": "image", "image_url": "image", "input_file": "fi
 """Parts that a model is told of where it cannot see or hear them: an error would end the session of an agent."""
 
 _IMAGE_FIELDS = frozenset(("type", "image_url", "detail", "file_id", "prompt_cache_breakpoint"))
+_SOUND_FIELDS = frozenset(("type", "input_audio", "prompt_cache_breakpoint"))
 _PARTS = ShapeByType(
-    {kind: Shape(_PART_FIELDS) for kind in _TEXT_PARTS} | {"input_image": Shape(_IMAGE_FIELDS)}, default="text"
+    {kind: Shape(_PART_FIELDS) for kind in _TEXT_PARTS}
+    | {"input_image": Shape(_IMAGE_FIELDS), "input_audio": Shape(_SOUND_FIELDS)},
+    default="text",
 )
 ITEM_SHAPE = ShapeByType(
     {
@@ -202,13 +205,16 @@ class InputMessages:
             self._warnings.setdefault("encrypted reasoning cannot be read here, and is left out", where)
 
     def _content(self, content: Any, where: str) -> str | list[JsonObject]:
-        """A text or, if there are images in it, the parts of a chat's message, one for each of the content's."""
+        """A text or, if there are media in it, the parts of a chat's message, one for each of the content's."""
         parts = content if isinstance(content, list) else []
-        if not any(map(_is_image, parts)):
+        if not any(_is_image(part) or _is_sound(part) for part in parts):
             return self._text(content, where)
         return [self._chat_part(part, f"{where}[{index}]") for index, part in enumerate(parts)]
 
     def _chat_part(self, part: Any, where: str) -> JsonObject:
+        if _is_sound(part):
+            reject_unsupported(part, _SOUND_FIELDS, {}, f"{where}.")
+            return {"type": "input_audio", "input_audio": part["input_audio"]}
         if not _is_image(part):
             return {"type": "text", "text": self._part_text(part, where)}
         reject_unsupported(part, _IMAGE_FIELDS, {}, f"{where}.")
@@ -251,6 +257,11 @@ class InputMessages:
 def _is_image(part: Any) -> bool:
     """Whether a part is an image that is there, and no file of OpenAI's."""
     return isinstance(part, dict) and part.get("type") == "input_image" and part.get("image_url") is not None
+
+
+def _is_sound(part: Any) -> bool:
+    """Whether a part is a sound that is there."""
+    return isinstance(part, dict) and part.get("type") == "input_audio" and part.get("input_audio") is not None
 
 
 _listed = ", ".join(_ITEM_FIELDS)

@@ -22,9 +22,9 @@ from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
 from ..metadata import ServerInfo
-from .image_parts import refuse_unseen
 from .json_body import BodyFormat, JsonBody, model_field, read_members
 from .known_fields import Shape
+from .media_parts import refuse_unseen
 from .model_list import max_model_len, only_model
 from .request_parsing import (
     CHAT_SHAPE,

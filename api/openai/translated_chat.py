@@ -15,8 +15,8 @@ from ...core.gateway import ModelHandle, ModelLookup, ResponseStream
 from ...core.request import GenerateChunk, TokenizeRequest
 from ..http.connection import CancelOnDisconnect
 from ..http.request_context import context_of
-from .image_parts import describe_unseen
 from .json_body import model_field
+from .media_parts import describe_unseen
 from .request_parsing import ParsedCompletion, parse_chat
 from .tensor_models import generate_from_tensors, read_tensor_request
 

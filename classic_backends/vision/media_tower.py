@@ -62,7 +62,7 @@ class MediaTower:
 
     def __init__(self, name: str, version: str, spec: TowerSpec, parameters: Parameters = _NO_PARAMETERS) -> None:
         directory = Path(spec.checkpoint)
-        files = read_vision_files(directory, spec.dtype)
+        files = read_vision_files(directory, spec.dtype, spec.kinds)
         if spec.sound_encoder:
             parameters = {**parameters, SOUND_ENCODER: spec.sound_encoder, QUANTIZATION: spec.quantization}
         config = vision_config(name, version, files, spec.gpu, parameters)

@@ -22,7 +22,7 @@ class TowerFeatures(NamedTuple):
 
 
 class TowerModule(NamedTuple):
-    """A loaded module, on its device."""
+    """A loaded module, on its device, as it is asked for media of a kind."""
 
     main_input: str
     """The processor's name of the input that is in the module's dtype."""

@@ -1,6 +1,7 @@
-"""The `vision` backend: the tower of one checkpoint as a classic model, whose requests are images of any size.
+"""The `vision` backend: the tower of one checkpoint as a classic model, whose requests are images and sounds of any
+size.
 
-A request has one image's inputs by the names of the checkpoint's processor, each in an array with a first dimension of
+A request has one medium's inputs by the names of the checkpoint's processor, each in an array with a first dimension of
 1 in front. They share executions as ragged inputs. torch and transformers are imported when a tower is loaded.
 """
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.errors import InvalidArgument
+from ...core.media import KIND_NOUNS
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...core.request import InferRequest
 from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
@@ -28,6 +30,8 @@ ROWS, DEEPSTACK, LENGTH = "rows", "deepstack", "length"
 
 DTYPE = "dtype"
 """A parameter: torch's name of what is computed in, or `auto`."""
+KINDS = "kinds"
+"""A parameter: the kinds of media, parted by commas."""
 SOUND_ENCODER, QUANTIZATION = "sound_encoder", "quantization"
 """Parameters: the fields of `TowerSpec` of these names."""
 
@@ -46,23 +50,29 @@ class VisionLoader(RuntimeLoader):
     ) -> Runtime:
         from ..torch.torch_backend import choose_device, set_torch_threads
         from .hearing_modules import load_hearing
-        from .vision_modules import VisionTower, load_seeing
+        from .vision_modules import VisionTower, load_beside_text
 
         set_torch_threads(threads_per_instance(config.raw))
         device = choose_device(config.name, placement) or "cpu"
-        files = read_vision_files(directory, parameters.get(DTYPE, "auto"))
+        files = _read_files(directory, parameters)
         encoder = parameters.get(SOUND_ENCODER)
-        load = partial(load_hearing, encoder, parameters.get(QUANTIZATION, "none")) if encoder else load_seeing
+        load = partial(load_hearing, encoder, parameters.get(QUANTIZATION, "none")) if encoder else load_beside_text
         return VisionRuntime(VisionTower(files, device, device != "cpu", load))
 
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
 
     def needs(self, directory: Path, raw: RawConfig, parameters: Parameters) -> tuple[MemoryNeed, ...]:
-        files = read_vision_files(directory, parameters.get(DTYPE, "auto"))
+        files = _read_files(directory, parameters)
         [group] = raw["instance_group"]
         gpus = group.get("gpus", ())
         return (MemoryNeed(files.bytes(bool(gpus)), *gpus),)
+
+
+def _read_files(directory: Path, parameters: Parameters) -> VisionFiles:
+    named = parameters.get(KINDS, "image").split(",")
+    kinds = tuple(kind for kind in KIND_NOUNS if kind in named)
+    return read_vision_files(directory, parameters.get(DTYPE, "auto"), kinds)
 
 
 class VisionRuntime(Runtime):
@@ -142,7 +152,7 @@ def vision_config(name: str, version: str, files: VisionFiles, gpu: int | None, 
         max_batch_size=batch,
         inputs=tuple(TensorSpec(name, datatype, (-1,), optional=True) for name, datatype in INPUTS.items()),
         outputs=outputs,
-        parameters={**parameters, DTYPE: files.dtype},
+        parameters={**parameters, DTYPE: files.dtype, KINDS: ",".join(files.kinds)},
         raw=raw,
     )
 

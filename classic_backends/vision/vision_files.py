@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.media import FEATURES
-from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES
+from ...core.media import FEATURE_MASK, FEATURES, MediaKind
+from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
 from ...core.native_calls import NativeCall
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.weight_files import read_weight_index, refuse_long_header
@@ -23,13 +23,20 @@ INPUTS = {
     "image_position_ids": "INT64",
     "pixel_attention_mask": "INT64",
     FEATURES: "FP32",
+    FEATURE_MASK: "INT64",
 }
 """What processors make of media for towers, each family some of it; their datatypes here."""
 
 _OTHER_PARTS = re.compile(
-    r"(model\.)?(language_model|text_model|lm_head|layers|embed_tokens|norm|mtp|audio_tower|embed_audio|decoder|proj_out)\."
+    r"(model\.)?(language_model|text_model|lm_head|layers|embed_tokens|norm|mtp|decoder|proj_out)\."
 )
 """Beginnings of the names of tensors that belong to no tower, in newer and older checkpoints."""
+
+_PARTS_OF_KINDS: Mapping[MediaKind, re.Pattern[str]] = {
+    "image": re.compile(r"(model\.)?(vision_tower|embed_vision)\."),
+    "audio": re.compile(r"(model\.)?(audio_tower|embed_audio)\."),
+}
+"""Beginnings of the names of those that one kind of media alone needs, in families that may have several."""
 
 _SINGLE = "model.safetensors"
 _DTYPES = ("F32", "F16", "BF16", "I64")
@@ -54,14 +61,17 @@ class VisionFiles(NamedTuple):
     dtype: str
     """torch's name of what its rows are in; a GPU computes in it, too."""
     weights: tuple[StoredWeight, ...]
+    kinds: tuple[MediaKind, ...] = ("image",)
+    """What it is asked for."""
 
     def bytes(self, gpu: bool) -> int:
         """The memory of its weights, at most: the host may compute in single precision."""
         return sum(weight.numbers for weight in self.weights) * (_WIDTHS[self.dtype] if gpu else 4)
 
 
-def read_vision_files(directory: Path, dtype: str) -> VisionFiles:
-    """Read the headers of a checkpoint. `dtype`: to compute in; "auto" is the checkpoint's.
+def read_vision_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] = ("image",)) -> VisionFiles:
+    """Read the headers of a checkpoint. `dtype`: to compute in; "auto" is the checkpoint's. `kinds`: of the media whose
+    parts are wanted.
 
     Raises:
         Unsupported: its family's images are not served, or its weights are no safetensors.
@@ -69,14 +79,17 @@ def read_vision_files(directory: Path, dtype: str) -> VisionFiles:
     """
     config = read_json(directory / "config.json")
     family = str(config.get("model_type", ""))
-    if family not in SEEING_FAMILIES | HEARING_FAMILIES:
+    if family not in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES:
         known = ", ".join(sorted(SEEING_FAMILIES))
         raise Unsupported(f"{directory}: images of the family '{family}' are not served; those of {known} are")
     stored = str(_stored_dtype(config)) if dtype == "auto" else dtype
-    weights = tuple(_tower_weights(directory))
+    unasked = [part for kind, part in _PARTS_OF_KINDS.items() if kind not in kinds]
+    weights = tuple(
+        weight for weight in _tower_weights(directory) if not any(part.match(weight.name) for part in unasked)
+    )
     if not weights:
         raise InvalidArgument(f"{directory} has no weights of a tower, only those of the language part")
-    return VisionFiles(directory, family, stored if stored in _WIDTHS else "float32", weights)
+    return VisionFiles(directory, family, stored if stored in _WIDTHS else "float32", weights, kinds)
 
 
 def _stored_dtype(config: Mapping[str, Any]) -> Any:

@@ -3,15 +3,17 @@
 Imported only where a tower is loaded.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...core.errors import Internal, InvalidArgument
+from ...core.media import FEATURES, MediaKind
 from ...core.runtime import Arrays
 from ...processes.host import map_large_blocks_separately
+from .hearing_modules import sound_features
 from .lean_imports import lean_imports
 from .tower_module import TowerFeatures, TowerModule, loading, read_config, read_weights, refuse_missing
 from .vision_files import VisionFiles
@@ -20,8 +22,11 @@ _GRIDS, _PIXELS = "image_grid_thw", "pixel_values"
 _LANGUAGE = ("lm_head.", "model.language_model.", "model.text_model.")
 """Beginnings of the names of modules that a tower lacks."""
 
-LoadTower: TypeAlias = Callable[[VisionFiles, torch.dtype, str], TowerModule]
-"""Loads the tower of a checkpoint to compute in a dtype, on a device."""
+_PARTS: Mapping[MediaKind, str] = {"image": "vision_config", "audio": "audio_config"}
+"""By kind of media, the part of a configuration that has its tower."""
+
+LoadTower: TypeAlias = Callable[[VisionFiles, torch.dtype, str], tuple[TowerModule, ...]]
+"""Loads the tower of a checkpoint to compute in a dtype, on a device: a part for each kind of media."""
 
 
 class MediumRows(NamedTuple):
@@ -33,7 +38,7 @@ class MediumRows(NamedTuple):
     """[layers, length, hidden], of no layers in most families."""
 
 
-def load_seeing(files: VisionFiles, dtype: torch.dtype, device: str) -> TowerModule:
+def load_beside_text(files: VisionFiles, dtype: torch.dtype, device: str) -> tuple[TowerModule, ...]:
     """The whole model without layers of text."""
     import transformers
 
@@ -44,40 +49,45 @@ def load_seeing(files: VisionFiles, dtype: torch.dtype, device: str) -> TowerMod
     text.pad_token_id = None
     if getattr(text, "layer_types", None):
         text.layer_types = []
-    if hasattr(config, "audio_config"):
-        config.audio_config = None
+    for kind, part in _PARTS.items():
+        if kind not in files.kinds and hasattr(config, part):
+            setattr(config, part, None)
     if hasattr(config, "quantization_config"):  # the language part's
         del config.quantization_config
     with loading("tower", files):
-        known: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        known: Any = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
         model, report = known.from_pretrained(
             None, config=config, state_dict=read_weights(files), dtype=dtype, output_loading_info=True
         )
     refuse_missing("tower", files, (name for name in report["missing_keys"] if not name.startswith(_LANGUAGE)))
     tower: Any = model.model.requires_grad_(False).to(device).eval()
 
-    def features(**inputs: Tensor) -> TowerFeatures:
+    def image_features(**inputs: Tensor) -> TowerFeatures:
         output = tower.get_image_features(**inputs, return_dict=True)
         return TowerFeatures(output.pooler_output, getattr(output, "deepstack_features", None) or ())
 
-    return TowerModule(_PIXELS, features)
+    modules = [TowerModule(_PIXELS, image_features)] if "image" in files.kinds else []
+    if "audio" in files.kinds:
+        modules.append(TowerModule(FEATURES, sound_features(files.family, tower)))
+    return tuple(modules)
 
 
 class VisionTower:
-    """A tower and its projector, or an encoder of sounds: rows in the files' dtype, whatever the host computes in.
+    """A tower and its projector, of images or sounds or both, or an encoder of sounds: rows in the files' dtype,
+    whatever the host computes in.
 
     With `together` images of one size, packed patches of any, or windows of sounds are computed at once: on a GPU most
     kernels are launched in more time than one of them takes. Without, a row never depends on other media.
     """
 
-    def __init__(self, files: VisionFiles, device: str, together: bool, load: LoadTower = load_seeing) -> None:
+    def __init__(self, files: VisionFiles, device: str, together: bool, load: LoadTower = load_beside_text) -> None:
         self._device = device
         self._together = together
         self._stored: torch.dtype = getattr(torch, files.dtype)
         self._dtype = self._stored if device != "cpu" or _computes_halves() else torch.float32
         map_large_blocks_separately()
         with lean_imports():
-            self._tower = load(files, self._dtype, device)
+            self._modules = load(files, self._dtype, device)
 
     @torch.inference_mode()
     def encode(self, media: Sequence[Arrays]) -> list[MediumRows]:
@@ -98,13 +108,15 @@ class VisionTower:
     def _encode_group(self, media: Sequence[Arrays]) -> list[MediumRows]:
         inputs = {name: torch.cat([torch.tensor(inputs[name]) for inputs in media]) for name in media[0]}
         inputs = {name: tensor.to(self._device) for name, tensor in inputs.items()}
-        main = self._tower.main_input
-        if main not in inputs:
-            raise InvalidArgument(f"the processor has made no {main}")
+        module = next((module for module in self._modules if module.main_input in inputs), None)
+        if module is None:
+            wanted = " or ".join(module.main_input for module in self._modules)
+            raise InvalidArgument(f"the processor has made no {wanted}")
+        main = module.main_input
         inputs[main] = inputs[main].to(self._dtype)
         counts = [len(medium[_GRIDS if _GRIDS in medium else main]) for medium in media]
         try:
-            features = self._tower.features(**inputs)
+            features = module.features(**inputs)
         except (ValueError, TypeError, RuntimeError) as error:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
             raise InvalidArgument(f"the tower refuses {shapes}: {error}") from error

@@ -72,11 +72,13 @@ _USUAL_TEXT_PART = {
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2VLForConditionalGeneration": "qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3ASRForConditionalGeneration": "qwen3",
     "Qwen3VLForConditionalGeneration": "qwen3",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
     "SmolVLMForConditionalGeneration": "llama",
+    "VoxtralForConditionalGeneration": "llama",
 }
 """Architecture -> the `model_type` of a text_config that leaves it out."""
 

@@ -4,22 +4,34 @@ from pathlib import Path
 from typing import Any
 
 from ...core.media import MediaKind
-from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES
+from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
 from ...tokenization.checkpoint_files import read_json
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+_PARTS: tuple[tuple[MediaKind, frozenset[str], str], ...] = (
+    ("image", SEEING_FAMILIES, "vision_config"),
+    ("audio", HEARING_FAMILIES, "audio_config"),
+)
+"""For each kind the families that take it, and the part of config.json of those checkpoints that do."""
 
 
-def media_kind(directory: Path) -> MediaKind | None:
-    """The kind of media that the engine takes for a checkpoint directory: images, if it has a part that sees and a
-    processor of them; sounds, if it does nothing else than write them down."""
+def media_kinds(directory: Path) -> tuple[MediaKind, ...]:
+    """The kinds of media that the engine takes for a checkpoint directory: those that it has a part and a processor
+    for, or sounds, if it does nothing else than write them down."""
     if not directory.is_dir():
-        return None
+        return ()
+    if writes_sounds_down(directory):
+        return ("audio",)
+    if not any((directory / name).is_file() for name in _PROCESSORS):
+        return ()
     config = read_json(directory / "config.json")
-    if config.get("model_type") in HEARING_FAMILIES:
-        return "audio"
-    sees = config.get("model_type") in SEEING_FAMILIES and isinstance(config.get("vision_config"), dict)
-    return "image" if sees and any((directory / name).is_file() for name in _PROCESSORS) else None
+    family = config.get("model_type")
+    return tuple(kind for kind, known, part in _PARTS if family in known and isinstance(config.get(part), dict))
+
+
+def writes_sounds_down(directory: Path) -> bool:
+    """Whether a checkpoint does nothing else."""
+    return read_json(directory / "config.json").get("model_type") in WRITING_FAMILIES
 
 
 def sees_both_ways(directory: Path) -> bool:

@@ -31,7 +31,7 @@ from ...core.tasks import RequestTaskGroup, merge_streams
 from ...core.tensor import Tensor, TensorSpec
 from ...core.token_limit import TokenLimit
 from ..core.messages import CoreReady
-from .image_tensors import IMAGE_NAMES, read_images
+from .media_tensors import MEDIA_NAMES, read_media
 from .request_parameters import ResponseOptions, decode_text, parse_request_parameters, text_of
 
 Chunks = ResponseStream[GenerateChunk]
@@ -139,7 +139,7 @@ class TensorLayout:
 
 
 _TEXT = "text_output"
-_PROMPTS = {"text_input", "input_ids", *IMAGE_NAMES}
+_PROMPTS = {"text_input", "input_ids", *MEDIA_NAMES}
 _SAMPLING_PARAMETERS = "sampling_parameters"
 _LOG_PROBS = {"cum_log_probs", "output_log_probs"}
 _LOGPROBS = {*_LOG_PROBS, "cumulative_logprob"}
@@ -293,9 +293,9 @@ def _outputs(request: InferRequest, options: ResponseOptions, layout: TensorLayo
 def _prompt(inputs: Mapping[str, Tensor], limit: TokenLimit | None) -> Prompt:
     if ("text_input" in inputs) == ("input_ids" in inputs):
         raise InvalidArgument("give the prompt either as text_input or as input_ids", field="text_input")
-    if media := read_images(inputs):
+    if media := read_media(inputs):
         if "input_ids" in inputs:
-            message = f"{media[0].field}: images stand in a text_input, not between input_ids"
+            message = f"{media[0].field}: media stand in a text_input, not between input_ids"
             raise InvalidArgument(message, field=media[0].field)
         return TextWithMedia(text_of(inputs["text_input"]), media)
     if "input_ids" in inputs:

@@ -46,8 +46,8 @@ from .chunk_builder import TextEnds
 from .client import own_engine_spec
 from .constraint_checker import ConstraintChecker
 from .engine import Engine, EngineSpec
-from .image_tensors import with_image_inputs
 from .infer import OWN_LAYOUT, InferLayout
+from .media_tensors import with_media_inputs
 from .model_media import ModelMedia, PromptMedia
 from .open_streams import OpenStreams
 from .task_adapters import TaskAdapters
@@ -213,7 +213,7 @@ class LlmModel:
                 timeout = self._spec.default_timeout
                 self._transcriber = load_transcriber(self._media, bundle, info, self._ask, self.check_room, timeout)
             elif self._media.kinds:
-                self._config = replace(self._config, inputs=with_image_inputs(self._config.inputs))
+                self._config = with_media_inputs(self._config)
         except BaseException:
             starting.cancel()
             seeing.cancel()

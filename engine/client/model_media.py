@@ -1,5 +1,5 @@
-"""The media of a language model's requests: prepared and encoded while the request waits; images are then put at their
-places, and windows of sounds are handed to what writes them down.
+"""The media of a language model's requests: prepared and encoded while the request waits; they are then put at their
+places, and windows of sounds that no prompt has are handed to what writes them down.
 
 Knows no processor, no tower and no protocol: both are contracts of core.
 """
@@ -7,7 +7,7 @@ Knows no processor, no tower and no protocol: both are contracts of core.
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ...core.backends import OnProgress
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.media import FEATURES, KIND_NOUNS, WINDOW_BOUNDS, MediaKind, MediaSource, PreparedMedium
+from ...core.media import FEATURES, WINDOW_BOUNDS, MediaKind, MediaSource, PreparedMedium, plural_nouns
 from ...core.media_models import EncodedMedium, MediaServices
 from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ReservedMemory
@@ -39,8 +39,8 @@ class PromptMedia(NamedTuple):
 
     text: MediaText
     """What stands for them in the prompt's text."""
-    token: int
-    """The token at whose places their rows stand."""
+    tokens: Mapping[MediaKind, int]
+    """By kind the token at whose places their rows stand."""
     prepared: Sequence[PreparedMedium] = ()
     encoded: Sequence[EncodedMedium] = ()
     bidirectional: bool = False
@@ -48,17 +48,21 @@ class PromptMedia(NamedTuple):
     def place(self, add: AddRequest, prompt: Prompt) -> AddRequest:
         """The request for a sequence, with the rows at the places of its prompt. Raises `InvalidArgument` by the field
         of `prompt` unless it has a place for each row, and no other."""
-        places = np.flatnonzero(add.spec.prompt == self.token).tolist()
-        rows = sum(medium.length for medium in self.encoded)
-        if len(places) != rows:
-            field = "messages" if isinstance(prompt, Conversation) else "prompt"
-            message = f"it has {len(places)} tokens that stand for parts of images (id {self.token}), and {rows} of"
-            raise InvalidArgument(f"{field}: {message} its images", field=field)
         spans: list[EmbeddedSpan] = []
-        begin = 0
-        for prepared, encoded in zip(self.prepared, self.encoded, strict=True):
-            spans.extend(self._runs(places[begin : begin + encoded.length], prepared, encoded))
-            begin += encoded.length
+        for kind, token in self.tokens.items():
+            places = np.flatnonzero(add.spec.prompt == token).tolist()
+            media = [both for both in zip(self.prepared, self.encoded, strict=True) if both[0].kind == kind]
+            rows = sum(encoded.length for _, encoded in media)
+            if len(places) != rows:
+                field = "messages" if isinstance(prompt, Conversation) else "prompt"
+                nouns = plural_nouns((kind,))
+                message = f"it has {len(places)} tokens that stand for parts of {nouns} (id {token}), and {rows} of"
+                raise InvalidArgument(f"{field}: {message} its {nouns}", field=field)
+            begin = 0
+            for prepared, encoded in media:
+                spans.extend(self._runs(places[begin : begin + encoded.length], prepared, encoded))
+                begin += encoded.length
+        spans.sort(key=lambda span: span.start)
         return replace(add, spec=replace(add.spec, embedded=tuple(spans))) if spans else add
 
     def _runs(self, places: list[int], prepared: PreparedMedium, encoded: EncodedMedium) -> Iterator[EmbeddedSpan]:
@@ -91,7 +95,7 @@ class PromptMedia(NamedTuple):
             encoded.rows,
             encoded.dtype,
             prepared.grid,
-            self.bidirectional,
+            self.bidirectional and prepared.kind == "image",
             encoded.deepstack,
         )
 
@@ -107,15 +111,15 @@ class ModelMedia:
     @property
     def kinds(self) -> frozenset[MediaKind]:
         """The kinds that prompts may have."""
-        return frozenset() if self._services is None else frozenset({self._services.kind})
+        return frozenset() if self._services is None else frozenset(self._services.kinds)
 
     @property
     def transcribes(self) -> bool:
         """Whether sounds are written down, and nothing else is asked of the model."""
-        return self.kinds == {"audio"}
+        return self._services is not None and self._services.attended
 
     async def load(self, name: str, on_progress: OnProgress) -> None:
-        """Load what media need. A model `name` that lacks some of it for images serves texts alone, and the log says
+        """Load what media need. A model `name` that lacks some of it serves texts alone, and the log says
         why. Raises what else the parts do, and leaves nothing running."""
         if self._services is None:
             return
@@ -123,18 +127,17 @@ class ModelMedia:
         try:
             await _all([self._services.preparer.load(), self._services.encoder.load()])
         except (InvalidArgument, Unsupported) as error:
-            if self._services.kind == "audio":
+            if self.transcribes:
                 await self.unload()
                 raise
-            log.warning("model '%s' takes no images: %s", name, error.message)
+            log.warning("model '%s' takes no %s: %s", name, plural_nouns(self._services.kinds), error.message)
             await self.unload()
             self._services = None
         except BaseException:
             await self.unload()
             raise
         else:
-            noun = KIND_NOUNS[self._services.kind]
-            on_progress(f"{noun}s", 1.0, time.monotonic() - began, "processor and tower")
+            on_progress(plural_nouns(self._services.kinds), 1.0, time.monotonic() - began, "processor and tower")
 
     async def unload(self) -> None:
         if self._services is not None:
@@ -162,14 +165,16 @@ class ModelMedia:
         `InvalidArgument` for media that the model does not take."""
         media = prompt_media(prompt)
         services = self._checked(media)
-        if services is None or not services.preparer.facts.token_ids:
+        if services is None:
             return None
-        token = services.preparer.facts.token_ids[0]
+        tokens = {kind: facts.token_ids[0] for kind, facts in services.preparer.facts.items() if facts.token_ids}
+        if not tokens:
+            return None
         if not media:
-            return PromptMedia(_text_of(services, ()), token)
+            return PromptMedia(_text_of(services, ()), tokens)
         prepared = await self._prepare(services, media, context)
         encoded = await _all([services.encoder.encode(medium, context, salt) for medium in prepared])
-        return PromptMedia(_text_of(services, prepared), token, prepared, encoded, self._bidirectional)
+        return PromptMedia(_text_of(services, prepared), tokens, prepared, encoded, self._bidirectional)
 
     async def prepare_sound(
         self, sound: MediaSource, context: RequestContext
@@ -216,7 +221,8 @@ class _JointMemory:
 
 
 def _text_of(services: MediaServices, prepared: Sequence[PreparedMedium]) -> MediaText:
-    return MediaText(services.preparer.facts.token, tuple(medium.placeholder for medium in prepared), True)
+    tokens = {kind: facts.token for kind, facts in services.preparer.facts.items()}
+    return MediaText(tokens, tuple((medium.kind, medium.placeholder) for medium in prepared), True)
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -15,8 +15,8 @@ from ...core.request_context import RequestContext
 from ...core.sampling import SamplingParams
 from ...core.speech import Speech, language_code
 from ...core.tensor import Tensor, TensorSpec
-from .image_tensors import file_source
 from .infer import GeneratingModel
+from .media_tensors import file_source
 from .request_parameters import Microseconds, decode_text, one_element, parse_fields
 
 _AUDIO, _STREAM, _TEXT, _SEGMENTS = "audio", "stream", "text_output", "segments"

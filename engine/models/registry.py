@@ -14,7 +14,7 @@ from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVaria
 from ..checkpoint.packing_cache import Packing, packing_key
 from ..checkpoint.partition import PipelineStage, check_partition
 from ..checkpoint.quantised_weights import open_weights
-from ..checkpoint.vision_support import media_kind
+from ..checkpoint.vision_support import media_kinds
 from ..checkpoint.weights import WeightLoader, WeightSource, dtype_name
 from ..config import ParallelConfig
 from ..cpu import library
@@ -179,7 +179,7 @@ class NativeBuilder(CheckpointBuilder):
         if encoder is not None and encoder.reads_text:  # the engine has both parts
             part = False
             unread = [name for name in unread if not text_tensor_name(name).startswith(_BESIDE_DECODER)]
-        if part and media_kind(directory) is not None:
+        if part and media_kinds(directory):
             log.info("%s: its language part is loaded; the tower is a model beside it", directory)
         elif part and whole:
             message = "%s: its language part is served; %d other tensors are its towers', or left out, such as %s"

@@ -114,7 +114,7 @@ def right(checkpoints: dict[str, Path]) -> Callable[..., str]:
         tokenizer = Tokenizer.load(checkpoints[name])
         media = MediaSource("image", offset=8), MediaSource("image", offset=16)
         chat = Conversation((ChatMessage("user", "What is  beside ?", media=media),))
-        text = tokenizer._render(chat, MediaText(processor.token, ("", "")))
+        text = tokenizer._render(chat, MediaText({"image": processor.token}, (("image", ""), ("image", ""))))
         features = processor._processor(images=[*map(Image.fromarray, IMAGES)], text=[text], return_tensors="pt")
         out = model.generate(**features, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         return tokenizer.decode(out[0, features["input_ids"].shape[1] :].tolist())

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from charonia.core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
-from charonia.core.media import PreparedMedium
+from charonia.core.media import MediaSource, PreparedMedium
 from charonia.core.media_models import MediaConfig
 from charonia.media.limits import MediaLimits
 from charonia.media.preparing_process import PreparedAnswer, make_answer
@@ -51,7 +51,7 @@ def series(reader: MediaReader) -> dict[str, Any]:
 
 
 async def test_an_image_is_ready_for_the_encoder(reader: MediaReader) -> None:
-    assert (reader.facts.token, len(reader.facts.token_ids)) == ("<|image_pad|>", 1)
+    assert (reader.facts["image"].token, len(reader.facts["image"].token_ids)) == ("<|image_pad|>", 1)
     medium = await reader.prepare(source(file_of(picture(90, 50))), context())
     assert medium.grid == (1, 2, 3)
     assert medium.placeholder == "<|image_pad|>" * 6
@@ -182,7 +182,7 @@ async def test_a_checkpoint_without_a_processor_is_refused_when_it_loads(tmp_pat
         await reader.load()
     assert reader.processes == 0
     with pytest.raises(Unavailable):
-        await reader._share(b"", file_of(picture()), FIELD)
+        await reader._share(b"", MediaSource("image", field=FIELD), file_of(picture()))
 
 
 async def test_a_reader_that_is_closed_meanwhile_says_so(checkpoint: Path) -> None:

@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def reader(checkpoint: Path) -> AsyncIterator[MediaReader]:
     config = MediaConfig(processes=1, max_seconds=60, cache_bytes=0)
-    reader = MediaReader(str(checkpoint), MediaLimits(config, memory=400 << 20), kind="audio")
+    reader = MediaReader(str(checkpoint), MediaLimits(config, memory=400 << 20), kinds=("audio",))
     await reader.load()
     yield reader
     await reader.unload()
@@ -174,7 +174,7 @@ async def test_a_server_without_the_library_names_it(checkpoint: Path, monkeypat
     await asyncio.to_thread(os.ftruncate, memory, 4096)
     for name in ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "")
-    answer = make_answer(str(checkpoint), limits, memory, "audio")
+    answer = make_answer(str(checkpoint), limits, memory, ("audio",))
     os.close(memory)
     error = msgspec.msgpack.decode(answer(b""), type=PreparedAnswer).error
     assert error is not None

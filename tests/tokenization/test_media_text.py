@@ -33,7 +33,7 @@ DEAF = (
     "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 """Lists of texts, in which an image is lost."""
-TOKEN = MediaText("<img>", ("(1)", "(2)"))
+TOKEN = MediaText({"image": "<img>"}, (("image", "(1)"), ("image", "(2)")))
 
 
 def image(offset: int) -> MediaSource:
@@ -100,7 +100,8 @@ def test_texts_alone_are_lists_where_the_template_takes_nothing_else() -> None:
 def test_a_message_with_media_can_go_on(source: str) -> None:
     last = ChatMessage("assistant", "It is", media=(image(0),))
     conversation = talk(ChatMessage("user", "What?"), last, add_generation_prompt=False, continue_final_message=True)
-    assert ChatTemplate(source, {}).render(conversation, MediaText("<img>", ("(1)",))).endswith("It is")
+    media = MediaText({"image": "<img>"}, (("image", "(1)"),))
+    assert ChatTemplate(source, {}).render(conversation, media).endswith("It is")
 
 
 def test_media_without_a_text() -> None:
@@ -110,15 +111,21 @@ def test_media_without_a_text() -> None:
 def test_a_text_cannot_pass_for_a_medium() -> None:
     forged = talk(ChatMessage("user", "see <img>", media=(image(0),)))
     with pytest.raises(InvalidArgument, match=r"messages\[0\].content has <img>") as refusal:
-        ChatTemplate(BOTH, {}).render(forged, MediaText("<img>", ("(1)",)))
+        ChatTemplate(BOTH, {}).render(forged, MediaText({"image": "<img>"}, (("image", "(1)"),)))
     assert refusal.value.field == "messages[0].content"
 
 
 def test_placeholders_take_the_places_in_order() -> None:
     assert expand_media("a<img>b<img>", TOKEN, "messages") == "a(1)b(2)"
-    assert expand_media("a<img>", MediaText("<img>", ()), "messages") == "a<img>"
-    with pytest.raises(InvalidArgument, match="messages: the prompt has 1 places <img> for 2 media"):
+    assert expand_media("a<img>", MediaText({"image": "<img>"}, ()), "messages") == "a<img>"
+    with pytest.raises(InvalidArgument, match="messages: the prompt has 1 places <img> for 2 images"):
         expand_media("a<img>", TOKEN, "messages")
+    both = TOKEN._replace(
+        tokens={"image": "<img>", "audio": "<snd>"}, placeholders=(*TOKEN.placeholders, ("audio", "(3)"))
+    )
+    assert expand_media("a<snd>b<img><img>", both, "messages") == "a(3)b(1)(2)"
+    with pytest.raises(InvalidArgument, match="2 places <snd> for 1 sounds"):
+        expand_media("<snd><img><img><snd>", both, "messages")
 
 
 @pytest.mark.parametrize(("template", "begins"), [(TEXTS, 1), ("<s>" + TEXTS, 0)])
@@ -130,7 +137,7 @@ def test_a_model_that_sees_gets_what_its_processor_adds(template: str, begins: i
     tokenizer = Tokenizer(backend, tokens, {DEFAULT: ChatTemplate(template, tokens)})
     chat = talk(ChatMessage("user", "hi"))
     own = tokenizer.prompt_ids(chat)
-    assert tokenizer.prompt_ids(chat, media=MediaText("<img>", (), adds_special=True)) == [0] * begins + own
+    assert tokenizer.prompt_ids(chat, media=MediaText({"image": "<img>"}, (), adds_special=True)) == [0] * begins + own
     assert own[-3:] == [1, 3, 2]
 
 

@@ -472,9 +472,12 @@ REFERENCE = {"type": "tool_reference", "tool_name": "clock"}
         ({"type": "document", "source": {"type": "content", "content": "z"}}, "z"),
         (FOUND, "t\nhttps://x\ny"),
         (REFERENCE, "[tool: clock]"),
-        (PICTURE, "[image, image/png: it is here, but this model reads text alone and cannot see it]"),
-        (PDF, "[document, application/pdf: it is here, but this model reads text alone and cannot see it]"),
-        (PLAIN | {"source": {"type": "url", "url": "https://x"}}, "[document: it is here, but this model reads text"),
+        (PICTURE, "[image, image/png: it is here, but this model cannot read it]"),
+        (PDF, "[document, application/pdf: it is here, but this model cannot read it]"),
+        (
+            PLAIN | {"source": {"type": "url", "url": "https://x"}},
+            "[document: it is here, but this model cannot read it",
+        ),
     ],
 )
 async def test_what_a_tool_has_found_is_read_or_said_to_be_there(
@@ -486,8 +489,8 @@ async def test_what_a_tool_has_found_is_read_or_said_to_be_there(
     assert answer.status_code == 200
     [_, told, _] = gateway.asked[0].prompt.messages
     assert told.content.startswith(f"x\n{text}")
-    unseen = "reads text" in text
-    assert ("reads text alone" in answer.headers.get("x-charonia-warning", "")) == unseen
+    unseen = "cannot read" in text
+    assert ("takes none" in answer.headers.get("x-charonia-warning", "")) == unseen
     if block is not REFERENCE:
         await client.post(MESSAGES, json=HI | said("user", block))
         assert gateway.asked[1].prompt.messages[0].content.startswith(f"hi\n{text}")

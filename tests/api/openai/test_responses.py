@@ -465,7 +465,7 @@ async def test_what_a_model_cannot_see_is_said_in_its_place(client: httpx.AsyncC
     assert user.content.splitlines()[1] == "look"
     assert "image" in result.content
     assert answer.headers["x-charonia-warning"] == (
-        "input[0].content[0]: this model reads text alone; the text says that there was one: image; "
+        "input[0].content[0]: this model takes none; the text says that there was one: image; "
         "input[3]: items of type web_search_call are of OpenAI's own tools, and left out"
     )
 

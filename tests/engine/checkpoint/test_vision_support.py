@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.engine.checkpoint.vision_support import media_kind, sees_both_ways
+from charonia.engine.checkpoint.vision_support import media_kinds, sees_both_ways
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ def test_a_tower_and_a_processor_make_a_model_see(
     (tmp_path / "config.json").write_text(json.dumps(config))
     if processor:
         (tmp_path / "preprocessor_config.json").write_text("{}")
-    assert media_kind(tmp_path) == ("image" if sees else None)
-    assert not media_kind(tmp_path / "config.json")
+    assert media_kinds(tmp_path) == (("image",) if sees else ())
+    assert not media_kinds(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Images at their places in a prompt: spans by runs of neighbouring places, and refusals by name."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from charonia.core.errors import InvalidArgument, QueueFull
-from charonia.core.media import MediaSource, PreparedMedium
+from charonia.core.media import MediaKind, MediaSource, PreparedMedium
 from charonia.core.media_models import EncodedMedium, MediaFacts, MediaServices
 from charonia.core.metrics import Reading
 from charonia.core.model import MemoryNeed, ReservedMemory
@@ -22,7 +22,8 @@ from charonia.scheduler.sequence import SequenceSpec
 from charonia.tokenization.media_text import MediaText
 
 TOKEN, HIDDEN = 9, 2
-TEXT = MediaText("<i>", ())
+TEXT = MediaText({"image": "<i>"}, ())
+TOKENS: Mapping[MediaKind, int] = {"image": TOKEN}
 
 
 def medium(name: bytes, grid: tuple[int, int, int] = (0, 0, 0)) -> PreparedMedium:
@@ -42,7 +43,7 @@ def placed(media: PromptMedia, ids: list[int]) -> AddRequest:
 
 def test_a_span_is_a_run_of_places_of_one_medium() -> None:
     media = PromptMedia(
-        TEXT, TOKEN, (medium(b"a"), medium(b"b", (1, 1, 2))), encoded=(rows(3, 0.0, layers=2), rows(2, 50.0))
+        TEXT, TOKENS, (medium(b"a"), medium(b"b", (1, 1, 2))), encoded=(rows(3, 0.0, layers=2), rows(2, 50.0))
     )
     spans = placed(media, [1, TOKEN, TOKEN, 2, TOKEN, TOKEN, TOKEN, 3]).spec.embedded
     assert [(span.start, span.length) for span in spans] == [(1, 2), (4, 1), (5, 2)]
@@ -58,13 +59,13 @@ def test_a_span_is_a_run_of_places_of_one_medium() -> None:
 
 @pytest.mark.parametrize("ids", [[1, TOKEN], [TOKEN] * 3, []])
 def test_places_and_rows_are_as_many(ids: list[int]) -> None:
-    media = PromptMedia(TEXT, TOKEN, prepared=(medium(b"a"),), encoded=(rows(2, 0.0),))
+    media = PromptMedia(TEXT, TOKENS, prepared=(medium(b"a"),), encoded=(rows(2, 0.0),))
     with pytest.raises(InvalidArgument, match=rf"messages: it has {len(ids) - ids.count(1)} tokens .* and 2 of"):
         placed(media, ids)
 
 
 def test_an_image_with_a_grid_is_in_one_piece() -> None:
-    media = PromptMedia(TEXT, TOKEN, prepared=(medium(b"a", (1, 1, 2)),), encoded=(rows(2, 0.0),))
+    media = PromptMedia(TEXT, TOKENS, prepared=(medium(b"a", (1, 1, 2)),), encoded=(rows(2, 0.0),))
     with pytest.raises(InvalidArgument, match="side by side"):
         placed(media, [TOKEN, 1, TOKEN])
 
@@ -72,7 +73,7 @@ def test_an_image_with_a_grid_is_in_one_piece() -> None:
 class _Parts:
     """A preparer and an encoder, which fail as they are told."""
 
-    facts = MediaFacts("<i>", (TOKEN,), b"")
+    facts: Mapping[MediaKind, MediaFacts] = {"image": MediaFacts("<i>", (TOKEN,), b"")}
     needs: Sequence[MemoryNeed] = (MemoryNeed(5),)
 
     def __init__(self, failure: Exception | None = None, full: bool = False) -> None:
@@ -117,7 +118,7 @@ async def test_a_model_reads_the_media_of_its_prompts() -> None:
     await media.load("m", ignore)
     assert media.kinds == {"image"}
     read = await media.read(CHAT, RequestContext("chat"), "")
-    assert (read.text.token, read.text.placeholders) == ("<i>", ("<i>",))
+    assert (read.text.tokens, read.text.placeholders) == ({"image": "<i>"}, (("image", "<i>"),))
     [span] = placed(read, [TOKEN]).spec.embedded
     assert span.bidirectional
     joint = media.memory_beside(parts)

@@ -3,7 +3,7 @@ with nothing left running."""
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.logprobs import TokenLogprob
-from charonia.core.media import FEATURES, WINDOW_BOUNDS, MediaSource, PreparedMedium
+from charonia.core.media import FEATURES, WINDOW_BOUNDS, MediaKind, MediaSource, PreparedMedium
 from charonia.core.media_models import EncodedMedium, MediaFacts, MediaServices
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, Usage
 from charonia.core.request_context import RequestContext
@@ -34,7 +34,7 @@ LENGTH = 64
 class Parts:
     """What prepares and encodes: as many windows of a second as the file has bytes."""
 
-    facts = MediaFacts("", (), b"")
+    facts: Mapping[MediaKind, MediaFacts] = {"audio": MediaFacts("", (), b"")}
 
     def check(self, media: Any) -> None: ...
 
@@ -125,7 +125,7 @@ async def hearing(tmp_path: Path) -> Hearing:
     tokenizer = Tokenizer.load(tmp_path)
     known = read_speech_tokens(tmp_path, tokenizer, 4096)
     decoder, parts = Decoder(tokenizer, known), Parts()
-    services: Any = MediaServices(parts, parts, "audio")  # type: ignore[arg-type]
+    services: Any = MediaServices(parts, parts, ("audio",), attended=True)  # type: ignore[arg-type]
     ask: Any = decoder.ask
     room = decoder.check_room
     hearing = Transcriber(ModelMedia(services), known, AsyncTokenizer(tokenizer), LENGTH, ask, room)

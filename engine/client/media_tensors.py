@@ -1,11 +1,12 @@
-"""Images among the tensors of a v2 request, which become media of its prompt.
+"""Images and sounds among the tensors of a v2 request, which become media of its prompt.
 
 A model that sees has `image`, whose elements are files, base64 of files or URLs, and `image_pixels`, which holds images
-of one size as they are.
+of one size as they are; one that hears has `audio`, as `image`.
 """
 
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -13,44 +14,51 @@ from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
 from ...core.media import MediaKind, MediaSource
+from ...core.model import ModelConfig
 from ...core.tensor import Tensor, TensorSpec
 
-_FILES, _PIXELS = "image", "image_pixels"
-IMAGE_INPUTS = (
-    TensorSpec(_FILES, "BYTES", (-1,), optional=True),
-    TensorSpec(_PIXELS, "UINT8", (-1, -1, -1, 3), optional=True),
-)
-IMAGE_NAMES = frozenset(spec.name for spec in IMAGE_INPUTS)
+_PIXELS = "image_pixels"
+_FILES: Mapping[str, MediaKind] = {"image": "image", "audio": "audio"}
+"""Inputs of files, in the order of their media in a text that has no places for them."""
+MEDIA_INPUTS: Mapping[MediaKind, tuple[TensorSpec, ...]] = {
+    "image": (
+        TensorSpec("image", "BYTES", (-1,), optional=True),
+        TensorSpec(_PIXELS, "UINT8", (-1, -1, -1, 3), optional=True),
+    ),
+    "audio": (TensorSpec("audio", "BYTES", (-1,), optional=True),),
+}
+MEDIA_NAMES = frozenset(spec.name for specs in MEDIA_INPUTS.values() for spec in specs)
 
 _MOST = 1024
-"""Images that are looked at; how many a prompt may have, the model's own limit says."""
+"""Media that are looked at; how many a prompt may have, the model's own limit says."""
 _URLS = ("data:", "http:", "https:", "file:")
 _TIFF_HEADER = 128
 
 
-def with_image_inputs(inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """The inputs of a language model that sees; its layout may have some of them already."""
-    names = {spec.name for spec in inputs}
-    return (*inputs, *(spec for spec in IMAGE_INPUTS if spec.name not in names))
+def with_media_inputs(config: ModelConfig) -> ModelConfig:
+    """The config of a language model with the inputs for its media; its layout may have some of them already."""
+    names = {spec.name for spec in config.inputs}
+    own = (spec for kind, specs in MEDIA_INPUTS.items() if kind in config.media for spec in specs)
+    return replace(config, inputs=(*config.inputs, *(spec for spec in own if spec.name not in names)))
 
 
-def read_images(inputs: Mapping[str, Tensor]) -> tuple[MediaSource, ...]:
-    """The images of a request: files first. Raises `InvalidArgument` for what is neither a file nor text, for images
+def read_media(inputs: Mapping[str, Tensor]) -> tuple[MediaSource, ...]:
+    """The media of a request: files first. Raises `InvalidArgument` for what is neither a file nor text, for images
     without pixels, and for more than any prompt may have."""
-    media = tuple(islice(_images(inputs), _MOST + 1))
+    media = tuple(islice(_media(inputs), _MOST + 1))
     if len(media) > _MOST:
-        raise InvalidArgument(f"{media[-1].field}: a request may have at most {_MOST} images", field=media[-1].field)
+        raise InvalidArgument(f"{media[-1].field}: a request may have at most {_MOST} media", field=media[-1].field)
     return media
 
 
-def _images(inputs: Mapping[str, Tensor]) -> Iterator[MediaSource]:
-    if _FILES in inputs:
-        for index, element in enumerate(inputs[_FILES].data.ravel()):
-            field = f"{_FILES}[{index}]"
+def _media(inputs: Mapping[str, Tensor]) -> Iterator[MediaSource]:
+    for name, kind in _FILES.items():
+        for index, element in enumerate(inputs[name].data.ravel() if name in inputs else ()):
+            field = f"{name}[{index}]"
             content = element.encode() if isinstance(element, str) else bytes(element)
             if not content:
                 raise InvalidArgument(f"{field} is empty", field=field)
-            yield file_source("image", content, field)
+            yield file_source(kind, content, field)
     if _PIXELS in inputs:
         pixels = inputs[_PIXELS].data.reshape(inputs[_PIXELS].shape)
         if pixels.size == 0 and len(pixels):

@@ -1,4 +1,4 @@
-"""Images between the texts of a chat's messages, and what becomes of them with a model that reads text alone."""
+"""Images and sounds between the texts of a chat's messages, and what becomes of them with a model that takes none."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from ...core.request import ChatMessage, Conversation, Prompt, prompt_media
 from .json_body import convert_fields, field_error
 from .known_fields import Shape, shape_of
 
-UNSEEN = "[{}: it is here, but this model reads text alone and cannot see it]"
+UNSEEN = "[{}: it is here, but this model cannot read it]"
 """Stands where something was that is no text: an agent goes on, and its model knows why."""
-UNSEEN_WARNING = "this model reads text alone; the text says that there was one: {}"
+UNSEEN_WARNING = "this model takes none; the text says that there was one: {}"
 _LONGEST_TYPE = 100
-_LONGEST_UUID = 256
+_LONGEST_UUID, _LONGEST_FORMAT = 256, 16
 
 
 class _ImageUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,28 +33,74 @@ class _ImagePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     uuid: str | None = None
 
 
-IMAGE_PART_SHAPE: Shape = shape_of(_ImagePart, {"image_url": shape_of(_ImageUrl)})
-IMAGE_PARTS = ("image_url", "input_image")
-"""The types of parts that are images."""
+class _SoundFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    data: str
+    format: str = ""
 
 
-def read_image(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
-    """The image of the part at `where`, behind `offset` characters of the text. Raises `InvalidArgument` for one that
+class _SoundUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    url: str
+
+
+class _SoundPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's part with a file in base64, whose content tells its format, or vLLM's with a URL; with vLLM's `uuid`."""
+
+    type: str
+    input_audio: _SoundFile | None = None
+    audio_url: str | _SoundUrl | None = None
+    uuid: str | None = None
+
+
+_IMAGE_SHAPE = shape_of(_ImagePart, {"image_url": shape_of(_ImageUrl)})
+_SOUND_SHAPE = shape_of(_SoundPart, {"input_audio": shape_of(_SoundFile), "audio_url": shape_of(_SoundUrl)})
+MEDIA_SHAPES: Mapping[str, Shape] = {
+    "image_url": _IMAGE_SHAPE,
+    "input_image": _IMAGE_SHAPE,
+    "input_audio": _SOUND_SHAPE,
+    "audio_url": _SOUND_SHAPE,
+}
+"""By their types, the parts that are media."""
+
+
+def read_medium(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
+    """The medium of the part at `where`, behind `offset` characters of the text. Raises `InvalidArgument` for one that
     says nothing of where it is."""
+    read = _read_sound if MEDIA_SHAPES[part["type"]] is _SOUND_SHAPE else _read_image
+    medium = read(where, part, offset)
+    if len(medium.uuid) > _LONGEST_UUID:
+        raise field_error(f"{where}.uuid", f"may have at most {_LONGEST_UUID} characters")
+    return medium
+
+
+def _read_image(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
     image = convert_fields(part, _ImagePart, where)
     url = image.image_url.url if isinstance(image.image_url, _ImageUrl) else image.image_url or ""
-    if len(image.uuid or "") > _LONGEST_UUID:
-        raise field_error(f"{where}.uuid", f"may have at most {_LONGEST_UUID} characters")
     if not (url or image.uuid):
         raise field_error(f"{where}.image_url", "must be a URL, or an object with one")
     return MediaSource("image", url=url, uuid=image.uuid or "", field=f"{where}.image_url", offset=offset)
 
 
+def _read_sound(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
+    sound = convert_fields(part, _SoundPart, where)
+    field = f"{where}.{'audio_url' if sound.audio_url is not None else 'input_audio'}"
+    if sound.audio_url is not None and sound.input_audio is not None:
+        raise field_error(field, "must not be there beside input_audio")
+    url = sound.audio_url.url if isinstance(sound.audio_url, _SoundUrl) else sound.audio_url or ""
+    if sound.input_audio is not None:
+        if len(sound.input_audio.format) > _LONGEST_FORMAT or not sound.input_audio.format.isalnum():
+            raise field_error(f"{field}.format", "must be the name of a format, such as wav")
+        url = f"data:audio/{sound.input_audio.format};base64,{sound.input_audio.data}"
+    if not (url or sound.uuid):
+        raise field_error(field, "must be a URL, or a file as {data, format}")
+    return MediaSource("audio", url=url, uuid=sound.uuid or "", field=field, offset=offset)
+
+
 def refuse_unseen(media: Iterable[MediaSource], config: ModelConfig) -> None:
-    """Raises `InvalidArgument` for a medium that the model cannot see."""
+    """Raises `InvalidArgument` for a medium that the model cannot see or hear."""
     for medium in media:
         if medium.kind not in config.media:
-            message = f"{medium.field}: model '{config.name}' takes no {medium.kind}: it reads text alone"
+            takes = " and ".join(("text", *sorted(config.media)))
+            message = f"{medium.field}: model '{config.name}' takes no {medium.kind}: it reads {takes} alone"
             raise InvalidArgument(message, field=medium.field)
 
 

@@ -76,11 +76,17 @@ async def test_a_tool_of_a_chat_shows_an_image(client: httpx.AsyncClient, gatewa
         ({"type": "image_url", "image_url": {"url": 5}}, "messages[0].content[0].image_url.url"),
         ({"type": "image_url", "image_url": URL, "uuid": 5}, "messages[0].content[0].uuid"),
         ({"type": "image_url", "uuid": "u" * 257}, "messages[0].content[0].uuid"),
-        ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].type"),
+        ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].input_audio.data"),
+        (
+            {"type": "input_audio", "input_audio": {"data": "", "format": "a/b"}},
+            "messages[0].content[0].input_audio.format",
+        ),
+        ({"type": "input_audio"}, "messages[0].content[0].input_audio"),
+        ({"type": "audio_url", "audio_url": {"url": 5}}, "messages[0].content[0].audio_url.url"),
         ({"type": "video_url", "video_url": {"url": URL}}, "messages[0].content[0].type"),
     ],
 )
-async def test_a_part_that_is_no_image_is_refused(client: httpx.AsyncClient, part: Any, field: str) -> None:
+async def test_a_part_that_is_no_medium_is_refused(client: httpx.AsyncClient, part: Any, field: str) -> None:
     answer = await ask(client, CHAT, [{"role": "user", "content": [part]}])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
@@ -165,8 +171,8 @@ async def test_errors_name_the_place_in_the_body(
 
 
 async def test_an_agent_goes_on_with_a_model_that_does_not_see(client: httpx.AsyncClient, gateway: Any) -> None:
-    unseen = "[image, image/png: it is here, but this model reads text alone and cannot see it]"
-    warning = "this model reads text alone; the text says that there was one: image"
+    unseen = "[image, image/png: it is here, but this model cannot read it]"
+    warning = "this model takes none; the text says that there was one: image"
     await ask(client, RESPONSES, [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}], "llm")
     assert message(gateway) == ChatMessage("user", unseen)
     answer = await ask(client, MESSAGES, [{"role": "user", "content": [LOOK, BLOCK, LOOK, BLOCK]}], "llm")

@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ from PIL import Image
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.media import MediaSource
+from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, TextWithMedia
 from charonia.core.tensor import Tensor
-from charonia.engine.client.image_tensors import IMAGE_INPUTS, read_images, with_image_inputs
 from charonia.engine.client.infer import OWN_LAYOUT, parse_infer_request
+from charonia.engine.client.media_tensors import MEDIA_INPUTS, read_media, with_media_inputs
 from charonia.engine.vllm.build import VLLM_LAYOUT
 from charonia.media.image_file import decode_image
 from charonia.media.limits import MediaLimits
@@ -32,7 +34,7 @@ def test_a_file_is_told_from_text(form: str) -> None:
     Image.fromarray(picture(8, 8)).save(file, form)
     data = file.getvalue()
     text = base64.b64encode(data)
-    sources = read_images(tensors(image=np.array([data, text, b"data:x;base64," + text, b"https://a/b.png"], object)))
+    sources = read_media(tensors(image=np.array([data, text, b"data:x;base64," + text, b"https://a/b.png"], object)))
     assert sources == (
         MediaSource("image", data=data, field="image[0]"),
         MediaSource("image", url=f"data:;base64,{text.decode()}", field="image[1]"),
@@ -44,7 +46,7 @@ def test_a_file_is_told_from_text(form: str) -> None:
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (7, 3), (30, 50)])
 def test_pixels_are_seen_as_they_are(width: int, height: int) -> None:
     images = np.stack([picture(width, height, seed) for seed in (1, 2)])
-    sources = read_images(tensors(image_pixels=images))
+    sources = read_media(tensors(image_pixels=images))
     assert [source.field for source in sources] == ["image_pixels[0]", "image_pixels[1]"]
     for source, image in zip(sources, images, strict=True):
         assert np.array_equal(np.asarray(decode_image(source.data, MediaLimits())), image)
@@ -55,8 +57,8 @@ def test_pixels_are_seen_as_they_are(width: int, height: int) -> None:
     [
         ({"image": np.array([b"a", b""], object)}, r"image\[1\] is empty"),
         ({"image_pixels": np.zeros((2, 0, 4, 3))}, r"image_pixels has images without pixels: \[2, 0, 4, 3\]"),
-        ({"image_pixels": np.zeros((1025, 1, 1, 3))}, "at most 1024 images"),
-        ({"image": np.array([b"a"], object), "input_ids": [1]}, r"image\[0\]: images stand in a text_input"),
+        ({"image_pixels": np.zeros((1025, 1, 1, 3))}, "at most 1024 media"),
+        ({"image": np.array([b"a"], object), "input_ids": [1]}, r"image\[0\]: media stand in a text_input"),
     ],
 )
 def test_what_is_no_image_is_named(values: dict[str, Any], complaint: str) -> None:
@@ -72,12 +74,16 @@ def test_they_belong_to_the_prompt(layout: Any) -> None:
     inputs = tensors(text_input=np.array([b"?"], object), image=np.array([b"\x89"], object))
     [request] = parse_infer_request(InferRequest(inputs=inputs), layout).requests
     assert request.prompt == TextWithMedia("?", (MediaSource("image", data=b"\x89", field="image[0]"),))
-    assert {spec.name for spec in with_image_inputs(layout.inputs)} >= {spec.name for spec in IMAGE_INPUTS}
-    assert len({spec.name for spec in with_image_inputs(layout.inputs)}) == len(with_image_inputs(layout.inputs))
+    sees = ModelConfig("m", "1", "charonia", inputs=layout.inputs, media=frozenset({"image"}))
+    names = [spec.name for spec in with_media_inputs(sees).inputs]
+    assert {*names} >= {spec.name for spec in MEDIA_INPUTS["image"]}
+    assert len({*names}) == len(names)
+    hears = replace(sees, inputs=(), media=frozenset({"audio"}))
+    assert [spec.name for spec in with_media_inputs(hears).inputs] == ["audio"]
 
 
 def test_a_text_without_places_has_them_in_front() -> None:
     source = MediaSource("image", url="x")
-    media = MediaText("<i>", ("<i><i>", "<i>"))
+    media = MediaText({"image": "<i>"}, (("image", "<i><i>"), ("image", "<i>")))
     assert text_with_places(TextWithMedia("?", (source, source)), media) == "<i><i>?"
     assert text_with_places(TextWithMedia("a<i>b", (source, source)), media) == "a<i>b"

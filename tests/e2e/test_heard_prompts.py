@@ -1,0 +1,154 @@
+"""Models whose prompts have sounds, over HTTP through OpenAI's package: what they say is what transformers says by the
+checkpoint's own processor, with a picture beside the sound where the family has both, and a second turn computes
+neither the sound nor the prompt again."""
+
+import base64
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForMultimodalLM
+
+from charonia.telemetry.scrape import Interval, parse_scrape
+from charonia.tokenization.tokenizer import Tokenizer
+from tests.hearing_prompts import MODELS_THAT_HEAR, prompt_inputs, write_hearing
+from tests.media.sounds import sound_file, tones, wav
+from tests.seeing_models import picture
+
+from .models import write_model
+from .serving import Server, serving
+from .test_seeing import part as picture_part
+
+NAME = "gemma4"
+"""The one that sees, too; others are served by `make proof`."""
+NEW = 12
+SOUNDS = tones(3.3, 1), tones(0.7, 2)
+PICTURE = picture(90, 50, 1)
+
+
+def data_of(samples: Any, form: str = "wav") -> str:
+    return base64.b64encode(wav(samples) if form == "wav" else sound_file(form, samples)).decode()
+
+
+def chat(sees: bool) -> list[Any]:
+    first = {"type": "input_audio", "input_audio": {"data": data_of(SOUNDS[0]), "format": "wav"}}
+    second = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data_of(SOUNDS[1])}"}}
+    between = [{"type": "text", "text": " over "}, picture_part(PICTURE)] if sees else []
+    texts = [{"type": "text", "text": text} for text in ("What is ", " beside ", "?")]
+    return [{"role": "user", "content": [texts[0], first, *between, texts[1], second, texts[2]]}]
+
+
+@torch.inference_mode()
+def expected(directory: Path, name: str, sees: bool) -> str:
+    """What transformers generates greedily for the chat."""
+    model: Any = AutoModelForMultimodalLM.from_pretrained(directory, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    kind = MODELS_THAT_HEAR[name]
+    sound = f"{kind.before}{kind.token}{kind.behind}"
+    over = " over <|image|>" if sees else ""
+    text = f"<|user|>What is {sound}{over} beside {sound}?<|end|>\n<|assistant|>"
+    if name == "qwen3-asr":  # its processor takes one sound for each text
+        inputs = _joined(directory, text)
+    else:
+        inputs = prompt_inputs(directory, name, text, SOUNDS, [PICTURE] if sees else [])
+    out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    return Tokenizer.load(directory).decode(out[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def _joined(directory: Path, text: str) -> dict[str, Any]:
+    """Both sounds in one prompt, each prepared by the processor, and the shorter one filled up."""
+    first, second = text.split(" beside ")
+    texts = f"{first} beside ", second
+    parts = [prompt_inputs(directory, "qwen3-asr", text, [sound]) for text, sound in zip(texts, SOUNDS, strict=True)]
+    frames = max(made["input_features"].shape[-1] for made in parts)
+    filled = {
+        key: torch.cat([functional.pad(made[key], (0, frames - made[key].shape[-1])) for made in parts])
+        for key in ("input_features", "input_features_mask")
+    }
+    return filled | {key: torch.cat([made[key] for made in parts], 1) for key in ("input_ids", "attention_mask")}
+
+
+def serve_one(folder: Path, name: str, checkpoint: Path) -> AbstractContextManager[Server]:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "limit_mm_per_prompt": "audio=2"}
+    write_model(folder / "models", name, checkpoint, dtype="float32", **limits)
+    return serving(folder / "t", "--model-repository", str(folder / "models"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hearing(tmp_path_factory.mktemp("hearing") / NAME, NAME)
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Server]:
+    with serve_one(tmp_path_factory.mktemp("h"), NAME, checkpoint) as running:
+        yield running
+        assert running.stop() == 0, running.said
+
+
+def said(server: Server, name: str, messages: list[Any]) -> Any:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        return client.chat.completions.create(
+            model=name, messages=messages, max_tokens=NEW, temperature=0, extra_body={"ignore_eos": True}
+        )
+
+
+def check_answers(server: Server, checkpoint: Path, name: str) -> None:
+    sees = name == NAME
+    right, messages = expected(checkpoint, name, sees), chat(sees)
+    before = parse_scrape(httpx.get(server.metrics_url).text, "the server")
+    first = said(server, name, messages)
+    assert first.choices[0].message.content == right
+    second = said(server, name, [*messages, {"role": "assistant", "content": right}, {"role": "user", "content": "?"}])
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached >= first.usage.prompt_tokens // 16 * 16
+    grown = Interval(before, parse_scrape(httpx.get(server.metrics_url).text, "the server"))
+    assert grown.grown("charonia_tower_images_total", name) == 2 + sees
+    assert grown.grown("charonia_tower_cache_hits_total", name) == 2 + sees
+
+
+def test_it_says_what_transformers_says(hearing: Server, checkpoint: Path) -> None:
+    check_answers(hearing, checkpoint, NAME)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", [name for name in MODELS_THAT_HEAR if name != NAME])
+def test_others_say_what_transformers_says(tmp_path: Path, name: str) -> None:
+    checkpoint = write_hearing(tmp_path / "made", name)
+    with serve_one(tmp_path, name, checkpoint) as running:
+        check_answers(running, checkpoint, name)
+        with pytest.raises(openai.BadRequestError, match="takes no image: it reads text and audio alone"):
+            said(running, name, [{"role": "user", "content": [picture_part(PICTURE)]}])
+        assert running.stop() == 0, running.said
+
+
+def test_what_is_no_sound_is_named(hearing: Server) -> None:
+    long = {"type": "input_audio", "input_audio": {"data": data_of(tones(31)), "format": "wav"}}
+    for content, complaint in (
+        ([long | {"input_audio": {"data": "AAAA", "format": "wav"}}], r"content\[0\].input_audio: the file is"),
+        ([long] * 3, r"content\[2\].input_audio: a prompt may have at most 2 of the kind audio"),
+        ([long], "the sound has 31.0 seconds, and the model hears 30 at a time"),
+        ([{"type": "text", "text": "<|audio|>"}], "1 tokens that stand for parts of sounds"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=complaint):
+            said(hearing, NAME, [{"role": "user", "content": content}])
+
+
+def test_it_is_the_same_in_other_protocols(hearing: Server) -> None:
+    sound = data_of(SOUNDS[0], "flac")
+    part = {"type": "input_audio", "input_audio": {"data": sound, "format": "flac"}}
+    right = said(hearing, NAME, [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}])
+    options = {"temperature": 0, "ignore_eos": True}
+    content = [part, {"type": "input_text", "text": "?"}]
+    body = {"model": NAME, "max_output_tokens": NEW, "input": [{"role": "user", "content": content}], **options}
+    answer = httpx.post(f"{hearing.url}/v1/responses", json=body, timeout=60).json()
+    assert answer["output"][-1]["content"][0]["text"] == right.choices[0].message.content
+    tensors = {"text_input": "<|user|><|audio|>?<|end|>\n<|assistant|>", "audio": sound, "max_tokens": NEW, **options}
+    generated = httpx.post(f"{hearing.url}/v2/models/{NAME}/generate", json=tensors, timeout=60).json()
+    assert generated["text_output"] == right.choices[0].message.content
