@@ -27,7 +27,19 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import NewSequence, ResolvedSampling, StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceSpec
-from .gpu_engine import BLOCK, GpuWork, RandomExecutor, RandomWeights, decode_plans, mixed_plans, one_plan, with_drafts
+from .gpu_engine import (
+    BLOCK,
+    GpuWork,
+    RandomExecutor,
+    RandomWeights,
+    decode_plans,
+    mixed_plans,
+    one_plan,
+    random_prompts,
+    time_steps,
+    use_graphs,
+    with_drafts,
+)
 from .gpu_report import Figure
 from .gpu_served import StepRates, served_figures, written_checkpoint
 from .inline_loop import run_to_end
@@ -80,6 +92,7 @@ class GpuBench:
             Row("attention, prefill", 6, lambda: self.prefill_attention(work.prompt)),
             *self.step_rows(),
             Row("decode steps with drafts", 10, lambda: self.decode_steps(work.batches[1], work.drafts)),
+            Row("steps with parts of prompts", 10, self.mixed_steps),
             Row("pictures of steps", 15, self.trace),
             *self.served_rows(None),
             *of_small,
@@ -161,26 +174,28 @@ class GpuBench:
         if graphs is not None:
             graphs.capture_now(rows * (1 + drafts), context + work.steps + 14 + drafts, 1 + drafts)
         eager = 0 if graphs is None else graphs.eager_steps.total()
-        runner.begin_step(plans[0])
-        launching, began = 0.0, 0.0
-        for at, plan in enumerate(plans[1:]):
-            if at == 12:
-                launching, began = 0.0, perf_counter()
-            before = perf_counter()
-            runner.begin_step(plan)
-            launching += perf_counter() - before
-            runner.finish_step()
-        seconds = (perf_counter() - began) / (len(plans) - 13)
-        runner.finish_step()
+        seconds, launching = time_steps(runner, plans)
         bound = (self.weight_bytes + rows * context * self.token_bytes) / self.read
         bar = None if drafts or context > work.context else 0.78 if rows == 1 else 0.65
         name = f"{work.name} decode step of {rows} at {context:,}" + (f" with {drafts} drafts each" if drafts else "")
-        more = f"launched in {1e3 * launching / (len(plans) - 13):.2f} ms of the host"
+        more = f"launched in {1e3 * launching:.2f} ms of the host"
         if graphs is not None and (launched := graphs.eager_steps.total() - eager):
             more += f", {launched} steps kernel by kernel"
         if not drafts and context == work.context:
             self.decode_seconds[rows] = seconds
         yield Figure(name, 1e3 * seconds, "ms", bound / seconds, "bandwidth", bar, more)
+
+    def mixed_steps(self) -> Iterator[Figure]:
+        """Steps with a part of a prompt beside rows that decode, launched kernel by kernel and as a graph."""
+        work, runner = self.work, self.executor.rank.runner
+        rows, chunk, steps = work.batches[1], max(work.prompt // 32, 1), work.steps // 4 + 14
+        graphs, blocks = runner.computer.graphs, -(-max(work.context + steps, chunk * (steps + 1)) // BLOCK)
+        for launched in (True, False) if graphs is not None else (True,):
+            use_graphs(runner, None if launched else graphs)
+            self.allocate((rows + 1) * blocks)
+            seconds, launching = time_steps(runner, [*mixed_plans(rows, work.context, steps, blocks, chunk)])
+            name = f"{work.name} step of {rows} and {chunk:,} tokens of a prompt{', launched' if launched else ''}"
+            yield Figure(name, 1e3 * seconds, "ms", more=f"launched in {1e3 * launching:.2f} ms of the host")
 
     def prefill(self) -> Iterator[Figure]:
         tokens, executor = self.work.prompt, self.executor
@@ -199,9 +214,7 @@ class GpuBench:
 
     def trace(self) -> Iterator[Figure]:
         """A decode step, and one that computes a part of a prompt, too; kernel by kernel."""
-        rows = self.work.batches[1]
-        context = self.work.context
-        runner = self.executor.rank.runner
+        rows, context, runner = self.work.batches[1], self.work.context, self.executor.rank.runner
         chunk = min(context, self.work.prompt // 8)
         blocks = -(-max(context + 4, 4 * chunk) // BLOCK)
         for name, plans in (
@@ -217,10 +230,8 @@ class GpuBench:
                 runner.run_step(next(plans))
 
             spans = trace_step(compute, self.device)
-            file = (
-                self.pictures
-                / f"gpu-{name.split(' and ')[0].replace(' ', '-')}{'-mixed' if 'prompt' in name else ''}.svg"
-            )
+            stem = name.split(" and ")[0].replace(" ", "-") + ("-mixed" if "prompt" in name else "")
+            file = self.pictures / f"gpu-{stem}.svg"
             title = f"{self.work.name} {name} at {context:,}"
             write_picture(spans, title, file)
             lanes = lane_microseconds(spans)
@@ -269,7 +280,7 @@ class GpuBench:
         scheduler = Scheduler(rule, KVCacheManager(blocks, BLOCK, prefix_caching=False))
         specs = [
             SequenceSpec(key=key, prompt=np.array(prompt, np.int32), max_tokens=self.work.new)
-            for key, prompt in enumerate(self.prompts(sequences))
+            for key, prompt in enumerate(random_prompts(self.work, sequences))
         ]
         seconds = run_to_end(scheduler, self.executor, specs).seconds
         yield Figure(f"offline, {sequences} sequences", sequences * self.work.new / seconds, "tokens/s")
@@ -285,7 +296,7 @@ class GpuBench:
         new = self.work.new
         generation = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
         began = perf_counter()
-        prompts = self.prompts(self.work.offline)
+        prompts = random_prompts(self.work, self.work.offline)
         answers = model.generate_batch(prompts, generation_config=generation, progress_bar=False)
         made = sum(len(answer.generated_tokens) for answer in answers.values())
         name = f"transformers' continuous batching, {self.work.offline} sequences"
@@ -310,12 +321,6 @@ class GpuBench:
         )
         seconds = self.kernel_seconds(lambda: [step(layer, q, k, v) for layer in range(layers)])
         return seconds / layers, backend.block_bytes / BLOCK / layers
-
-    def prompts(self, sequences: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(1)
-        size = (sequences, self.work.new)
-        prompts: list[list[int]] = torch.randint(1, self.work.config["vocab_size"], size, generator=generator).tolist()
-        return prompts
 
     @cached_property
     def executor(self) -> RandomExecutor:

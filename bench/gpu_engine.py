@@ -3,6 +3,7 @@ the plans of its steps."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,12 @@ from ..engine.checkpoint.hf_checkpoint import Checkpoint
 from ..engine.checkpoint.weights import TensorSlice
 from ..engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from ..engine.cpu.matmul import GroupedRows
+from ..engine.gpu.graphs import DecodeGraphs
 from ..engine.models.registry import NativeBuilder
+from ..engine.worker.device_step_computer import DeviceStepComputer
 from ..engine.worker.inline_executor import InlineExecutor
 from ..engine.worker.loaded_rank import load_rank
+from ..engine.worker.model_runner import ModelRunner
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import IntArray, NewSequence, ResolvedSampling, StepPlan
 from .checkpoint import LLAMA_ONE_BILLION
@@ -183,3 +187,37 @@ def one_plan(
     ones = np.ones(len(rows), np.int32)
     columns = rows, start * ones, count * ones, ones.astype(np.bool_), ones
     return StepPlan(step, *columns, appended, tuple(new), np.zeros(0, np.int32))
+
+
+def random_prompts(work: GpuWork, sequences: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    size = (sequences, work.new)
+    prompts: list[list[int]] = torch.randint(1, work.config["vocab_size"], size, generator=generator).tolist()
+    return prompts
+
+
+def use_graphs(runner: ModelRunner, graphs: DecodeGraphs | None) -> None:
+    """Replay steps by `graphs` from now on; they refer to the cache that there was."""
+    if isinstance(runner.computer, DeviceStepComputer):
+        runner.computer.graphs = graphs
+
+
+UNCOUNTED = 12
+"""Steps that `time_steps` does not count: they compile kernels and capture graphs."""
+
+
+def time_steps(runner: ModelRunner, plans: Sequence[StepPlan]) -> tuple[float, float]:
+    """Seconds of a step, and of the host to launch it, where each begins before the last one's result is read."""
+    runner.begin_step(plans[0])
+    launching, began = 0.0, 0.0
+    for at, plan in enumerate(plans[1:]):
+        if at == UNCOUNTED:
+            launching, began = 0.0, perf_counter()
+        before = perf_counter()
+        runner.begin_step(plan)
+        launching += perf_counter() - before
+        runner.finish_step()
+    counted = len(plans) - 1 - UNCOUNTED
+    seconds = (perf_counter() - began) / counted
+    runner.finish_step()
+    return seconds, launching / counted

@@ -276,6 +276,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Decode steps are launched kernel by kernel on a GPU, without graphs."""
     warm_up_graphs: bool = True
     """The graphs of usual decode steps are captured before the model is ready."""
+    graph_prompt_tokens: int = 2048
+    """Steps with parts of prompts have graphs up to so many tokens."""
     ahead_given: bool = False
     """The scheduler's `ahead` was configured; otherwise the device says how many steps it wants to be ahead."""
     data_parallel_size: int = 1

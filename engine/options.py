@@ -72,7 +72,9 @@ class EngineOptions:
     batch_invariance: bool | None = None
     """On a GPU have kernels of ours compute all products, so that no row's result depends on how many are beside it."""
     warm_up_graphs: bool | None = None
-    """Capture the CUDA graphs of usual decode steps before the model is ready, and not as they are first needed."""
+    """Capture the CUDA graphs of usual steps before the model is ready, and not as they are first needed."""
+    graph_prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=8192)] | None = None
+    """Have CUDA graphs also of steps with parts of prompts, up to so many tokens; 0: of decode steps alone."""
     tensor_parallel_size: RankCount | None = None
     """Ranks that share every layer."""
     pipeline_parallel_size: RankCount | None = None

@@ -61,6 +61,8 @@ class DeviceBatch(NamedTuple):
     """Those of `StepPositions`; None: it has none."""
     ends: Tensor | None = None
     """In the same way."""
+    prompts: bool = False
+    """Whether rows of a recorded step may be parts of prompts, and have more places than the host's bounds say."""
 
 
 class EmbeddedPlaces(NamedTuple):
@@ -117,7 +119,7 @@ class StepBatch:
         """`rows`, `starts` and `counts`, [R], are host numbers; `rows` are lines of `token_ids` int32 [lines,
         max_tokens], and of `block_ids` int64 [lines, groups * max_blocks], group by group, with anything after the last
         block of each. `on_device`: buffers of a recorded step, whose numbers change in a replay; `starts` and `counts`
-        are then upper bounds, by which kernels choose grids."""
+        are then upper bounds, by which kernels choose grids: of rows that decode, if there may be parts of prompts."""
         self.rows, self.starts, self.counts = (np.ascontiguousarray(x, np.int32) for x in (rows, starts, counts))
         self.token_ids = token_ids
         self.block_ids = block_ids

@@ -18,6 +18,7 @@ class DeviceAttention(AttentionBackend):
     """Reads rows on the device alone, as kernels do; padded places go to a block that belongs to nobody."""
 
     recordable_places = 8
+    records_prompts = True
 
     def allocate(self, blocks: int) -> None:
         spec = self._spec

@@ -114,6 +114,11 @@ class AttentionBackend(ABC):
         return 0
 
     @property
+    def records_prompts(self) -> bool:
+        """Whether rows of a recorded step may also be parts of prompts (`DeviceBatch.prompts`)."""
+        return False
+
+    @property
     def block_bytes(self) -> int:
         """Bytes that one block takes, over all layers of a group."""
         spec = self._spec

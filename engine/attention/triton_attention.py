@@ -58,6 +58,10 @@ class TritonAttention(AttentionBackend):
     def recordable_places(self) -> int:
         return min((spec.most_decoded for spec in self._specs), default=DECODE_PLACES[-1])
 
+    @property
+    def records_prompts(self) -> bool:
+        return True
+
     def allocate(self, blocks: int) -> None:
         spec = self._spec
         # Earlier ones are freed first.

@@ -101,7 +101,7 @@ class StepTiles(NamedTuple):
     parts: int
     """The most parts of a decoding row's context."""
     chunks: Tensor | None
-    """The tiles of chunks, int32 [T, row and offset]."""
+    """The tiles of chunks, int32 [T, row and offset]; of a recorded step followed by some of row -1, for nobody."""
 
 
 class PartsPlan(NamedTuple):
@@ -130,7 +130,8 @@ def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
     counts = batch.counts
     few = counts[counts <= spec.most_decoded]
     places = spec.decode_places(int(few.max())) if few.any() else 0
-    return StepTiles(places, most_parts(spec, batch.longest), _plan_chunks(spec, batch, places))
+    plan = _plan_recorded_chunks if batch.on_device.prompts else _plan_chunks
+    return StepTiles(places, most_parts(spec, batch.longest), plan(spec, batch, places))
 
 
 def most_parts(spec: AttentionSpec, longest: int) -> int:
@@ -146,10 +147,29 @@ def _plan_chunks(spec: AttentionSpec, batch: StepBatch, places: int) -> Tensor |
     if not len(left):
         return None
     device = batch.token_ids.device
-    tokens = chunk_plan(spec, capability(device))["M"] // spec.group
+    tokens = _tokens_of_chunks(spec, device)
     numbers = -(-batch.counts[left] // tokens)
     offsets = (np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * tokens
     return to_device(np.stack((np.repeat(left, numbers), offsets), 1).astype(np.int32), device)
+
+
+def _plan_recorded_chunks(spec: AttentionSpec, batch: StepBatch, places: int) -> Tensor:
+    """The same of numbers that the device alone has; as many as there may be. Places see none behind themselves."""
+    counts, size = batch.on_device.counts, batch.size
+    tokens = _tokens_of_chunks(spec, counts.device)
+    numbers = torch.where(counts > places, torch.div(counts + (tokens - 1), tokens, rounding_mode="floor"), 0)
+    ends = numbers.cumsum(0)
+    tile = torch.arange(size // tokens + min(len(counts), size // (places + 1)), device=counts.device)
+    row = torch.searchsorted(ends, tile, right=True)
+    own = row.clamp(max=len(counts) - 1)
+    offsets = (tile - (ends - numbers)[own]) * tokens
+    return torch.stack((torch.where(row < len(counts), row, -1), offsets), 1).to(torch.int32)
+
+
+def _tokens_of_chunks(spec: AttentionSpec, device: torch.device) -> int:
+    """Tokens of a chunk's tile."""
+    lines: int = chunk_plan(spec, capability(device))["M"]
+    return lines // spec.group
 
 
 def _sees_ahead(spec: AttentionSpec, batch: StepBatch) -> NDArray[np.bool_]:

@@ -41,8 +41,10 @@ def chunk_kernel(
     DIMS: tl.constexpr,
 ):
     """Program (tile, key head) has M // group tokens of one chunk, from the offset in `tiles` [T, row and offset] on,
-    and all query heads of that key head. Keys that all of them see are not masked."""
+    and all query heads of that key head; row -1 is nobody's. Keys that all of them see are not masked."""
     index = tl.load(tiles + tl.program_id(0) * 2)
+    if index < 0:
+        return
     offset = tl.load(tiles + tl.program_id(0) * 2 + 1)
     kv_head = tl.program_id(1)
     start = tl.load(starts + index)

@@ -1,13 +1,13 @@
-"""Decode steps as CUDA graphs, one for each bucket of places and context lengths.
+"""Steps as CUDA graphs, one for each bucket of places and context lengths.
 
-Launching a decode step's kernels takes longer than a fast GPU computes. A graph is recorded over static buffers; a step
-writes its numbers there and replays the graph, one launch for all kernels.
+Launching the kernels of a decode step, or of one with a short part of a prompt, takes longer than a fast GPU computes.
+A graph is recorded over static buffers; a step writes its numbers there and replays the graph, one launch for all
+kernels.
 """
 
 import logging
 import math
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +24,7 @@ from ...core.eager_reason import EagerReason
 from ..step_adapters import BLOCK_PLACES, AdapterBlocks, StepAdapters
 from ..step_batch import StepBatch
 from ..step_states import StepStates
+from .graph_buckets import GraphBuckets, GraphKey, StepExtent
 from .state_rows import StateMoves
 
 log = logging.getLogger(__name__)
@@ -33,14 +34,6 @@ CAPTURE_SECONDS = 1.0
 
 LONGEST_RETRY_SECONDS = 600.0
 """The longest wait after failed captures, which doubles each time."""
-
-GRAPH_BYTES = 4 << 20
-"""Memory that CUDA keeps for one graph, about 10 KiB a node, beside torch's tensors; twice that with adapters, whose
-kernels are nodes, too."""
-
-_SHORT_CONTEXT, _CONTEXT_RATIO = 8192, 4
-_PLAIN_SIZES = (1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32))
-_OTHER_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 Launches: TypeAlias = Callable[[], None]
 Recorder: TypeAlias = Callable[[Launches], Launches]
@@ -99,90 +92,16 @@ class _Failures(NamedTuple):
         return _Failures(self.times + 1, now + min(CAPTURE_SECONDS * 2 ** (self.times + 1), LONGEST_RETRY_SECONDS))
 
 
-class GraphKey(NamedTuple):
-    """A bucket of steps."""
-
-    context: int
-    """The most tokens of a sequence."""
-    adapted: bool
-    """Whether rows may have adapters."""
-    most: int
-    """The most places of one row, which has several with drafts."""
-    places: int
-    """The most places of the step."""
-
-
-class GraphBuckets(NamedTuple):
-    """The sizes that steps are padded to, ascending."""
-
-    rows: tuple[int, ...]
-    """Places of steps whose rows have one each and no adapter."""
-    contexts: tuple[int, ...]
-    """Lengths of sequences."""
-    others: tuple[int, ...] = ()
-    """Places of steps with drafts or adapters, which have fewer buckets."""
-    most: int = 1
-    """The most places of a row."""
-    adapters: int = 0
-    """The most different adapters of a step."""
-
-    @classmethod
-    def of_limits(cls, most_rows: int, longest: int, most: int = 1, adapters: int = 0) -> "GraphBuckets":
-        """The buckets for steps of up to `most_rows` rows, and sequences of up to `longest` tokens."""
-        contexts = [_SHORT_CONTEXT]
-        while contexts[-1] < longest:
-            contexts.append(contexts[-1] * _CONTEXT_RATIO)
-        others = _sizes_to(most_rows * most, _OTHER_SIZES) if most > 1 or adapters else ()
-        return cls(_sizes_to(most_rows, _PLAIN_SIZES), (*contexts[:-1], longest), others, most, adapters)
-
-    @property
-    def keys(self) -> list[GraphKey]:
-        """All buckets: short contexts first, and among these the plain steps."""
-        kinds = [(False, 1), (False, self.most), (True, 1), (True, self.most)]
-        return [
-            GraphKey(context, adapted, most, places)
-            for context in self.contexts
-            for adapted, most in dict.fromkeys(kinds[: 4 if self.adapters else 2])
-            for places in self._sizes(adapted, most)
-            if places > 1 or most == 1
-        ]
-
-    def _sizes(self, adapted: bool, most: int) -> tuple[int, ...]:
-        return self.others if adapted or most > 1 else self.rows
-
-    @property
-    def usual_keys(self) -> list[GraphKey]:
-        """The buckets of short contexts without adapters."""
-        return [key for key in self.keys if key.context == self.contexts[0] and not key.adapted]
-
-    @property
-    def places(self) -> int:
-        return max(self.rows + self.others)
-
-    @property
-    def bytes(self) -> int:
-        """Memory of all graphs, without their outputs."""
-        return sum(GRAPH_BYTES << key.adapted for key in self.keys)
-
-    def find(self, places: int, most: int, longest: int, adapted: bool) -> GraphKey | None:
-        """The bucket of a step; None for one that is too large."""
-        size = _bucket(places, self._sizes(adapted, most))
-        context = _bucket(longest, self.contexts)
-        if size is None or context is None or most > self.most or (adapted and not self.adapters):
-            return None
-        return GraphKey(context, adapted, self.most if most > 1 else 1, size)
-
-
 class StaticStep(NamedTuple):
-    """A step that is recorded, over static buffers: N rows and N places at most."""
+    """A step that is recorded, over static buffers: R rows and N places at most."""
 
     numbers: Tensor
-    """int32 [5, N]: lines of the worker's tables, starts, counts (0 for a padded row), first places, and shifts of
+    """int32 [5, R]: lines of the worker's tables, starts, counts (0 for a padded row), first places, and shifts of
     positions (`StepPositions`)."""
-    most: int
-    """The most places of one row."""
-    context: int
-    """The most tokens of a sequence."""
+    key: GraphKey
+    """Its bucket."""
+    logits_at: Tensor | None = None
+    """int64 [L]: the packed places with logits, of a step that may have parts of prompts; None: all are."""
     adapters: StepAdapters | None = None
     """The adapters of places that have one; None where none has."""
     moves: StateMoves | None = None
@@ -190,8 +109,8 @@ class StaticStep(NamedTuple):
 
 
 class DecodeGraphs:
-    """The graphs of decode steps, for one thread. `compute(step)` returns the outputs at each place, the logits [N,
-    vocabulary] first; it reads numbers on the device alone, and its buffers stay in place until `forget`. `eager_steps`
+    """The graphs of steps, for one thread. `compute(step)` returns the logits [L, vocabulary], and then other outputs
+    at each place; it reads numbers on the device alone, and its buffers stay in place until `forget`. `eager_steps`
     counts steps without a graph, and `failed_captures` is counted, too: each is tried again later."""
 
     def __init__(
@@ -227,16 +146,26 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def replay(
-        self, batch: StepBatch, adapters: StepAdapters | None = None, states: StepStates | None = None
+        self,
+        batch: StepBatch,
+        adapters: StepAdapters | None = None,
+        states: StepStates | None = None,
+        logits_at: Tensor | None = None,
     ) -> list[Tensor] | None:
-        """The outputs of a step at each of its places, valid until the next step. `states`: of its rows, if layers keep
-        some. None: it has no graph yet, or is too large for one."""
-        most = int(batch.counts.max())
-        key = self.buckets.find(batch.size, most, batch.longest, adapters is not None)
+        """The outputs of a step at each of its places, valid until the next step; of one with parts of prompts the
+        logits at `logits_at`, int64 on the device. `states`: of its rows, if layers keep some. None: it has no graph
+        yet, or is too large for one."""
+        counts, prompts = batch.counts, logits_at is not None
+        few = counts[counts <= self.buckets.most] if prompts else counts
+        most = int(few.max()) if len(few) else 1
+        logits = batch.size if logits_at is None else len(logits_at)
+        extent = StepExtent(batch.size, batch.longest, most, adapters is not None, prompts, len(counts), logits)
+        key = self.buckets.find(extent)
         if states is not None and len(states.saves) > self._moves.shape[1]:
             key = None
         if key is None or not self._may_replay(key):
-            self.eager_steps[EagerReason.TOO_LARGE if key is None else EagerReason.NOT_CAPTURED] += 1
+            too_large = EagerReason.PROMPT if prompts else EagerReason.TOO_LARGE
+            self.eager_steps[too_large if key is None else EagerReason.NOT_CAPTURED] += 1
             return None
         rows = len(batch.rows)
         packed = np.zeros(self._numbers.shape, np.int32)
@@ -248,8 +177,11 @@ class DecodeGraphs:
             self._write(self._adapters, adapters.pack(self._adapters.shape[1]))
         if states is not None:
             self._write(self._moves, states.pack(self._moves.shape[1]))
+        if logits_at is not None:
+            self._logits_at.zero_()  # what is left of larger steps may be no place of this one
+            self._logits_at[:logits].copy_(logits_at)
         self._replays[key]()
-        return [output[: batch.size] for output in self._outputs]
+        return [self._outputs[0][:logits], *(output[: batch.size] for output in self._outputs[1:])]
 
     @torch.inference_mode()
     def capture_one(self) -> bool:
@@ -278,16 +210,16 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_now(self, places: int, longest: int, most: int = 1) -> None:
         """Capture the graph for steps of so many places in sequences of up to `longest` tokens, for measurements."""
-        key = self.buckets.find(places, most, longest, False)
+        key = self.buckets.find(StepExtent(places, longest, most))
         if key is not None:
             self._capture(key)
 
     @torch.inference_mode()
     def compute_largest(self) -> None:
-        """Compute the step that takes the most memory, and record nothing."""
-        buckets = self.buckets
-        key = GraphKey(buckets.contexts[-1], bool(buckets.adapters), buckets.most, buckets.places)
-        self._output_bytes = sum(output.nbytes for output in self._compute(self._padded_step(key)))
+        """Compute the steps that take the most memory, and record nothing."""
+        computed = (self._compute(self._padded_step(key)) for key in self.buckets.largest_keys)
+        sizes = [[output.nbytes for output in outputs] for outputs in computed]
+        self._output_bytes = sum(map(max, *sizes)) if len(sizes) > 1 else sum(sizes[0])
 
     def _may_replay(self, key: GraphKey) -> bool:
         """Whether there is a graph; one is captured now if the last capture is long enough ago."""
@@ -307,8 +239,10 @@ class DecodeGraphs:
         try:
             first = self._compute(step)
             if not self._outputs:
-                self._outputs = [output.new_zeros((self.buckets.places, output.shape[1])) for output in first]
-            out = [output[: key.places] for output in self._outputs]
+                lines = self.buckets.lines, *[self.buckets.places] * (len(first) - 1)
+                sizes = ((most, output.shape[1]) for most, output in zip(lines, first, strict=True))
+                self._outputs = [output.new_zeros(size) for output, size in zip(first, sizes, strict=True)]
+            out = [whole[: len(output)] for whole, output in zip(self._outputs, first, strict=True)]
             self._replays[key] = self._record(lambda: _copy(out, self._compute(step)))
         except Exception as error:  # the step is launched kernel by kernel, which shows whether it can be computed
             self._count_failure(key, error)
@@ -334,8 +268,9 @@ class DecodeGraphs:
             self._adapters.zero_()
             blocks = min(key.places, key.places // BLOCK_PLACES + self.buckets.adapters)
             adapters = StepAdapters.on_device(AdapterBlocks(self._adapters, blocks))
-        numbers = self._numbers[:, : key.places]
-        return StaticStep(numbers, key.most, key.context, adapters, StateMoves(*self._moves))
+        numbers = self._numbers[:, : self.buckets.rows_of(key)]
+        logits_at = self._logits_at[: self.buckets.logits_of(key)].zero_() if key.prompts else None
+        return StaticStep(numbers, key, logits_at, adapters, StateMoves(*self._moves))
 
     def _write(self, buffer: Tensor, numbers: NDArray[Any]) -> None:
         """Copy numbers to the device without waiting for it."""
@@ -345,7 +280,11 @@ class DecodeGraphs:
     @cached_property
     def _numbers(self) -> Tensor:
         """int32 [5, W]; each line is aligned to 16 bytes, for which Triton has forms of its own."""
-        return torch.zeros((5, -(-self.buckets.places // 4) * 4), dtype=torch.int32, device=self._device)
+        return torch.zeros((5, -(-self.buckets.lines // 4) * 4), dtype=torch.int32, device=self._device)
+
+    @cached_property
+    def _logits_at(self) -> Tensor:
+        return torch.zeros(self.buckets.lines, dtype=torch.int64, device=self._device)
 
     @cached_property
     def _moves(self) -> Tensor:
@@ -355,19 +294,7 @@ class DecodeGraphs:
     @cached_property
     def _adapters(self) -> Tensor:
         """int64 [4, W], see `AdapterBlocks`."""
-        return torch.zeros((4, self._numbers.shape[1]), dtype=torch.int64, device=self._device)
-
-
-def _sizes_to(most: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The sizes below `most`, and `most`, or the largest size if that is less."""
-    most = min(most, sizes[-1])
-    return (*(size for size in sizes if size < most), most)
-
-
-def _bucket(size: int, buckets: Sequence[int]) -> int | None:
-    """The smallest of ascending `buckets` that `size` fits into."""
-    at = bisect_left(buckets, size)
-    return buckets[at] if at < len(buckets) else None
+        return torch.zeros((4, self.buckets.places), dtype=torch.int64, device=self._device)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

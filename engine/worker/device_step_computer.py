@@ -39,7 +39,7 @@ class DeviceStepComputer:
         self.attention = attention
         self.stores = stores
         self.graphs: DecodeGraphs | None = None
-        """Recorded decode steps, made around `compute_static`; the attention must be able to."""
+        """Recorded steps, made around `compute_static`; the attention must be able to."""
         self.eager_steps: Counter[EagerReason] = Counter()
         self._rows = rows
         self._device = device
@@ -69,7 +69,8 @@ class DeviceStepComputer:
         if states is not None and step.moves is not None:
             recorded = states.recorded_step(batch, step.moves)
         context = StepContext(batch, self.attention.begin_step(batch), step.adapters, recorded)
-        logits = self.decoder.compute_logits(context, (torch.arange(batch.size, device=self._device),))
+        places = torch.arange(batch.size, device=self._device) if step.logits_at is None else step.logits_at
+        logits = self.decoder.compute_logits(context, (places,))
         assert logits is not None  # only a whole model's steps are recorded
         assert isinstance(self.decoder, NativeDecoder)
         return [next(logits), *self.decoder.kept]
@@ -98,23 +99,27 @@ class DeviceStepComputer:
         HostCopy(choose_sampler(self._device)(next(logits), drawn)).read()
 
     def _replay(self, inputs: StepInputs, states: StepStates | None) -> StepLogits | None:
-        """The logits of a decode step that is recorded; None: it is to be launched."""
+        """The logits of a step that is recorded; None: it is to be launched."""
         batch = inputs.batch
         wanted = len(inputs.logits_indices)
         if self.graphs is None:
             self.eager_steps[EagerReason.NOT_RECORDED] += 1
             return None
-        computes_prompt = inputs.scored is not None or batch.embedded is not None or not wanted
-        if computes_prompt or (wanted < batch.size and batch.counts.max() > self.graphs.buckets.most):
+        moved = batch.moved
+        by_grid = moved is not None and (moved.grid is not None or moved.ends is not None)
+        prompts = not wanted or (wanted < batch.size and batch.counts.max() > self.graphs.buckets.most)
+        if inputs.scored is not None or batch.embedded is not None or (prompts and by_grid):
             self.eager_steps[EagerReason.PROMPT] += 1
             return None
-        outputs = self.graphs.replay(batch, inputs.adapters, states)
+        outputs = self.graphs.replay(batch, inputs.adapters, states, inputs.logits_indices if prompts else None)
         if outputs is None:
             return None
         logits, *kept = outputs
         if kept:
             cast(NativeDecoder, self.decoder).kept = kept
-        return StepLogits(logits if wanted == batch.size else logits[inputs.logits_indices])
+        if prompts or wanted == batch.size:
+            return StepLogits(logits if wanted else None)
+        return StepLogits(logits[inputs.logits_indices])
 
 
 class _QueuedStep:

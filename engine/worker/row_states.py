@@ -215,12 +215,13 @@ class RowStates:
     def static_batch(self, step: StaticStep, tokens: Tensor | None = None) -> StepBatch:
         """The rows that a recorded step will have, with their tokens, or those of another table."""
         table = self._tokens if tokens is None else tokens
-        size = step.numbers.shape[1]
+        key, lines = step.key, step.numbers.shape[1]
         rows, starts, counts, places, shifts = step.numbers.unbind()
+        shifted = shifts if self._images.shifted else None
         on_device = DeviceBatch(
-            rows, starts, counts, places, self._tables, size, shifts if self._images.shifted else None
+            rows, starts, counts, places, self._tables, key.places, shifted, prompts=step.logits_at is not None
         )
-        bounds = np.zeros(size), np.full(size, step.context - step.most), np.full(size, step.most)
+        bounds = np.zeros(lines), np.full(lines, key.context - key.most), np.full(lines, key.most)
         return StepBatch(*bounds, table, self._tables, self.block_size, on_device, self.groups)
 
     def longest_rows(self, tokens: int) -> IntArray:

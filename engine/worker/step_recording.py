@@ -6,7 +6,8 @@ from ..attention.backend import AttentionBackend
 from ..checkpoint.build_context import BuildContext
 from ..config import EngineConfig
 from ..gpu import runtime
-from ..gpu.graphs import DecodeGraphs, GraphBuckets, Recorder
+from ..gpu.graph_buckets import GraphBuckets
+from ..gpu.graphs import DecodeGraphs, Recorder
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
 from .device_step_computer import DeviceStepComputer
@@ -23,9 +24,9 @@ def record_decode_steps(
     draft: StepDrafter | None,
     record: Recorder,
 ) -> None:
-    """Have the decode steps of a whole model, and the passes of a model that drafts for it, recorded by `record` if
-    they can be. Rows with drafts have as many places as the attention takes, and adapters are in it where kernels add
-    them."""
+    """Have the decode steps of a whole model, its steps with short parts of prompts, and the passes of a model that
+    drafts for it, recorded by `record` if they can be. Rows with drafts have as many places as the attention takes, and
+    adapters are in it where kernels add them."""
     if config.enforce_eager or not context.shard.is_whole:
         reason = "enforce_eager" if config.enforce_eager else "the model is split"
         log.info("decode steps are computed without CUDA graphs: %s", reason)
@@ -37,7 +38,10 @@ def record_decode_steps(
     obstacle = _unrecordable(computer.decoder, computer.attention)
     if obstacle is None:
         most = min(1 + config.most_drafts, computer.attention.recordable_places)
-        buckets = GraphBuckets.of_limits(rows, context.max_positions, most, adapters)
+        prompts = 0
+        if computer.attention.records_prompts and computer.stores.states is None:
+            prompts = min(config.graph_prompt_tokens, config.scheduler.max_num_batched_tokens)
+        buckets = GraphBuckets.of_limits(rows, context.max_positions, most, adapters, prompts)
         computer.graphs = DecodeGraphs(computer.compute_static, buckets, context.device, record)
     else:
         log.info("decode steps are computed without CUDA graphs: %s", obstacle)

@@ -85,6 +85,7 @@ def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(report: Gpu
         "attention, prefill of 64",
         *(f"tiny {step}" for step in steps),
         "tiny decode step of 3 at 24 with 4 drafts each",
+        "tiny step of 3 and 2 tokens of a prompt, launched",
         *(f"tiny {name} at 24: kernels at work" for name in pictures),
         *(f"small {step}" for step in steps),
         "attention, decode of 3 at 80",

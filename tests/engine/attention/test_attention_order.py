@@ -14,8 +14,16 @@ from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.checkpoint.model_spec import LayerAttention
 from charonia.engine.gpu import attention_plan
-from charonia.engine.gpu.attention_plan import PART_TOKENS, SHAPES, AttentionSpec, StepTiles, plan_parts
-from charonia.engine.step_batch import StepBatch
+from charonia.engine.gpu.attention_plan import (
+    PART_TOKENS,
+    SHAPES,
+    AttentionSpec,
+    CacheShape,
+    StepTiles,
+    plan_parts,
+    plan_tiles,
+)
+from charonia.engine.step_batch import DeviceBatch, StepBatch
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE, BLOCK = 3, 1, 16, 16
@@ -132,3 +140,26 @@ def test_no_plan_changes_the_order_of_sums(
     assert plan.states * shape.heads * (shape.head_dim + 2) * 4 <= 128 << 20
     seen = np.arange(longest)[-(window + 8) if window else 0 :]
     assert parts >= len(np.unique(seen // PART_TOKENS)) - (seen[0] % PART_TOKENS > 0 and not window)
+
+
+@given(
+    st.lists(st.integers(0, 70), min_size=1, max_size=9), st.sampled_from((1, 8)), st.sampled_from(SHAPES), st.data()
+)
+def test_a_recorded_step_finds_the_tiles_that_the_host_plans(
+    counts: list[int], most: int, shape: CacheShape, data: st.DataObject
+) -> None:
+    """On the device, of whatever rows it has; tiles behind them are nobody's."""
+    spec, size = AttentionSpec(shape, 0.1), sum(counts) + data.draw(st.integers(0, 40))
+    most = min(most, spec.most_decoded)
+    tables = torch.zeros(len(counts), 1), torch.zeros(len(counts), 1)
+    real = [*filter(None, counts)]
+    rows = StepBatch(range(len(real)), [0] * len(real), real, *tables, BLOCK)
+    wanted = attention_plan._plan_chunks(spec, rows, most) if real else None
+    on_device = torch.tensor([*real, *[0] * (len(counts) - len(real))], dtype=torch.int32)
+    recorded = DeviceBatch(on_device, on_device, on_device, on_device, tables[1], size, prompts=True)
+    bounds = np.full(len(counts), most)
+    tiles = plan_tiles(spec, StepBatch(range(len(counts)), bounds, bounds, *tables, BLOCK, recorded))
+    assert tiles.places == spec.decode_places(most)
+    assert tiles.chunks is not None
+    assert tiles.chunks[: 0 if wanted is None else len(wanted)].tolist() == ([] if wanted is None else wanted.tolist())
+    assert (tiles.chunks[0 if wanted is None else len(wanted) :, 0] == -1).all()

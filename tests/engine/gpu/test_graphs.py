@@ -28,13 +28,16 @@ from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, Specul
 from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.cpu import library
 from charonia.engine.cpu.lora import CAdapterTable
-from charonia.engine.gpu.graphs import GRAPH_BYTES, DecodeGraphs, GraphBuckets, StaticStep
+from charonia.engine.gpu.graph_buckets import GRAPH_BYTES, GraphBuckets, GraphKey, StepExtent
+from charonia.engine.gpu.graphs import DecodeGraphs, StaticStep
 from charonia.engine.layers import linear
 from charonia.engine.step_adapters import StepAdapters
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.draft_model import DraftModel
 from charonia.engine.worker.inline_executor import InlineExecutor
+from charonia.engine.worker.row_states import StepInputs
 from charonia.engine.worker.step_recording import record_decode_steps
+from charonia.engine.worker.step_samples import ChosenTokens, StepLogits, TokenChooser
 from charonia.engine.worker.vocabulary_map import VocabularyMap
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
@@ -47,8 +50,8 @@ from ...adapters import layers_of, write_adapter
 
 BLOCK, BLOCKS, LONGEST, NEW, MOST = 8, 13, 128, 14, 3
 CPU = torch.device("cpu")
-LARGEST = GraphBuckets((1, 2, 4), (32, LONGEST), (1, 4, 16), 1 + MOST, 2)
-"""Of steps with up to MOST drafts a row, and two adapters."""
+LARGEST = GraphBuckets((1, 2, 4), (32, LONGEST), (1, 4, 16), 1 + MOST, 2, (8, 24))
+"""Of steps with up to MOST drafts a row, two adapters, and parts of prompts."""
 
 
 class DeviceLora:
@@ -124,7 +127,7 @@ class Setting:
     ) -> None:
         self.recorder, self.preemptions, self.accepted, self.new = Recorder(), 0, 0, NEW
         cache, lora = CacheConfig(block_size=BLOCK), LoraConfig(max_rank=16) if adapters else None
-        sizes = {"cache": cache, "scheduler": SchedulerConfig(max_num_seqs=4)}
+        sizes = {"cache": cache, "scheduler": SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24)}
         self.config = EngineConfig(
             model=str(checkpoint), device="cpu", attention="device", lora=lora, **sizes, **changes
         )
@@ -145,7 +148,8 @@ class Setting:
     def set_pace(self, seconds: float) -> None:
         """Begin anew without graphs, with so many seconds from one step to the next."""
         runner, clock = self.executor.rank.runner, (at * seconds for at in range(10**6))
-        self.graphs = DecodeGraphs(self.computer.compute_static, LARGEST, CPU, self.recorder, clock.__next__)
+        buckets = LARGEST if self.computer.stores.states is None else LARGEST._replace(prompts=())
+        self.graphs = DecodeGraphs(self.computer.compute_static, buckets, CPU, self.recorder, clock.__next__)
         self.computer.graphs = self.graphs
         if isinstance(runner.draft, DraftModel):
             buckets = GraphBuckets((1, 2, 4), (32, LONGEST), (2, 8), 2)
@@ -261,10 +265,9 @@ def test_replayed_steps_are_transformers(setting: Setting, ahead: int) -> None:
     found = run(setting, ahead, {})
     assert len(found) == 12
     assert found == expected(setting, found)
-    assert setting.graphs.eager_steps.total() > 5
-    counted = setting.executor.eager_steps
-    assert counted[EagerReason.PROMPT] > 5
-    assert counted[EagerReason.NOT_CAPTURED] == setting.graphs.eager_steps[EagerReason.NOT_CAPTURED]
+    assert setting.executor.eager_steps == setting.graphs.eager_steps
+    assert setting.graphs.eager_steps[EagerReason.NOT_CAPTURED] > 5
+    assert any(key.prompts for key in setting.graphs._replays)
     assert setting.recorder.replays > replays + 5
     assert setting.preemptions
 
@@ -390,6 +393,7 @@ def test_tokens_are_the_same_with_kernels(
     assert run(made, 0, {}, SomeRight([(made.prompts[0], right)]), requests=1) == {0: right[:6]}
     made.executor.close()
     assert {key.most for key in made.graphs._replays if key.adapted} == {1, 1 + MOST}
+    assert any(key.prompts for key in made.graphs._replays)
     assert made.recorder.replays > 2
     assert not made.graphs.eager_steps
 
@@ -410,7 +414,36 @@ def test_states_are_the_same_in_recorded_steps(
     made.executor.close()
     assert {key.most for key in made.graphs._replays} == {1, 1 + MOST}
     assert made.recorder.replays > 2
+    assert made.graphs.eager_steps.keys() <= {EagerReason.PROMPT}
+
+
+@pytest.mark.proof
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+def test_logits_are_the_same_bits_launched_and_replayed(
+    checkpoint: Callable[..., Path], interpreted: None, sums_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of parts of prompts beside rows that decode, padded to a bucket, with products that do not go by rows."""
+    monkeypatch.setitem(selector.BACKENDS, "device", TritonAttention)
+    logits: list[Tensor] = []
+
+    class Chooser(TokenChooser):
+        def choose(self, inputs: StepInputs, made: StepLogits, *rest: Any) -> ChosenTokens:
+            if made.wanted is not None:
+                logits.append(made.wanted.clone())
+            return super().choose(inputs, made, *rest)
+
+    made = Setting(checkpoint("llama"), batch_invariance=True)
+    made.prompts, made.new = made.prompts[1:4:2], 2
+    made.computer._chooser = Chooser(made.executor.rank.rows, CPU)
+    replayed = run(made, 0, {}, requests=2)
     assert not made.graphs.eager_steps
+    assert any(key.prompts for key in made.graphs._replays)
+    graphs, made.computer.graphs = logits.copy(), None
+    logits.clear()
+    assert run(made, 0, {}, requests=2) == replayed
+    made.executor.close()
+    assert len(graphs) == len(logits) == 3
+    assert all(torch.equal(one, other) for one, other in zip(graphs, logits, strict=True))
 
 
 def table(compute: Callable[[StaticStep], list[Tensor]], clock: Callable[[], float]) -> tuple[DecodeGraphs, Recorder]:
@@ -424,7 +457,7 @@ def batch(counts: Sequence[int], start: int) -> StepBatch:
 
 
 def sums(step: StaticStep) -> list[Tensor]:
-    found = (step.numbers.sum(0, keepdim=True).T + step.context + 1000 * step.most).float()
+    found = (step.numbers.sum(0, keepdim=True).T + step.key.context + 1000 * step.key.most).float()
     return [found.repeat(1, 3), -found]
 
 
@@ -451,7 +484,7 @@ def test_rows_of_several_places_are_packed_and_then_padded() -> None:
     assert found is not None
     rows = [0 + 10 + 2 + 0, 1 + 10 + 1 + 2, 2 + 10 + 3 + 3, 6, 6, 6]  # padded ones begin behind the last place
     assert found[0][:, 0].tolist() == [float(number + 16 + 3000) for number in rows]
-    assert [*graphs._replays] == [(16, False, 3, 8)]
+    assert [*graphs._replays] == [(16, False, 3, 8, False)]
 
 
 def test_an_idle_engine_captures_the_rest_short_contexts_first() -> None:
@@ -459,7 +492,7 @@ def test_an_idle_engine_captures_the_rest_short_contexts_first() -> None:
 
     def compute(step: StaticStep) -> list[Tensor]:
         assert not step.numbers.any()  # nothing but padded rows while a step is captured
-        asked.append((step.context, step.most, step.numbers.shape[1]))
+        asked.append((step.key.context, step.key.most, step.numbers.shape[1]))
         return sums(step)
 
     graphs, recorder = table(compute, lambda: 0.0)
@@ -486,6 +519,35 @@ def test_usual_steps_are_captured_before_anybody_waits() -> None:
     recorder.failing = 1
     graphs.capture_usual(fractions.append)
     assert (graphs.failed_captures, len(graphs._replays), recorder.captures) == (1, 0, 6)
+
+
+def test_steps_with_prompts_have_graphs_too() -> None:
+    """Captured before anybody waits, the largest first; logits are at the places that are asked for."""
+    asked: list[GraphKey] = []
+
+    def compute(step: StaticStep) -> list[Tensor]:
+        asked.append(step.key)
+        places = torch.arange(step.key.places) if step.logits_at is None else step.logits_at
+        everywhere = torch.arange(step.key.places).float()[:, None]
+        return [places.float()[:, None], everywhere]
+
+    buckets = GraphBuckets((1, 2, 4), (64,), (2, 8), 3, 0, (8, 24))
+    graphs = DecodeGraphs(compute, buckets, CPU, Recorder(), lambda: 0.0)
+    graphs.capture_usual(lambda fraction: None)
+    assert [key[2:4] for key in asked[::2] if key.prompts] == [(1, 24), (1, 8), (3, 24), (3, 8)]
+    assert [key.prompts for key in asked] == sorted(key.prompts for key in asked)
+    for counts, places in (((1, 17, 1), (0, 17, 18)), ((5,), ()), ((2, 1, 4), (0, 1, 6))):
+        outputs = graphs.replay(batch(counts, 5), logits_at=torch.tensor(places, dtype=torch.int64))
+        assert outputs is not None
+        assert outputs[0][:, 0].tolist() == [*places]
+        assert outputs[1][:, 0].tolist() == [*range(sum(counts))]
+    assert not graphs.eager_steps
+    nowhere = torch.zeros(0, dtype=torch.int64)
+    assert graphs.replay(batch((25,), 5), logits_at=nowhere) is None
+    assert graphs.replay(batch((1, 1, 1, 1, 9), 5), logits_at=nowhere) is None
+    assert graphs.eager_steps == {EagerReason.PROMPT: 2}
+    graphs.compute_largest()
+    assert graphs.bytes == len(buckets.keys) * GRAPH_BYTES + 4 * (8 + 24)
 
 
 def test_graphs_that_were_forgotten_are_captured_again() -> None:
@@ -543,7 +605,7 @@ def test_what_could_not_be_captured_is_tried_again_after_twice_as_long(caplog: p
 
 def test_a_bucket_without_a_graph_keeps_no_other_from_its_own() -> None:
     def compute(step: StaticStep) -> list[Tensor]:
-        if step.numbers.shape[1] == 2 and step.most == 1:
+        if step.numbers.shape[1] == 2 and step.key.most == 1:
             raise RuntimeError("out of memory")
         return sums(step)
 
@@ -579,3 +641,7 @@ def test_buckets_reach_the_limits() -> None:
     assert len(with_adapters.keys) == 6 + 10 + 11 + 10
     assert with_adapters.bytes == (6 + 10 + 2 * (11 + 10)) * GRAPH_BYTES
     assert GraphBuckets.of_limits(300, 4096, 5).places == 1024
+    with_prompts = GraphBuckets.of_limits(20, 4096, prompt_places=300)
+    assert with_prompts.prompts == (64, 128, 192, 256, 300)
+    assert [key.places for key in with_prompts.usual_keys if key.prompts] == [300, 256, 192, 128, 64]
+    assert with_prompts.find(StepExtent(200, 4096, prompts=True, rows=21)) is None

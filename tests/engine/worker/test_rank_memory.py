@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from charonia.engine.config import CacheConfig, EngineConfig
-from charonia.engine.gpu.graphs import GRAPH_BYTES, DecodeGraphs, GraphBuckets
+from charonia.engine.gpu.graph_buckets import GRAPH_BYTES, GraphBuckets
+from charonia.engine.gpu.graphs import DecodeGraphs
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.interfaces import LogitsIterator
 from charonia.engine.worker import rank_memory
