@@ -2,7 +2,6 @@
 does not come is computed, or, if the configuration wants that, ends the request."""
 
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -16,7 +15,7 @@ from ...kvcache.held_prefixes import ArrivingPrefix
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import Sequence as ScheduledSequence
-from ..transfer.prefix_client import PrefixFetch, RemotePrefix
+from ..transfer.prefix_client import NameLookups, PrefixFetch, RemotePrefix
 from ..transfer.wire import TransferError
 from ..transfer_config import KVTransferConfig
 from ..worker.executor import CacheCopies, CachePlaces, Executor
@@ -26,19 +25,20 @@ from .messages import RequestRejected
 log = logging.getLogger(__name__)
 
 _LEAST_PATIENCE = 0.5
-"""Seconds for which a request waits in the line in any case; otherwise as long as computing would take."""
+"""Seconds for which a request that may be computed waits in the line in any case; otherwise as long as computing
+would take."""
 
 
 class Arrival:
     """A sequence whose prefix is to come. `settled`: all has come that will, and the sequence is in the queue."""
 
-    def __init__(self, new: NewRequest, fetch: PrefixFetch) -> None:
+    def __init__(self, new: NewRequest, fetch: PrefixFetch, waits_until: float) -> None:
+        """`waits_until`: how long it waits for others' fetches to end."""
         self.new = new
         self.fetch = fetch
+        self.waits_until = waits_until
         self.prefix: ArrivingPrefix | None = None
         self.began = 0.0
-        self.waits_until = math.inf
-        """When it waits in the line no longer than computing takes."""
         self.placed = 0
         """The span before which all have come."""
         self.settled = False
@@ -71,6 +71,7 @@ class ArrivingTransfers:
         self._config = config
         self._becomes = "computed" if config.kv_load_failure_policy == "recompute" else "refused"
         self._fingerprint = fingerprint
+        self._names = NameLookups()
         self._cache = cache
         self._scheduler = scheduler
         self._executor = executor
@@ -97,11 +98,11 @@ class ArrivingTransfers:
             if leader.fetch.remote == remote and not leader.settled:
                 leader.followers[new.spec.key] = new
                 return
-        fetch = PrefixFetch(self._config, self._fingerprint, remote)
-        arrival = self._arrivals[new.spec.key] = Arrival(new, fetch)
+        patience = self._config.limits.timeout_seconds
         if self._config.kv_load_failure_policy == "recompute":
-            seconds = self._scheduler.prompt_seconds(len(new.spec.prompt), 0)
-            arrival.waits_until = time.monotonic() + max(seconds, _LEAST_PATIENCE)
+            patience = max(self._scheduler.prompt_seconds(len(new.spec.prompt), 0), _LEAST_PATIENCE)
+        fetch = PrefixFetch(self._config, self._fingerprint, remote, self._names)
+        arrival = self._arrivals[new.spec.key] = Arrival(new, fetch, time.monotonic() + patience)
         self._line.append(arrival)
 
     def begin_fetches(self) -> None:
@@ -133,7 +134,7 @@ class ArrivingTransfers:
                 self._settle(arrival)  # the peer is told that it may give the prefix up, and nobody waits for that
 
     def _next_in_line(self) -> Arrival | None:
-        """The oldest that may begin. Who waits for another's fetch as long as computing takes computes."""
+        """The oldest that may begin. Who has waited for others' fetches long enough leaves the line."""
         now = time.monotonic()
         for arrival in [*self._line]:
             if arrival.fetch.cancelled:
@@ -142,9 +143,7 @@ class ArrivingTransfers:
                 return arrival
             elif arrival.waits_until <= now:
                 self._line.remove(arrival)
-                self.failed += 1
-                log.warning("kv transfer: late; what waits for others' fetches is computed")
-                self._settle(arrival)
+                self._fail(arrival, TransferError("late", "others' fetches take all that there may be at a time"))
         return None
 
     def _may_fetch(self, tenant: str) -> bool:
@@ -186,6 +185,7 @@ class ArrivingTransfers:
     def close(self) -> None:
         """End all fetches."""
         self.discard(list(self._arrivals))
+        self._names.close()
 
     # In a fetch's thread
 
@@ -250,9 +250,14 @@ class ArrivingTransfers:
             self._publish(arrival, arrival.prefix, arrival.placed)
             self.received_prefixes += 1
         arrival.prefix.end()
-        if error is not None:
-            self.failed += 1
-            log.warning("kv transfer: %s; what did not come is %s: %s", error.reason, self._becomes, error)
+        if error is None:
+            self._settle(arrival)
+        else:
+            self._fail(arrival, error)
+
+    def _fail(self, arrival: Arrival, error: TransferError) -> None:
+        self.failed += 1
+        log.warning("kv transfer: %s; what did not come is %s: %s", error.reason, self._becomes, error)
         self._settle(arrival, error)
 
     def _settle(self, arrival: Arrival, error: TransferError | None = None) -> None:

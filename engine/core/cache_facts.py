@@ -22,7 +22,7 @@ def cache_facts(config: EngineConfig, capacity: Capacity, executor: Executor) ->
     is_fake = config.executor == "fake"
     return {
         "model": config.model if is_fake else content_fingerprint(config.model).hex(),
-        "dtype": config.dtype,
+        "dtype": capacity.dtype,
         "quantization": config.quantization,
         "kv_cache_dtype": config.cache.dtype,
         "block_size": str(config.cache.block_size),

@@ -3,10 +3,13 @@
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import ExitStack, suppress
-from typing import NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from zlib import crc32
 
+from ...processes.daemon_threads import DaemonThreads
 from ..transfer_config import KVTransferConfig
 from .payloads import PayloadReceiver
 from .shared_memory_payloads import SharedMemoryReceiver
@@ -31,6 +34,11 @@ from .wire import (
 )
 
 R = TypeVar("R", Welcome, PrefixOffer, Piece)
+Addresses: TypeAlias = list[tuple[Any, ...]]
+"""As `getaddrinfo` has them."""
+
+_LOOKUPS = 4
+"""Names that are looked up at a time."""
 
 
 class RemotePrefix(NamedTuple):
@@ -75,13 +83,49 @@ class PrefixSink(Protocol):
         """So has the state after all of them."""
 
 
+class NameLookups:
+    """Looks names up in threads of its own, for no call of the system's that does so can be ended."""
+
+    def __init__(self) -> None:
+        self._threads = DaemonThreads("kv-transfer-names", _LOOKUPS)
+
+    def addresses(self, remote: RemotePrefix) -> Future[Addresses]:
+        """Of its host, once they are known. Whoever cancels it waits no more."""
+        future: Future[Addresses] = Future()
+        with suppress(OSError):  # it is a name
+            future.set_result(_addresses(remote, socket.AI_NUMERICHOST))
+            return future
+        self._threads.start(partial(self._look_up, remote, future))
+        return future
+
+    def _look_up(self, remote: RemotePrefix, future: Future[Addresses]) -> None:
+        if future.cancelled():
+            return
+        with suppress(InvalidStateError):  # it was cancelled meanwhile
+            try:
+                future.set_result(_addresses(remote))
+            except (OSError, UnicodeError) as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        self._threads.close()
+
+
+def _addresses(remote: RemotePrefix, flags: int = 0) -> Addresses:
+    return list(socket.getaddrinfo(remote.host, remote.port, type=socket.SOCK_STREAM, flags=flags))
+
+
 class PrefixFetch:
     """One fetch; `run` is called once, and `cancel` by any thread. `received`: bytes so far."""
 
-    def __init__(self, config: KVTransferConfig, fingerprint: Mapping[str, str], remote: RemotePrefix) -> None:
+    def __init__(
+        self, config: KVTransferConfig, fingerprint: Mapping[str, str], remote: RemotePrefix, names: NameLookups
+    ) -> None:
         self._config = config
         self._fingerprint = dict(fingerprint)
         self.remote = remote
+        self._names = names
+        self._lookup: Future[Addresses] | None = None
         self._link: Link | None = None
         self._connecting: socket.socket | None = None
         self._guard = threading.Lock()
@@ -92,7 +136,9 @@ class PrefixFetch:
         """Have `run` end soon."""
         with self._guard:
             self.cancelled = True
-            link, connecting = self._link, self._connecting
+            link, connecting, lookup = self._link, self._connecting, self._lookup
+        if lookup is not None:
+            lookup.cancel()
         if connecting is not None:
             with suppress(OSError):  # it is connected, or refused
                 connecting.shutdown(socket.SHUT_RDWR)
@@ -116,10 +162,11 @@ class PrefixFetch:
         remote, timeout = self.remote, self._config.limits.timeout_seconds
         where = f"{remote.host}, port {remote.port}"
         try:
-            addresses = socket.getaddrinfo(remote.host, remote.port, type=socket.SOCK_STREAM)
+            family, *_, target = self._look_up(remote, timeout)[0]
+        except TimeoutError as error:
+            raise TransferError("connect", f"{where}: the name is not found in {timeout:g} s") from error
         except (OSError, UnicodeError) as error:
             raise TransferError("connect", f"{where}: {error}") from error
-        family, *_, target = addresses[0]
         address = str(target[0])
         if not self._config.may_fetch_from(address):
             raise TransferError("peers", f"{where}: prefixes are not fetched from there, see peers")
@@ -138,6 +185,18 @@ class PrefixFetch:
         finally:
             with self._guard:
                 self._connecting = None
+
+    def _look_up(self, remote: RemotePrefix, timeout: float) -> Addresses:
+        with self._guard:
+            if self.cancelled:
+                raise OSError("the request is gone")
+            self._lookup = self._names.addresses(remote)
+        try:
+            return self._lookup.result(timeout)
+        except CancelledError:
+            raise OSError("the request is gone") from None
+        finally:
+            self._lookup.cancel()
 
     def _agree(self, link: Link, largest: int, stack: ExitStack) -> PayloadReceiver:
         secret = self._config.secret

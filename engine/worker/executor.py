@@ -43,6 +43,8 @@ class Capacity(NamedTuple):
     """What sequences attend to beside their tokens, if the model has an encoder."""
     cross_bytes: int = 0
     """Bytes of what all rows together may keep of it, which are not among `free_bytes`."""
+    dtype: str = ""
+    """What the model computes in, whatever the configuration leaves to the checkpoint; empty where it does not."""
 
 
 class CachePlaces(NamedTuple):

@@ -123,6 +123,7 @@ class LoadedRank:
             and can_share(self.shape, 2 * config.parallel.tensor, config.parallel.whole_experts),
             encoder=self.shape.encoder,
             cross_bytes=cross_bytes,
+            dtype=dtype_name(self.context.dtype),
         )
 
     def _machine(self) -> str:

@@ -102,7 +102,7 @@ def test_ranks_have_their_shares(checkpoint: Callable[..., Path], tmp_path: Path
 
 def test_a_fingerprint_is_of_what_is_computed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     base = config(checkpoint("llama"), "kv")
-    capacity = Capacity(384, 256, 1, 1)
+    capacity = Capacity(384, 256, 1, 1, dtype="float32")
 
     def facts(
         config: EngineConfig = base, capacity: Capacity = capacity, layout: str = "layout"
@@ -112,6 +112,7 @@ def test_a_fingerprint_is_of_what_is_computed(checkpoint: Callable[..., Path], t
 
     own = facts()
     assert own == facts(msgspec.structs.replace(base, threads=2))
+    assert own == facts(msgspec.structs.replace(base, dtype="float32")), "what auto is found to be counts alone"
     copy = tmp_path / "copy"
     copy.mkdir()
     for file in checkpoint("llama").iterdir():
@@ -124,7 +125,7 @@ def test_a_fingerprint_is_of_what_is_computed(checkpoint: Callable[..., Path], t
     others = [
         facts(copied),
         facts(layout="other"),
-        facts(msgspec.structs.replace(base, dtype="bfloat16")),
+        facts(base, capacity._replace(dtype="bfloat16")),
         facts(msgspec.structs.replace(base, parallel=ParallelConfig(tensor=2))),
         facts(base, capacity._replace(max_model_len=128)),
     ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from charonia.engine.core.inbox import LoopCall
 from charonia.engine.core.messages import AbortRequests, AddRequest, RequestRejected, RequestUpdates, Shutdown
 from charonia.engine.core.prefix_transfers import PrefixTransfers
 from charonia.engine.core.step_loop import EngineCore
-from charonia.engine.transfer.prefix_client import PrefixFetch, RemotePrefix
+from charonia.engine.transfer.prefix_client import NameLookups, PrefixFetch, RemotePrefix
 from charonia.engine.transfer.wire import TransferError
 from charonia.engine.transfer_config import KVTransferConfig, read_kv_transfer_config
 from charonia.engine.worker.executor import Capacity
@@ -536,7 +536,8 @@ def test_a_request_that_is_gone_connects_no_more() -> None:
         for waiting in crowd:
             waiting.setblocking(False)
             waiting.connect_ex(silent.getsockname())
-        fetch = PrefixFetch(transfer_config(timeout_seconds=600), {}, RemotePrefix(*silent.getsockname(), "handle"))
+        remote = RemotePrefix(*silent.getsockname(), "handle")
+        fetch = PrefixFetch(transfer_config(timeout_seconds=600), {}, remote, NameLookups())
         errors: list[TransferError] = []
 
         def run() -> None:
@@ -553,6 +554,68 @@ def test_a_request_that_is_gone_connects_no_more() -> None:
         assert [error.reason for error in errors] == ["connect"]
         for waiting in crowd:
             waiting.close()
+
+
+class SlowNames(NamedTuple):
+    """A name, `far.example`, that has been asked for, and is known in the end."""
+
+    asked: threading.Event
+    known: threading.Event
+
+
+@pytest.fixture
+def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowNames]:
+    names, look_up = SlowNames(threading.Event(), threading.Event()), socket.getaddrinfo
+
+    def wait(host: str, *more: Any, **flags: Any) -> Any:
+        if host == "far.example" and not flags.get("flags"):
+            names.asked.set()
+            names.known.wait(60)
+        return look_up(host, *more, **flags)
+
+    monkeypatch.setattr(socket, "getaddrinfo", wait)
+    yield names
+    names.known.set()
+
+
+def test_a_request_that_is_gone_waits_for_no_name(slow_names: SlowNames) -> None:
+    config = transfer_config(most_fetches=1, timeout_seconds=600)
+    with servers(config, config) as (prefiller, decoder):
+        prefill(prefiller)
+        host, port = prefiller.address
+        decoder.add(1, remote=RemotePrefix("far.example", port, "handle"))
+        assert slow_names.asked.wait(30)
+        assert decoder.cache.free_blocks == BLOCKS - 10
+        decoder.core.inbox.accept(AbortRequests([1]))
+        assert decode(decoder, (host, port), 2) == RIGHT
+        assert decoder.cached(2) == 40, "there is room for one fetch, and it was free at once"
+
+
+def test_a_name_that_is_not_found_in_time_is_told(slow_names: SlowNames, caplog: pytest.LogCaptureFixture) -> None:
+    with servers(transfer_config(timeout_seconds=0.2)) as (decoder,):
+        assert decode(decoder, ("far.example", 1)) == RIGHT
+    assert slow_names.asked.is_set()
+    assert "connect; what did not come is computed: far.example, port 1: the name is not found in 0.2 s" in caplog.text
+
+
+def test_who_may_not_compute_leaves_the_line_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    config = transfer_config(transports=["tcp"], most_fetches=1, timeout_seconds=30)
+    with servers(config, transfer_config(policy="fail", most_fetches=1, timeout_seconds=1)) as (prefiller, decoder):
+        prefill(prefiller)
+        slow = decoder.transfers.arriving
+        assert slow is not None
+        with closing(Proxy(prefiller.address, 400, "stall")) as proxy:
+            decoder.ask(lambda: slow._fetching.update({"": 1}))  # a fetch that goes on and on
+            for key in (1, 2):
+                decoder.add(key, remote=RemotePrefix(*proxy.address, "handle"))
+            until(lambda: len(decoder.refused()) == 2)
+            assert {refusal.error.error().code for refusal in decoder.refused()} == {ErrorCode.UNAVAILABLE}
+            assert "late; what did not come is refused" in caplog.text
+            assert decoder.cache.free_blocks == BLOCKS
+            assert decoder.ask(lambda: decoder.transfers.waiting) == 0
+            decoder.ask(lambda: slow._fetching.subtract({"": 1}))
+        assert decode(decoder, prefiller.address, 3) == RIGHT
+        assert decoder.cached(3) == 40
 
 
 def test_an_answer_that_is_not_waited_for_changes_nothing() -> None:
