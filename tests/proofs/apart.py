@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def run_kills(
     decoder: str,
     kill: Callable[[], None],
     revive: Callable[[], None],
-    bodies: Sequence[dict[str, Any]],
+    bodies: Iterable[dict[str, Any]],
     seed: int = 0,
 ) -> ApartResult:
     """Send each body through both servers, whose addresses are URLs, and `kill` the prefiller's engine meanwhile;
@@ -83,8 +83,9 @@ def _flags(role: str, token: str) -> list[str]:
 
 
 @app.default
-def main(rounds: int = 40, seed: int = 0) -> None:
-    """Kill the prefiller's engine in so many rounds; one that is lost often comes back ever later."""
+def main(rounds: int = 40, seed: int = 0, seconds: float = 120) -> None:
+    """Kill the prefiller's engine in so many rounds, one of each step at least: none begins after these seconds, for an
+    engine that is lost often comes back ever later."""
     model = Path(__file__).parents[2] / "examples" / "model_repository" / "demo" / "1"
     token = random.Random(seed).randbytes(16).hex()
     with ExitStack() as stack:
@@ -105,23 +106,20 @@ def main(rounds: int = 40, seed: int = 0) -> None:
                     sys.exit("the prefiller does not come back")
                 time.sleep(0.05)
 
-        prompts = ("def f(x):\n    return x\n" * (10 + number % 7) for number in range(rounds))
-        bodies = [
-            {
-                "model": "1",
-                "prompt": prompt,
-                "max_tokens": 16,
-                "temperature": 1.0,
-                "seed": number,
-                "cache_salt": str(number),
-            }
-            for number, prompt in enumerate(prompts)
-        ]
-        result = run_kills(prefiller, decoder, kill, revive, bodies, seed)
+        result = run_kills(prefiller, decoder, kill, revive, _bodies(rounds, time.monotonic() + seconds), seed)
     console = Console()
     console.print(*(f"{step}: {count} times" for step, count in result.kills.items()), sep="\n")
     console.print(*(result.faults or ["every answer was right"]), sep="\n")
     sys.exit(bool(result.faults))
+
+
+def _bodies(rounds: int, deadline: float) -> Iterator[dict[str, Any]]:
+    for number in range(rounds):
+        if number >= len(STEPS) and time.monotonic() > deadline:
+            return
+        prompt, salt = "def f(x):\n    return x\n" * (10 + number % 7), str(number)
+        asked = {"model": "1", "prompt": prompt, "cache_salt": salt}
+        yield asked | {"max_tokens": 16, "temperature": 1.0, "seed": number}
 
 
 if __name__ == "__main__":
