@@ -92,4 +92,4 @@ def _lines(report: ModelReport) -> list[str]:
         lines.append(f"  {place}. {bottleneck.cause.value.replace('_', ' ')}: {bottleneck.text}")
         if bottleneck.turn:
             lines.append(f"     turn: {bottleneck.turn}")
-    return lines
+    return lines + [f"  {account.subject}: {account.text}" for account in report.cache]

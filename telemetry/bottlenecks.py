@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from .cache_accounts import CacheAccount, cache_accounts
 from .classic_claims import classic_claims
 from .llm_claims import llm_claims
 from .roofline import StepRoofline
@@ -45,6 +46,8 @@ class ModelReport(msgspec.Struct, frozen=True):
     since_start: bool
     """Whether the seconds reach back to the server's start."""
     bottlenecks: tuple[Bottleneck, ...]
+    cache: tuple[CacheAccount, ...] = ()
+    """What there is to tell of a language model's prefix cache."""
 
 
 class LoopFigures(NamedTuple):
@@ -146,12 +149,15 @@ def is_language_model(interval: ModelInterval) -> bool:
 def _explain_model(interval: ModelInterval, loops: ServerLoops, rooflines: Mapping[str, StepRoofline]) -> ModelReport:
     model = interval.model
     claims = [_loop_claim(interval, loops), *_cold_start_claims(interval)]
+    accounts: tuple[CacheAccount, ...] = ()
     if is_language_model(interval):
+        accounts = tuple(cache_accounts(interval))
         claims += llm_claims(interval, loops.late, rooflines.get(model.name))
     else:
         claims += classic_claims(interval)
     bottlenecks = tuple(_bottlenecks(claims, loops.saturated)) or (_idle(interval),)
-    return ModelReport(model.name, model.version, interval.whole.seconds, interval.whole.since_start, bottlenecks)
+    whole = interval.whole
+    return ModelReport(model.name, model.version, whole.seconds, whole.since_start, bottlenecks, accounts)
 
 
 def _bottlenecks(claims: list[TimeClaim], saturated: float) -> Iterator[Bottleneck]:

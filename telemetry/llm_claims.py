@@ -52,6 +52,8 @@ def llm_claims(interval: ModelInterval, loop_is_late: bool, roofline: StepRoofli
         yield _tenant_claim(excess, waits * tenant)
     if waited := interval.grown("charonia_cache_directory_wait_seconds_total"):
         yield _directory_claim(interval, waited)
+    if waited := interval.grown("charonia_kv_transfer_wait_seconds_total"):
+        yield _transfer_claim(interval, waited)
     steps = interval.grown("charonia_step_seconds_count")
     computed = interval.grown("charonia_step_tokens_sum")
     recomputed = interval.grown("charonia_recomputed_tokens_total")
@@ -126,7 +128,11 @@ def _queue_claims(interval: ModelInterval, spent: Mapping[str, float], part: flo
     why = f"{percent(usage)} of {interval.gauge('charonia_kv_cache_tokens'):,.0f} tokens are in use, {why}"
     what = "requests wait for blocks of the cache"
     blocked = spent.get(state.NO_BLOCKS, 0.0) * part
-    yield TimeClaim(Cause.CACHE_FULL, blocked, what, why, _MORE_CACHE, {"usage": usage, **evidence})
+    turn, evidence = _MORE_CACHE, evidence | {"usage": usage}
+    if held := interval.gauge("charonia_kv_transfer_held_blocks"):
+        why += f", and {held:,.0f} blocks are held for other servers"
+        turn, evidence = f"hold_seconds down, or {turn}", evidence | {"held_blocks": held}
+    yield TimeClaim(Cause.CACHE_FULL, blocked, what, why, turn, evidence)
 
 
 def _named(waits: Mapping[SequenceState, float]) -> dict[str, float]:
@@ -154,6 +160,21 @@ def _directory_claim(interval: ModelInterval, seconds: float) -> TimeClaim:
         turn = "a faster disk or network for --kv-cache-dir, or none"
     evidence = {"fetched": fetched, "computed": computed, "late": late, "stalled": stalled}
     what = "requests wait for files of the cache's directory"
+    return TimeClaim(Cause.QUEUE, seconds, what, why, turn, evidence)
+
+
+def _transfer_claim(interval: ModelInterval, seconds: float) -> TimeClaim:
+    """The time for which requests waited for what another server computed of their prompts."""
+    received, failed = (interval.grown(f"charonia_kv_transfer_{name}_total") for name in ("received", "failed"))
+    fetching = interval.grown("charonia_kv_transfer_seconds_total")
+    why = f"{received:.0f} prompts came, {failed:.0f} did not, and fetching took {fetching:.2f} s"
+    turn = "a faster network between the servers, or prompts that are short computed where they are answered"
+    if failed:
+        turn = "the log, which says why prompts did not come"
+    elif fetching < seconds / 2:  # several wait for one, or in the line
+        turn = "most_fetches up, where the network has room"
+    evidence = {"received": received, "failed": failed, "fetching_seconds": fetching}
+    what = "requests wait for blocks that another server computed"
     return TimeClaim(Cause.QUEUE, seconds, what, why, turn, evidence)
 
 

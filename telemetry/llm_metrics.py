@@ -157,7 +157,7 @@ class EngineState(NamedTuple):
         yield Reading("charonia_cache_event_batches_dropped_total", totals.event_batches_dropped)
         yield Reading("charonia_kv_transfer_held_blocks", self.held_blocks)
         yield Reading("charonia_kv_transfer_waiting", self.arriving)
-        for name in ("sent", "sent_bytes", "expired", "dropped", "received", "received_bytes", "failed", "seconds"):
+        for name in _TRANSFER_TOTALS:
             yield Reading(f"charonia_kv_transfer_{name}_total", totals.transfers.get(name, 0))
         yield Reading("charonia_preemptions_total", totals.preemptions)
         yield Reading("charonia_core_restarts_total", self.core_restarts)
@@ -195,6 +195,11 @@ class EngineState(NamedTuple):
         if self.blocks.size:
             yield from self.blocks.readings(totals.prefix_hits // self.blocks.size)
 
+
+_TRANSFER_TOTALS = (
+    *("sent", "sent_bytes", "expired", "dropped"),
+    *("received", "received_bytes", "received_tokens", "failed", "seconds", "wait_seconds"),
+)
 
 _DIRECTORY_READINGS: Mapping[str, tuple[str, Labels]] = {
     "read": ("reads", {"outcome": "read"}),

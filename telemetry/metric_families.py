@@ -75,8 +75,10 @@ CHARONIA_FAMILIES = (
         "charonia_kv_transfer_received_total", "counter", "Prompts that came from the server that computed them"
     ),
     MetricFamily("charonia_kv_transfer_received_bytes_total", "counter", "Bytes of computed prompts received"),
+    MetricFamily("charonia_kv_transfer_received_tokens_total", "counter", "Tokens of prompts that came"),
     MetricFamily("charonia_kv_transfer_failed_total", "counter", "Prompts that did not come, or not whole"),
     MetricFamily("charonia_kv_transfer_seconds_total", "counter", "Time of all fetches of prompts together"),
+    MetricFamily("charonia_kv_transfer_wait_seconds_total", "counter", "Time that requests waited for prompts to come"),
     MetricFamily("charonia_preemptions_total", "counter", "Running sequences put back in line for want of blocks"),
     MetricFamily("charonia_grammars_compiled_total", "counter", "Grammars of requests that were compiled"),
     MetricFamily("charonia_grammar_compile_seconds_total", "counter", "Time that compiling grammars took"),

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from ...core.errors import SentError, Unavailable
+from ...core.metrics import TimeInState
 from ...kvcache.held_prefixes import ArrivingPrefix
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.scheduler import Scheduler
@@ -81,9 +82,12 @@ class ArrivingTransfers:
         self._fetching = Counter[str]()  # by tenant
         self._no_room: tuple[Arrival, int] | None = None  # for whom, and how many blocks there were then
         self._ready: dict[int, NewRequest | RequestRejected] = {}
-        self.received_prefixes = self.received_bytes = 0
+        self.received_prefixes = self.received_bytes = self.received_tokens = 0
         self.seconds = 0.0
         """Of all fetches together."""
+        self.waits = TimeInState()
+        """Of sequences whose prefix has yet to come."""
+        self._waiting = 0
         self.failed = 0
 
     @property
@@ -91,12 +95,18 @@ class ArrivingTransfers:
         """Sequences whose prefix has yet to come, all of it or the rest."""
         return sum(1 + len(arrival.followers) for arrival in self._arrivals.values() if not arrival.settled)
 
+    def _count_waits(self) -> None:
+        waiting = self.waiting
+        self.waits.add(waiting - self._waiting)
+        self._waiting = waiting
+
     def add(self, new: NewRequest, remote: RemotePrefix) -> None:
         """Let the prefix of this sequence come. Raises `InvalidArgument` if it can never run."""
         new.spec.check_fits(self._scheduler.config.max_model_len, self._cache)
         for leader in self._arrivals.values():
             if leader.fetch.remote == remote and not leader.settled:
                 leader.followers[new.spec.key] = new
+                self._count_waits()
                 return
         patience = self._config.limits.timeout_seconds
         if self._config.kv_load_failure_policy == "recompute":
@@ -104,6 +114,7 @@ class ArrivingTransfers:
         fetch = PrefixFetch(self._config, self._fingerprint, remote, self._names)
         arrival = self._arrivals[new.spec.key] = Arrival(new, fetch, time.monotonic() + patience)
         self._line.append(arrival)
+        self._count_waits()
 
     def begin_fetches(self) -> None:
         """Begin those for which there is room, the oldest first."""
@@ -174,6 +185,7 @@ class ArrivingTransfers:
                     leader.followers.pop(key, None)
         for key in keys:
             self._ready.pop(key, None)
+        self._count_waits()
 
     def make_room(self) -> bool:
         """Hold no longer what has come for sequences in the queue, where it stays cached as any other. False: nothing
@@ -218,6 +230,7 @@ class ArrivingTransfers:
         prefix = _prefix_of(arrival)
         self._put(CachePlaces(prefix.blocks(first, end)), content)
         arrival.placed = end
+        self.received_tokens += (end - first) * self._cache.block_size
         if self._cache.begins_anywhere:
             self._publish(arrival, prefix, end)
 
@@ -266,6 +279,7 @@ class ArrivingTransfers:
         if error is None or self._config.kv_load_failure_policy == "recompute":
             self._ready |= {key: arrival.new, **arrival.followers}
             arrival.followers.clear()
+            self._count_waits()
             return
         refused = [key, *arrival.followers]
         arrival.followers.clear()

@@ -105,6 +105,7 @@ class PrefixTransfers:
             totals |= {"expired": held.expired, "dropped": held.dropped + held.broken}
         if arriving is not None:
             totals |= {"received": arriving.received_prefixes, "received_bytes": arriving.received_bytes}
+            totals |= {"received_tokens": arriving.received_tokens, "wait_seconds": arriving.waits.seconds}
             totals |= {"failed": arriving.failed, "seconds": arriving.seconds}
         return totals
 

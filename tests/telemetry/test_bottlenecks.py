@@ -266,6 +266,54 @@ def test_time_for_files_of_the_cache_is_told_with_what_came_of_it(late: int, tur
     assert f"5 got the blocks that they waited for, {late} were late, and 1 did not wait" in first.text
 
 
+@pytest.mark.parametrize(
+    ("failed", "fetching", "turn"), [(2, 5, "the log"), (0, 5, "a faster network"), (0, 1, "most_fetches up")]
+)
+def test_time_for_blocks_of_other_servers_is_told_with_what_came_of_it(failed: int, fetching: int, turn: str) -> None:
+    computed = {"charonia_step_seconds_count": 10, "charonia_step_seconds_sum": 2, "charonia_step_tokens_sum": 1000}
+    running = {'charonia_sequence_seconds_total{state="running"}': 2.0}
+    transfers = {"wait_seconds": 6, "received": 5, "failed": failed, "seconds": fetching}
+    counted = {f"charonia_kv_transfer_{name}_total": number for name, number in transfers.items()}
+    [report] = reports_of(running | computed | counted | LANGUAGE)
+    first = report.bottlenecks[0]
+    assert (first.cause, first.share) == (Cause.QUEUE, pytest.approx(0.75))
+    assert first.turn.startswith(turn)
+    assert f"5 prompts came, {failed} did not, and fetching took {fetching}.00 s" in first.text
+
+
+def test_blocks_that_are_held_for_others_are_told_where_some_lack() -> None:
+    waits = {'charonia_sequence_seconds_total{state="no_blocks"}': 4.0, "charonia_kv_transfer_held_blocks": 30}
+    [report] = reports_of(waits | LANGUAGE)
+    first = report.bottlenecks[0]
+    assert (first.cause, first.evidence["held_blocks"]) == (Cause.CACHE_FULL, 30)
+    assert first.text.endswith("and 30 blocks are held for other servers")
+    assert first.turn.startswith("hold_seconds down, or --kv-cache-bytes")
+
+
+def test_what_became_of_the_cache_is_told_whatever_limits_the_model() -> None:
+    prefixes = {"queries": 1000, "hits": 800, "host_hits": 200, "directory_hits": 100}
+    transfers = {"received": 3, "received_tokens": 160, "received_bytes": 2e6, "seconds": 0.5, "failed": 1, "sent": 2}
+    transfers |= {"sent_bytes": 1e6, "expired": 1, "dropped": 3}
+    counted = {f"charonia_prefix_cache_{name}_total": number for name, number in prefixes.items()}
+    counted |= {f"charonia_kv_transfer_{name}_total": number for name, number in transfers.items()}
+    counted |= {"charonia_kv_transfer_waiting": 2, "charonia_kv_transfer_held_blocks": 40}
+    counted |= {"charonia_retained_scopes": 4, "charonia_retained_blocks": 1200}
+    counted |= {"charonia_retention_refused_blocks_total": 30, "charonia_retention_displaced_scopes_total": 1}
+    [report] = reports_of(counted | LANGUAGE)
+    assert [f"{account.subject}: {account.text}" for account in report.cache] == [
+        "prefixes: 80 % of 1,000 tokens of prompts were cached, 200 from the host's memory, 100 from the directory, "
+        "160 from other servers",
+        "transfers: 3 prompts came from other servers, 2.0 MB in 0.50 s; 1 did not come, or not whole, as the log "
+        "says; 2 requests wait for theirs; 2 were fetched by others, 1.0 MB; 40 blocks are held for others; "
+        "4 prompts were given up, 1 because nobody came in time",
+        "retention: 4 scopes retain 1,200 blocks that nothing runs with; 30 blocks found no room in "
+        "--kv-cache-retention-bytes; 1 scopes made room for others",
+    ]
+    assert report.cache[1].evidence["held_blocks"] == 40
+    [quiet] = reports_of(dict(LANGUAGE))
+    assert quiet.cache == ()
+
+
 def test_a_queue_for_slots_or_resources_is_told_as_such() -> None:
     queue = {"nv_inference_request_duration_us": 9e6, "nv_inference_queue_duration_us": 8e6, "charonia_instances": 1}
     [report] = reports_of(queue | {"charonia_sequences_waiting": 3})

@@ -194,7 +194,8 @@ def test_the_prompt_is_computed_by_one_and_answered_by_the_other(kind: str, tran
         assert prefiller.ask(lambda: prefiller.transfers.held_blocks) == 0
         sent, received = prefiller.totals(), decoder.totals()
         assert sent["sent_bytes"] == received["received_bytes"] > 0
-        assert (received["received"], received["failed"]) == (1, 0)
+        assert (received["received"], received["failed"], received["received_tokens"]) == (1, 0, 40)
+        assert received["wait_seconds"] > 0
 
 
 def test_what_is_cached_here_does_not_come_again() -> None:
