@@ -101,7 +101,7 @@ def _transfer(fields: Fields, role: Role) -> KVTransferParams | None:
     if role == "prefill":
         return KVTransferParams(do_remote_decode=True)
     computed = (fields.get("prefill_result") or {}).get("disaggregated_params") or {}
-    return parse_kv_transfer(computed.get(FIELD)) if role == "decode" else None
+    return parse_kv_transfer(computed.get(FIELD) or {}) if role == "decode" else None
 
 
 def chunk_fields(chunk: GenerateChunk) -> dict[str, Any]:
