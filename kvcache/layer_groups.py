@@ -1,7 +1,7 @@
 """What the layers of a model keep of a sequence: all of its tokens, or the last ones.
 
-Layers are divided into groups of equally many, so that a block, which is of one group, takes the same memory whatever
-group it is of: all of them share a pool, and what each gets follows the demand.
+Layers are divided into groups that keep about equally much, so that a block, which is of one group, takes the same
+memory whatever group it is of: all of them share a pool, and what each gets follows the demand.
 """
 
 from typing import NamedTuple

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checkpoint.model_spec import KeyValueShape, LayerAttention
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
-from .layer_places import LayerPlace
+from .layer_places import BlockStrips, LayerPlace, lay_strips
 
 
 class CacheSpec(NamedTuple):
@@ -55,19 +55,9 @@ class CacheSpec(NamedTuple):
     def layer_places(self) -> tuple[LayerPlace, ...]:
         return self.places or tuple(LayerPlace(0, layer) for layer in range(self.layers))
 
-    @property
-    def place_shapes(self) -> list[KeyValueShape]:
-        """What a block has room for, of each token: that of a layer in each place."""
-        shapes = {place.number: shape for place, shape in zip(self.layer_places, self.shapes, strict=True)}
-        return [shapes[number] for number in range(len(shapes))]
-
-    @property
-    def places_by_shape(self) -> dict[KeyValueShape, list[int]]:
-        """The places of layers that keep the same of a token: their caches lie side by side."""
-        by_shape: dict[KeyValueShape, list[int]] = {}
-        for number, shape in enumerate(self.place_shapes):
-            by_shape.setdefault(shape, []).append(number)
-        return by_shape
+    def strips(self, sizes: Sequence[int]) -> BlockStrips:
+        """The strips of the cache, of whose blocks each layer takes so many units."""
+        return lay_strips(self.layer_places, sizes)
 
     @property
     def attention_index(self) -> list[int]:
@@ -99,7 +89,7 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
         """Whether the backend can serve what every layer keeps, given that all in `supports` fits."""
-        return all(cls.supports_shape(shape, spec.heads) for shape in spec.places_by_shape)
+        return all(cls.supports_shape(shape, spec.heads) for shape in set(spec.shapes))
 
     @classmethod
     def supports_shape(cls, shape: KeyValueShape, heads: int) -> bool:
@@ -122,7 +112,8 @@ class AttentionBackend(ABC):
     def block_bytes(self) -> int:
         """Bytes that one block takes, over all layers of a group."""
         spec = self._spec
-        return spec.block_size * sum(shape.numbers for shape in spec.place_shapes) * spec.dtype.itemsize
+        room = sum(spec.strips([shape.numbers for shape in spec.shapes]).widths)
+        return spec.block_size * room * spec.dtype.itemsize
 
     @abstractmethod
     def allocate(self, blocks: int) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_spec import KeyValueShape
+from ..checkpoint.model_spec import KeyValueShape, LayerAttention
 from ..cpu import library
 from ..cpu.attention import (
     INT8_CODE,
@@ -29,8 +29,8 @@ from .backend import AttentionBackend, BackendSupport, CacheSpec, heads_side_by_
 
 
 class NativeAttention(AttentionBackend):
-    """A cache for each shape of keys and values, uint8 [places, blocks, bytes of a block]; a block is tiles of 16
-    tokens and one head."""
+    """A cache for each width of strips, uint8 [strips, blocks, width]; a layer's part of a block is tiles of 16 tokens
+    and one head."""
 
     supports: ClassVar[BackendSupport] = BackendSupport(
         ("cpu",), (torch.bfloat16, torch.float32), range(TILE_TOKENS, 4097, TILE_TOKENS), ("auto", "int8")
@@ -49,46 +49,48 @@ class NativeAttention(AttentionBackend):
         super().__init__(spec)
         dtype = library.DTYPE_CODES[spec.dtype]
         stored = INT8_CODE if spec.kv_cache_dtype == "int8" else dtype
-        self._params = []
-        for kind in spec.distinct_attention:
-            shape = spec.kept(kind)
-            latent = shape.value_size if shape.values_in_keys else 0
-            kv_heads = _query_parts(spec.heads, shape.key_size) if latent else shape.heads
-            sizes = spec.heads, kv_heads, shape.key_size, spec.block_size, kind.window or 0
-            scale = kind.scale or shape.key_size**-0.5
-            codes = dtype, stored, latent, kind.both_ways
-            self._params.append(AttentionParams(*sizes, *codes, scale, kind.softcap or 0.0))
-        tiles = spec.block_size // TILE_TOKENS
-        bytes_of = {
-            spec.kept(kind): own.tile_bytes for kind, own in zip(spec.distinct_attention, self._params, strict=True)
-        }
-        self._place_bytes = [tiles * shape.heads * bytes_of[shape] for shape in spec.place_shapes]
+        params = [self._attention_params(kind, dtype, stored) for kind in spec.attention]
+        self._strips = spec.strips([own.block_bytes for own in params])
+        for own, (strip, _) in zip(params, self._strips.layers, strict=True):
+            own.block_bytes = self._strips.widths[strip]
+        self._params = list(dict(zip(spec.attention_index, params, strict=True)).values())
         self.allocate(0)
+
+    def _attention_params(self, kind: LayerAttention, dtype: int, stored: int) -> AttentionParams:
+        spec = self._spec
+        shape = spec.kept(kind)
+        latent = shape.value_size if shape.values_in_keys else 0
+        kv_heads = _query_parts(spec.heads, shape.key_size) if latent else shape.heads
+        sizes = spec.heads, kv_heads, shape.key_size, spec.block_size, kind.window or 0
+        scale = kind.scale or shape.key_size**-0.5
+        codes = dtype, stored, latent, kind.both_ways
+        params = AttentionParams(*sizes, *codes, 0, scale, kind.softcap or 0.0)
+        params.block_bytes = spec.block_size // TILE_TOKENS * shape.heads * params.tile_bytes
+        return params
 
     @property
     def block_bytes(self) -> int:
-        return sum(self._place_bytes)
+        return sum(self._strips.widths)
 
     def allocate(self, blocks: int) -> None:
-        self._by_shape: list[Tensor] = []  # earlier ones are freed first
+        self._by_width: list[Tensor] = []  # earlier ones are freed first
         size = blocks * self.block_bytes
         free = HugePageArena().allocate(size)[:size]
-        places = [0] * len(self._place_bytes)
-        for numbers in self._spec.places_by_shape.values():
-            block_bytes = self._place_bytes[numbers[0]]
-            size = len(numbers) * blocks * block_bytes
-            cache = free[:size].view(len(numbers), blocks, block_bytes)
+        begins = [0] * len(self._strips.widths)
+        for width, strips in self._strips.by_width.items():
+            size = len(strips) * blocks * width
+            cache = free[:size].view(len(strips), blocks, width)
             free = free[size:]
-            self._by_shape.append(cache)
-            for number, own_cache in zip(numbers, cache, strict=True):
-                places[number] = own_cache.data_ptr()
-        addresses = [places[place.number] for place in self._layer_places]
+            self._by_width.append(cache)
+            for strip, own_cache in zip(strips, cache, strict=True):
+                begins[strip] = own_cache.data_ptr()
+        addresses = [begins[strip] + offset for strip, offset in self._strips.layers]
         groups = [place.group for place in self._layer_places]
         self._caches = LayerCaches(self._params, self._spec.attention_index, addresses, groups)
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        return [cache.transpose(0, 1) for cache in self._by_shape]
+        return [cache.transpose(0, 1) for cache in self._by_width]
 
     def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
         caches = self._caches

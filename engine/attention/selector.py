@@ -38,7 +38,7 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
     chosen = next((backend for backend in capable if BACKENDS[backend].supports_heads(spec)), None)
     if chosen == capable[0]:
         return BACKENDS[chosen](spec)
-    refused = next(s for s in spec.places_by_shape if not BACKENDS[capable[0]].supports_shape(s, spec.heads))
+    refused = next(s for s in spec.shapes if not BACKENDS[capable[0]].supports_shape(s, spec.heads))
     heads = f"{spec.heads} heads on {refused.heads} with keys of {refused.key_size} and values of {refused.value_size}"
     refusal = f"attention {capable[0]!r} can't do {heads}"
     if chosen is None:

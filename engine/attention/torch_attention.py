@@ -83,34 +83,34 @@ class StoredTokens(TorchStepAttention):
 
 
 class ReferenceAttention(AttentionBackend):
-    """Keys and values of each place, [slots, kv_heads, key or value size]; scores and sums in float32, one sequence at
-    a time. Its steps are `StoredTokens`."""
+    """Strips [slots, numbers], of which a layer's keys and values are views [slots, kv_heads, size]; scores and sums in
+    float32, one sequence at a time. Its steps are `StoredTokens`."""
 
     supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(devices=("cpu", "cuda"))
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
-        self._places: list[tuple[Tensor, Tensor]] = []
-        self._layers: list[tuple[Tensor, Tensor]] = []  # by layer; several may have one place, in different blocks
+        self._cache: list[Tensor] = []
+        self._layers: list[tuple[Tensor, Tensor]] = []
 
     def allocate(self, blocks: int) -> None:
         spec = self._spec
         self._layers = []  # earlier ones are freed first
-        self._places = []
-        for shape in spec.place_shapes:
-            lines = blocks * spec.block_size, shape.heads
-            keys = torch.zeros(*lines, shape.key_size, dtype=spec.dtype, device=spec.device)
-            if shape.values_in_keys:
-                self._places.append((keys, keys[..., : shape.value_size]))
-            else:
-                self._places.append((keys, keys.new_zeros(*lines, shape.value_size)))
-        self._layers = [self._places[place.number] for place in self._layer_places]
+        self._cache = []
+        widths, layers = spec.strips([shape.numbers for shape in spec.shapes])
+        lines = blocks * spec.block_size
+        self._cache = [torch.zeros(lines, width, dtype=spec.dtype, device=spec.device) for width in widths]
+        for shape, (strip, begin) in zip(spec.shapes, layers, strict=True):
+            middle = begin + shape.heads * shape.key_size
+            keys = self._cache[strip][:, begin:middle].unflatten(1, (shape.heads, shape.key_size))
+            values = keys[..., : shape.value_size]
+            if not shape.values_in_keys:
+                values = self._cache[strip][:, middle : begin + shape.numbers].unflatten(1, values.shape[1:])
+            self._layers.append((keys, values))
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        stored = zip(self._places, self._spec.place_shapes, strict=True)
-        caches = [cache for place, shape in stored for cache in (place[:1] if shape.values_in_keys else place)]
-        return [cache.view(-1, self._spec.block_size, *cache.shape[1:]) for cache in caches]
+        return [strip.unflatten(0, (-1, self._spec.block_size)) for strip in self._cache]
 
     def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
         slots = batch.of_group(self._layer_places[layer].group).slots()
@@ -205,9 +205,9 @@ class _AttentionPart(NamedTuple):
 
 
 class TorchSdpaAttention(AttentionBackend):
-    """Keys and values of each place, each [blocks, block_size * kv_heads * head_dim], or one tensor where keys have the
-    values in them, and attention by `F.scaled_dot_product_attention`. The query heads that share a key/value head are
-    spread over an axis of their own: its `enable_gqa` would expand the keys."""
+    """Strips [slots, numbers] of keys, and as many of values where keys do not have them; attention by
+    `F.scaled_dot_product_attention`. The query heads that share a key/value head are spread over an axis of their own:
+    its `enable_gqa` would expand the keys."""
 
     @classmethod
     def supports_shape(cls, shape: KeyValueShape, heads: int) -> bool:
@@ -217,20 +217,30 @@ class TorchSdpaAttention(AttentionBackend):
         super().__init__(spec)
         self._distinct = spec.distinct_attention
         self._index = spec.attention_index
-        self._places: list[tuple[Tensor, Tensor]] = []
-        self._layers: list[tuple[Tensor, Tensor]] = []  # as `ReferenceAttention` has them
+        self._cache: list[Tensor] = []
+        self._layers: list[tuple[Tensor, Tensor]] = []
 
     def allocate(self, blocks: int) -> None:
+        spec = self._spec
         self._layers = []  # earlier ones are freed first
-        self._places = []
-        for shape in self._spec.place_shapes:
-            keys = _zeros(self._spec, shape, blocks)
-            self._places.append((keys, keys if shape.values_in_keys else _zeros(self._spec, shape, blocks)))
-        self._layers = [self._places[place.number] for place in self._layer_places]
+        self._cache = []
+        keys = self._allocate(blocks, [shape.heads * shape.key_size for shape in spec.shapes])
+        values = self._allocate(blocks, [shape.numbers - shape.heads * shape.key_size for shape in spec.shapes])
+        in_keys = [shape.values_in_keys for shape in spec.shapes]
+        self._layers = [
+            (own, own if inside else apart) for own, apart, inside in zip(keys, values, in_keys, strict=True)
+        ]
+
+    def _allocate(self, blocks: int, sizes: list[int]) -> list[Tensor]:
+        """Views [slots, numbers] of strips for layers that keep so many numbers of a token."""
+        widths, layers = self._spec.strips(sizes)
+        strips = [_zeros(self._spec, width, blocks) for width in widths]
+        self._cache += [strip for strip in strips if strip.shape[1]]
+        return [strips[strip][:, begin : begin + size] for (strip, begin), size in zip(layers, sizes, strict=True)]
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        return [cache for keys, values in self._places for cache in ((keys,) if keys is values else (keys, values))]
+        return [strip.unflatten(0, (-1, self._spec.block_size)) for strip in self._cache]
 
     def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
         slots = batch.of_group(self._layer_places[layer].group).slots()
@@ -246,9 +256,12 @@ class TorchSdpaAttention(AttentionBackend):
             if new is None:
                 continue
             if len(begun):  # blocks with what an earlier sequence left there
-                cache.index_fill_(0, begun, 0)
-            line = (-1, new[0].numel())
-            cache.view(line).index_copy_(0, slots, new.reshape(line))
+                self._in_blocks(cache).index_fill_(0, begun, 0)
+            cache.index_copy_(0, slots, new.reshape(len(new), -1))
+
+    def _in_blocks(self, cache: Tensor) -> Tensor:
+        """[blocks, block_size, numbers] of one layer's keys or values."""
+        return cache.unflatten(0, (-1, self._spec.block_size))
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         spec = self._spec
@@ -280,7 +293,7 @@ class TorchSdpaAttention(AttentionBackend):
         rows = 1 if part.chunk else len(queries)
 
         def gathered(cache: Tensor) -> Tensor:
-            by_row = cache.index_select(0, part.blocks).view(rows, -1, kv_heads, head_dim)
+            by_row = self._in_blocks(cache).index_select(0, part.blocks).view(rows, -1, kv_heads, head_dim)
             return by_row[:, : part.length].transpose(1, 2)
 
         stored_keys, stored_values = self._layers[layer]
@@ -388,9 +401,12 @@ def _additive_mask(
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
-def _zeros(spec: CacheSpec, shape: KeyValueShape, blocks: int) -> Tensor:
-    """Zeros that take memory only when they are written to (numpy's come from calloc, torch's are written at once).
-    They must be numbers, because padding is multiplied by a weight of 0, and 0 * NaN is NaN."""
-    size = blocks * spec.block_size * shape.heads * shape.key_size
-    raw = np.zeros(size * spec.dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(spec.dtype).view(blocks, -1)
+def _zeros(spec: CacheSpec, width: int, blocks: int) -> Tensor:
+    """Zeros [slots, width] that take memory only when they are written to (numpy's come from calloc, torch's are
+    written at once). They must be numbers, because padding is multiplied by a weight of 0, and 0 * NaN is NaN."""
+    slots = blocks * spec.block_size
+    if not width:
+        return torch.empty(slots, 0, dtype=spec.dtype)
+    return (
+        torch.from_numpy(np.zeros(slots * width * spec.dtype.itemsize, dtype=np.uint8)).view(spec.dtype).view(-1, width)
+    )

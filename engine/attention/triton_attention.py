@@ -1,6 +1,7 @@
 """Attention by Triton kernels on a GPU: decoding rows in one launch, chunks of prompts in another, whatever is mixed in
 a step. What a token gets depends on the tokens before it alone, to the bit, and not on which of the two computes it."""
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -20,8 +21,8 @@ range. Of numbers above a fourteenth of that largest one int8 keeps more than fp
 
 
 class TritonAttention(AttentionBackend):
-    """A cache for each shape of keys and values, [places, keys and values, blocks, kv_heads, block_size, head_dim]; of
-    codes also `LayerCache.scales` of these places, [places, blocks, kv_heads, block_size, keys and values]."""
+    """Strips [keys and values, blocks, numbers], in which a layer's part of a block is [kv_heads, block_size,
+    head_dim]; of codes also strips of `LayerCache.scales`, [blocks, lines, keys and values]."""
 
     supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(
         devices=("cpu", "cuda"), kv_cache_dtypes=("auto", *CODES)
@@ -36,23 +37,36 @@ class TritonAttention(AttentionBackend):
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
         self._codes = CODES.get(spec.kv_cache_dtype)
-        self._specs = []
-        for kind in spec.distinct_attention:
-            heads, size, *_ = spec.kept(kind)
-            shape = CacheShape(spec.heads, heads, size, spec.block_size, self._codes)
-            scale = kind.scale or size**-0.5
-            self._specs.append(AttentionSpec(shape, scale, kind.window or 0, kind.softcap or 0.0, kind.both_ways))
+        lines = [shape.heads * spec.block_size for shape in spec.shapes]
+        sizes = [own * shape.key_size for own, shape in zip(lines, spec.shapes, strict=True)]
+        self._numbers = spec.strips(sizes)
+        line_sizes = [1] * len(self._numbers.widths)  # of a strip that is whole lines of any of its layers
+        for (strip, _), shape in zip(self._numbers.layers, spec.shapes, strict=True):
+            line_sizes[strip] = math.lcm(line_sizes[strip], shape.key_size)
+        for strip, size in enumerate(line_sizes):
+            self._numbers.widths[strip] += -self._numbers.widths[strip] % size
+        self._scales = spec.strips(lines)
         self._index = spec.attention_index
+        self._specs = [self._attention_spec(spec.attention_index.index(kind)) for kind in range(len(set(self._index)))]
         self._groups = [place.group for place in self._layer_places]
         self._layers: list[LayerCache] = []
         self._blocks: list[Tensor] = []
 
+    def _attention_spec(self, layer: int) -> AttentionSpec:
+        spec = self._spec
+        kind = spec.attention[layer]
+        heads, size, *_ = spec.kept(kind)
+        block = self._numbers.widths[self._numbers.layers[layer][0]] // size
+        scales = self._scales.widths[self._scales.layers[layer][0]]
+        shape = CacheShape(spec.heads, heads, size, spec.block_size, self._codes, block, scales)
+        return AttentionSpec(shape, kind.scale or size**-0.5, kind.window or 0, kind.softcap or 0.0, kind.both_ways)
+
     @property
     def block_bytes(self) -> int:
+        numbers = 2 * sum(self._numbers.widths)
         if self._codes is None:
-            return super().block_bytes
-        scales = sum(2 * shape.heads * torch.float32.itemsize for shape in self._spec.place_shapes)
-        return self._spec.block_size * (sum(shape.numbers for shape in self._spec.place_shapes) + scales)
+            return numbers * self._spec.dtype.itemsize
+        return numbers + 2 * sum(self._scales.widths) * torch.float32.itemsize
 
     @property
     def recordable_places(self) -> int:
@@ -67,20 +81,21 @@ class TritonAttention(AttentionBackend):
         # Earlier ones are freed first.
         self._layers = []
         self._blocks = []
-        caches: dict[int, LayerCache] = {}
-        for shape, places in spec.places_by_shape.items():
-            lines = blocks, shape.heads, spec.block_size
-            # Zeros: a head that drafts attends to places that it never wrote, where memory may hold what is no number.
-            numbers = torch.zeros(
-                (len(places), 2, *lines, shape.key_size), dtype=self._codes or spec.dtype, device=spec.device
-            )
-            self._blocks.append(numbers.movedim(2, 0))
-            caches |= {place: LayerCache(own[0], own[1]) for place, own in zip(places, numbers, strict=True)}
-            if self._codes is not None:
-                scales = torch.zeros((len(places), *lines, 2), dtype=torch.float32, device=spec.device)
-                self._blocks.append(scales.movedim(1, 0))
-                caches |= {place: caches[place]._replace(scales=own) for place, own in zip(places, scales, strict=True)}
-        self._layers = [caches[place.number] for place in self._layer_places]
+        # Zeros: a head that drafts attends to places that it never wrote, where memory may hold what is no number.
+        numbers, scales = dict[int, Tensor](), dict[int, Tensor]()
+        for width, strips in self._numbers.by_width.items():
+            sizes = len(strips), 2, blocks, width
+            cache = torch.zeros(sizes, dtype=self._codes or spec.dtype, device=spec.device)
+            self._blocks.append(cache.movedim(2, 0))
+            numbers |= dict(zip(strips, cache, strict=True))
+        if self._codes is not None:
+            for width, strips in self._scales.by_width.items():
+                cache = torch.zeros((len(strips), blocks, width, 2), device=spec.device)
+                self._blocks.append(cache.movedim(1, 0))
+                scales |= dict(zip(strips, cache, strict=True))
+        for (strip, begin), (own, first) in zip(self._numbers.layers, self._scales.layers, strict=True):
+            keys, values = numbers[strip][..., begin:]
+            self._layers.append(LayerCache(keys, values, scales[own][:, first:] if scales else None))
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:

@@ -34,11 +34,11 @@ enum { MOST_QUERIES = 16384, MOST_HEAD = 576 };
 
 /* The parameters of layers that attend alike; attention.py has the same fields. `window` 0: all; `cap` 0: none. `latent`
    0: keys and values are apart; else `kv_heads` are the parts that query heads are divided into. `spans` 0: a token sees
-   nothing behind itself; else up to the step's `ends`. */
+   nothing behind itself; else up to the step's `ends`. `block_bytes`: from one block of a layer to the next. */
 struct attention_params {
     int64_t heads, kv_heads, head_dim, block_size, window;
     int64_t kind, stored; /* of queries and what comes out; of the cache: F32, BF16 or S8 */
-    int64_t latent, spans;
+    int64_t latent, spans, block_bytes;
     float scale, cap;
 };
 

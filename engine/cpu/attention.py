@@ -27,7 +27,9 @@ _PIECE_BYTES = 32
 class AttentionParams(ctypes.Structure):
     """`struct attention_params`: how layers of one kind attend."""
 
-    _fields_ = struct_fields("l heads kv_heads head_dim block_size window kind stored latent spans", "f scale cap")
+    _fields_ = struct_fields(
+        "l heads kv_heads head_dim block_size window kind stored latent spans block_bytes", "f scale cap"
+    )
 
     @property
     def tile_bytes(self) -> int:

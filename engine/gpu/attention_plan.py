@@ -25,22 +25,32 @@ DECODE_PLACES = (1, 2, 4, 8)
 
 
 class CacheShape(NamedTuple):
-    """The sizes of one layer's `LayerCache`. `codes`: the dtype of its codes, int8 or fp8; None: it has no codes."""
+    """The sizes of one layer's `LayerCache`. `codes`: the dtype of its codes, int8 or fp8; None: it has no codes.
+    `block_lines` and `scale_lines`: from a block of keys, or of scales, to the next; 0: as many as a block has."""
 
     heads: int
     kv_heads: int
     head_dim: int
     block_size: int
     codes: torch.dtype | None = None
+    block_lines: int = 0
+    scale_lines: int = 0
 
     @property
     def largest_code(self) -> float:
         """0 without codes."""
         return 0.0 if self.codes is None else LARGEST_CODES[self.codes]
 
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Where kernels find the lines of a block."""
+        lines = self.kv_heads * self.block_size
+        apart = {"BLOCK_LINES": self.block_lines or lines, "SCALE_LINES": self.scale_lines or lines}
+        return apart | {"BLOCK_SIZE": self.block_size}
+
 
 class LayerCache(NamedTuple):
-    """Keys and values, each [blocks, kv_heads, block_size, head_dim], contiguous."""
+    """Keys and values, each [blocks, kv_heads, block_size, head_dim], those of a block contiguous."""
 
     keys: Tensor
     values: Tensor
@@ -186,7 +196,7 @@ def _sizes(spec: AttentionSpec, sinks: bool) -> dict[str, Any]:
     shape = spec.shape
     cache = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim}
     kind = {"LARGEST_CODE": shape.largest_code, "WINDOW": spec.window, "CAPPED": spec.softcap > 0, "SINKS": sinks}
-    return cache | kind | {"BLOCK_SIZE": shape.block_size, "DIMS": max(next_power_of_2(shape.head_dim), 16)}
+    return cache | kind | shape.blocks | {"DIMS": max(next_power_of_2(shape.head_dim), 16)}
 
 
 def decode_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def attend_span(
     last,
     scale,
     softcap,
-    KV_HEADS: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    SCALE_LINES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LARGEST_CODE: tl.constexpr,
@@ -103,12 +104,13 @@ def attend_span(
         token = at + tl.arange(0, TILE)
         valid = token < end
         block = tl.load(blocks + token // BLOCK_SIZE, mask=valid, other=0)
-        line = (block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+        line = block * BLOCK_LINES + kv_head * BLOCK_SIZE + token % BLOCK_SIZE
+        scale_line = block * SCALE_LINES + kv_head * BLOCK_SIZE + token % BLOCK_SIZE
         inside = valid[:, None] & (dim < HEAD_DIM)
         key = tl.load(keys + line[:, None] * HEAD_DIM + dim, mask=inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
         if LARGEST_CODE > 0:
-            scores = scores * tl.load(scales + 2 * line, mask=valid, other=0.0)[None, :]
+            scores = scores * tl.load(scales + 2 * scale_line, mask=valid, other=0.0)[None, :]
         if CAPPED:
             scores = tl.sigmoid(scores * (2 * scale / softcap)) - 0.5
         most = scores
@@ -127,7 +129,7 @@ def attend_span(
         value = tl.load(values + line[:, None] * HEAD_DIM + dim, mask=inside, other=0.0).to(q.dtype)
         total = tl.fma(total, faded, _sum_weights(weights))
         if LARGEST_CODE > 0:
-            weights = weights * tl.load(scales + 2 * line + 1, mask=valid, other=0.0)[None, :]
+            weights = weights * tl.load(scales + 2 * scale_line + 1, mask=valid, other=0.0)[None, :]
         mix = tl.dot(weights.to(q.dtype), value, mix * faded[:, None], input_precision="ieee")
         maximum = highest
     return before, before_total, before_mix, maximum, total, mix

@@ -45,6 +45,8 @@ def _write_kernel(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    SCALE_LINES: tl.constexpr,
     LARGEST_CODE: tl.constexpr,
     LINES: tl.constexpr,
     DIMS: tl.constexpr,
@@ -62,14 +64,16 @@ def _write_kernel(
     position = tl.load(starts + owner) + offset
     row = tl.load(rows + owner).to(tl.int64)
     block = tl.load(block_ids + row * table_stride + position // BLOCK_SIZE)
-    line = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+    inside = head * BLOCK_SIZE + position % BLOCK_SIZE
+    line = block * BLOCK_LINES + inside
+    line_scales = scales + 2 * (block * SCALE_LINES + inside)
     valid = (head < KV_HEADS) & (dim < HEAD_DIM)
     if kind == 1:
         value = tl.load(v + place * v_stride + head * HEAD_DIM + dim, mask=valid, other=0.0)
-        _store(values, scales + 1, line, dim, value, valid, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
+        _store(values, line_scales + 1, line, dim, value, valid, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
     elif kind == 0:
         turned = _rotate(k + place * k_stride + head * HEAD_DIM, cos, sin, place, dim, valid, ROTARY_DIM)
-        _store(keys, scales, line, dim, turned, valid, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
+        _store(keys, line_scales, line, dim, turned, valid, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
     else:
         valid = (head < HEADS) & (dim < HEAD_DIM)
         turned = _rotate(q + place * q_stride + head * HEAD_DIM, cos, sin, place, dim, valid, ROTARY_DIM)
@@ -78,11 +82,12 @@ def _write_kernel(
 
 @triton.jit
 def _store(cache, scales, line, dim, x, valid, head_valid, HEAD_DIM: tl.constexpr, LARGEST_CODE: tl.constexpr):
-    """Stores lines x, as they are or as codes whose largest stands for the line's largest number."""
+    """Stores lines x, as they are or as codes whose largest stands for the line's largest number, which goes to
+    `scales`."""
     if LARGEST_CODE > 0:
         wide = x.to(tl.float32)
         largest = tl.max(tl.abs(wide), 1, keep_dims=True)
-        tl.store(scales + 2 * line, largest, mask=head_valid)
+        tl.store(scales, largest, mask=head_valid)
         x = to_codes(wide, largest, cache.dtype.element_ty, LARGEST_CODE)
     tl.store(cache + line * HEAD_DIM + dim, x, mask=valid)
 
@@ -133,9 +138,9 @@ def _plan(shape: CacheShape, rotary: int) -> dict[str, Any]:
     dims = next_power_of_2(shape.head_dim)
     lines = min(next_power_of_2(shape.heads if rotary else shape.kv_heads), 16 if dims <= 256 else 8)
     sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "ROTARY_DIM": rotary}
-    tile = {"BLOCK_SIZE": shape.block_size, "LARGEST_CODE": shape.largest_code, "LINES": lines, "DIMS": dims}
+    tile = {"LARGEST_CODE": shape.largest_code, "LINES": lines, "DIMS": dims}
     warps = min(max(lines * dims // 256, 1), 8)
-    return sizes | tile | {"num_warps": warps if shape.codes is None else 2 * warps}
+    return sizes | shape.blocks | tile | {"num_warps": warps if shape.codes is None else 2 * warps}
 
 
 def specialisations() -> Iterator[Specialisation]:

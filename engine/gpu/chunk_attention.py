@@ -30,6 +30,8 @@ def chunk_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    SCALE_LINES: tl.constexpr,
     LARGEST_CODE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -72,11 +74,11 @@ def chunk_kernel(
         begin = (start + offset + 1) // TILE * TILE
         states = attend_span(
             states, queries, keys, values, scales, blocks, kv_head, 0, begin, start + place, last, scale, softcap,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, False, PART, TILE, DIMS,
+            BLOCK_LINES, SCALE_LINES, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, False, PART, TILE, DIMS,
         )  # fmt: skip
     states = attend_span(
         states, queries, keys, values, scales, blocks, kv_head, begin, end, start + place, last, scale, softcap,
-        KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, True, PART, TILE, DIMS,
+        BLOCK_LINES, SCALE_LINES, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, True, PART, TILE, DIMS,
     )  # fmt: skip
     _, total, mix = merge_states(states[0], states[1], states[2], states[3], states[4], states[5])
     mixed = finish_state(total, mix, exists, LARGEST_CODE).to(out.dtype.element_ty)

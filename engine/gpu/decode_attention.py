@@ -66,6 +66,8 @@ def decode_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    SCALE_LINES: tl.constexpr,
     LARGEST_CODE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -113,8 +115,8 @@ def decode_kernel(
             seen = tl.maximum(at, tl.maximum(start - WINDOW + 1, 0) // TILE * TILE)
         before, before_total, before_mix, maximum, total, mix = attend_span(
             states, queries, keys, values, scales, blocks, kv_head, seen, tl.minimum(at + size, end), start + place,
-            start + place, scale, softcap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, True, PART,
-            TILE, DIMS,
+            start + place, scale, softcap, BLOCK_LINES, SCALE_LINES, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED,
+            True, PART, TILE, DIMS,
         )  # fmt: skip
         if shared:
             state = (first + (at // PART - low) * count + place).to(tl.int64) * HEADS + head

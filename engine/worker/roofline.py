@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..attention.layer_places import groups_of, places_in_block
+from ..attention.layer_places import groups_of, token_room
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import DecoderShape, ModelSpec
@@ -105,8 +105,7 @@ def describe_checkpoint(model: str) -> list[str]:
     full = cache * builder.default_length
     if groups.sliding:
         kept = groups.full * builder.default_length + groups.sliding * groups.window
-        places = places_in_block(shape.cached_attention, groups, builder.default_length)
-        full = cache * places * kept // len(shape.cached_attention)
+        full = cache * token_room(shape, groups, builder.default_length) * kept // shape.token_numbers
     memory = (
         f"memory: {_short(served.bytes / 1e6)} MB of weights, {_short(cache / 1e3)} KB of KV cache for a token,"
         f" {_short(full / 1e6)} MB for a text of {builder.default_length} tokens"

@@ -25,7 +25,7 @@ from ...bench.server_process import (
     require_open,
 )
 from ...core.errors import InvalidArgument
-from ...engine.attention.layer_places import groups_of, places_in_block
+from ...engine.attention.layer_places import groups_of, token_room
 from ...engine.build import granted_config
 from ...engine.checkpoint.hf_checkpoint import open_checkpoint
 from ...engine.checkpoint.model_spec import CheckpointError, ModelSpec
@@ -204,8 +204,8 @@ def _estimate(checkpoint: str, options: CalibrationOptions, engine: EngineOption
     length = min(config.max_model_len or spec.max_position, spec.max_position)
     shape = _default_shape(config, length)
     groups = groups_of(spec, length)
-    places = places_in_block(spec.cached_attention, groups, length)
-    block_bytes = estimate.token_bytes * shape.block_size * places // max(len(spec.cached_attention), 1)
+    share = token_room(spec, groups, length) / max(spec.token_numbers, 1)
+    block_bytes = round(estimate.token_bytes * shape.block_size * share)
     room = block_bytes, estimate.cache_bytes
     capacity = Capacity(spec.vocab_size, length, *room, state_bytes=estimate.state_bytes, groups=groups)
     if config.cache.blocks is None and config.cache.bytes is None:

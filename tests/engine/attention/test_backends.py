@@ -7,6 +7,7 @@ import torch
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.attention.backend import AttentionBackend, CacheSpec
+from charonia.engine.attention.layer_places import LayerPlace
 from charonia.engine.attention.native import NativeAttention
 from charonia.engine.attention.selector import AUTO_ORDER, BACKENDS, create_backend
 from charonia.engine.attention.torch_attention import ReferenceAttention, TorchSdpaAttention
@@ -30,7 +31,8 @@ class Story:
         self.attention, self.spec = attention, spec
         self.generator = torch.Generator().manual_seed(seed)
         self.free = torch.randperm(blocks, generator=self.generator).tolist()
-        self.tables: dict[int, list[int]] = {}
+        self.groups = 1 + max(place.group for place in spec.layer_places)
+        self.tables: dict[int, list[list[int]]] = {}
         self.history: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.sinks = [
             2 * torch.randn(spec.heads, generator=self.generator) if v.sinks else None for v in spec.attention
@@ -54,11 +56,14 @@ class Story:
         for (row, count), start in zip(rows.items(), starts, strict=True):
             table = self.tables.setdefault(row, [])
             while len(table) * self.spec.block_size < start + count:
-                table.append(self.free.pop())
+                table.append([self.free.pop() for _ in range(self.groups)])
         width = max(len(self.tables[row]) for row in rows)
-        tables = torch.tensor([self.tables[row] + [0] * (width - len(self.tables[row])) for row in rows])
+        none = [0] * self.groups
+        lines = [self.tables[row] + [none] * (width - len(self.tables[row])) for row in rows]
+        tables = torch.tensor(lines).transpose(1, 2).flatten(1)
+        known = torch.zeros(len(rows), 1, dtype=torch.int32)
         counts = list(rows.values())
-        return StepBatch.from_tokens(torch.zeros(sum(counts)), starts, counts, tables, self.spec.block_size)
+        return StepBatch(range(len(rows)), starts, counts, known, tables, self.spec.block_size, groups=self.groups)
 
     def layer(self, attend: object, batch: StepBatch, layer: int, rows: dict[int, int], starts: list[int]) -> float:
         total = sum(rows.values())
@@ -216,6 +221,17 @@ def test_layers_keep_different_keys_and_values(name: str, dtype: torch.dtype) ->
     assert max(story.step(rows) for rows in STEPS[:4]) < TOLERANCE[dtype]
 
 
+def test_groups_of_unlike_layers_share_blocks(name: str) -> None:
+    large, small = LayerAttention(kept=KeyValueShape(2, 48, 48)), LayerAttention(9, kept=KeyValueShape(1, 32, 32))
+    places = LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(1, 1)
+    shape = spec_for(name, attention=(large, small, small), places=places)
+    backend = create_backend(name, shape)
+    assert backend.block_bytes == 2 * 2 * 48 * shape.block_size * 4
+    story = Story(backend, shape)
+    assert sum(blocks[0].nbytes for blocks in backend.device_blocks) == backend.block_bytes
+    assert max(map(story.step, STEPS)) < TOLERANCE[torch.float32]
+
+
 def test_values_that_are_in_keys_take_no_memory(name: str) -> None:
     views = (LayerAttention(kept=KeyValueShape(1, 48, 32, True)), LayerAttention(kept=KeyValueShape(2, 32, 32)))
     shape = spec_for(name, attention=views)
@@ -250,7 +266,7 @@ def test_numbers_that_overflowed_are_no_later_sequences(name: str, dtype: torch.
     nothing = torch.full((90, shape.heads, shape.head_dim), math.nan, dtype=dtype)
     for layer in range(shape.layers):
         assert attend(layer, nothing, *[nothing[:, : shape.kv_heads]] * 2, None).isnan().all()
-    story.free += story.tables.pop(9)
+    story.free += [block for span in story.tables.pop(9) for block in span]
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
 
 

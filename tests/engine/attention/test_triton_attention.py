@@ -39,12 +39,16 @@ def random(*shape: int) -> Tensor:
 
 def lines_of(backend: TritonAttention) -> Tensor:
     """[layers, keys and values, blocks, kv_heads, block_size, head_dim], of one shape."""
-    return backend.device_blocks[0].movedim(0, 2)
+    return backend.device_blocks[0].movedim(0, 2).unflatten(-1, (2, -1, 16))
 
 
 def scales_of(backend: TritonAttention) -> Tensor:
     """[layers, blocks, kv_heads, block_size, keys and values]; without codes nothing."""
-    return backend.device_blocks[1].movedim(0, 1) if len(backend.device_blocks) > 1 else torch.empty(0)
+    return (
+        backend.device_blocks[1].movedim(0, 1).unflatten(2, (2, -1))
+        if len(backend.device_blocks) > 1
+        else torch.empty(0)
+    )
 
 
 class Pair:

@@ -20,6 +20,13 @@ BLOCK, ROWS = 16, 3
 LAYERS = ["full_attention", *["sliding_attention"] * 3] * 2
 """Two that see all, and six that see nineteen tokens: a block has room for two."""
 GEMMA = {"num_hidden_layers": len(LAYERS), "layer_types": LAYERS}
+ENDING = GEMMA | {"layer_types": LAYERS[::-1]}
+UNLIKE = {
+    "gemma4": (ENDING, LayerGroups(1, 3, 19)),
+    "gemma4-small": (ENDING | {"num_kv_shared_layers": 1, "global_head_dim": 48}, LayerGroups(1, 2, 19)),
+}
+"""Gemma 4's layers that see all keep other heads than those that slide: as many numbers, or three times as many; then a
+block has one of them, or three of the others."""
 
 Answers = dict[int, tuple[list[int], list[float]]]
 """Tokens and their log-probabilities by key."""
@@ -39,12 +46,12 @@ def short_prompts() -> list[IntArray]:
 
 
 class Engine:
-    def __init__(self, checkpoint: Path, attention: str, groups: bool) -> None:
+    def __init__(self, checkpoint: Path, attention: str, groups: bool, kept: str = "auto") -> None:
         config = EngineConfig(
             model=str(checkpoint),
             device="cpu",
             attention=attention,
-            cache=CacheConfig(block_size=BLOCK, layer_groups=groups),
+            cache=CacheConfig(block_size=BLOCK, layer_groups=groups, dtype=kept),
             scheduler=SchedulerConfig(max_num_seqs=ROWS),
             max_model_len=256,
         )
@@ -94,6 +101,42 @@ def test_answers_are_those_with_one_group(checkpoint: Callable[..., Path], atten
         assert scheduler.totals.restored
         short, _ = alike.answers(short_prompts(), 60, 60, chunk=17, ahead=1)
         scarce, scheduler = engine.answers(short_prompts(), 60, 39, chunk=17, ahead=1)
+        assert scarce == short
+        assert scheduler.totals.preemptions
+    engine.executor.close()
+    alike.executor.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "kept"),
+    [
+        ("gemma4", "native", "auto"),
+        ("gemma4-small", "native", "auto"),
+        ("gemma4-small", "native", "int8"),
+        ("gemma4-small", "cpu", "auto"),
+        ("gemma4-small", "reference", "auto"),
+    ],
+)
+def test_answers_of_unlike_layers_are_those_with_one_group(
+    checkpoint: Callable[..., Path], name: str, attention: str, kept: str
+) -> None:
+    changes, groups = UNLIKE[name]
+    directory = checkpoint(name, **changes)
+    alike, engine = (Engine(directory, attention, groups=grouped, kept=kept) for grouped in (False, True))
+    assert engine.groups == groups
+    chunk = 50 if attention == "native" else 200  # torch's sums depend on how a prompt was cut
+    asked = prompts()[:3]
+    plain, _ = alike.answers(asked, 12, 60, chunk=chunk)
+    hits, scheduler = engine.answers(asked, 12, 200, chunk=chunk)
+    assert hits == plain
+    assert scheduler.totals.prefix_hits >= 80
+    host, scheduler = engine.answers([*asked, *asked[:1]], 12, 40, chunk=chunk, host_blocks=200)
+    assert {key: host[key] for key in plain} == plain
+    assert host[3] == plain[0]
+    assert scheduler.totals.restored
+    if attention == "native":
+        short, _ = alike.answers(short_prompts(), 60, 60, chunk=17, ahead=1)
+        scarce, scheduler = engine.answers(short_prompts(), 60, 10 * groups.total - 1, chunk=17, ahead=1)
         assert scarce == short
         assert scheduler.totals.preemptions
     engine.executor.close()
