@@ -95,22 +95,21 @@ class ReferenceAttention(AttentionBackend):
 
     def allocate(self, blocks: int) -> None:
         spec = self._spec
-        self._layers = []  # earlier ones are freed first
-        self._cache = []
+        self._layers, self._cache = [], []  # earlier ones are freed first
         widths, layers = spec.strips([shape.numbers for shape in spec.shapes])
         lines = blocks * spec.block_size
         self._cache = [torch.zeros(lines, width, dtype=spec.dtype, device=spec.device) for width in widths]
         for shape, (strip, begin) in zip(spec.shapes, layers, strict=True):
             middle = begin + shape.heads * shape.key_size
-            keys = self._cache[strip][:, begin:middle].unflatten(1, (shape.heads, shape.key_size))
+            keys = self._cache[strip][:, begin:middle].view(lines, shape.heads, shape.key_size)
             values = keys[..., : shape.value_size]
             if not shape.values_in_keys:
-                values = self._cache[strip][:, middle : begin + shape.numbers].unflatten(1, values.shape[1:])
+                values = self._cache[strip][:, middle : begin + shape.numbers].view(values.shape)
             self._layers.append((keys, values))
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        return [strip.unflatten(0, (-1, self._spec.block_size)) for strip in self._cache]
+        return [strip.view(-1, self._spec.block_size, strip.shape[1]) for strip in self._cache]
 
     def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
         slots = batch.of_group(self._layer_places[layer].group).slots()
@@ -222,25 +221,25 @@ class TorchSdpaAttention(AttentionBackend):
 
     def allocate(self, blocks: int) -> None:
         spec = self._spec
-        self._layers = []  # earlier ones are freed first
-        self._cache = []
+        self._layers, self._cache = [], []  # earlier ones are freed first
         keys = self._allocate(blocks, [shape.heads * shape.key_size for shape in spec.shapes])
         values = self._allocate(blocks, [shape.numbers - shape.heads * shape.key_size for shape in spec.shapes])
-        in_keys = [shape.values_in_keys for shape in spec.shapes]
-        self._layers = [
-            (own, own if inside else apart) for own, apart, inside in zip(keys, values, in_keys, strict=True)
-        ]
+        self._layers = [(own, apart if apart.shape[1] else own) for own, apart in zip(keys, values, strict=True)]
 
     def _allocate(self, blocks: int, sizes: list[int]) -> list[Tensor]:
-        """Views [slots, numbers] of strips for layers that keep so many numbers of a token."""
-        widths, layers = self._spec.strips(sizes)
-        strips = [_zeros(self._spec, width, blocks) for width in widths]
-        self._cache += [strip for strip in strips if strip.shape[1]]
+        """Views [slots, numbers] of strips for layers that keep so many numbers of a token: zeros, which take memory
+        only when they are written to (numpy's come from calloc, torch's are written at once). They must be numbers,
+        because padding is multiplied by a weight of 0, and 0 * NaN is NaN."""
+        spec = self._spec
+        widths, layers = spec.strips(sizes)
+        lines = [(blocks * spec.block_size, max(width, 1) * spec.dtype.itemsize) for width in widths]
+        strips = [torch.from_numpy(np.zeros(line, np.uint8)).view(spec.dtype) for line in lines]
+        self._cache += [strip for strip, width in zip(strips, widths, strict=True) if width]
         return [strips[strip][:, begin : begin + size] for (strip, begin), size in zip(layers, sizes, strict=True)]
 
     @property
     def device_blocks(self) -> Sequence[Tensor]:
-        return [strip.unflatten(0, (-1, self._spec.block_size)) for strip in self._cache]
+        return [strip.view(-1, self._spec.block_size, strip.shape[1]) for strip in self._cache]
 
     def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:
         slots = batch.of_group(self._layer_places[layer].group).slots()
@@ -261,7 +260,7 @@ class TorchSdpaAttention(AttentionBackend):
 
     def _in_blocks(self, cache: Tensor) -> Tensor:
         """[blocks, block_size, numbers] of one layer's keys or values."""
-        return cache.unflatten(0, (-1, self._spec.block_size))
+        return cache.view(-1, self._spec.block_size, cache.shape[1])
 
     def begin_step(self, batch: StepBatch) -> StepAttention:
         spec = self._spec
@@ -399,14 +398,3 @@ def _additive_mask(
     if window is not None:
         hidden |= places < ends.unsqueeze(-1) - window
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
-
-
-def _zeros(spec: CacheSpec, width: int, blocks: int) -> Tensor:
-    """Zeros [slots, width] that take memory only when they are written to (numpy's come from calloc, torch's are
-    written at once). They must be numbers, because padding is multiplied by a weight of 0, and 0 * NaN is NaN."""
-    slots = blocks * spec.block_size
-    if not width:
-        return torch.empty(slots, 0, dtype=spec.dtype)
-    return (
-        torch.from_numpy(np.zeros(slots * width * spec.dtype.itemsize, dtype=np.uint8)).view(spec.dtype).view(-1, width)
-    )
