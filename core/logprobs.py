@@ -1,13 +1,19 @@
 """Natural logarithms of the probabilities that a model gave tokens, before penalties and temperature."""
 
-from typing import NamedTuple, Self
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple, Self, final
 
 import msgspec
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 MAX_LOGPROBS = 20
 """The most likeliest tokens that a request may ask for beside each token."""
+
+_LEAST = -9999.0
+"""The log-probability of an impossible token: JSON has no infinity."""
 
 
 class Logprobs(NamedTuple):
@@ -18,6 +24,13 @@ class Logprobs(NamedTuple):
     ids: list[int]
     values: list[float]
     rank: int = 0
+
+    def finite(self) -> Self:
+        """The same with numbers alone."""
+        if self.chosen > _LEAST and (not self.values or min(self.values) > _LEAST):
+            return self
+        chosen, *values = (value if value > _LEAST else _LEAST for value in (self.chosen, *self.values))
+        return self._replace(chosen=chosen, values=values)
 
 
 class RankedLogprobs(NamedTuple):
@@ -81,19 +94,71 @@ class PromptLogprobs(NamedTuple):
         return [RankedLogprobs(Logprobs(own, top, theirs), rank) for own, top, theirs, rank in columns]
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenPiece(NamedTuple):
+    """A token's text, in which an incomplete character shows as U+FFFD, and its bytes."""
+
+    text: str
+    data: bytes
+
+
+class TokenPieces:
+    """The pieces of a vocabulary's tokens, and what is made of them again and again, by token id. `read` is called once
+    for each."""
+
+    def __init__(self, read: Callable[[int], TokenPiece]) -> None:
+        piece = self.piece = cache(read)
+        self.text = cache(lambda token: piece(token).text)
+        self.entry = cache(lambda token: json_entry(*piece(token)))
+
+
+def json_entry(name: str, data: bytes) -> bytes:
+    """A format of bytes: a token as a JSON object that lacks the value of its logprob."""
+    text, numbers = orjson.dumps(name), orjson.dumps([*data])
+    return b'{"token":%b,"logprob":%%b,"bytes":%b}' % (text.replace(b"%", b"%%"), numbers)
+
+
+class ScoredText(str):
+    """The text of one token, which has logprobs."""
+
+    __slots__ = ("token",)
+    token: "TokenLogprob"
+
+    def __new__(cls, text: str, token: "TokenLogprob") -> Self:
+        scored = str.__new__(cls, text)
+        scored.token = token
+        return scored
+
+
+class LikelyToken(NamedTuple):
     id: int
     text: str
-    """An incomplete character shows as U+FFFD."""
     data: bytes
-    """The token's bytes."""
     logprob: float
-    top: tuple["TokenLogprob", ...] = ()
-    """The likeliest tokens in its place, which have no `top`."""
-    rank: int = 0
-    """As in `Logprobs`."""
+
+
+@final
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+    """A token and its `scores`, which are finite. Nothing is made of the likeliest tokens until it is wanted."""
+
+    id: int
+    scores: Logprobs
+    pieces: TokenPieces
     width: int | None = None
     """The characters that it adds to the text, 0 for an incomplete one; None if as many as `text` has."""
+
+    @property
+    def text(self) -> str:
+        return self.pieces.text(self.id)
+
+    @property
+    def logprob(self) -> float:
+        return self.scores.chosen
+
+    @property
+    def top(self) -> tuple[LikelyToken, ...]:
+        """The likeliest tokens in its place."""
+        scored = zip(self.scores.ids, self.scores.values, strict=True)
+        return tuple(LikelyToken(token, *self.pieces.piece(token), value) for token, value in scored)
 
 
 class PromptToken(msgspec.Struct, frozen=True):

@@ -110,7 +110,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_290,
+    "core": 2_315,
     "processes": 1_160,
     "telemetry": 3_015,
     "kvcache": 1_525,
@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_870,
-    "api": 10_365,
+    "api": 10_400,
     "http_workers": 2_540,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,

@@ -5,14 +5,15 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import tokenizers
 from tokenizers import decoders
 
 from ..core.errors import InvalidArgument, Unavailable
+from ..core.logprobs import TokenPiece, TokenPieces
 from ..core.native_calls import NativeCall
 from ..core.request import Conversation, Prompt, TextWithMedia
 from ..core.token_limit import TokenLimit
@@ -29,13 +30,6 @@ _OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
 """The letters of byte-level vocabularies and their bytes: printable bytes are Latin-1, all others are letters from 256
 on."""
-
-
-class TokenPiece(NamedTuple):
-    """A token's text, in which an incomplete character shows as U+FFFD, and its bytes."""
-
-    text: str
-    data: bytes
 
 
 def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
@@ -113,7 +107,7 @@ class Tokenizer:
         self.showing = lru_cache(_TEMPLATES)(self._showing)
         compiled = partial(ChatTemplate, tokens=special_tokens, whose="the request's", field="chat_template")
         self._given = lru_cache(_TEMPLATES)(compiled)
-        self.token_piece: Callable[[int], TokenPiece] = cache(partial(read_token_piece, backend))
+        self.pieces = TokenPieces(partial(read_token_piece, backend))
         self.bytes: TokenBytes | None = None
         """The bytes of each token, if they do not depend on its neighbours."""
         self.bytes_with_special: TokenBytes | None = None

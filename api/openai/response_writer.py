@@ -12,6 +12,7 @@ import msgspec
 import orjson
 
 from ...core.drafts import DraftSummary
+from ...core.logprobs import PromptToken, ScoredText, TokenLogprob
 from ...core.model import ModelConfig
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
@@ -21,7 +22,7 @@ from .token_logprobs import JsonObject, logprob_columns, prompt_entries, token_e
 
 _HOLES: dict[str, Any] = {name: f"\0{name}\0" for name in ("text", "logprobs", "token_ids", "usage")}
 """What stands in a template for values that are not known yet; no model has one for a name."""
-_TEXT = orjson.dumps(_HOLES["text"])
+_TEXT, _LOGPROBS = orjson.dumps(_HOLES["text"]), orjson.dumps(_HOLES["logprobs"])
 _END = GenerateChunk(text="", token_ids=(), usage=Usage(0, 0))
 
 
@@ -43,16 +44,17 @@ class CompletionFormat:
 
     delta = choice
 
-    def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> tuple[JsonObject, int]:
+    def logprobs(
+        self, prompt: Sequence[PromptToken], tokens: Sequence[TokenLogprob], offset: int, spec: ResponseSpec
+    ) -> tuple[JsonObject, int]:
         """Columns over the tokens of an echoed prompt, if any, and those generated, and the offset behind them.
         `offset`: characters that the tokens before wrote."""
-        prompt = chunk.prompt_logprobs if spec.echo else ()
-        return logprob_columns(prompt, chunk.logprobs, offset, spec.logprobs or 0, spec.tokens_as_ids)
+        return logprob_columns(prompt if spec.echo else (), tokens, offset, spec.logprobs or 0, spec.tokens_as_ids)
 
     def no_logprobs(self, spec: ResponseSpec) -> JsonObject | None:
         """The logprobs of the event that only says why a text has ended: columns without rows, for readers of every
         event."""
-        return None if spec.logprobs is None else self.logprobs(_END, 0, spec)[0]
+        return None if spec.logprobs is None else self.logprobs((), (), 0, spec)[0]
 
     def show_prompts(self, body: JsonObject, name: str, prompts: Sequence[Any]) -> None:
         """Add to a response `body` what it says of its choices' prompts: `prompts[i]` of choice i, as `name`."""
@@ -91,9 +93,11 @@ class ChatFormat:
             delta["tool_calls"] = [{"index": call.index, **written} for call, written in numbered]
         return {"index": index, "delta": delta, "logprobs": logprobs, **_end(chunk)}
 
-    def logprobs(self, chunk: GenerateChunk, offset: int, spec: ResponseSpec) -> tuple[JsonObject, int]:
-        """An entry for each token, whatever the offset."""
-        return {"content": token_entries(chunk.logprobs, spec.tokens_as_ids), "refusal": None}, offset
+    def logprobs(
+        self, prompt: Sequence[PromptToken], tokens: Sequence[TokenLogprob], offset: int, spec: ResponseSpec
+    ) -> tuple[JsonObject, int]:
+        """An entry for each token that was generated, whatever the offset."""
+        return {"content": token_entries(tokens, spec.tokens_as_ids), "refusal": None}, offset
 
     def no_logprobs(self, spec: ResponseSpec) -> JsonObject | None:
         """Nothing, as OpenAI has it."""
@@ -234,14 +238,26 @@ class OpenAIResponseWriter:
 
     @property
     def text_event(self) -> Callable[[str], bytes] | None:
-        """Makes the event of a chunk of the only choice that is nothing but text, behind its first; None where that has
-        other fields that change."""
+        """Makes the event of a chunk of the only choice that is nothing but text, scored or not, behind its first; None
+        where that has other fields that change."""
         if self._details:
             return None
         # Most events are of text alone: the JSON around it is encoded once for all of them.
-        before, after = (self._template(0, True, False) % {b"text": _TEXT, b"logprobs": b"null"}).split(_TEXT)
+        around = self._template(0, True, False) % {b"text": _TEXT, b"logprobs": _LOGPROBS}
+        before, rest = around.split(_TEXT)
+        between, after = rest.split(_LOGPROBS)
         encode = orjson.dumps
-        return lambda text: before + encode(text) + after
+        if self._spec.logprobs is None:
+            behind = between + b"null" + after
+            return lambda text: before + encode(text) + behind
+        logprobs, offsets, spec = self._format.logprobs, self._offsets, self._spec
+
+        def scored_event(text: str) -> bytes:
+            assert isinstance(text, ScoredText)
+            columns, offsets[0] = logprobs((), (text.token,), offsets.get(0, 0), spec)
+            return b"%b%b%b%b%b" % (before, encode(text), between, encode(columns), after)
+
+        return scored_event
 
     def _text_event(self, index: int, chunk: GenerateChunk) -> bytes:
         """The event of a chunk with text or reasoning, and what goes with its tokens."""
@@ -317,7 +333,8 @@ class OpenAIResponseWriter:
     def _logprobs(self, index: int, chunk: GenerateChunk) -> JsonObject | None:
         if self._spec.logprobs is None or not (chunk.logprobs or chunk.prompt_logprobs):
             return None
-        shown, self._offsets[index] = self._format.logprobs(chunk, self._offsets.get(index, 0), self._spec)
+        offset = self._offsets.get(index, 0)
+        shown, self._offsets[index] = self._format.logprobs(chunk.prompt_logprobs, chunk.logprobs, offset, self._spec)
         return shown
 
     def _total(self) -> JsonObject:

@@ -13,6 +13,7 @@ from uuid import uuid4
 import orjson
 
 from ...core.errors import CharoniaError
+from ...core.logprobs import ScoredText
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.error_responses import printable, status_of
 from .custom_tools import CustomInput
@@ -51,19 +52,24 @@ class TextItem:
         self._name = "response.output_text" if self._is_message else "response.reasoning_text"
         self._id = item_id
         self._at = {"item_id": item_id, "output_index": place, "content_index": 0}
-        self.texts: list[str] = []
-        self._logprobs: list[JsonObject] = []
+        self._texts: list[str] = []
+        self._logprobs: list[orjson.Fragment] = []
 
     def added(self) -> Iterator[JsonObject]:
         yield _item_event("added", self._at, self.json("in_progress") | {"content": []})
         yield {"type": "response.content_part.added", **self._at, "part": self._part()}
 
-    def delta(self, text: str, logprobs: list[JsonObject]) -> Iterator[JsonObject]:
-        self.texts.append(text)
-        self._logprobs += logprobs
+    def delta(self, text: str, logprobs: list[orjson.Fragment]) -> Iterator[JsonObject]:
+        self.grow(text, logprobs)
         yield self.delta_event(text, logprobs)
 
-    def delta_event(self, text: str, logprobs: Sequence[JsonObject] = ()) -> JsonObject:
+    def grow(self, text: str, logprobs: list[orjson.Fragment]) -> None:
+        """Grow by a text whose event the caller makes."""
+        self._texts.append(text)
+        if logprobs:
+            self._logprobs += logprobs
+
+    def delta_event(self, text: str, logprobs: Sequence[Any]) -> JsonObject:
         return {"type": f"{self._name}.delta", **self._at, "delta": text, **self._shown(logprobs)}
 
     def done(self, status: str) -> Iterator[JsonObject]:
@@ -80,12 +86,12 @@ class TextItem:
         return {**head, "status": status, "content": [self._part()]}
 
     def _part(self) -> JsonObject:
-        text = "".join(self.texts)
+        text = "".join(self._texts)
         if self._is_message:
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
         return {"type": "reasoning_text", "text": text}
 
-    def _shown(self, logprobs: Sequence[JsonObject]) -> JsonObject:
+    def _shown(self, logprobs: Sequence[Any]) -> JsonObject:
         return {"logprobs": [*logprobs]} if self._is_message else {}
 
 
@@ -192,7 +198,7 @@ class ResponseOutput:
         self._done: list[JsonObject] = []
         self._open: TextItem | CallItem | None = None
         self._held = ""
-        self._held_logprobs: list[JsonObject] = []
+        self._held_logprobs: list[orjson.Fragment] = []
         self._usage: Usage | None = None
         self._transfer: Mapping[str, Any] | None = None
         self._reason: FinishReason | None = None
@@ -208,19 +214,28 @@ class ResponseOutput:
         return self._numbered(self._grow(chunk))
 
     def add_text(self, text: str) -> list[JsonObject]:
-        """As `add`, for a chunk that is nothing but text, and not the first."""
+        """As `add`, for a chunk that is nothing but text, scored or not, and not the first."""
+        self._hold_scores(text)
         return self._numbered(self._add_text(_MESSAGE, text))
 
     @property
     def growing_message(self) -> TextItem | None:
-        """The message that is open, if a text alone makes it grow."""
+        """The message that is open."""
         item = self._open
-        return item if isinstance(item, TextItem) and item.key == _MESSAGE and not self._shows_logprobs else None
+        return item if isinstance(item, TextItem) and item.key == _MESSAGE else None
 
-    def take_number(self) -> int:
-        """The number of an event that the caller makes."""
+    def grow_message(self, message: TextItem, text: str) -> tuple[list[orjson.Fragment], int]:
+        """Have the open `message` grow by a text as in `add_text`; the logprobs and the number of the event that the
+        caller makes."""
+        self._hold_scores(text)
+        logprobs = self._take_logprobs(_MESSAGE) if self._held_logprobs else []
+        message.grow(text, logprobs)
         self._number += 1
-        return self._number - 1
+        return logprobs, self._number - 1
+
+    def _hold_scores(self, text: str) -> None:
+        if self._shows_logprobs and isinstance(text, ScoredText):
+            self._held_logprobs += token_entries((text.token,))
 
     def end(self) -> list[JsonObject]:
         self._ended_at = int(time.time())
@@ -306,7 +321,7 @@ class ResponseOutput:
         place = len(self._done)
         return f"{prefix}_{self._ids}{place:04x}", place
 
-    def _take_logprobs(self, kind: str) -> list[JsonObject]:
+    def _take_logprobs(self, kind: str) -> list[orjson.Fragment]:
         held, self._held_logprobs = self._held_logprobs if kind == _MESSAGE else [], []
         return held
 

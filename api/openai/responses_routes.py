@@ -25,8 +25,8 @@ from .responses_output import ResponseOutput, TextItem
 from .responses_request import RESPONSES_SHAPE, ParsedResponses, parse_responses
 from .translated_chat import acquire_for, answer_chat, count_prompt_tokens
 
-_PLACEHOLDER = "\0text\0"
-"""Stands for a text that is not known yet."""
+_TEXT, _LOGPROBS = "\0text\0", "\0logprobs\0"
+"""Stand for what is not known yet."""
 
 
 class ResponsesRoutes:
@@ -81,8 +81,9 @@ class ResponseEvents:
         self._output = output
         self._begun = False
         self._message: TextItem | None = None
-        self._before = self._after = b""
-        """The JSON of the message's deltas: what stands before the text, and behind it up to the event's number."""
+        self._before = self._between = self._after = b""
+        """The JSON of the message's deltas: what stands before the text, behind it up to the logprobs, and behind those
+        up to the event's number."""
 
     def encode_item(self, chunk: GenerateChunk) -> bytes:
         begin = [] if self._begun else self._output.begin()
@@ -99,13 +100,14 @@ class ResponseEvents:
             return _encode(self._output.add_text(text))
         if message is not self._message:
             # Most events are of text alone: the JSON around it is encoded once for all of a message.
-            event = message.delta_event(_PLACEHOLDER) | {"sequence_number": 0}
-            around = sse_event(orjson.dumps(event), event["type"]).split(orjson.dumps(_PLACEHOLDER))
+            event = message.delta_event(_TEXT, [_LOGPROBS]) | {"sequence_number": 0}
+            around = sse_event(orjson.dumps(event), event["type"]).removesuffix(b"0}\n\n")
             self._message = message
-            self._before = around[0]
-            self._after = around[1].removesuffix(b"0}\n\n")
-        message.texts.append(text)
-        return b"%b%b%b%d}\n\n" % (self._before, orjson.dumps(text), self._after, self._output.take_number())
+            self._before, rest = around.split(orjson.dumps(_TEXT))
+            self._between, self._after = rest.split(orjson.dumps([_LOGPROBS]))
+        logprobs, number = self._output.grow_message(message, text)
+        scored = orjson.dumps(logprobs)
+        return b"%b%b%b%b%b%d}\n\n" % (self._before, orjson.dumps(text), self._between, scored, self._after, number)
 
     def encode_end(self) -> bytes:
         return _encode(self._output.end())

@@ -1,11 +1,17 @@
 """Log-probabilities of tokens as OpenAI's endpoints show them, with vLLM's extra fields."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import mod
 from typing import Any
 
-from ...core.logprobs import PromptToken, TokenLogprob
+import orjson
+
+from ...core.logprobs import LikelyToken, PromptToken, TokenLogprob, TokenPiece, json_entry
 
 JsonObject = dict[str, Any]
+
+_by_id = "token_id:{}".format
 
 
 def logprob_columns(
@@ -20,46 +26,53 @@ def logprob_columns(
     offsets: list[int] = []
     scored: list[PromptToken | TokenLogprob] = [*prompt, *tokens]
     for token in scored:
-        given = token.given if isinstance(token, PromptToken) else token
-        names.append(f"token_id:{token.id}" if as_ids else token.text)
-        logprobs.append(None if given is None else given.logprob)
+        given = token if type(token) is TokenLogprob else token.given
+        text = token.text if given is None else given.pieces.text(token.id)
+        names.append(_by_id(token.id) if as_ids else text)
+        logprobs.append(None if given is None else given.scores.chosen)
         likeliest.append(None if given is None else _by_name(given, most, as_ids))
         offsets.append(offset)
-        offset += len(token.text) if token.width is None else token.width
+        offset += len(text) if token.width is None else token.width
     columns = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets}
     return columns, offset
 
 
 def _by_name(token: TokenLogprob, most: int, as_ids: bool) -> dict[str, float]:
-    # Of several tokens with the same text, the likeliest is named.
+    scores, name = token.scores, _by_id if as_ids else token.pieces.text
+    ids, values = scores.ids, scores.values
     named: dict[str, float] = {}
-    for likely in (*token.top[:most], token):
-        named.setdefault(f"token_id:{likely.id}" if as_ids else likely.text, likely.logprob)
+    for rank in range(min(most, len(ids))):
+        named.setdefault(name(ids[rank]), values[rank])  # of several tokens with the same text, the likeliest is named
+    named.setdefault(name(token.id), scores.chosen)
     return named
 
 
-def token_entries(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> list[JsonObject]:
+def token_entries(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> list[orjson.Fragment]:
     """The logprobs of tokens as chat and responses show them; `as_ids`: with their ids in place of their text, for, in
     vLLM's words, not every token is a text of its own."""
-    return [
-        _entry(token, as_ids) | {"top_logprobs": [_entry(likely, as_ids) for likely in token.top]} for token in tokens
-    ]
+    entries = []
+    for token in tokens:
+        scores, pieces = token.scores, token.pieces
+        entry = partial(_entry_by_id, pieces.piece) if as_ids else pieces.entry
+        own = entry(token.id) % orjson.dumps(scores.chosen)
+        top = b",".join(map(mod, map(entry, scores.ids), map(orjson.dumps, scores.values)))
+        entries.append(orjson.Fragment(b'%b,"top_logprobs":[%b]}' % (own[:-1], top)))
+    return entries
 
 
-def _entry(token: TokenLogprob, as_id: bool) -> JsonObject:
-    name = f"token_id:{token.id}" if as_id else token.text
-    return {"token": name, "logprob": token.logprob, "bytes": [*token.data]}
+def _entry_by_id(piece: Callable[[int], TokenPiece], token: int) -> bytes:
+    return json_entry(_by_id(token), piece(token).data)
 
 
 def prompt_entries(prompt: Sequence[PromptToken], most: int) -> list[JsonObject | None]:
     """vLLM's `prompt_logprobs`: for each token an object by token id, the prompt's own token first, then the `most`
     likeliest; None for the first token of all."""
-    return [None if token.given is None else _by_id(token.given, token.rank, most) for token in prompt]
+    return [None if token.given is None else _ranked(token.given, token.rank, most) for token in prompt]
 
 
-def _by_id(token: TokenLogprob, rank: int, most: int) -> JsonObject:
-    ranked = [(token, rank), *((likely, place) for place, likely in enumerate(token.top[:most], start=1))]
+def _ranked(token: TokenLogprob, rank: int, most: int) -> JsonObject:
+    likeliest: list[TokenLogprob | LikelyToken] = [token, *token.top[:most]]
     return {
-        str(likely.id): {"logprob": likely.logprob, "rank": place, "decoded_token": likely.text}
-        for likely, place in ranked
+        str(likely.id): {"logprob": likely.logprob, "rank": place or rank, "decoded_token": likely.text}
+        for place, likely in enumerate(likeliest)
     }

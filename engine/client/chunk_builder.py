@@ -8,15 +8,12 @@ from typing import NamedTuple
 
 from ...core.direct_stream import Sink
 from ...core.errors import InvalidArgument
-from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, TokenLogprob
+from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, ScoredText, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, Usage
 from ...core.sampling import SamplingParams
 from ...tokenization.detokenizer import StopStrings, make_detokenizer
 from ...tokenization.tokenizer import Tokenizer
 from .token_stream import TokenDelta
-
-_LEAST_LOGPROB = -9999.0
-"""The log-probability of an impossible token: JSON has no infinity."""
 
 
 class TextEnds(NamedTuple):
@@ -129,12 +126,7 @@ class ChunkBuilder:
             self._completion_tokens += len(token_ids)
             if not self._has_logprobs:
                 return text
-            return GenerateChunk(
-                text=text,
-                token_ids=token_ids,
-                usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
-                logprobs=self._generated(token_ids, delta.logprobs, widths),
-            )
+            return self.text_chunk(text, delta, self._generated(token_ids, delta.logprobs, widths))
         taken = len(widths) if self._stopped else len(token_ids)
         text += self._end_text(taken, delta)
         if self._has_logprobs and len(widths) < taken:  # the token that ended the text
@@ -156,20 +148,26 @@ class ChunkBuilder:
         )
 
     def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
-        if self._completion_tokens and delta.finish_reason is None and not self._by_token:  # as most are
-            token_ids = delta.token_ids
-            self._completion_tokens += len(token_ids)
-            text = self._text.push(token_ids)
-            return None if not text or sink(text) else self.text_chunk(text, delta)
+        token_ids = delta.token_ids
+        if self._completion_tokens and delta.finish_reason is None and not self._may_stop:
+            if not self._has_logprobs:  # as most
+                self._completion_tokens += len(token_ids)
+                text = self._text.push(token_ids)
+                return None if not text or sink(text) else self.text_chunk(text, delta)
+            if len(token_ids) == len(delta.logprobs) == 1:
+                self._completion_tokens += 1
+                text = self._text.push(token_ids)
+                token = TokenLogprob(token_ids[0], delta.logprobs[0].finite(), self._tokenizer.pieces, len(text))
+                return None if text and sink(ScoredText(text, token)) else self.text_chunk(text, delta, (token,))
         built = self.build_text(delta)
-        if not isinstance(built, str):
-            return built
-        return None if not built or sink(built) else self.text_chunk(built, delta)
+        if isinstance(built, str):
+            return None if not built or sink(built) else self.text_chunk(built, delta)
+        return built
 
-    def text_chunk(self, text: str, delta: TokenDelta, reasoning: str = "", reasoning_tokens: int = 0) -> GenerateChunk:
-        """The chunk of the delta whose text `build_text` was."""
-        usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens, reasoning_tokens)
-        return GenerateChunk(text=text, token_ids=delta.token_ids, usage=usage, reasoning=reasoning)
+    def text_chunk(self, text: str, delta: TokenDelta, logprobs: tuple[TokenLogprob, ...] = ()) -> GenerateChunk:
+        """The chunk of a delta that neither begins nor ends the text."""
+        usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens)
+        return GenerateChunk(text=text, token_ids=delta.token_ids, usage=usage, logprobs=logprobs)
 
     def _ended_by_token(self, delta: TokenDelta) -> bool:
         """Whether an end or stop token ended the text; a grammar may end it without one."""
@@ -224,25 +222,16 @@ class ChunkBuilder:
         """The whole prompt with its log-probabilities, once."""
         (first, *others), self._unscored = self._unscored, []
         widths = _PromptWidths(self._tokenizer, self._prompt_text)
-        tokens = [PromptToken(first, self._tokenizer.token_piece(first).text, width=widths.push(first))]
+        tokens = [PromptToken(first, self._tokenizer.pieces.text(first), width=widths.push(first))]
         ranked = (score for computed in scores for score in computed.to_list())
         for token, score in zip(others, ranked, strict=True):
-            logprob = self._logprob(token, score.logprobs)
+            logprob = TokenLogprob(token, score.logprobs.finite(), self._tokenizer.pieces)
             tokens.append(PromptToken(token, logprob.text, logprob, score.rank, widths.push(token)))
         return tuple(tokens)
 
     def _generated(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs], widths: Sequence[int]
     ) -> tuple[TokenLogprob, ...]:
-        return tuple([self._logprob(*column) for column in zip(token_ids, logprobs, widths, strict=False)])
-
-    def _logprob(self, token: int, logprobs: Logprobs, width: int | None = None) -> TokenLogprob:
-        piece = self._tokenizer.token_piece
-        chosen, ids, values, rank = logprobs
-        likeliest: list[TokenLogprob] = []
-        for likely, value in zip(ids, values, strict=True):
-            text, data = piece(likely)
-            likeliest.append(TokenLogprob(likely, text, data, value if value > _LEAST_LOGPROB else _LEAST_LOGPROB))
-        text, data = piece(token)
-        least = chosen if chosen > _LEAST_LOGPROB else _LEAST_LOGPROB
-        return TokenLogprob(token, text, data, least, tuple(likeliest), rank, width)
+        pieces = self._tokenizer.pieces
+        columns = zip(token_ids, logprobs, widths, strict=False)
+        return tuple([TokenLogprob(token, scores.finite(), pieces, width) for token, scores, width in columns])

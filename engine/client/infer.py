@@ -15,7 +15,7 @@ import orjson
 from ...core.direct_stream import DirectStream, relay
 from ...core.errors import InvalidArgument
 from ...core.gateway import ResponseStream
-from ...core.logprobs import TokenLogprob
+from ...core.logprobs import LikelyToken, TokenLogprob
 from ...core.request import (
     GenerateChunk,
     GenerateRequest,
@@ -321,10 +321,11 @@ def vllm_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[b
 
 
 def _by_token_id(token: TokenLogprob) -> dict[str, dict[str, Any]]:
-    ranks = {token.id: token.rank or None, **{likely.id: rank for rank, likely in enumerate(token.top, start=1)}}
+    ranks = {token.id: token.scores.rank or None, **{likely.id: rank for rank, likely in enumerate(token.top, start=1)}}
+    entries: list[TokenLogprob | LikelyToken] = [token, *token.top]
     return {
         str(entry.id): {"logprob": entry.logprob, "rank": ranks[entry.id], "decoded_token": entry.text}
-        for entry in (token, *token.top)
+        for entry in entries
     }
 
 

@@ -236,7 +236,7 @@ class TokenStream:
             self._count_unread(len(tokens))
         self._tokens += tokens
         if logprobs:
-            self._logprobs += [scores for scores in logprobs if scores is not None]
+            self._logprobs += filter(None, logprobs)
         self.stats.record_tokens(len(tokens), at)
         if self._sinks is None:
             self._wake_reader()

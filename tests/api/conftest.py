@@ -42,6 +42,7 @@ from charonia.processes.cuda_memory import CudaDriver, CudaMemory
 from charonia.repository.request_validation import validate_request
 from charonia.telemetry.request_log import request_filter
 from charonia.telemetry.shared_state import SharedState
+from tests.scored_tokens import scored
 
 from ..gpu_stand_in import GpuAllocation, gpu_allocation
 from .inline_model import InlineServer
@@ -313,9 +314,8 @@ def _logprobs(token: int, text: str, top: int | None, chosen: float = -1.0) -> t
     """The chosen token is the second likeliest."""
     if top is None:
         return ()
-    own = TokenLogprob(token, text, text.encode(), chosen)
-    likelier = TokenLogprob(0, "?", b"?", -0.5)
-    return (TokenLogprob(token, text, text.encode(), chosen, (likelier, own)[:top]),)
+    likeliest = (0, "?", -0.5), (token, text, chosen)
+    return (scored(token, text, chosen, *likeliest[:top]),)
 
 
 def _prompt(top: int | None) -> tuple[PromptToken, ...]:

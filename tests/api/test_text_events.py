@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 
@@ -17,8 +18,9 @@ from charonia.api.openai.response_writer import ApiFormat, ChatFormat, Completio
 from charonia.api.openai.responses_output import ResponseOutput
 from charonia.api.openai.responses_routes import ResponseEvents
 from charonia.api.openai.routes import CompletionEvents
-from charonia.core.logprobs import TokenLogprob
+from charonia.core.logprobs import ScoredText
 from charonia.core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
+from tests.scored_tokens import scored
 
 TEXTS = ["a", ' say "b"\n\\', "\0text\0", "é€\U0001f600", " ", "0}\n\n"]
 CALL = {"tool_calls": (ToolCallDelta(0, "call_1", "find", "{}"),)}
@@ -48,8 +50,8 @@ def messages() -> AnthropicMessageWriter:
     return AnthropicMessageWriter(parsed, "m")
 
 
-def responses() -> ResponseEvents:
-    return ResponseEvents(ResponseOutput("resp_1", {"model": "m"}, False))
+def responses(logprobs: bool = False) -> ResponseEvents:
+    return ResponseEvents(ResponseOutput("resp_1", {"model": "m"}, logprobs))
 
 
 ENCODERS: dict[str, Callable[[], EventEncoder[GenerateChunk]]] = {
@@ -90,13 +92,40 @@ def test_events_are_the_same_by_either_way(door: str, first: dict[str, Any], mid
     assert one.encode_end() == other.encode_end()
 
 
+SCORING: dict[str, Callable[[], EventEncoder[GenerateChunk]]] = {
+    "completions": lambda: completion(CompletionFormat(), logprobs=1),
+    "completions by id": lambda: completion(CompletionFormat(), logprobs=1, tokens_as_ids=True),
+    "completions without": lambda: completion(CompletionFormat()),
+    "chat": lambda: completion(ChatFormat(), logprobs=1),
+    "chat by id": lambda: completion(ChatFormat(), logprobs=1, tokens_as_ids=True),
+    "responses": lambda: responses(logprobs=True),
+    "responses without": responses,
+}
+
+
+@pytest.mark.parametrize("door", SCORING)
+def test_events_of_scored_texts_are_the_same_by_either_way(door: str) -> None:
+    one, other = SCORING[door](), SCORING[door]()
+    begin = GenerateChunk(text="x", token_ids=(1,), usage=Usage(3, 1), logprobs=(SCORED,))
+    assert one.encode_item(begin) == other.encode_item(begin)
+    encode_text = one.encode_text
+    assert encode_text is not None
+    for at, text in enumerate(TEXTS):
+        token = scored(at, text, -0.25 * at, (at, text, -0.25 * at), (7, "%b", -2.0), width=len(text))
+        chunk = GenerateChunk(text=text, token_ids=(at,), usage=Usage(3, 2 + at), logprobs=(token,))
+        assert encode_text(ScoredText(text, token)) == other.encode_item(chunk)
+        held = msgspec.structs.replace(chunk, text="")  # a token that ends within a character
+        assert one.encode_item(held) == other.encode_item(held)
+    end = GenerateChunk(text="", token_ids=(), usage=Usage(3, 9), finish_reason=FinishReason.LENGTH)
+    assert one.encode_item(end) + one.encode_end() == other.encode_item(end) + other.encode_end()
+
+
 def test_who_shows_more_of_each_chunk_sees_each_chunk() -> None:
     for fields in ({"continuous_usage": True}, {"return_token_ids": True}):
         assert completion(CompletionFormat(), **fields).encode_text is None
 
 
-LIKELY = TokenLogprob(7, "b", b"b", -2.0)
-SCORED = TokenLogprob(5, " 100%", b" 100%", -0.5, (LIKELY,), 2, 5)
+SCORED = scored(5, " 100%", -0.5, (7, "b", -2.0), rank=2, width=5)
 
 
 def read(event: bytes) -> Any:

@@ -16,13 +16,13 @@ from charonia.tokenization.tokenizer import Tokenizer
 def test_the_bytes_of_tokens_are_the_bytes_of_the_text(checkpoint: Path, text: str) -> None:
     tokenizer = Tokenizer.load(checkpoint)
     ids = tokenizer.encode(text, special=False)
-    assert b"".join(tokenizer.token_piece(token).data for token in ids) == text.encode()
+    assert b"".join(tokenizer.pieces.piece(token).data for token in ids) == text.encode()
 
 
 def test_special_and_unknown_tokens(checkpoint: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint)
-    assert tokenizer.token_piece(1) == ("</s>", b"</s>")
-    assert tokenizer.token_piece(10**6) == ("", b"")
+    assert tokenizer.pieces.piece(1) == ("</s>", b"</s>")
+    assert tokenizer.pieces.piece(10**6) == ("", b"")
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def fallback() -> Tokenizer:
 
 
 def test_leading_spaces_and_bytes(fallback: Tokenizer) -> None:
-    assert fallback.token_piece(1) == (" the", b" the")
-    assert fallback.token_piece(2) == ("\ufffd", b"\xc3")
-    assert fallback.token_piece(3).data == b"\xa9"
-    assert fallback.token_piece(4) == ("s", b"s")
+    assert fallback.pieces.piece(1) == (" the", b" the")
+    assert fallback.pieces.piece(2) == ("\ufffd", b"\xc3")
+    assert fallback.pieces.piece(3).data == b"\xa9"
+    assert fallback.pieces.piece(4) == ("s", b"s")
 
 
 def test_words_are_banned_alone_and_behind_a_space(checkpoint: Path) -> None:

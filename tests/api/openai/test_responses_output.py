@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,8 @@ from pydantic import TypeAdapter
 
 from charonia.api.openai.responses_output import ResponseOutput
 from charonia.core.errors import Internal, InvalidArgument, QueueFull
-from charonia.core.logprobs import TokenLogprob
 from charonia.core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage, join_chunks
+from tests.scored_tokens import scored
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ECHO: dict[str, Any] = {"model": "m", "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
@@ -38,12 +39,14 @@ def chunks(*pieces: dict[str, Any], reason: FinishReason = FinishReason.STOP) ->
 def told(answer: list[GenerateChunk], logprobs: bool = False) -> list[dict[str, Any]]:
     """All events of an answer."""
     output = ResponseOutput("resp_1", ECHO, logprobs)
-    events = [*output.begin(), *(event for chunk in answer for event in output.add(chunk)), *output.end()]
+    made = [*output.begin(), *(event for chunk in answer for event in output.add(chunk)), *output.end()]
+    events: list[dict[str, Any]] = orjson.loads(orjson.dumps(made))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
         EVENTS.validate_python(event)
-    Response.model_validate(output.response())
-    assert events[-1]["response"] == output.response()
+    whole = orjson.loads(orjson.dumps(output.response()))
+    Response.model_validate(whole)
+    assert events[-1]["response"] == whole
     return events
 
 
@@ -129,7 +132,7 @@ def test_what_was_cut_says_why(reason: FinishReason, status: str, why: Any) -> N
 
 def test_logprobs_are_those_of_the_text_alone() -> None:
     def token(text: str) -> dict[str, Any]:
-        return {"logprobs": (TokenLogprob(1, text, text.encode(), -1.0),)}
+        return {"logprobs": (scored(1, text, -1.0),)}
 
     pieces = [
         THOUGHT[0] | token("hm"),

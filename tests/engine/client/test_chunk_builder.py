@@ -124,7 +124,7 @@ def test_logprobs_are_named_and_finite() -> None:
     logprobs = (Logprobs(-0.5, [0, 1], [-0.5, -1.0]), Logprobs(float("-inf"), [], []), Logprobs(-1.0, [], []))
     chunk = writer.build_chunk(TokenDelta(ids("abc"), 0, None, logprobs))
     first, second = chunk.logprobs
-    assert (first.text, first.data, first.logprob) == ("a", b"a", -0.5)
+    assert (first.pieces.piece(first.id), first.logprob) == (("a", b"a"), -0.5)
     assert [(other.text, other.logprob) for other in first.top] == [("a", -0.5), ("b", -1.0)]
     assert second.logprob == -9999.0
 

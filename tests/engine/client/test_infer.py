@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.logprobs import TokenLogprob
 from charonia.core.request import FinishReason, GenerateChunk, InferRequest, Usage
 from charonia.core.tensor import Tensor
 from charonia.engine.client.infer import OWN_LAYOUT, StreamedResponses, complete_response, parse_infer_request
+from tests.scored_tokens import scored
 
 LENGTH = FinishReason.LENGTH
 
@@ -24,7 +24,7 @@ def asked(stream: bool = False, **parameters: Any) -> InferRequest:
 
 
 def chunk(token: int, logprob: float, reason: FinishReason | None = None, text: str = "x") -> GenerateChunk:
-    said = (TokenLogprob(token, text, text.encode(), logprob),)
+    said = (scored(token, text, logprob),)
     return GenerateChunk(text=text, token_ids=(token,), usage=Usage(3, 1), finish_reason=reason, logprobs=said)
 
 

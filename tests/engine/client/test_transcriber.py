@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
-from charonia.core.logprobs import TokenLogprob
 from charonia.core.media import FEATURES, WINDOW_BOUNDS, MediaKind, MediaSource, PreparedMedium
 from charonia.core.media_models import EncodedMedium, MediaFacts, MediaServices
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, Usage
@@ -26,6 +25,7 @@ from charonia.engine.client.transcriber import HeardPrompt, Transcriber
 from charonia.tokenization.speech_tokens import SpeechTokens, read_speech_tokens
 from charonia.tokenization.tokenizer import AsyncTokenizer, Tokenizer
 from tests.hearing_models import write_whisper_tokenizer
+from tests.scored_tokens import scored
 from tests.waiting import until
 
 LENGTH = 64
@@ -91,11 +91,11 @@ class Decoder:
         if heard.reported:
             ids = [self._known.languages[self.language]]
             assert heard.reported == (self._known.no_speech,)
-            named = TokenLogprob(self._known.no_speech, "", b"", math.log(answer.no_speech or 1e-9))
-            logprobs = [TokenLogprob(ids[0], "", b"", -0.5, (named,))]
+            named = self._known.no_speech, "", math.log(answer.no_speech or 1e-9)
+            logprobs = [scored(ids[0], "", -0.5, named)]
         else:
             ids = [*self._tokenizer.encode(answer.text, special=False), self._known.end]
-            logprobs = [TokenLogprob(token, "", b"", answer.logprob) for token in ids]
+            logprobs = [scored(token, "", answer.logprob) for token in ids]
         return GenerateChunk(
             text="", token_ids=tuple(ids), usage=Usage(1, 1), finish_reason=self.reason, logprobs=tuple(logprobs)
         )

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.logprobs import TokenLogprob
 from charonia.core.request import FinishReason, GenerateChunk, InferRequest, Usage
 from charonia.core.sampling import SamplingParams
 from charonia.core.tensor import Tensor
 from charonia.engine.client.infer import ParsedInferRequest, StreamedResponses, parse_infer_request
 from charonia.engine.vllm.build import VLLM_LAYOUT
+from tests.scored_tokens import scored
 
 DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 DATATYPES = {spec.name: spec.datatype for spec in VLLM_LAYOUT.inputs}
@@ -106,16 +106,16 @@ def test_responses_have_the_backends_outputs() -> None:
         },
     )
     responses = StreamedResponses(asked.outputs)
-    likeliest = TokenLogprob(7, "b", b"b", -0.5)
+    likeliest = 7, "b", -0.5
     first = GenerateChunk(
-        text="a", token_ids=(5,), usage=Usage(3, 1), logprobs=(TokenLogprob(5, "a", b"a", -1.5, (likeliest,), 4),)
+        text="a", token_ids=(5,), usage=Usage(3, 1), logprobs=(scored(5, "a", -1.5, likeliest, rank=4),)
     )
     last = GenerateChunk(
         text="b",
         token_ids=(7,),
         usage=Usage(3, 2),
         finish_reason=FinishReason.LENGTH,
-        logprobs=(TokenLogprob(7, "b", b"b", -0.5, (likeliest,)),),
+        logprobs=(scored(7, "b", -0.5, likeliest),),
     )
     said = []
     for chunk in (first, last):
