@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 3_705,
     "media": 1_245,
     "scheduler": 2_315,
-    "engine": 29_340,
+    "engine": 29_720,
     "classic_backends": 8_505,
     "ensembles": 1_200,
     "routing": 250,

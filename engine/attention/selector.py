@@ -14,6 +14,7 @@ from .backend import AttentionBackend, CacheSpec
 from .native import NativeAttention
 from .torch_attention import ReferenceAttention, TorchSdpaAttention
 from .triton_attention import TritonAttention
+from .triton_latents import TritonLatents
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +36,9 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
         InvalidArgument: as `capable_backends`; or none of those can serve heads like these.
     """
     capable = capable_backends(name, spec.device, spec.dtype, spec.block_size, spec.kv_cache_dtype)
-    chosen = next((backend for backend in capable if BACKENDS[backend].supports_heads(spec)), None)
+    chosen = next((backend for backend in capable if _supports_heads(backend, spec)), None)
     if chosen == capable[0]:
-        return BACKENDS[chosen](spec)
+        return _create(chosen, spec)
     refused = next(s for s in spec.shapes if not BACKENDS[capable[0]].supports_shape(s, spec.heads))
     heads = f"{spec.heads} heads on {refused.heads} with keys of {refused.key_size} and values of {refused.value_size}"
     refusal = f"attention {capable[0]!r} can't do {heads}"
@@ -45,7 +46,17 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
         raise InvalidArgument(refusal, field="attention")
     if chosen == "reference":
         log.warning("%s, so torch attends, one sequence after the other: slowly", refusal)
-    return BACKENDS[chosen](spec)
+    return _create(chosen, spec)
+
+
+def _supports_heads(name: str, spec: CacheSpec) -> bool:
+    return BACKENDS[name].supports_heads(spec) or (name == "triton" and TritonLatents.supports_heads(spec))
+
+
+def _create(name: str, spec: CacheSpec) -> AttentionBackend:
+    if name == "triton" and TritonLatents.supports_heads(spec):
+        return TritonLatents(spec)
+    return BACKENDS[name](spec)
 
 
 def capable_backends(

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from charonia.core.eager_reason import EagerReason
 from charonia.engine.attention import selector
 from charonia.engine.attention.triton_attention import TritonAttention
+from charonia.engine.attention.triton_latents import TritonLatents
 from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.cpu import library
@@ -398,15 +399,16 @@ def test_tokens_are_the_same_with_kernels(
     assert not made.graphs.eager_steps
 
 
-@pytest.mark.parametrize(
-    "name", ["lfm2", *(pytest.param(name, marks=pytest.mark.proof) for name in ("qwen3.5", "granite-hybrid", "mamba2"))]
-)
+OTHERS = "qwen3.5", "granite-hybrid", "mamba2", "deepseek-v3"
+
+
+@pytest.mark.parametrize("name", ["lfm2", *(pytest.param(name, marks=pytest.mark.proof) for name in OTHERS)])
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-def test_states_are_the_same_in_recorded_steps(
+def test_states_and_latents_are_the_same_in_recorded_steps(
     checkpoint: Callable[..., Path], interpreted: None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By kernels, interpreted, which go back to states after wrong drafts."""
-    monkeypatch.setitem(selector.BACKENDS, "device", TritonAttention)
+    monkeypatch.setitem(selector.BACKENDS, "device", TritonLatents if name == "deepseek-v3" else TritonAttention)
     made = Setting(checkpoint(name))
     made.new = 6
     found = run(made, 1, {}, SomeRight([*zip(made.prompts, made.right, strict=True)]), requests=2)

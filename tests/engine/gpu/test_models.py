@@ -14,6 +14,7 @@ from charonia.core.logprobs import Logprobs
 from charonia.engine.attention import selector
 from charonia.engine.attention.backend import AttentionBackend
 from charonia.engine.attention.triton_attention import TritonAttention
+from charonia.engine.attention.triton_latents import TritonLatents
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.gpu.norm import TritonNorm
 from charonia.engine.worker.inline_executor import InlineExecutor
@@ -27,6 +28,7 @@ from tests.engine.kept_attention import KeptReference
 BLOCK, NEW = 16, 4
 SHARED = [7, 8, 9, 10] * 5
 PROMPTS = [SHARED, [*SHARED, 3, 4, 5], [*SHARED, 11]]
+LATENTS = ("deepseek-v2", "deepseek-v3", "glm4-lite")
 OTHERS = (
     "llama-llama3-tied",
     "phi4-mini",
@@ -55,6 +57,7 @@ OTHERS = (
     "nemotron-3",
     "falcon-h1",
     "mamba2",
+    *LATENTS,
 )
 
 
@@ -65,7 +68,7 @@ def test_greedy_text_is_that_of_transformers(
     directory, normed = checkpoint(name), list[int]()
     norm = TritonNorm.add_and_norm
     monkeypatch.setattr(TritonNorm, "add_and_norm", lambda *own: normed.append(1) or norm(*own))
-    found = generate(directory, PROMPTS, TritonAttention)
+    found = generate(directory, PROMPTS, TritonLatents if name in LATENTS else TritonAttention)
     assert normed
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
