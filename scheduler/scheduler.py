@@ -15,11 +15,11 @@ from ..core.errors import InvalidArgument
 from ..core.metrics import EngineTotals, SequenceState
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
+from .drafts.speculation import Speculation
 from .plan import ForcedTokens, Proposals, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
 from .running_set import InFlightStep, RunningSet
 from .sequence import Sequence, SequenceSpec
-from .speculation import Speculation
 from .step_packer import StepPacker
 from .step_results import process_result, with_forced_tokens
 from .waiting_queue import Fairness, WaitingQueue

@@ -4,20 +4,21 @@ Half-computed and waiting prompts are treated alike. Short ones go first, and lo
 own: neither is stuck behind the other. Knows no results, and no time but `PrefillBudget`'s.
 """
 
+from itertools import chain, islice
 from math import inf
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 
 from ..core.metrics import SequenceState
 from .config import SchedulerConfig
-from .half_computed import PendingPrefill, half_computed, waiting_line
+from .drafts.speculation import Speculation
 from .packed_step import PackedStep
 from .plan import NO_ROWS, IntArray, LongArray, StepPlan
-from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork
+from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
 from .running_set import InFlightStep, RunningSet
 from .sequence import Sequence, most_uncut
-from .speculation import Speculation
 from .waiting_queue import Fairness, queue_order
 
 MIN_PIPELINE_GROUP = 8
@@ -25,6 +26,18 @@ MIN_PIPELINE_GROUP = 8
 
 ROWS_PER_FORCED_TOKEN = 16
 """One of so many decoding rows may compute a token that no step had to sample: the step of all takes longer by it."""
+
+
+class _PendingPrefill(NamedTuple):
+    """A half-computed prompt and the tokens it lacks; tuples compare in the order in which prompts go on."""
+
+    urgency: int
+    service: float
+    rank: int
+    arrival_number: int
+    row: int
+    missing_tokens: int
+    sequence: Sequence
 
 
 class StepPacker:
@@ -186,7 +199,7 @@ class StepPacker:
 
     def _add_prompts(self) -> None:
         """Spend the rest of the budget on prompts, short ones first; half of it on long ones, if any can use it."""
-        short, long = half_computed(self._rows, self._fairness, self._step)
+        short, long = self._half_computed()
         budget, waiting = self._budget_left, self._waiting.peek(self._step, long=True)
         mixed = bool(long) or waiting is not None
         pace = self._prefill.pace(self._demand([*short, *long], mixed))
@@ -200,16 +213,46 @@ class StepPacker:
         lane.tokens = self._budget_left
         self._fill(lane, short, long=False)
 
-    def _demand(self, half_computed: list[PendingPrefill], mixed: bool) -> StepDemand:
+    def _demand(self, half_computed: list[_PendingPrefill], mixed: bool) -> StepDemand:
         """The decoding rows of the step and the prompts that wait for their first token."""
-        line = waiting_line(self._rows, half_computed, self._waiting.first(LINE_LENGTH), self._clock)
+        line = self._waiting_line(half_computed)
         if not self._rows.itl_targets:
             return StepDemand(self._work, line, mixed=mixed)
         targets = [self._rows.itl_targets.get(row) for row in self._counts.nonzero()[0].tolist()]
         wanted = [target for target in targets if target is not None]
         return StepDemand(self._work, line, min(wanted, default=inf), len(wanted) < len(targets), mixed)
 
-    def _fill(self, lane: PrefillLane, pending: list[PendingPrefill], long: bool) -> None:
+    def _half_computed(self) -> tuple[list[_PendingPrefill], list[_PendingPrefill]]:
+        """The half-computed prompts, short ones and long ones, that may be in a plan now; the next to go on is the
+        last."""
+        rows, full = self._rows, self._rows.full_rows()
+        prefilling = [row for row in rows.prefilling if full is None or not full[row]]
+        several = len({rows.sequences[row].tenant_slot for row in prefilling}) > 1  # else rank alone decides
+        prefills: list[_PendingPrefill] = []
+        for row in prefilling:
+            sequence, missing = rows.sequences[row], int(rows.known[row] - rows.scheduled[row])
+            key = self._fairness.fair_share_key(sequence, self._step) if several else (0, 0.0)
+            rank = sequence.seniority + missing // self._fairness.step_tokens
+            prefills.append(_PendingPrefill(*key, rank, sequence.arrival_number, row, missing, sequence))
+        prefills.sort(reverse=True)
+        lanes: tuple[list[_PendingPrefill], list[_PendingPrefill]] = [], []
+        for pending in prefills:
+            lanes[pending.sequence.long_prompt].append(pending)
+        return lanes
+
+    def _waiting_line(self, half_computed: list[_PendingPrefill]) -> list[WaitingPrompt]:
+        """The first prompts that wait for their first token: of the half-computed ones, then of those without a row."""
+        line = list[WaitingPrompt]()
+        pending = ((prefill.sequence, int(self._rows.scheduled[prefill.row])) for prefill in half_computed)
+        others = ((sequence, sequence.shared) for sequence in self._waiting.first(LINE_LENGTH))
+        for sequence, computed in islice(chain(pending, others), LINE_LENGTH):
+            target = sequence.target_ttft
+            if target != inf and not sequence.outputs:
+                waited = self._clock - sequence.arrived_at
+                line.append(WaitingPrompt(sequence.known - computed, computed, waited, target))
+        return line
+
+    def _fill(self, lane: PrefillLane, pending: list[_PendingPrefill], long: bool) -> None:
         """Spend a lane's part of the step on prompts by rank, but first on those of the least served tenant of the most
         urgent class."""
         while self._budget_left and lane.has_room:
@@ -223,7 +266,7 @@ class StepPacker:
             else:
                 self._admit(lane, waiting)
 
-    def _precedes(self, pending: PendingPrefill, waiting: Sequence) -> bool:
+    def _precedes(self, pending: _PendingPrefill, waiting: Sequence) -> bool:
         if pending.sequence.tenant_slot != waiting.tenant_slot and not self._waiting.is_rank_only_turn:
             mine = self._fairness.fair_share_key(pending.sequence, self._step)
             other = self._fairness.fair_share_key(waiting, self._step)

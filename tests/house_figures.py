@@ -10,7 +10,8 @@ from pathlib import Path
 
 STEP_LOOP = ("engine/core/step_loop.py", "engine/core/inbox.py", "engine/core.py", "engine/arrivals.py")
 """The step loop and the inbox it reads from, as they are called now and as they were called before; beside them
-everything in scheduler/ and kvcache/ belongs to what a reader of the step loop reads."""
+everything that lies flat in scheduler/ and kvcache/ belongs to what a reader of the step loop reads. What lies in a
+folder of theirs stands on them, or hangs on by one object that may not be there."""
 
 MOST_WORDS = 60
 """Of a docstring: a longer one is better told in parts, each where it belongs."""

@@ -17,8 +17,8 @@ from ...core.metrics import DrafterTotals, EngineTotals, SequenceState
 from ...core.model import ReservedMemory
 from ...core.request import FinishReason, GenerateRequest
 from ...processes.host import available_memory, resident_memory_of, usable_cores
+from ...scheduler.drafts.speculation import GRAMMAR, PREDICTION
 from ...scheduler.sequence import SequenceSpec
-from ...scheduler.speculation import GRAMMAR, PREDICTION
 from ...telemetry.llm_metrics import CacheBlocks, EngineState, LlmMetrics, sum_totals
 from ...tokenization.answers.answer_formats import AnswerParsers
 from ..config import EngineConfig

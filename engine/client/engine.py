@@ -11,7 +11,7 @@ from ...core.errors import InvalidArgument
 from ...core.kv_transfer import FIELD as KV_TRANSFER
 from ...core.model import MemoryHolder, RetainingModel
 from ...core.request import GenerateRequest, GuidedDecoding
-from ...scheduler.speculation import PREDICTED_DRAFTS
+from ...scheduler.drafts.speculation import PREDICTED_DRAFTS
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
 from ..config import LoraConfig

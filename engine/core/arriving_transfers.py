@@ -12,7 +12,7 @@ import numpy as np
 
 from ...core.errors import SentError, Unavailable
 from ...core.metrics import TimeInState
-from ...kvcache.held_prefixes import ArrivingPrefix
+from ...kvcache.exchange.held_prefixes import ArrivingPrefix
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import Sequence as ScheduledSequence

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ... import __version__
 from ...core.errors import InvalidArgument
-from ...kvcache.directory_tier import DirectoryTier
+from ...kvcache.exchange.directory_tier import DirectoryTier
 from ...kvcache.manager import KVCacheManager
 from ...processes.private_directory import make_private_directory
 from ...scheduler.scheduler import Scheduler

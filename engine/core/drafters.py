@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...scheduler.speculation import Drafter, DraftRequest
+from ...scheduler.drafts.speculation import Drafter, DraftRequest
 from ..config import SpeculationConfig
 from ..drafters.custom import CustomDrafter
 from ..drafters.laboratory import OracleDrafter, RandomDrafter, SyntheticDrafter, read_records

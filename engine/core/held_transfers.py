@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from ...kvcache.block_table import NO_BLOCK
-from ...kvcache.held_prefixes import HeldPrefix, HeldPrefixes
+from ...kvcache.exchange.held_prefixes import HeldPrefix, HeldPrefixes
 from ...kvcache.manager import KVCacheManager
 from ..transfer.prefix_server import OfferedPrefix, PrefixServer
 from ..transfer.wire import TransferError

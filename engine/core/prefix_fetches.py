@@ -15,8 +15,8 @@ from math import inf
 from typing import NamedTuple
 
 from ...core.metrics import FetchDecision
-from ...kvcache.directory_tier import DirectoryTier, WantedPrefix
-from ...kvcache.image_directory import ImageDirectory
+from ...kvcache.exchange.directory_tier import DirectoryTier, WantedPrefix
+from ...kvcache.exchange.image_directory import ImageDirectory
 from ...kvcache.landed_images import ImagePlace
 from ...processes.daemon_threads import DaemonThreads
 from ...scheduler.plan import StepUpdates

@@ -24,8 +24,8 @@ from ...processes.child_process import on_parent_death, print_traceback
 from ...processes.log_forwarding import LogForwarder
 from ...processes.private_directory import make_private_directory
 from ...scheduler.config import SchedulerConfig
+from ...scheduler.drafts.speculation import PREDICTION, Drafter, Speculation
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.speculation import PREDICTION, Drafter, Speculation
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.model_spec import CheckpointError
 from ..checkpoint.partition import PipelineStage, check_partition

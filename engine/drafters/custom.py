@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from ...core.errors import InvalidArgument
-from ...scheduler.speculation import Drafter, DraftRequest, LearningDrafter
+from ...scheduler.drafts.speculation import Drafter, DraftRequest, LearningDrafter
 
 _CLASS, _MODULE = "Drafter", "charonia_custom_drafter"
 

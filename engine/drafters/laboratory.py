@@ -9,7 +9,7 @@ from random import Random
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...scheduler.speculation import DraftRequest
+from ...scheduler.drafts.speculation import DraftRequest
 
 _STATE = "laboratory"
 

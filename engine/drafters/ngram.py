@@ -9,8 +9,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from ...scheduler.drafts.speculation import DraftRequest
 from ...scheduler.plan import IntArray
-from ...scheduler.speculation import DraftRequest
 
 LOOKS = 16
 """The latest places that are compared for the longest match."""

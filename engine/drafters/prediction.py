@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...scheduler.drafts.speculation import DraftRequest
 from ...scheduler.plan import IntArray
-from ...scheduler.speculation import DraftRequest
 
 _LONGEST = 16
 """The most tokens of a text's end by which its place is found again; two are the fewest."""

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...scheduler.drafts.speculation import DraftRequest
 from ...scheduler.plan import IntArray
-from ...scheduler.speculation import DraftRequest
 from .ngram import NgramIndex
 
 LOOKS = 32

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ...core.adapter import Adapter
 from ...core.errors import SentError
 from ...core.metrics import ImageTotals
-from ...kvcache.directory_tier import DroppedImages
+from ...kvcache.exchange.directory_tier import DroppedImages
 from ...kvcache.landed_images import ImagePlace
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import IntArray, MaskArray, StepPlan, StepResult

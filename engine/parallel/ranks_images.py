@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from itertools import count
 
 from ...core.metrics import ImageTotals
-from ...kvcache.directory_tier import DroppedImages
+from ...kvcache.exchange.directory_tier import DroppedImages
 from ...kvcache.landed_images import ImagePlace
 from . import rank_messages as messages
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ...core.metrics import ImageTotals
-from ...kvcache.directory_tier import DroppedImages
-from ...kvcache.image_directory import ImageDirectory, ReadOutcome, share_name
+from ...kvcache.exchange.directory_tier import DroppedImages
+from ...kvcache.exchange.image_directory import ImageDirectory, ReadOutcome, share_name
 from ...kvcache.landed_images import ImagePlace
 from ...processes.daemon_threads import DaemonThreads
 from ...processes.host import lower_thread_priority

@@ -19,10 +19,10 @@ from charonia.engine.worker.loaded_rank import LoadedRank
 from charonia.kvcache.layer_groups import ONE_GROUP
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
+from charonia.scheduler.drafts.speculation import Drafter, DraftRequest, Speculation
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
 
 BLOCK, NEW, VOCAB = 16, 18, 384
 LENGTHS = (3, 9, 44, 5, 10, 8, 17, 2, 21, 6)

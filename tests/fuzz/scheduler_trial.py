@@ -18,11 +18,11 @@ from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
+from charonia.scheduler.drafts.speculation import DraftRequest, Speculation
 from charonia.scheduler.plan import EmbeddedSpan, ForcedTokens, ResolvedSampling, StepPlan, StepResult, StepUpdates
 from charonia.scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import DraftRequest, Speculation
 from charonia.scheduler.waiting_queue import MAX_ADAPTER_WAIT_STEPS, RANK_ONLY_INTERVAL
 
 SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64)

@@ -19,10 +19,10 @@ from charonia.engine.step_batch import HostCopy, StepBatch, to_device
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.drafts.speculation import Drafter, Speculation
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import Drafter, Speculation
 
 from ..adapters import layers_of, write_adapter
 

@@ -25,7 +25,7 @@ from charonia.engine.core.prefix_fetches import PrefixFetches
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.engine.worker.image_files import ImageDirectorySettings
-from charonia.kvcache.directory_tier import DirectoryTier
+from charonia.kvcache.exchange.directory_tier import DirectoryTier
 from charonia.kvcache.layer_groups import LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule

@@ -35,12 +35,12 @@ from charonia.engine.worker.model_runner import verify_samples
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepLoad, StepSpread
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.draft_costs import DraftCosts
+from charonia.scheduler.drafts.draft_costs import DraftCosts
+from charonia.scheduler.drafts.speculation import Drafter, DraftRequest, Speculation
 from charonia.scheduler.plan import IntArray, ResolvedSampling, StepPlan, StepResult
 from charonia.scheduler.prefill_budget import StepWork
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
 
 from .scheduler_latency import BF16, INT8, INT8_TILES, INT8_VNNI
 

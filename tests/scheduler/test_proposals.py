@@ -7,11 +7,11 @@ from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.draft_costs import TRIAL_SHARE
+from charonia.scheduler.drafts.draft_costs import TRIAL_SHARE
+from charonia.scheduler.drafts.speculation import Speculation
 from charonia.scheduler.plan import StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import Speculation
 
 MOST = 4
 

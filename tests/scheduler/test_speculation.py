@@ -8,13 +8,13 @@ import pytest
 
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler import speculation
+from charonia.scheduler.drafts import speculation
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.draft_costs import PROBE_STEPS, DecodeCosts, DraftCosts
+from charonia.scheduler.drafts.draft_costs import PROBE_STEPS, DecodeCosts, DraftCosts
+from charonia.scheduler.drafts.speculation import GRAMMAR, PREDICTION, DraftRequest, Speculation
 from charonia.scheduler.plan import ForcedTokens, StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import GRAMMAR, PREDICTION, DraftRequest, Speculation
 
 RIGHT = 2
 """Tokens of each draft that are what the executor says, the last one and one more each time."""

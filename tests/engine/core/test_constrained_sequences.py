@@ -25,10 +25,10 @@ from charonia.engine.grammars.vocabulary import read_vocabulary
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.drafts.speculation import GRAMMAR, Drafter, DraftRequest, Speculation
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import GRAMMAR, Drafter, DraftRequest, Speculation
 
 EOS = 0
 BLOCK_SIZE = 8

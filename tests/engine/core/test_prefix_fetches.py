@@ -12,8 +12,8 @@ from charonia.core.metrics import ImageTotals
 from charonia.engine.core import prefix_fetches
 from charonia.engine.core.inbox import NewRequest
 from charonia.engine.core.prefix_fetches import FetchPace, PrefixFetches
-from charonia.kvcache.directory_tier import DirectoryTier, DroppedImages
-from charonia.kvcache.image_directory import ImageDirectory, share_name
+from charonia.kvcache.exchange.directory_tier import DirectoryTier, DroppedImages
+from charonia.kvcache.exchange.image_directory import ImageDirectory, share_name
 from charonia.kvcache.landed_images import ImagePlace
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.sequence import SequenceSpec

@@ -27,10 +27,10 @@ from charonia.engine.worker.executor import StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.drafts.speculation import PREDICTION, DraftRequest, Speculation
 from charonia.scheduler.plan import SOURCE_TOKENS, EncoderRows, MaskArray, MaskSource, StepPlan, StepResult
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import PREDICTION, DraftRequest, Speculation
 from charonia.telemetry.llm_metrics import EngineState
 
 BLOCKS = 16

@@ -12,7 +12,7 @@ from charonia.engine.core.drafters import build_drafter
 from charonia.engine.drafters import custom
 from charonia.engine.drafters.custom import CustomDrafter
 from charonia.engine.options import EngineOptions, declare_drafters, engine_config, read_speculation_config
-from charonia.scheduler.speculation import DraftRequest
+from charonia.scheduler.drafts.speculation import DraftRequest
 
 
 @pytest.fixture

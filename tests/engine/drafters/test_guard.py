@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from charonia.engine.drafters.custom import CALLS, GuardedDrafter
-from charonia.scheduler.speculation import DraftRequest
+from charonia.scheduler.drafts.speculation import DraftRequest
 
 ASKED = DraftRequest(np.array([1, 2], np.int32), [], 4, {})
 

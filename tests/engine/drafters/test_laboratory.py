@@ -10,7 +10,7 @@ from charonia.engine.config import SpeculationConfig
 from charonia.engine.core.drafters import build_drafter
 from charonia.engine.drafters.laboratory import OracleDrafter, Record, SyntheticDrafter, read_records
 from charonia.engine.options import read_speculation_config
-from charonia.scheduler.speculation import DraftRequest
+from charonia.scheduler.drafts.speculation import DraftRequest
 
 RECORD = Record([1, 2], list(range(100, 130)))
 

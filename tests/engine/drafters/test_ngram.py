@@ -8,7 +8,7 @@ import pytest
 
 from charonia.engine.drafters import ngram
 from charonia.engine.drafters.ngram import NgramDrafter
-from charonia.scheduler.speculation import DraftRequest
+from charonia.scheduler.drafts.speculation import DraftRequest
 
 
 def drafted(drafter: NgramDrafter, prompt: list[int], outputs: list[int], k: int = 3) -> list[int]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from charonia.engine.drafters.prediction import PredictionDrafter, PredictionFollower
-from charonia.scheduler.speculation import DraftRequest
+from charonia.scheduler.drafts.speculation import DraftRequest
 
 PREDICTED = list(range(20, 50))
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charonia.engine.drafters.suffix import ServedAnswers, SuffixDrafter
-from charonia.scheduler.speculation import DraftRequest
+from charonia.scheduler.drafts.speculation import DraftRequest
 
 SMALL = st.lists(st.integers(0, 2), max_size=24)
 

@@ -42,9 +42,9 @@ from charonia.engine.worker.step_samples import ChosenTokens, StepLogits, TokenC
 from charonia.engine.worker.vocabulary_map import VocabularyMap
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.drafts.speculation import Drafter, DraftRequest, Speculation
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import Drafter, DraftRequest, Speculation
 from tests.recording import DeviceAttention, Recorder, compute_on_queue
 
 from ...adapters import layers_of, write_adapter

@@ -20,10 +20,10 @@ from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.drafts.speculation import DraftRequest, Speculation
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import DraftRequest, Speculation
 
 from .transformers_choices import chosen_after
 

@@ -25,10 +25,10 @@ from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
 from charonia.engine.worker.step_recording import record_decode_steps
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.drafts.speculation import Speculation
 from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import GREEDY, SequenceSpec
-from charonia.scheduler.speculation import Speculation
 from tests.engine.threads import Layout, ThreadedExecutor
 from tests.quantised_files import fp8, write_quantised
 from tests.recording import DeviceAttention, Recorder, compute_on_queue

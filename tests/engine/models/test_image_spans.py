@@ -19,10 +19,10 @@ from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.native_decoder import NativeDecoder
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.drafts.speculation import Speculation
 from charonia.scheduler.plan import NO_ROWS, NewSequence, ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import Speculation
 from tests.image_prompts import PLACEHOLDER, ImagePrompt, image_prompt, whole_logits
 
 from .test_equality import BLOCK, NEW, Bench, Setting

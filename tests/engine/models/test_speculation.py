@@ -30,10 +30,10 @@ from charonia.engine.drafters.suffix import SuffixDrafter
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.drafts.speculation import PREDICTION, Drafter, DraftRequest, Speculation
 from charonia.scheduler.plan import LogitsParams, ResolvedSampling, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.speculation import PREDICTION, Drafter, DraftRequest, Speculation
 from charonia.tokenization.tokenizer_json import read_tokenizer
 
 VOCABULARY, BLOCK, NEW, MOST = 384, 16, 32, 5

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from charonia.engine.worker.fake_memory import FakeMemory
 from charonia.engine.worker.image_files import ImageDirectorySettings, RankImages
-from charonia.kvcache.directory_tier import DroppedImages
+from charonia.kvcache.exchange.directory_tier import DroppedImages
 from charonia.kvcache.landed_images import ImagePlace
 
 

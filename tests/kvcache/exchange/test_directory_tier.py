@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from charonia.kvcache.directory_tier import DirectoryTier
+from charonia.kvcache.exchange.directory_tier import DirectoryTier
 from charonia.kvcache.landed_images import ImagePlace
 from charonia.kvcache.layer_groups import LayerGroups
 from charonia.kvcache.manager import KVCacheManager

@@ -5,8 +5,8 @@ ones until their sequence is admitted. Knows no peers, no bytes and no clock.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .block_table import NO_BLOCK, BlockTable
-from .manager import KVCacheManager
+from ..block_table import NO_BLOCK, BlockTable
+from ..manager import KVCacheManager
 
 _SPANS_AT_ONCE = 16
 """Spans that an arriving prefix grows by before what no later token sees is given up."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence as Tokens
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ..core.metrics import DrafterTotals
+from ...core.metrics import DrafterTotals
+from ..plan import IntArray, Proposals
+from ..sequence import DraftGuess, Sequence, SequenceSpec
 from .draft_costs import HIGHEST_RATE, MANY_SEQUENCES, DraftCosts
-from .plan import IntArray, Proposals
-from .sequence import DraftGuess, Sequence, SequenceSpec
 
 FIRST_RATE = 0.7
 """The probability that a drafted token is right, before any was."""

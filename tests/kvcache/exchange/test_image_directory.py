@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from charonia.kvcache.image_directory import ImageDirectory, ReadOutcome, share_name
+from charonia.kvcache.exchange.image_directory import ImageDirectory, ReadOutcome, share_name
 
 SHARE = share_name(bytes(32))
 SIZE = 1000

@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-from .block_hashes import group_key
-from .cache_events import split_key
-from .landed_images import ImagePlace, LandedImages
-from .manager import KVCacheManager
+from ..block_hashes import group_key
+from ..cache_events import split_key
+from ..landed_images import ImagePlace, LandedImages
+from ..manager import KVCacheManager
 
 _REMEMBERED = 1 << 17
 """Keys of images that this server has written or found, and does not write again."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from charonia.kvcache.block_table import NO_BLOCK, BlockTable
-from charonia.kvcache.held_prefixes import ArrivingPrefix, HeldPrefixes
+from charonia.kvcache.exchange.held_prefixes import ArrivingPrefix, HeldPrefixes
 from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 
