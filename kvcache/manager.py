@@ -57,7 +57,8 @@ class KVCacheManager:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.groups = groups
-        self._span_blocks = groups.total
+        self.span_blocks = groups.total
+        """Blocks of the same tokens, one of each group."""
         self.demand = SpanDemand(groups, block_size)
         self._shared_sliding = 0  # holds of blocks of sliding groups beyond the first of each
         self.events = events
@@ -105,11 +106,12 @@ class KVCacheManager:
 
     def blocks_for(self, tokens: int) -> int:
         """The most blocks that a sequence holds until it has `tokens` tokens."""
-        return self.demand.blocks(self.spans_for(tokens))
+        spans = self.spans_for(tokens)
+        return self.demand.blocks(spans) if self.groups.sliding else spans * self.span_blocks
 
     def spans_of(self, table: BlockTable) -> int:
         """Spans that the table has, those included that slid."""
-        return len(table.blocks) // self._span_blocks
+        return len(table.blocks) // self.span_blocks
 
     def held_blocks(self, table: BlockTable) -> int:
         """Blocks that the table holds."""
@@ -124,7 +126,7 @@ class KVCacheManager:
 
     def missing_blocks(self, table: BlockTable, tokens: int) -> int:
         """Blocks that `extend` takes, negative where the table has more."""
-        return self.spans_for(tokens) * self._span_blocks - len(table.blocks)
+        return self.spans_for(tokens) * self.span_blocks - len(table.blocks)
 
     def digest(
         self, tokens: NDArray[np.int32] | Iterable[int], extras: HashExtras = (), parent: bytes | None = None
@@ -182,7 +184,7 @@ class KVCacheManager:
         number = end = last_end(first + sum(takewhile(bool, spans)), resumable)
         while number > max(end - self.demand.window, 0):
             number -= 1
-            if not all(is_cached(group_key(hashes[number], group)) for group in range(groups.full, self._span_blocks)):
+            if not all(is_cached(group_key(hashes[number], group)) for group in range(groups.full, self.span_blocks)):
                 number = end = last_end(number, resumable)
         return end
 
@@ -193,7 +195,7 @@ class KVCacheManager:
         groups, first = self.groups, table.committed
         slid = max(len(hashes) - self.demand.window, 0) if groups.sliding else 0
         columns: list[list[int]] = []
-        for group in range(self._span_blocks):
+        for group in range(self.span_blocks):
             begin = first if group < groups.full else max(first, slid)
             keys = group_keys(hashes[begin:], group)
             columns.append([NO_BLOCK] * (begin - first) + self._tiers.share(keys, restore))
@@ -275,7 +277,7 @@ class KVCacheManager:
         if end <= first or taken > self._pool.free:
             return
         for block_hash in reversed(hashes[first:end]):  # what makes room for them is to take the place of others
-            for group in range(self._span_blocks):
+            for group in range(self.span_blocks):
                 self._host.use(group_key(block_hash, group))
         if states is not None and not states.bring_back(hashes[end - 1], table.states[-1:]):
             return
@@ -301,7 +303,8 @@ class KVCacheManager:
         """Whether the table may grow to `tokens` tokens, sliding as they are computed, and leave `spare` blocks. Where
         nothing slides, `extend(table, tokens)` would succeed."""
         spans = self.spans_of(table)
-        needed = self.demand.to_come(max(self.spans_for(tokens) - spans, 0), spans - table.slid)
+        more = max(self.spans_for(tokens) - spans, 0)
+        needed = self.demand.to_come(more, spans - table.slid) if self.groups.sliding else more * self.span_blocks
         return needed + spare <= self.admissible_blocks
 
     def extend(self, table: BlockTable, tokens: int) -> bool:
@@ -317,7 +320,7 @@ class KVCacheManager:
         self._slide_to(table, max(computed + 1 - self.groups.window, 0) // self.block_size)
 
     def _slide_to(self, table: BlockTable, spans: int) -> None:
-        total, full = self._span_blocks, self.groups.full
+        total, full = self.span_blocks, self.groups.full
         for span in range(table.slid, spans):
             of_sliding = slice(span * total + full, (span + 1) * total)
             self._shared_sliding -= self._holds_beyond_first(table.blocks[of_sliding])
@@ -327,7 +330,7 @@ class KVCacheManager:
 
     def commit(self, table: BlockTable, hashes: Sequence[bytes]) -> None:
         """The next blocks of the table are full and final, with these hashes: from now on they can be found."""
-        first, total = table.committed, self._span_blocks
+        first, total = table.committed, self.span_blocks
         for group in range(total):
             blocks = table.blocks[first * total + group :: total]
             for block, key in zip(blocks, group_keys(hashes, group), strict=False):
@@ -345,8 +348,8 @@ class KVCacheManager:
         self._tables.remove(table)
         for block_hash in table.promised[table.committed :]:
             self._settle(block_hash)
-        for group in range(self.groups.full, self._span_blocks):
-            self._shared_sliding -= self._holds_beyond_first(table.blocks[group :: self._span_blocks])
+        for group in range(self.groups.full, self.span_blocks):
+            self._shared_sliding -= self._holds_beyond_first(table.blocks[group :: self.span_blocks])
         self._drop_all(table.blocks)
         table.blocks.clear()
 
@@ -375,7 +378,7 @@ class KVCacheManager:
         computing: Counter[bytes] = Counter()
         sliding: list[int] = []
         for table in self._tables:
-            full, count = self.groups.full, self._span_blocks
+            full, count = self.groups.full, self.span_blocks
             assert len(table.blocks) % count == 0, "a span lacks a block"
             for span in range(self.spans_of(table)):
                 of_sliding = table.blocks[span * count + full : (span + 1) * count]

@@ -146,7 +146,7 @@ class RunningSet:
         """Blocks that a new sequence must leave: those promised to others, and optimistically one of each group for
         each of them to grow."""
         reserved = self.reserved_blocks()
-        return reserved if no_evict else reserved + self.num_running * self.cache.groups.total
+        return reserved if no_evict else reserved + self.num_running * self.cache.span_blocks
 
     # The life of a row
 

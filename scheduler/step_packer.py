@@ -165,7 +165,7 @@ class StepPacker:
         most = min(most, int(rows.token_limit[row]) - 1 - end)
         if end + most <= held or self._no_evict:
             return most
-        spans = self._cache.free_blocks // self._cache.groups.total
+        spans = self._cache.free_blocks // self._cache.span_blocks
         return min(most, held - end + size * max(spans - rows.num_running, 0))
 
     def _plan_proposals(self, speculation: Speculation, packed: PackedStep) -> IntArray:

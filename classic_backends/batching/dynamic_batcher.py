@@ -57,8 +57,9 @@ class RequestQueue:
 
     def add(self, request: QueuedRequest, now: int) -> bool:
         """Queue a request. False: its level is full, and nothing has changed."""
-        number = self._config.level_of(request.priority)
-        policy = self._config.policy_of(number)
+        config = self._config
+        number = config.default_level if config.priority_levels == 1 else config.level_of(request.priority)
+        policy = config.policy_of(number) if config.policies else config.policy
         level = self._levels.get(number)
         if level is None:
             level = self._levels[number] = _PriorityLevel()
@@ -69,8 +70,9 @@ class RequestQueue:
         request.queued_at = now
         request.queued = True
         request.arrived_at = request.arrived_at or now
-        request.queue_deadline = policy.queue_deadline(now, request.timeout_ns)
-        request.answer_deadline = policy.answer_deadline(now, request.timeout_ns)
+        if policy.timeout_ns:
+            request.queue_deadline = policy.queue_deadline(now, request.timeout_ns)
+            request.answer_deadline = policy.answer_deadline(now, request.timeout_ns)
         level.on_time[request] = None
         self.total_batch_size += request.batch_size
         if request.queue_deadline is not None:

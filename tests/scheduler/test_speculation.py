@@ -8,8 +8,8 @@ import pytest
 
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.drafts import speculation
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.drafts import speculation
 from charonia.scheduler.drafts.draft_costs import PROBE_STEPS, DecodeCosts, DraftCosts
 from charonia.scheduler.drafts.speculation import GRAMMAR, PREDICTION, DraftRequest, Speculation
 from charonia.scheduler.plan import ForcedTokens, StepPlan, StepUpdates
