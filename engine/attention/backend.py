@@ -84,6 +84,9 @@ class AttentionBackend(ABC):
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
+        self.dtype = spec.dtype
+        """The dtype that is computed in."""
+        self.device = spec.device
         self._layer_places = spec.layer_places
 
     @classmethod
@@ -123,15 +126,6 @@ class AttentionBackend(ABC):
     @abstractmethod
     def device_blocks(self) -> Sequence[Tensor]:
         """Views of the cache's memory, each of which has a block's numbers behind its first index."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that is computed in."""
-        return self._spec.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._spec.device
 
     @abstractmethod
     def store(self, batch: StepBatch, layer: int, keys: Tensor, values: Tensor) -> None:

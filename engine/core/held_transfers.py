@@ -110,7 +110,7 @@ class HeldTransfers:
     # In the step loop's thread, for peers
 
     def _offer(self, handle: str) -> OfferedPrefix | None:
-        prefix = self.prefixes.get(handle)
+        prefix = self.prefixes.held.get(handle)
         if prefix is None or handle in self._sending:
             return None
         self._sending.add(handle)
@@ -118,7 +118,7 @@ class HeldTransfers:
         return OfferedPrefix(prefix.hashes, prefix.state is not None)
 
     def _held(self, handle: str) -> HeldPrefix:
-        prefix = self.prefixes.get(handle)
+        prefix = self.prefixes.held.get(handle)
         if prefix is None:
             raise TransferError("gone", "the prefix made room while it was sent")
         return prefix

@@ -23,7 +23,7 @@ from ...engine.client.routing import NOT_CACHED, TOKENS_PER_REQUEST, ExpectedPre
 from ...engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...kvcache.manager import KVCacheManager
-from ...kvcache.retention import RetentionBudget, SessionRetention
+from ...kvcache.retention import RetentionBudget
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, StepPlan, StepResult, StepUpdates
 from ...scheduler.prefill_budget import PrefillBudget
@@ -113,8 +113,8 @@ class SimulatedReplica:
         self._watch = watch
         self._random = Random(seed)
         self._now = 0.0
-        self._cache = engine.make_cache(lambda: self._now)
-        self.scheduler = Scheduler(engine.scheduler, self._cache, make_budget)
+        self.cache = engine.make_cache(lambda: self._now)
+        self.scheduler = Scheduler(engine.scheduler, self.cache, make_budget)
         self._inbox: list[tuple[SequenceSpec, float]] = []
         self._flying = deque[_FlyingStep]()
         self._uncomputed: dict[int, int] = {}
@@ -146,21 +146,16 @@ class SimulatedReplica:
         return len(self._uncomputed) * TOKENS_PER_REQUEST + self._uncomputed_tokens
 
     @property
-    def retention(self) -> SessionRetention | None:
-        """What its sessions retain; None: they may not."""
-        return self._cache.retention
-
-    @property
     def cache_tokens(self) -> int:
         """Tokens of the longest sequence that its cache has room for."""
-        return self._cache.longest
+        return self.cache.longest
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
         """Tokens that the cache blocks in use hold, and that all of them would."""
-        size, groups = self._cache.block_size, self._cache.groups.total
-        used = self._cache.blocks - self._cache.free_blocks
-        return used * size // groups, self._cache.blocks * size // groups
+        size, groups = self.cache.block_size, self.cache.groups.total
+        used = self.cache.blocks - self.cache.free_blocks
+        return used * size // groups, self.cache.blocks * size // groups
 
     def submit(self, key: int, request: SimulatedRequest, now: float, expected: ExpectedPrefix = NOT_CACHED) -> None:
         """A request comes, of which the cache likely has what is `expected`. An idle core takes it at once, a busy one
@@ -174,7 +169,7 @@ class SimulatedReplica:
             key=key,
             prompt=prompt,
             max_tokens=request.new,
-            hashes=self._cache.digest(prompt, ("", request.tenant, "")),
+            hashes=self.cache.digest(prompt, ("", request.tenant, "")),
             priority=request.priority,
             tenant=request.tenant,
             weight=request.weight,
@@ -182,7 +177,7 @@ class SimulatedReplica:
             target_itl=request.target_itl,
             retention=request.retention,
         )
-        sequence.check_fits(self.scheduler.config.max_model_len, self._cache)
+        sequence.check_fits(self.scheduler.config.max_model_len, self.cache)
         self._inbox.append((sequence, now))
         self._expected[key] = expected
         self._uncomputed[key] = request.prompt - expected.tokens
@@ -219,7 +214,7 @@ class SimulatedReplica:
 
     def _land(self, step: _FlyingStep) -> StepUpdates:
         plan = step.plan
-        used = self._cache.blocks - self._cache.free_blocks
+        used = self.cache.blocks - self.cache.free_blocks
         rows = plan.rows[plan.samples]
         ends = (plan.starts + plan.counts)[plan.samples]
         result = StepResult(plan.step, rows, ends, np.ones_like(rows), self._draw_tokens(rows))

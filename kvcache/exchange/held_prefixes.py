@@ -33,23 +33,21 @@ class HeldPrefixes:
         self._cache = cache
         self._most_blocks = most_blocks
         self._most_states = most_states
-        self._held: dict[str, HeldPrefix] = {}
+        self.held: dict[str, HeldPrefix] = {}
+        """By handle, to look at."""
 
     def __len__(self) -> int:
-        return len(self._held)
-
-    def get(self, handle: str) -> HeldPrefix | None:
-        return self._held.get(handle)
+        return len(self.held)
 
     @property
     def blocks(self) -> int:
         """Blocks that they hold, those that several share as often."""
-        return sum(self._cache.held_blocks(prefix.table) for prefix in self._held.values())
+        return sum(self._cache.held_blocks(prefix.table) for prefix in self.held.values())
 
     def hold(self, handle: str, hashes: Sequence[bytes], until: float) -> int | None:
         """Keep what is cached of these hashes; how many older prefixes made room. None: it is more than all may hold,
         or the handle is taken."""
-        if handle in self._held:
+        if handle in self.held:
             return None
         table = open_cached(self._cache, hashes)
         needed = self._cache.held_blocks(table)
@@ -67,12 +65,12 @@ class HeldPrefixes:
                 dropped += 1
             states.pin(state)
         self._cache.held_tables += 1
-        self._held[handle] = HeldPrefix(list(table.promised), table, state, until)
+        self.held[handle] = HeldPrefix(list(table.promised), table, state, until)
         return dropped
 
     def release(self, handle: str) -> bool:
         """Give a prefix up, which stays cached as any other. False: there is none of this handle."""
-        prefix = self._held.pop(handle, None)
+        prefix = self.held.pop(handle, None)
         if prefix is None:
             return False
         self._cache.held_tables -= 1
@@ -83,11 +81,11 @@ class HeldPrefixes:
 
     def release_oldest(self) -> bool:
         """False: there is none."""
-        return bool(self._held) and self.release(next(iter(self._held)))
+        return bool(self.held) and self.release(next(iter(self.held)))
 
     def expire(self, now: float) -> int:
         """Give up those whose time has passed; how many there were."""
-        late = [handle for handle, prefix in self._held.items() if prefix.until <= now]
+        late = [handle for handle, prefix in self.held.items() if prefix.until <= now]
         return sum(map(self.release, late))
 
 

@@ -187,7 +187,7 @@ def test_what_a_session_retains_is_there_when_others_have_filled_the_cache() -> 
     ):
         simulation, results = run([*requests, *turns(1, [300, 320], pause=5.0, retained=wish)], engine)
         assert [result.cached for result in results if result.arrival.session] == [0, cached]
-    retention = simulation.replicas[0].retention
+    retention = simulation.replicas[0].cache.retention
     assert retention is not None
     assert (len(retention), retention.blocks) == (1, 0), "it was released: the record of what scopes share is left"
 

@@ -62,7 +62,7 @@ def test_the_oldest_make_room_and_what_is_too_large_is_not_held() -> None:
         hashes = hashes_of(cache, stream, 4)
         cache.close(computed(cache, hashes))
         assert held.hold(name, hashes, 1.0) == (name == "c")
-    assert held.get("a") is None
+    assert held.held.get("a") is None
     assert held.blocks == 8
     long = hashes_of(cache, 7, 11)
     cache.close(computed(cache, long))
@@ -102,7 +102,7 @@ def test_held_states_leave_room_for_others() -> None:
         assert held.hold(str(stream), hashes, 1.0) == (2 if stream > 1 else 0)
         assert held.hold(f"{stream} again", hashes, 1.0) == 0, "of one snapshot there is one"
     assert cache.states.pinned == 2
-    assert held.get("2") is not None
+    assert held.held.get("2") is not None
     _reserved(cache)
 
 
@@ -121,7 +121,7 @@ def test_what_arrives_has_the_places_that_what_is_held_has(groups: LayerGroups) 
     here.close(computed(here, hashes))
     held = HeldPrefixes(here, 60, 1)
     held.hold("a", hashes, 1.0)
-    prefix = held.get("a")
+    prefix = held.held.get("a")
     assert prefix is not None
     arriving = ArrivingPrefix(there, hashes)
     assert arriving.reserve(0)
