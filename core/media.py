@@ -50,3 +50,5 @@ class PreparedMedium(msgspec.Struct, frozen=True, array_like=True):
     """The encoder's inputs by the names that the checkpoint's processor gives them."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """Its places in the prompt by time, height and width, where positions have three dimensions; zeros otherwise."""
+    seconds: float = 0.0
+    """How long it takes, if it is a sound."""

@@ -276,7 +276,8 @@ class RemoteTextHandle(TextHandle):
         return self._model.infer(request, self.context)
 
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
-        if self.config.transcribes or prompt_media(request.prompt):  # the hub has what prepares and encodes them
+        heard = self.config.transcribes or request.speech is not None
+        if heard or prompt_media(request.prompt):  # the hub has what prepares and encodes them
             return self._generate_in_hub(request)
         self.context.id = request.id
         return self._model.generate(request, self.context)

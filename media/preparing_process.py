@@ -43,6 +43,7 @@ class PreparedAnswer(msgspec.Struct, array_like=True):
     placeholder: str = ""
     grid: tuple[int, int, int] = (0, 0, 0)
     arrays: list[SentArray] = []
+    seconds: float = 0.0
 
 
 class _KindPart(NamedTuple):
@@ -78,7 +79,7 @@ def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kinds: tuple[
         try:
             result = preparations[kind].prepare(message[1:])
             arrays = _share(result.inputs, shared, noun)
-            answered = PreparedAnswer(placeholder=result.placeholder, grid=result.grid, arrays=arrays)
+            answered = PreparedAnswer(None, {}, result.placeholder, result.grid, arrays, result.seconds)
         except MemoryError:
             too_much = InvalidArgument(f"preparing the {noun} takes more memory than it may")
             answered = PreparedAnswer(SentError.of(too_much))

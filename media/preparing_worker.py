@@ -80,7 +80,7 @@ class PreparingWorker:
         inputs = copy_arrays(answer.arrays, self._memory)
         if sum(array.nbytes for array in inputs.values()) > _KEPT and hasattr(mmap, "MADV_REMOVE"):
             self._memory.madvise(mmap.MADV_REMOVE)
-        return PreparedMedium(kind, digest, answer.placeholder, inputs, answer.grid)
+        return PreparedMedium(kind, digest, answer.placeholder, inputs, answer.grid, answer.seconds)
 
     def _ask(self, message: bytes, kind: MediaKind) -> PreparedAnswer:
         limits = CallLimits(self._limits.seconds_for(kind), self._limits.memory_for(kind))

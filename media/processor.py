@@ -31,6 +31,8 @@ class ProcessedMedium(NamedTuple):
     """The text that stands for it in the prompt, if it stands there."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """Its places by time, height and width; zeros where positions have one dimension."""
+    seconds: float = 0.0
+    """Of a sound."""
 
 
 class ImageProcessor:

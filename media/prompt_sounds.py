@@ -78,7 +78,8 @@ class PromptSounds:
             message = f"the sound takes {features.places} tokens of a prompt, and the model reads {self._most}"
             raise InvalidArgument(message)
         begin, end = self._settings.ends
-        return ProcessedMedium(features.inputs, f"{begin}{self.token * features.places}{end}")
+        placeholder = f"{begin}{self.token * features.places}{end}"
+        return ProcessedMedium(features.inputs, placeholder, seconds=len(samples) / self.rate)
 
 
 def _voxtral(settings: _SoundSettings, samples: Samples) -> _Features:

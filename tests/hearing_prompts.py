@@ -72,7 +72,6 @@ MODELS_THAT_HEAR = {
         "<|audio_pad|>",
         "<|audio_start|>",
         "<|audio_end|>",
-        ("<asr_text>",),
     ),
     "voxtral": HearingModel(
         {
@@ -126,6 +125,7 @@ def write_hearing(directory: Path, name: str, *, seed: int = 0) -> Path:
     words = Words.from_file(str(path))
     special = (model.token, model.before, model.behind, *model.others)
     words.add_special_tokens([AddedToken(text, special=True) for text in special if text])
+    words.add_tokens([AddedToken("<asr_text>", special=False)])
     words.save(str(path))
     ids = {"audio_token_id": words.token_to_id(model.token)}
     if name == "gemma4":

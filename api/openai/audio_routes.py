@@ -47,7 +47,7 @@ class AudioRoutes:
             context.warn(parsed.warning)
         with model_field():
             model = await self._lookup.acquire(context, parsed.model or only_model(self._lookup))
-        if not model.config.transcribes:
+        if "audio" not in model.config.media:
             raise field_error("model", f"'{model.config.name}' writes down no sounds")
         stream = model.generate(parsed.request)
         if parsed.stream:

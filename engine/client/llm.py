@@ -48,12 +48,13 @@ from .constraint_checker import ConstraintChecker
 from .engine import Engine, EngineSpec
 from .infer import OWN_LAYOUT, InferLayout
 from .media_tensors import with_media_inputs
-from .model_media import ModelMedia, PromptMedia
+from .model_media import ModelMedia
 from .open_streams import OpenStreams
+from .prompted_transcriber import PromptedTranscriber
 from .task_adapters import TaskAdapters
 from .token_stream import SequenceStats, open_sequence
 from .tokenizer_bundle import TokenizerBundle
-from .transcriber import HeardPrompt, Transcriber, load_transcriber
+from .transcriber import PromptPlaces, Transcriber, load_transcriber
 
 Chunks: TypeAlias = DirectStream[GenerateChunk]
 
@@ -117,7 +118,7 @@ class LlmModel:
         self._loaded: TokenizerBundle | None = None
         self._info = CoreReady(0, 0, 0, 0)
         self._open = OpenStreams()
-        self._transcriber: Transcriber | None = None
+        self._transcriber: Transcriber | PromptedTranscriber | None = None
         self._constraints: ConstraintChecker | None = None
         self._background = BackgroundLimit(spec.most_in_background)
         self._adapters: AdapterTable | None = None
@@ -209,10 +210,9 @@ class LlmModel:
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters, fingerprint=bundle.fingerprint)
             self._config = replace(self._config, media=self._media.kinds, transcribes=self._media.transcribes)
-            if self._media.transcribes:
+            if self._media.kinds:
                 timeout = self._spec.default_timeout
                 self._transcriber = load_transcriber(self._media, bundle, info, self._ask, self.check_room, timeout)
-            elif self._media.kinds:
                 self._config = with_media_inputs(self._config)
         except BaseException:
             starting.cancel()
@@ -269,11 +269,11 @@ class LlmModel:
             raise InvalidArgument(f"model '{self._config.name}' writes down no sounds", field="model")
         return self._ask(request, context)
 
-    def _ask(self, request: GenerateRequest, context: RequestContext, heard: HeardPrompt | None = None) -> Chunks:
+    def _ask(self, request: GenerateRequest, context: RequestContext, heard: PromptPlaces | None = None) -> Chunks:
         return DirectStream(partial(self._generate, request, context, heard))
 
     async def _generate(
-        self, request: GenerateRequest, context: RequestContext, heard: HeardPrompt | None, output: Chunks
+        self, request: GenerateRequest, context: RequestContext, heard: PromptPlaces | None, output: Chunks
     ) -> AsyncGenerator[GenerateChunk, None]:
         # A token's whole way is one generator: every further one would cost each chunk of each stream.
         with open_sequence(self._metrics, request, context) as stats:
@@ -285,7 +285,7 @@ class LlmModel:
             with self._admit(request, context) as ticket, await self.use_adapter(request, stats, context) as adapter:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 limit = TokenLimit(info.max_model_len)
-                media: HeardPrompt | PromptMedia | None = heard
+                media = heard
                 if media is None and (self._config.media or prompt_media(request.prompt)):
                     media = await self._media.read(request.prompt, context, request.cache_salt)
                 stand_ins = None if media is None else media.text

@@ -36,7 +36,10 @@ _TIFF_HEADER = 128
 
 
 def with_media_inputs(config: ModelConfig) -> ModelConfig:
-    """The config of a language model with the inputs for its media; its layout may have some of them already."""
+    """The config of a language model with the inputs for its media; its layout may have some of them already, or all,
+    of one that does nothing else than to write down sounds."""
+    if config.transcribes:
+        return config
     names = {spec.name for spec in config.inputs}
     own = (spec for kind, specs in MEDIA_INPUTS.items() if kind in config.media for spec in specs)
     return replace(config, inputs=(*config.inputs, *(spec for spec in own if spec.name not in names)))

@@ -14,19 +14,20 @@ import msgspec
 
 from ...core.direct_stream import DirectStream
 from ...core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
-from ...core.gateway import ResponseStream
 from ...core.media import MediaSource, PreparedMedium
 from ...core.request import FinishReason, GenerateChunk, GenerateRequest, Prompt, join_chunks
 from ...core.request_context import RequestContext
 from ...core.sampling import SamplingParams
 from ...core.speech import Speech, Transcript, TranscriptSegment
 from ...scheduler.plan import EncoderRows, LogitsParams, TimestampRules
+from ...tokenization.checkpoint_files import read_json
 from ...tokenization.media_text import MediaText
 from ...tokenization.speech_tokens import SpeechTokens, read_speech_tokens
 from ...tokenization.tokenizer import AsyncTokenizer
 from ..core.messages import AddRequest, CoreReady
 from .add_request import NO_LOGITS_PARAMS
-from .model_media import ModelMedia
+from .model_media import ModelMedia, PromptMedia
+from .prompted_transcriber import FORMS, PromptedTranscriber
 from .tokenizer_bundle import TokenizerBundle
 from .transcript import (
     LEAST_LOGPROB,
@@ -87,7 +88,10 @@ class HeardPrompt(NamedTuple):
         return msgspec.structs.replace(add, spec=spec)
 
 
-AskDecoder: TypeAlias = Callable[[GenerateRequest, RequestContext, HeardPrompt], ResponseStream[GenerateChunk]]
+PromptPlaces: TypeAlias = HeardPrompt | PromptMedia
+"""What a prompt has beside its tokens: it is placed in the engine's request."""
+
+AskDecoder: TypeAlias = Callable[[GenerateRequest, RequestContext, PromptPlaces | None], DirectStream[GenerateChunk]]
 """Generates one sequence."""
 
 
@@ -374,7 +378,12 @@ def load_transcriber(
     ask: AskDecoder,
     check_room: Callable[[str], None],
     timeout: float,
-) -> Transcriber:
-    """The transcriber over an engine. Raises as `read_speech_tokens`."""
+) -> Transcriber | PromptedTranscriber | None:
+    """The transcriber over an engine; None of a model that was not trained to write down sounds. Raises as
+    `read_speech_tokens`."""
+    if not media.transcribes:
+        config = read_json(Path(bundle.checkpoint) / "config.json") if "audio" in media.kinds else {}
+        form = FORMS.get(str(config.get("model_type")))
+        return None if form is None else PromptedTranscriber(media, form, ask, check_room)
     tokens = read_speech_tokens(Path(bundle.checkpoint), bundle.tokenizer, engine.vocab_size)
     return Transcriber(media, tokens, bundle.async_tokenizer, engine.max_model_len, ask, check_room, timeout)

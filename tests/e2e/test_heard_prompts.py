@@ -3,6 +3,7 @@ checkpoint's own processor, with a picture beside the sound where the family has
 neither the sound nor the prompt again."""
 
 import base64
+import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -113,6 +114,35 @@ def check_answers(server: Server, checkpoint: Path, name: str) -> None:
     assert grown.grown("charonia_tower_cache_hits_total", name) == 2 + sees
 
 
+TRANSCRIBING = {
+    "qwen3-asr": "<|user|><|audio_start|><|audio_pad|><|audio_end|><|end|>\n<|assistant|>language English<asr_text>",
+    "voxtral": "[INST][BEGIN_AUDIO][AUDIO][/INST]lang:en[TRANSCRIBE]",
+}
+"""What a model is asked to write a sound down in English."""
+
+
+@torch.inference_mode()
+def check_transcript(server: Server, checkpoint: Path, name: str) -> None:
+    model: Any = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    inputs = prompt_inputs(checkpoint, name, TRANSCRIBING[name], SOUNDS[:1])
+    out = model.generate(**inputs, max_new_tokens=60, do_sample=False, eos_token_id=0, pad_token_id=0)
+    tokens = out[0, inputs["input_ids"].shape[1] :].tolist()
+    text = Tokenizer.load(checkpoint).decode([token for token in tokens if token])
+    form = {"model": name, "language": "en", "stream": "true"}
+    files = {"file": ("a.wav", wav(SOUNDS[0]))}
+    url = f"{server.url}/v1/audio/transcriptions"
+    whole = httpx.post(url, files=files, data=form | {"stream": "false"}, timeout=60).json()
+    assert len(text.strip()) > 0, repr((text, whole))
+    assert whole["text"].startswith(text.strip())
+    assert whole["usage"] == {"type": "duration", "seconds": 4}
+    assert (
+        f'"text":"{json.dumps(whole["text"], ensure_ascii=False)[1:-1]}"'
+        in httpx.post(url, files=files, data=form, timeout=60).text
+    )
+    refused = httpx.post(url, files=files, data=form | {"stream": "false", "response_format": "srt"}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+
+
 def test_it_says_what_transformers_says(hearing: Server, checkpoint: Path) -> None:
     check_answers(hearing, checkpoint, NAME)
 
@@ -125,6 +155,7 @@ def test_others_say_what_transformers_says(tmp_path: Path, name: str) -> None:
         check_answers(running, checkpoint, name)
         with pytest.raises(openai.BadRequestError, match="takes no image: it reads text and audio alone"):
             said(running, name, [{"role": "user", "content": [picture_part(PICTURE)]}])
+        check_transcript(running, checkpoint, name)
         assert running.stop() == 0, running.said
 
 
@@ -138,6 +169,13 @@ def test_what_is_no_sound_is_named(hearing: Server) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match=complaint):
             said(hearing, NAME, [{"role": "user", "content": content}])
+
+
+def test_a_model_that_was_not_trained_for_it_writes_nothing_down(hearing: Server) -> None:
+    files = {"file": ("a.wav", wav(SOUNDS[0]))}
+    answer = httpx.post(f"{hearing.url}/v1/audio/transcriptions", files=files, data={"model": NAME}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert "writes down no sounds" in answer.json()["error"]["message"]
 
 
 def test_it_is_the_same_in_other_protocols(hearing: Server) -> None:
