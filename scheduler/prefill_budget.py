@@ -5,6 +5,7 @@ no model, no machine and no clock. The same observations give the same numbers.
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
@@ -50,6 +51,10 @@ apart."""
 _OBSERVATIONS = 32
 """Steps from which costs are learnt together: one by one they would each take several times as long, see
 `bench.step_overhead`."""
+
+_REPEATS = 40
+"""A step of a GPU that decodes reads all weights, beside which a token of a prompt costs a hundredth of what the
+first coefficients say: after so many rounds over the same steps they are what they tell."""
 
 _LEARNING_RATE = 0.25
 _MAX_SURPRISE = math.log(2)
@@ -199,14 +204,22 @@ class PrefillBudget:
         self._steps_beside_prompts = 0
         self._model = StepTimeModel()
         self._observed: list[tuple[StepWork, float]] = []
+        self._learnt: deque[tuple[StepWork, float]] = deque(maxlen=_OBSERVATIONS)
 
     @property
     def time_model(self) -> StepTimeModel:
         """The model with all observations learnt."""
         for work, seconds in self._observed:
             self._model.observe(work, seconds)
+        self._learnt += self._observed
         self._observed.clear()
         return self._model
+
+    def repeat_observations(self) -> None:
+        """Learn from the last observations until the model agrees with them: at the start there are few."""
+        model = self.time_model
+        for work, seconds in [*self._learnt] * _REPEATS:
+            model.observe(work, seconds)
 
     @property
     def bounded(self) -> bool:

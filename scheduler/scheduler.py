@@ -79,6 +79,10 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.costs.reset_step_times()
 
+    def repeat_step_times(self) -> None:
+        """Learn from the times of the last steps until they are known."""
+        self._prefill.repeat_observations()
+
     def prompt_seconds(self, tokens: int, context: int) -> float:
         """Seconds that `tokens` of a prompt take to compute after `context`, as far as steps have told; else `inf`."""
         model = self._prefill.time_model

@@ -116,7 +116,7 @@ BUDGETS = {
     "kvcache": 1_525,
     "tokenization": 3_705,
     "media": 1_255,
-    "scheduler": 2_315,
+    "scheduler": 2_320,
     "engine": 29_820,
     "classic_backends": 8_505,
     "ensembles": 1_200,

@@ -180,6 +180,8 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
         address = transfers.address
     if config.warm_up_graphs:
         executor.capture_usual_steps(progress.report)
+    if capacity.on_gpu:
+        core.learn_step_times()
     gc_tuning.collect_and_freeze(frozen_too=False)
     here = capacity.machine and not capacity.on_gpu and config.parallel.backend == "mp"
     states = (sizes.extra_states + config.scheduler.max_num_seqs) * capacity.state_bytes

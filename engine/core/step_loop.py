@@ -130,6 +130,20 @@ class EngineCore:
             self._run_alone(WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS)
         self._scheduler.reset_totals()
 
+    def learn_step_times(self) -> None:
+        """Learn what steps cost from prompts of three sizes, as large as steps may be, computed twice: a GPU's kernels
+        are compiled at first."""
+        config = self._scheduler.config
+        longest = min(config.max_num_batched_tokens, config.max_model_len - WARM_UP_NEW_TOKENS)
+        if longest < WARM_UP_PROMPT_TOKENS:
+            return
+        for _ in range(2):
+            self._scheduler.reset_step_times()
+            for prompt in (longest // 16, longest // 4, longest):
+                self._run_alone(max(prompt, 1), WARM_UP_NEW_TOKENS)
+        self._scheduler.repeat_step_times()
+        self._scheduler.reset_totals()
+
     def _run_alone(self, prompt: int, new: int, sampling: ResolvedSampling = GREEDY) -> list[Logprobs]:
         """The logprobs of the new tokens, if `sampling` wants any."""
         tokens = np.zeros(prompt, np.int32)

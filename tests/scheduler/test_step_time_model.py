@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.scheduler.prefill_budget import StepTimeModel, StepWork
+from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.prefill_budget import PrefillBudget, StepTimeModel, StepWork
 
 DECODING, BESIDE, PROMPT = StepWork(8, 4000), StepWork(8, 4000, 32, 16_000), StepWork(0, 0, 256, 32_768)
 
@@ -45,6 +46,24 @@ def test_exact_times_are_learnt(work: StepWork) -> None:
 @pytest.mark.parametrize("work", [DECODING, BESIDE, PROMPT])
 def test_noise_leaves_a_tenth(work: StepWork) -> None:
     assert taught(200, noise=0.2).step_seconds(work) == pytest.approx(true_seconds(work), rel=0.15)
+
+
+def test_the_few_steps_of_a_gpus_start_are_enough() -> None:
+    """Whose decode step costs as much as some hundreds of a prompt's tokens."""
+    budget, prompts = PrefillBudget(SchedulerConfig()), (512, 2048, 8192)
+
+    def seconds(work: StepWork) -> float:
+        return 4.8e-3 + 27e-6 * work.prefill_tokens + 1e-9 * work.prefill_context
+
+    for tokens in prompts:
+        for work in (StepWork(0, 0, tokens, tokens**2 // 2), StepWork(1, tokens + 1), StepWork(1, tokens + 2)):
+            budget.observe_step(work, seconds(work))
+    before = budget.time_model.step_seconds(StepWork(1, 600))
+    budget.repeat_observations()
+    true = seconds(StepWork(0, 0, 1024, 1024**2 // 2)) - seconds(StepWork())
+    assert budget.time_model.prompt_seconds(1024, 0) == pytest.approx(true, rel=0.15)
+    assert before != pytest.approx(4.8e-3, rel=0.2), "as nothing was to be learnt"
+    assert budget.time_model.step_seconds(StepWork(1, 600)) == pytest.approx(4.8e-3, rel=0.05)
 
 
 def test_a_hiccup_is_no_news() -> None:

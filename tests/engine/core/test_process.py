@@ -21,10 +21,11 @@ from charonia.engine.core.process import (
     start_core,
 )
 from charonia.engine.core.sockets import CoreSockets
-from charonia.engine.worker.executor import Capacity, ProgressCallback
+from charonia.engine.worker.executor import Capacity, ProgressCallback, StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.plan import MaskSource, StepPlan
 
 CAPACITY = Capacity(vocab_size=100, max_model_len=1024, block_bytes=1000, free_bytes=100_000)
 FRONTEND = """
@@ -232,6 +233,27 @@ def test_graphs_are_captured_behind_the_first_token(wanted: bool, monkeypatch: p
     start_core(EngineConfig(model="", executor="fake", warm_up_graphs=wanted), Recording(), progress)
     graphs = [("graphs", 0.5), ("graphs", 1.0)] if wanted else []
     assert reports[-2 - len(graphs) :] == [("warm-up", 0.0), ("warm-up", 1.0), *graphs]
+
+
+def test_a_gpus_steps_are_timed_when_their_graphs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+
+    class OnGpu(FakeExecutor):
+        def load(self, progress: ProgressCallback) -> Capacity:
+            return super().load(progress)._replace(on_gpu=True)
+
+        def capture_usual_steps(self, progress: ProgressCallback) -> None:
+            steps.clear()
+
+        def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> StepFuture:
+            steps.append(plan.tokens)
+            return super().execute(plan, masks)
+
+    config = EngineConfig(model="", executor="fake")
+    core, _ = start_core(config, OnGpu(), LoadProgress(Mock(spec=CoreSockets)))
+    assert sum(steps) > 2 * min(config.scheduler.max_num_batched_tokens, CAPACITY.max_model_len // 2)
+    assert core._scheduler._prefill.bounded
+    assert core._scheduler.totals.prefix_queries == 0
 
 
 def test_compiled_kernels_are_kept_where_nobody_else_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
