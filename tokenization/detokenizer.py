@@ -101,13 +101,17 @@ class StopStrings:
     def __bool__(self) -> bool:
         return bool(self._stops)
 
+    def lets_pass(self, piece: str) -> bool:
+        """Whether a piece of the text is shown as it is: no string begins in it or before it, as in most."""
+        return not self._held and self._first_letters.isdisjoint(piece)
+
     def push(self, piece: str) -> str:
         """The text that may be shown by now; nothing more once a string was `matched`."""
         held = self._held
-        if self.matched is not None or not (held or piece):
+        if self.matched is not None:
             return ""
-        if not held and self._first_letters.isdisjoint(piece):
-            return piece  # as most are
+        if self.lets_pass(piece):
+            return piece
         begun = held
         for end, letter in enumerate(piece, start=len(held) + 1):
             if begun or letter in self._first_letters:

@@ -108,20 +108,22 @@ class ChunkBuilder:
         self._may_stop = bool(self._stops or self._words)
         self._has_logprobs = sampling.logprobs is not None
         self._by_token = self._may_stop or self._has_logprobs
+        self._stops_alone = bool(self._stops) and not (self._words or self._has_logprobs)
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """The chunk of a delta's tokens, without those behind a stop string."""
         built = self.build_text(delta)
         return self.text_chunk(built, delta) if isinstance(built, str) else built
 
-    def build_text(self, delta: TokenDelta) -> GenerateChunk | str:
-        """The text of the next delta where its chunk has nothing else, or that chunk."""
+    def build_text(self, delta: TokenDelta, pushed: str | None = None) -> GenerateChunk | str:
+        """The text of the next delta where its chunk has nothing else, or that chunk. `pushed`: the text of its only
+        token, if the detokenizer has that already."""
         token_ids = delta.token_ids
         goes_on = self._completion_tokens and delta.finish_reason is None
         if goes_on and not self._by_token:
             self._completion_tokens += len(token_ids)
             return self._text.push(token_ids)
-        text, widths = self._write(delta)
+        text, widths = self._write(delta, pushed)
         if goes_on and not (self._may_stop and self._stopped):
             self._completion_tokens += len(token_ids)
             if not self._has_logprobs:
@@ -149,17 +151,19 @@ class ChunkBuilder:
 
     def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
         token_ids = delta.token_ids
-        if self._completion_tokens and delta.finish_reason is None and not self._may_stop:
-            if not self._has_logprobs:  # as most
-                self._completion_tokens += len(token_ids)
-                text = self._text.push(token_ids)
-                return None if not text or sink(text) else self.text_chunk(text, delta)
-            if len(token_ids) == len(delta.logprobs) == 1:
+        pushed = None
+        if self._completion_tokens and delta.finish_reason is None:
+            if not self._by_token or (self._stops_alone and len(token_ids) == 1):
+                pushed = text = self._text.push(token_ids)
+                if not self._by_token or self._stops.lets_pass(text):  # as most
+                    self._completion_tokens += len(token_ids)
+                    return None if not text or sink(text) else self.text_chunk(text, delta)
+            elif not self._may_stop and len(token_ids) == len(delta.logprobs) == 1:
                 self._completion_tokens += 1
                 text = self._text.push(token_ids)
                 token = TokenLogprob(token_ids[0], delta.logprobs[0].finite(), self._tokenizer.pieces, len(text))
                 return None if text and sink(ScoredText(text, token)) else self.text_chunk(text, delta, (token,))
-        built = self.build_text(delta)
+        built = self.build_text(delta, pushed)
         if isinstance(built, str):
             return None if not built or sink(built) else self.text_chunk(built, delta)
         return built
@@ -184,7 +188,7 @@ class ChunkBuilder:
         last = delta.token_ids[-1] if delta.token_ids else None
         return last if last in self._stop_tokens else None
 
-    def _write(self, delta: TokenDelta) -> tuple[str, list[int]]:
+    def _write(self, delta: TokenDelta, pushed: str | None) -> tuple[str, list[int]]:
         """The text of the delta's tokens up to a stop and, if it is written token by token, the characters that each
         adds to it, held back or not."""
         tokens = delta.token_ids
@@ -196,7 +200,7 @@ class ChunkBuilder:
         shown = ""
         widths: list[int] = []
         for token in tokens:
-            piece = self._text.push((token,))
+            piece = self._text.push((token,)) if pushed is None else pushed
             widths.append(len(piece))
             if not self._may_stop:
                 shown += piece

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.logprobs import Logprobs, PromptLogprobs
+from charonia.core.logprobs import Logprobs, PromptLogprobs, ScoredText
 from charonia.core.request import FinishReason, GenerateChunk, Usage
 from charonia.core.request import join_chunks as join
 from charonia.core.sampling import SamplingParams
@@ -117,6 +117,42 @@ def test_it_does_not_matter_how_many_tokens_come_at_once(text: str, sizes: list[
         pieces.append(rest[:size])
         rest = rest[size:]
     assert join(write([*pieces, rest], **asked)) == join(write([text], **asked))
+
+
+@given(
+    text=st.text("abc", min_size=1, max_size=20),
+    stop=st.sampled_from([(), ("ab", "ca"), ("bca",)]),
+    words=st.sampled_from([(), ("cc",)]),
+    least=st.integers(0, 5),
+    scored=st.booleans(),
+    takes=st.lists(st.booleans(), min_size=20, max_size=20),
+)
+def test_a_text_is_the_same_whether_it_goes_to_a_sink_or_into_chunks(
+    text: str, stop: tuple[str, ...], words: tuple[str, ...], least: int, scored: bool, takes: list[bool]
+) -> None:
+    sampling = SamplingParams(stop=stop, min_tokens=least, logprobs=1 if scored else None)
+    ends = TextEnds(words=tuple(map(ids, words)))
+    one, other = (ChunkBuilder(ALPHABET, [0], sampling, ends) for _ in range(2))
+    said, told = "", ""
+    named: list[tuple[int, int | None]] = []
+    wanted: list[tuple[int, int | None]] = []
+    for letter, takes_it in zip(text, takes, strict=False):
+        taken: list[str] = []
+        logprobs = (Logprobs(-0.5, [0], [-0.5]),) if scored else ()
+        delta = TokenDelta(ids(letter), 0, LENGTH if len(told) == len(text) - 1 else None, logprobs)
+        left = one.pass_text(delta, lambda text, takes_it=takes_it, taken=taken: takes_it and not taken.append(text))
+        whole = other.build_chunk(delta)
+        said += "".join(taken) if left is None else left.text
+        told += whole.text
+        shown = [piece.token for piece in taken if isinstance(piece, ScoredText)] if left is None else left.logprobs
+        named += [(token.id, token.width) for token in shown]
+        wanted += [(token.id, token.width) for token in whole.logprobs]
+        assert (said, named) == (told, wanted)
+        assert (left and left.finish_reason) == whole.finish_reason
+        if left is not None:
+            assert (left.usage, left.stop_reason) == (whole.usage, whole.stop_reason)
+        if whole.finish_reason is not None:
+            break
 
 
 def test_logprobs_are_named_and_finite() -> None:
