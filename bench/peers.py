@@ -227,7 +227,40 @@ def _vllm_environment(setup: "PeerSetup") -> dict[str, str]:
     }
 
 
+class CTranslate2Peer:
+    """CTranslate2's Whisper behind faster-whisper's features: a window of noise for each prompt, all as one batch. Its
+    interpreter has transformers, too, by which it reads a checkpoint."""
+
+    def __init__(self, setup: "PeerSetup") -> None:
+        self._library: Any = import_module("ctranslate2")
+        converters: Any = import_module("ctranslate2.converters")
+        self._numpy: Any = import_module("numpy")
+        self._extract: Any = import_module("faster_whisper.feature_extractor").FeatureExtractor()
+        self.about = f"ctranslate2 {self._library.__version__}, faster-whisper {version('faster-whisper')}"
+        converted = Path(setup.folder) / f"{Path(setup.checkpoint).name}-ctranslate2"
+        if not converted.exists():
+            converters.TransformersConverter(setup.checkpoint).convert(str(converted), quantization=setup.precision)
+        self._model = self._library.models.Whisper(
+            str(converted), device=setup.device, compute_type=setup.precision, intra_threads=setup.threads
+        )
+        self._drawn = self._numpy.random.default_rng(0)
+
+    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+        sounds = self._drawn.normal(0, 0.1, (len(prompts), 480000)).astype("float32")
+        features = self._numpy.stack([self._extract(sound)[:, :3000] for sound in sounds]).astype("float32")
+        answers = self._model.generate(
+            self._library.StorageView.from_array(features),
+            prompts,
+            beam_size=1,
+            max_length=2 * new,  # of which it makes half
+            return_scores=True,
+            return_no_speech_prob=True,
+        )
+        return [answer.sequences_ids[0] for answer in answers]
+
+
 PEER_CLASSES = {
+    "ctranslate2": CTranslate2Peer,
     "transformers": TransformersPeer,
     "openvino": OpenVinoPeer,
     "llamacpp": LlamaCppPeer,
