@@ -5,8 +5,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ import msgspec
 
 from ...core.direct_stream import DirectStream
 from ...core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
-from ...core.media import MediaSource, PreparedMedium
+from ...core.media import PreparedMedium
 from ...core.request import FinishReason, GenerateChunk, GenerateRequest, Prompt, join_chunks
 from ...core.request_context import RequestContext
 from ...core.sampling import SamplingParams
@@ -28,6 +28,7 @@ from ..core.messages import AddRequest, CoreReady
 from .add_request import NO_LOGITS_PARAMS
 from .model_media import ModelMedia, PromptMedia
 from .prompted_transcriber import FORMS, PromptedTranscriber
+from .sounds_in_progress import HeldSound, SoundsInProgress, WindowsTogether
 from .tokenizer_bundle import TokenizerBundle
 from .transcript import (
     LEAST_LOGPROB,
@@ -43,10 +44,6 @@ _AHEAD = 8
 """Windows of one sound that are heard at a time."""
 _FIRST_RETRY, _LONGEST_RETRY = 0.1, 2.0
 """Seconds between looks at a full queue, for a sound of which a part is heard already."""
-_MOST_SOUNDS = 128
-_MOST_BYTES = 2 << 30
-"""What the sounds of one model that are not written down yet may hold together; one alone may hold more."""
-_RETRY_AFTER = 1.0
 _ENGLISH = "en"
 _PLAIN = SamplingParams(
     max_tokens=1,
@@ -95,55 +92,6 @@ AskDecoder: TypeAlias = Callable[[GenerateRequest, RequestContext, PromptPlaces 
 """Generates one sequence."""
 
 
-class _SoundsInProgress:
-    """How much memory the sounds of one model hold: their files, and the features that are not encoded yet."""
-
-    def __init__(self) -> None:
-        self._count = self._bytes = 0
-
-    @contextmanager
-    def admit(self, source: MediaSource) -> Iterator["_HeldSound"]:
-        """The block in which a sound is in progress. Raises `QueueFull` where there are too many of them, or too
-        large ones."""
-        if self._count >= _MOST_SOUNDS:
-            raise QueueFull(f"{self._count} sounds are in progress already", retry_after=_RETRY_AFTER)
-        held = _HeldSound(self)
-        self._count += 1
-        try:
-            held.add(len(source.data) + len(source.url))
-            yield held
-        finally:
-            held.release(held.bytes)
-            self._count -= 1
-
-    def reserve(self, size: int, held: int) -> None:
-        """Count more bytes of a sound that holds some. Raises as `admit`."""
-        others = self._bytes - held
-        if others and self._bytes + size > _MOST_BYTES:
-            message = f"{self._count - 1} sounds in progress hold {others >> 20:,} MiB already"
-            raise QueueFull(message, retry_after=_RETRY_AFTER)
-        self._bytes += size
-
-    def release(self, size: int) -> None:
-        self._bytes -= size
-
-
-class _HeldSound:
-    """What one of the sounds in progress holds."""
-
-    def __init__(self, sounds: _SoundsInProgress) -> None:
-        self._sounds = sounds
-        self.bytes = 0
-
-    def add(self, size: int) -> None:
-        self._sounds.reserve(size, self.bytes)
-        self.bytes += size
-
-    def release(self, size: int) -> None:
-        self._sounds.release(size)
-        self.bytes -= size
-
-
 class _Task(NamedTuple):
     """One request, as all its windows have it."""
 
@@ -152,7 +100,7 @@ class _Task(NamedTuple):
     context: RequestContext
     previous: tuple[int, ...]
     """What comes before each transcript, as tokens."""
-    held: _HeldSound
+    held: HeldSound
     language: str = _ENGLISH
 
 
@@ -185,7 +133,8 @@ class Transcriber:
         self._ask = ask
         self._check_room = check_room
         self._timeout = timeout
-        self._sounds = _SoundsInProgress()
+        self._sounds = SoundsInProgress()
+        self._together = WindowsTogether()
 
     def generate(self, request: GenerateRequest, context: RequestContext) -> DirectStream[GenerateChunk]:
         """A chunk for each window, in order, and one at the end. Raises `InvalidArgument` for what the model does not
@@ -260,7 +209,8 @@ class Transcriber:
         return (previous, *ids)
 
     async def _encode(self, window: PreparedMedium, task: _Task) -> EncoderRows:
-        encoded = await self._media.encode(window, task.context, task.request.cache_salt)
+        with self._together.encode():
+            encoded = await self._media.encode(window, task.context, task.request.cache_salt)
         return EncoderRows(encoded.length, window.digest, encoded.rows, encoded.dtype)
 
     async def _write_window(self, task: _Task, window: SoundWindow, medium: PreparedMedium) -> list[TranscriptSegment]:
@@ -268,6 +218,7 @@ class Transcriber:
         rows = await self._encode(medium, task)
         task.held.release(_bytes_of(medium))
         del medium  # its features are not needed while it is heard
+        await self._together.gather()
         heard = await self._hear(task, rows)
         if heard.is_silence:
             return []

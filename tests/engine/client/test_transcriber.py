@@ -19,7 +19,7 @@ from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, 
 from charonia.core.request_context import RequestContext
 from charonia.core.sampling import SamplingParams
 from charonia.core.speech import Speech
-from charonia.engine.client import transcriber
+from charonia.engine.client import sounds_in_progress
 from charonia.engine.client.model_media import ModelMedia
 from charonia.engine.client.transcriber import HeardPrompt, Transcriber
 from charonia.tokenization.speech_tokens import SpeechTokens, read_speech_tokens
@@ -236,8 +236,8 @@ async def test_sounds_in_progress_have_a_budget(hearing: Hearing, monkeypatch: p
     """Of their number, and of the bytes of their files and of the features that are not encoded yet: each window's are
     freed once it is encoded."""
     hearing.decoder.hang = True
-    monkeypatch.setattr(transcriber, "_MOST_SOUNDS", 2)
-    monkeypatch.setattr(transcriber, "_MOST_BYTES", 100)
+    monkeypatch.setattr(sounds_in_progress, "_MOST_SOUNDS", 2)
+    monkeypatch.setattr(sounds_in_progress, "_MOST_BYTES", 100)
     sounds = [asyncio.create_task(hearing.chunks(b"a" * 12, language="en"))]
     await until(lambda: hearing.decoder.running == 8)
     assert hearing.transcriber._sounds._bytes == 12 + 4 * 4

@@ -1,0 +1,107 @@
+"""The sounds that one model writes down at a time: how much memory they hold, and which of their windows the decoder
+begins together."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...core.errors import QueueFull
+from ...core.media import MediaSource
+
+_MOST_SOUNDS = 128
+_MOST_BYTES = 2 << 30
+"""What the sounds of one model that are not written down yet may hold together; one alone may hold more."""
+_RETRY_AFTER = 1.0
+_TOGETHER = 8
+"""Encoded windows that wait for no more of them."""
+_LONGEST_WAIT = 5.0
+"""Seconds that one waits for others."""
+
+
+class SoundsInProgress:
+    """How much memory the sounds of one model hold: their files, and the features that are not encoded yet."""
+
+    def __init__(self) -> None:
+        self._count = self._bytes = 0
+
+    @contextmanager
+    def admit(self, source: MediaSource) -> Iterator["HeldSound"]:
+        """The block in which a sound is in progress. Raises `QueueFull` where there are too many of them, or too
+        large ones."""
+        if self._count >= _MOST_SOUNDS:
+            raise QueueFull(f"{self._count} sounds are in progress already", retry_after=_RETRY_AFTER)
+        held = HeldSound(self)
+        self._count += 1
+        try:
+            held.add(len(source.data) + len(source.url))
+            yield held
+        finally:
+            held.release(held.bytes)
+            self._count -= 1
+
+    def reserve(self, size: int, held: int) -> None:
+        """Count more bytes of a sound that holds some. Raises as `admit`."""
+        others = self._bytes - held
+        if others and self._bytes + size > _MOST_BYTES:
+            message = f"{self._count - 1} sounds in progress hold {others >> 20:,} MiB already"
+            raise QueueFull(message, retry_after=_RETRY_AFTER)
+        self._bytes += size
+
+    def release(self, size: int) -> None:
+        self._bytes -= size
+
+
+class HeldSound:
+    """What one of the sounds in progress holds."""
+
+    def __init__(self, sounds: SoundsInProgress) -> None:
+        self._sounds = sounds
+        self.bytes = 0
+
+    def add(self, size: int) -> None:
+        self._sounds.reserve(size, self.bytes)
+        self.bytes += size
+
+    def release(self, size: int) -> None:
+        self._sounds.release(size)
+        self.bytes -= size
+
+
+class WindowsTogether:
+    """Lets an encoded window wait for those that are being encoded: a decoder makes eight transcripts in hardly more
+    steps than one, and each step that runs beside an encoder on the same cores only keeps it from the next window."""
+
+    def __init__(self) -> None:
+        self._encoding = self._waiting = 0
+        self._begin = asyncio.Event()
+
+    @contextmanager
+    def encode(self) -> Iterator[None]:
+        """The block in which a window is being encoded."""
+        self._encoding += 1
+        try:
+            yield
+        finally:
+            self._encoding -= 1
+            if not self._encoding:
+                self._begin_all()
+
+    async def gather(self) -> None:
+        """Return when an encoded window may be heard: once no other is being encoded, enough of them wait, or it has
+        waited long enough."""
+        if not self._encoding:
+            return
+        begin = self._begin
+        self._waiting += 1
+        if self._waiting >= _TOGETHER:
+            self._begin_all()
+        try:
+            await asyncio.wait_for(begin.wait(), _LONGEST_WAIT)
+        except TimeoutError:
+            if begin is self._begin:
+                self._begin_all()
+
+    def _begin_all(self) -> None:
+        self._begin.set()
+        self._begin = asyncio.Event()
+        self._waiting = 0
