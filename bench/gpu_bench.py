@@ -8,20 +8,14 @@ from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..engine.attention.backend import CacheSpec
-from ..engine.attention.selector import create_backend
-from ..engine.checkpoint.build_context import BuildContext
 from ..engine.checkpoint.model_spec import LayerAttention
-from ..engine.checkpoint.weights import WeightLoader
 from ..engine.gpu import runtime
-from ..engine.layers.mlp import GatedMLPSpec, build_experts
-from ..engine.layers.step_context import StepContext
-from ..engine.step_batch import StepBatch
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import NewSequence, ResolvedSampling, StepPlan
@@ -31,7 +25,6 @@ from .gpu_engine import (
     BLOCK,
     GpuWork,
     RandomExecutor,
-    RandomWeights,
     decode_plans,
     mixed_plans,
     one_plan,
@@ -40,6 +33,7 @@ from .gpu_engine import (
     use_graphs,
     with_drafts,
 )
+from .gpu_layers import LAYERS, LayerBench
 from .gpu_report import Figure
 from .gpu_served import StepRates, served_figures, written_checkpoint
 from .inline_loop import run_to_end
@@ -74,6 +68,7 @@ class GpuBench:
         self.read = 1.0
         self.operations = 1.0
         self.pictures, self.start = pictures, start
+        self.layers = LayerBench(work, self.device, self.kernel_seconds)
         self.rows = max(*work.batches, work.more_offline)
         far = work.far[2] + work.steps + 20
         self.length = max(work.prompt, 2 * work.new, 2 * work.context, far)
@@ -103,7 +98,9 @@ class GpuBench:
                 Row(f"attention over a cache in {kept}", 12, partial(self.coded_attention, kept))
                 for kept in (["fp8", "int8"] if runtime.serves_fp8(self.dtype, self.device) else ["int8"])
             ),
-            Row("experts", 20, self.experts),
+            Row("experts", 20, lambda: self.layers.experts(self.read)),
+            Row("layers with states", 10, lambda: self.layers.states(self.read)),
+            Row("latents", 8, lambda: self.layers.latents(self.read, self.operations)),
             *([] if invariant is None else invariant.step_rows_after(self)),
             Row("offline", 15, lambda: self.offline(work.offline)),
             Row("transformers offline", 90, self.transformers_offline),
@@ -255,24 +252,6 @@ class GpuBench:
                     yield Figure(f"{work.name} server ready, frontends: {frontends}", perf_counter() - began, "s")
                     yield from served_figures(work.name, place, work.served, rates if complete else None, frontends)
 
-    def experts(self) -> Iterator[Figure]:
-        """The experts of a layer, as floats and in the codes that the device multiplies."""
-        (count, per_token, hidden, inner), rows = self.work.experts, self.work.attended[0]
-        chosen = torch.rand(rows, count, device=self.device).topk(per_token, -1).indices
-        weights = torch.full(chosen.shape, 1 / per_token, device=self.device)
-        x = torch.randn(rows, hidden, dtype=self.dtype, device=self.device)
-        source = RandomWeights(self.dtype, self.device)
-        context = StepContext(cast(Any, None), cast(Any, None))
-        specs = [GatedMLPSpec(f"experts.{number}", hidden, inner) for number in range(count)]
-        for kind in ("none", "int8", "fp8") if runtime.serves_fp8(self.dtype, self.device) else ("none",):
-            built = BuildContext(self.dtype, self.device, rows, quantization=kind)
-            layer = build_experts(WeightLoader(source, built), specs, range(count))
-            seconds = self.kernel_seconds(partial(layer, x, chosen, weights, context))
-            width = self.dtype.itemsize if kind == "none" else 1
-            share = int(chosen.flatten().bincount().count_nonzero()) * 3 * hidden * inner * width / seconds / self.read
-            name = f"{rows} tokens by {count} experts, {self.work.dtype if kind == 'none' else kind}"
-            yield Figure(name, 1e6 * seconds, "us", share, "bandwidth")
-
     def offline(self, sequences: int) -> Iterator[Figure]:
         blocks = self.allocate(sequences * -(-2 * self.work.new // BLOCK))
         most = max(self.work.prompt, sequences)
@@ -303,24 +282,11 @@ class GpuBench:
         yield Figure(name, made / (perf_counter() - began), "tokens/s")
 
     def attention(self, rows: int, start: int, count: int, kept: str) -> tuple[float, float]:
-        """Seconds of one layer's attention, which stores the tokens first, out of several layers' caches in turn, and
-        the bytes of a token in one of them."""
-        config, layers = self.work.config, 4
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        sizes = heads, kv_heads, config["head_dim"], BLOCK
-        spec = CacheSpec((LayerAttention(),) * layers, *sizes, self.dtype, self.device, kept)
-        backend, blocks = create_backend("auto", spec), -(-(start + count) // BLOCK)
-        backend.allocate(rows * blocks)
-        tables = torch.randperm(rows * blocks, device=self.device).view(rows, blocks)
-        known = torch.zeros(rows, blocks * BLOCK, dtype=torch.int32, device=self.device)
-        columns = np.arange(rows), np.full(rows, start), np.full(rows, count)
-        step = backend.begin_step(StepBatch(*columns, known, tables, BLOCK))
-        q, k, v = (
-            torch.randn(rows * count, head_count, spec.head_dim, dtype=self.dtype, device=self.device)
-            for head_count in (heads, kv_heads, kv_heads)
-        )
-        seconds = self.kernel_seconds(lambda: [step(layer, q, k, v) for layer in range(layers)])
-        return seconds / layers, backend.block_bytes / BLOCK / layers
+        """See `LayerBench.attention`: of the model's heads."""
+        config = self.work.config
+        sizes = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"], BLOCK
+        spec = CacheSpec((LayerAttention(),) * LAYERS, *sizes, self.dtype, self.device, kept)
+        return self.layers.attention(spec, rows, start, count)
 
     @cached_property
     def executor(self) -> RandomExecutor:

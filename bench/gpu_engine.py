@@ -16,6 +16,7 @@ from ..engine.checkpoint.hf_checkpoint import Checkpoint
 from ..engine.checkpoint.weights import TensorSlice
 from ..engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from ..engine.cpu.matmul import GroupedRows
+from ..engine.cpu.recurrent import RecurrenceShape
 from ..engine.gpu.graphs import DecodeGraphs
 from ..engine.models.registry import NativeBuilder
 from ..engine.worker.device_step_computer import DeviceStepComputer
@@ -73,6 +74,12 @@ class GpuWork(NamedTuple):
     """Of each row in a decode step."""
     experts: tuple[int, int, int, int] = (128, 8, 2048, 768)
     """How many there are, and of a token, and their sizes: Qwen3-30B-A3B's."""
+    delta_rule: RecurrenceShape = RecurrenceShape(32, 16, 128, 128, 0, 2048, 4096)
+    """Qwen3-Next's."""
+    scan: RecurrenceShape = RecurrenceShape(128, 8, 128, 64, 9216, 8192, 0)
+    """Nemotron-H 8B's."""
+    latents: tuple[int, int, int] = (16, 512, 64)
+    """Heads, numbers of a latent, and numbers that are rotated: DeepSeek V3's on one of eight ranks."""
     served: StreamLoads = StreamLoads({1: 2, 64: 128, 256: 256}, 1000, 300, 128256)
     """The requests of loads over HTTP."""
     frontends: tuple[int, ...] = (1, 4)
@@ -102,7 +109,7 @@ class RandomWeights:
         return StoredForm("random", 8 * self._dtype.itemsize, plain=True)
 
     def read(self, piece: TensorSlice) -> Tensor:
-        shape = (len(piece.row_range), *([piece.width] if len(piece.shape) == 2 else []))
+        shape = (len(piece.row_range), *([piece.width] if len(piece.shape) == 2 else piece.shape[1:]))
         drawn = torch.randn(shape, dtype=self._dtype, device=self._device)
         return drawn.mul_(2 / piece.shape[-1] ** 0.5) if len(shape) == 2 else drawn.mul_(0.1).add_(1.0)
 

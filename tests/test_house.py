@@ -129,7 +129,7 @@ BUDGETS = {
     "extras/console": 600,
     "extras/dynamo": 340,
     "extras/rollouts": 1_150,
-    "bench": 7_260,
+    "bench": 7_340,
     "cli": 2_820,
     "extras/optimizer": 4_050,
     "inprocess": 1_400,

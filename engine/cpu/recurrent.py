@@ -139,6 +139,11 @@ class RecurrenceShape(NamedTuple):
     keys: int
     values: int
 
+    @property
+    def channels(self) -> int:
+        """Numbers of all queries, keys and values of a token."""
+        return 2 * self.key_heads * self.key_size + self.heads * self.value_size
+
 
 class Recurrence:
     """A recurrence over the matrices of its heads: `gated_delta_rule` or `selective_scan`."""

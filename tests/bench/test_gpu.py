@@ -15,6 +15,7 @@ from charonia.bench.gpu_bench import GpuBench
 from charonia.bench.gpu_engine import LLAMA_EIGHT_BILLION, GpuWork
 from charonia.bench.gpu_report import Figure, GpuReport
 from charonia.bench.gpu_served import StreamLoads
+from charonia.engine.cpu.recurrent import RecurrenceShape
 
 TINY = LLAMA_EIGHT_BILLION | {
     "hidden_size": 64,
@@ -41,6 +42,9 @@ WORK = GpuWork(
     copied=1 << 20,
     multiplied=64,
     experts=(4, 2, 64, 32),
+    delta_rule=RecurrenceShape(4, 2, 16, 16, 0, 32, 64),
+    scan=RecurrenceShape(4, 2, 16, 16, 96, 64, 0),
+    latents=(4, 32, 16),
     served=StreamLoads({1: 1, 3: 3}, 5, 4, 384),
     frontends=(1,),
 )
@@ -95,6 +99,17 @@ def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(report: Gpu
         "attention, decode of 3 at 80, cache in int8",
         "attention, prefill of 64, cache in int8",
         "2 tokens by 4 experts, float32",
+        *(
+            f"{layer}, {told}"
+            for told in ("decode of 2", "prefill of 64")
+            for layer in (
+                "gated delta rule of 4 heads",
+                "selective scan of 4 heads",
+                "convolution of 128 channels",
+            )
+        ),
+        "latent attention of 4 heads, decode of 2 at 40",
+        "latent attention of 4 heads, prefill of 64",
         "offline, 2 sequences",
         "offline, 3 sequences",
     ]
