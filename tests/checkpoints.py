@@ -54,6 +54,18 @@ CORRECTED: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
 }
 """Experts of a corrected sigmoid router, behind a dense layer."""
+MAMBA = {
+    "model_type": "mamba",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "vocab_size": VOCAB,
+    "state_size": 6,
+    "time_step_rank": 5,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+    "dtype": "float32",
+}
 GEMMA4 = LLAMA | {
     "model_type": "gemma4_text",
     "num_hidden_layers": 4,
@@ -241,6 +253,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "dtype": "float32",
     },
+    "mamba": MAMBA,
+    "falcon-mamba": MAMBA | {"model_type": "falcon_mamba", "mixer_rms_eps": 1e-5, "use_bias": True},
     "falcon-h1": LLAMA
     | {
         "model_type": "falcon_h1",

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.errors import shorten
-from .config_fields import MOST_PARTS, MOST_REAL, ArchitectureDefaults, ConfigFields, HybridLayers
-from .model_spec import ACTIVATIONS, NO_ROPE
-from .recurrence import DeltaNetSpec, Mamba2Spec, RecurrenceSpec, ShortConvolutionSpec
+from .config_fields import MOST_PARTS, ArchitectureDefaults, ConfigFields, HybridLayers
+from .mamba_config import MAMBAS, MIXER_DEFAULTS, convolves_with_silu, mamba2_layers, mixer_fields
+from .model_spec import NO_ROPE
+from .recurrence import DeltaNetSpec, RecurrenceSpec, ShortConvolutionSpec
 
 
 def _hybrid(attends: tuple[bool, ...], recurrence: RecurrenceSpec, gated: bool = False) -> HybridLayers:
@@ -22,7 +23,7 @@ def _qwen3_5(fields: ConfigFields) -> HybridLayers:
         lambda layer: "linear_attention" if (layer + 1) % every else "full_attention",
         {"full_attention": True, "linear_attention": False},
     )
-    _convolves_with_silu(fields)
+    convolves_with_silu(fields)
     key_heads, value_heads = (fields.number(f"linear_num_{side}_heads", most=MOST_PARTS) for side in ("key", "value"))
     if value_heads % key_heads:
         raise fields.error(f"linear_num_value_heads {value_heads} is no multiple of linear_num_key_heads {key_heads}")
@@ -62,67 +63,12 @@ def _lfm2_shared_fields(fields: ConfigFields) -> Mapping[str, Any]:
     return {**fields.config, "rms_norm_eps": fields.real("norm_eps"), "tie_word_embeddings": tied}
 
 
-def _convolves_with_silu(fields: ConfigFields) -> None:
-    if fields.activation() != ACTIVATIONS["silu"]:
-        raise fields.unknown(f"hidden_act {fields.config['hidden_act']!r} is not supported beside states, silu is")
-
-
-_INFINITY = {"__float__": "Infinity"}
-"""What transformers writes into config.json for it."""
-
-
-def _step_limits(fields: ConfigFields) -> tuple[float, float]:
-    limits = fields.config["time_step_limit"]
-    if limits is None:
-        return 0.0, math.inf
-    ends = [math.inf if end == _INFINITY else end for end in limits] if isinstance(limits, list) else []
-    numbers = len(ends) == 2 and all(type(end) in (int, float) for end in ends)
-    if not numbers or not 0 <= ends[0] <= ends[1] or ends[0] > MOST_REAL or MOST_REAL < ends[1] < math.inf:
-        message = "time_step_limit must be two numbers, 0 <= least <= most, of which the second may be infinite"
-        raise fields.error(f"{message}, got {shorten(repr(limits))}")
-    return float(ends[0]), float(ends[1])
-
-
 def _granite(fields: ConfigFields) -> HybridLayers:
     attends = fields.layer_types(
         lambda layer: "mamba",
         {"full_attention": True, "attention": True, "linear_attention": False, "mamba": False},
     )
-    return _hybrid(attends, _mamba2(fields))
-
-
-def _mamba2(fields: ConfigFields) -> Mamba2Spec:
-    """Mamba-2's layers, in the fields that Granite has for them."""
-    _convolves_with_silu(fields)
-    heads, groups = (fields.number(f"mamba_n_{part}", most=MOST_PARTS) for part in ("heads", "groups"))
-    if fields.config.get("mamba_d_ssm") is not None:
-        inner = fields.number("mamba_d_ssm")
-    elif fields.config.get("mamba_expand") is not None:
-        inner = fields.number("mamba_expand", most=MOST_PARTS) * fields.number("hidden_size")
-    else:
-        inner = heads * fields.number("mamba_d_head", most=MOST_PARTS)
-    if inner % heads or heads % groups:
-        raise fields.error(f"mamba_n_heads {heads} must divide {inner} features, and be a multiple of {groups} groups")
-    if fields.config["mamba_d_head"] != "auto" and (head_dim := fields.number("mamba_d_head")) != inner // heads:
-        raise fields.error(f"mamba_d_head {head_dim} times {heads} heads is not {inner}")
-    if inner // heads > MOST_PARTS:
-        raise fields.error(f"mamba_expand makes {heads} heads of {inner // heads} features, more than {MOST_PARTS}")
-    entering = fields.real("ssm_in_multiplier") or 1.0
-    bias = fields.flag("mamba_proj_bias")
-    return Mamba2Spec(
-        heads,
-        inner // heads,
-        fields.number("mamba_d_state", most=MOST_PARTS),
-        groups,
-        fields.number("mamba_d_conv", most=MOST_PARTS),
-        bias,
-        fields.flag("mamba_conv_bias"),
-        _step_limits(fields),
-        fields.flag("projectors_bias", bias),
-        fields.flag("mamba_rms_norm", True),
-        not fields.flag("mamba_norm_before_gate"),
-        tuple(entering * factor for factor in fields.reals("ssm_multipliers", 5)),
-    )
+    return _hybrid(attends, mamba2_layers(fields))
 
 
 _NO_POSITIONS = "no positions"
@@ -156,7 +102,7 @@ _NEMOTRON_LAYERS = {
 def _nemotron(fields: ConfigFields) -> HybridLayers:
     marks = fields.layer_types(lambda layer: "M", _NEMOTRON_LAYERS)
     attends, recurs = (tuple(own == mark for own in marks) for mark in "*M")
-    return HybridLayers(attends, recurs, _mamba2(fields), feeds=tuple(mark in "-E" for mark in marks))
+    return HybridLayers(attends, recurs, mamba2_layers(fields), feeds=tuple(mark in "-E" for mark in marks))
 
 
 def _nemotron_fields(fields: ConfigFields) -> Mapping[str, Any]:
@@ -166,7 +112,7 @@ def _nemotron_fields(fields: ConfigFields) -> Mapping[str, Any]:
         raise fields.error(f"hybrid_override_pattern must be a text, got {shorten(repr(pattern))}")
     types = fields.texts("layers_block_type") or fields.texts("layer_types") or [*pattern]
     sparse = [layer for layer, kind in enumerate(types) if kind in ("moe", "E")]
-    own = _mixer_fields(fields) | fields.corrected_experts()
+    own = mixer_fields(fields) | fields.corrected_experts()
     own |= {
         "layer_types": types,
         "num_hidden_layers": len(types),
@@ -186,44 +132,14 @@ def _nemotron_fields(fields: ConfigFields) -> Mapping[str, Any]:
     return {**config, **own}
 
 
-def _mixer_fields(fields: ConfigFields) -> dict[str, Any]:
-    """What Mamba's own line and Nemotron call by other names than Granite."""
-    return {
-        "mamba_n_groups": fields.number("n_groups", most=MOST_PARTS),
-        "mamba_d_conv": fields.number("conv_kernel", most=MOST_PARTS),
-        "mamba_proj_bias": fields.flag("use_bias"),
-        "mamba_conv_bias": fields.flag("use_conv_bias"),
-        "rms_norm_eps": fields.real("layer_norm_epsilon"),
-    }
-
-
-def _only_mamba2(fields: ConfigFields) -> HybridLayers:
-    nowhere = (False,) * len(fields.layers)
-    return HybridLayers(nowhere, tuple(not attending for attending in nowhere), _mamba2(fields), feeds=nowhere)
-
-
-def _mamba2_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    own = _mixer_fields(fields) | {
-        "mamba_n_heads": fields.number("num_heads", most=MOST_PARTS),
-        "mamba_d_head": fields.number("head_dim", most=MOST_PARTS),
-        "mamba_d_state": fields.number("state_size", most=MOST_PARTS),
-        "mamba_expand": fields.number("expand", most=MOST_PARTS),
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": 2,
-        "intermediate_size": fields.number("hidden_size"),
-    }
-    return {**fields.config, **own}
-
-
 def _bamba(fields: ConfigFields) -> HybridLayers:
     attending = fields.layer_numbers("attn_layer_indices")
-    return _hybrid(tuple(layer in attending for layer in fields.layers), _mamba2(fields))
+    return _hybrid(tuple(layer in attending for layer in fields.layers), mamba2_layers(fields))
 
 
 def _falcon_h1(fields: ConfigFields) -> HybridLayers:
     everywhere = (True,) * len(fields.layers)
-    return HybridLayers(everywhere, everywhere, _mamba2(fields))
+    return HybridLayers(everywhere, everywhere, mamba2_layers(fields))
 
 
 _MAMBA2 = {
@@ -234,14 +150,6 @@ _MAMBA2 = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
     "mamba_conv_bias": True,
-    "time_step_limit": None,
-}
-_MIXER = {
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "layer_norm_epsilon": 1e-5,
     "time_step_limit": None,
 }
 _LFM2 = {
@@ -263,6 +171,7 @@ _QWEN3_5 = {
     "linear_conv_kernel_dim": 4,
 }
 HYBRIDS = {
+    **MAMBAS,
     "BambaForCausalLM": ArchitectureDefaults(
         absent={
             **_MAMBA2,
@@ -318,21 +227,9 @@ HYBRIDS = {
         hybrid=_lfm2,
         translate=_lfm2_moe_fields,
     ),
-    "Mamba2ForCausalLM": ArchitectureDefaults(
-        absent={
-            **_MIXER,
-            "num_heads": 128,
-            "head_dim": 64,
-            "expand": 2,
-            "state_size": 128,
-            "max_position_embeddings": 131_072,  # its states have no end
-        },
-        hybrid=_only_mamba2,
-        translate=_mamba2_fields,
-    ),
     "NemotronHForCausalLM": ArchitectureDefaults(
         absent={
-            **_MIXER,
+            **MIXER_DEFAULTS,
             "hybrid_override_pattern": "ME*-",
             "num_key_value_heads": 8,
             "head_dim": 128,

@@ -129,5 +129,34 @@ class Mamba2Spec(NamedTuple):
         return LayerState(channels, self.kernel - 1, self.heads, self.state_size, self.head_dim)
 
 
-RecurrenceSpec: TypeAlias = DeltaNetSpec | ShortConvolutionSpec | Mamba2Spec
+class MambaSpec(NamedTuple):
+    """The layers of Mamba's first line (arXiv 2312.00752), whose convolution reads `kernel` inputs of each channel."""
+
+    channels: int
+    state_size: int
+    """Numbers that each channel keeps."""
+    step_rank: int
+    """Numbers that the steps of all channels are made of."""
+    kernel: int
+    bias: bool
+    """Whether the projections into the layer and out of it have biases."""
+    convolution_bias: bool
+    norm_eps: float | None = None
+    """Of the norms of B, C and what steps are made of; None: they have none."""
+
+    def weights(self, hidden: int) -> int:
+        return self.channels * (3 * hidden + 2 * (self.step_rank + self.state_size))
+
+    def share(self, rank: int, size: int) -> "MambaSpec":
+        return self
+
+    def refusal(self, size: int) -> str | None:
+        return None if size == 1 else "channels of Mamba's first line make B and C together, and no ranks share them"
+
+    @property
+    def state(self) -> LayerState:
+        return LayerState(self.channels, self.kernel - 1, 1, self.state_size, self.channels)
+
+
+RecurrenceSpec: TypeAlias = DeltaNetSpec | ShortConvolutionSpec | Mamba2Spec | MambaSpec
 """What those layers of a model are that keep a state; all that do are alike."""

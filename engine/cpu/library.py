@@ -45,6 +45,7 @@ SIGNATURES = {
     "charonia_multiply_heads": "ppplp",
     "charonia_convolve": "pppplpp",
     "charonia_recur": "pppplplpp",
+    "charonia_scan_channels": "pppplplplpp",
     "charonia_attention_plan": "pppl>l",
     "charonia_attention": "ppppp",
     "charonia_rope": "ppplllli",

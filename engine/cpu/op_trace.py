@@ -15,9 +15,8 @@ from .library import struct_fields
 from .memory import CACHE_LINE_BYTES
 
 NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN = range(12)
-CONVOLVE, RECUR, GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL, HEADS, STACK, POSITIONS, CROSS = (
-    range(12, 26)
-)
+CONVOLVE, RECUR, GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL, HEADS, STACK = range(12, 24)
+POSITIONS, CROSS, SCAN = range(24, 27)
 """Kinds of operations, as in program.h."""
 
 
@@ -38,7 +37,7 @@ class OpStruct(ctypes.Structure):
     """`Operation` of program.h. Offsets of its tensors are filled in when buffers are planned."""
 
     _fields_ = struct_fields(
-        "l kind x delta out",
+        "l kind x delta out aside",
         "p what",
         "l heads stride weights size layer angles",
         "p next",
@@ -98,10 +97,11 @@ class TracedOp(NamedTuple):
     x: SymbolicTensor | None
     delta: SymbolicTensor | None
     out: SymbolicTensor
+    aside: SymbolicTensor | None = None
 
     @property
     def tensors(self) -> list[SymbolicTensor]:
-        return [tensor for tensor in (self.x, self.delta, self.out) if tensor is not None]
+        return [tensor for tensor in (self.x, self.delta, self.out, self.aside) if tensor is not None]
 
 
 class OpTrace:
@@ -120,12 +120,13 @@ class OpTrace:
         width: int,
         *,
         delta: SymbolicTensor | None = None,
+        aside: SymbolicTensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> SymbolicTensor:
-        """Record an operation that reads `x`, and `delta` if it takes one, or without x the step itself; returns its
-        result, of x's dtype unless `dtype` says otherwise."""
+        """Record an operation that reads `x`, and `delta` and what is `aside` if it takes them, or without x the step
+        itself; returns its result, of x's dtype unless `dtype` says otherwise."""
         out = SymbolicTensor(self, width, dtype or (x or self.no_delta).dtype, x is not None and x.selected)
-        self.ops.append(TracedOp(operation, x, None if delta is self.no_delta else delta, out))
+        self.ops.append(TracedOp(operation, x, None if delta is self.no_delta else delta, out, aside))
         return out
 
     def keep_after(self, number: int, x: SymbolicTensor) -> SymbolicTensor:

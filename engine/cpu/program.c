@@ -194,6 +194,15 @@ static void recur(Team *team, const Operation *o, const StepLayout *l)
     recur_in_team(team, &call);
 }
 
+static void scan_channels(Team *team, const Operation *o, const StepLayout *l)
+{
+    const StepArguments *a = l->arguments;
+    const ChannelScanCall call = {o->what, &l->step, &a->moves, tensor(l, o->x, 0), tensor(l, o->aside, 0),
+                                  tensor(l, o->delta, 0), o->size, o->stride, o->size, a->matrices[o->layer],
+                                  tensor(l, o->out, 0)};
+    scan_channels_in_team(team, &call);
+}
+
 static void gate_heads(Team *team, const Operation *o, const StepLayout *l)
 {
     const HeadGateCall call = {o->what, tensor(l, o->x, 0), tensor(l, o->delta, 0), l->tokens, o->size,
@@ -239,6 +248,8 @@ static void compute(Team *team, const Operation *o, const StepLayout *l)
         convolve(team, o, l);
     } else if (o->kind == RECUR) {
         recur(team, o, l);
+    } else if (o->kind == SCAN) {
+        scan_channels(team, o, l);
     } else if (o->kind == GATE_HEADS) {
         gate_heads(team, o, l);
     } else if (o->kind == SCALE || o->kind == SOFT_CAP) {

@@ -13,23 +13,25 @@
 
 enum {
     NORM, GATE, PRODUCT, ATTENTION, EMBED, INPUT, SELECT, SAMPLE, LORA_SHRINK, LORA_EXPAND, KEEP, JOIN, CONVOLVE, RECUR,
-    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL, HEADS, STACK, POSITIONS, CROSS
+    GATE_HEADS, SCALE, ADD, SOFT_CAP, EXPERTS, GATE_ROWS, WIDEN, FILL, HEADS, STACK, POSITIONS, CROSS,
+    SCAN
 };
 
 /* One operation. `x`, `delta` and `out` are tensors by their offset: the memory of a tensor with offset s begins s bytes
    a token from the beginning, or s bytes a selected place. */
 typedef struct {
-    int64_t kind, x, delta, out; /* delta: -1 is none */
+    int64_t kind, x, delta, out, aside; /* delta, aside: -1 is none */
     const void *what;            /* a norm's weights, a product's Matrix, a table of embeddings or positions; SAMPLE: int32 ids to store in
                                     place of tokens, or null; ATTENTION: its sinks, or null; CONVOLVE, RECUR,
                                     GATE_HEADS: their Convolution, Recurrence, HeadGate, with lines of x `stride` long,
                                     and of delta, the gates, `size`; EXPERTS: their Mixture, whose scores are delta;
-                                    HEADS: their HeadProducts, with the last line in delta */
+                                    HEADS: their HeadProducts, with the last line in delta; SCAN: its ChannelScan, with
+                                    lines of x and delta, the steps, `size` long, and of aside, the pairs, `stride` */
     int64_t heads, stride, weights, size;
     int64_t layer, angles;       /* attention: the cache, and the table that rotates `size` numbers of each head, in lines
                                     `stride` long, of queries alone or of keys and values, too; of
                                     LORA_SHRINK and LORA_EXPAND the product's number, with `stride` lines; CONVOLVE,
-                                    RECUR: the layer's number among those with states; JOIN: the first of the `size`
+                                    RECUR, SCAN: the layer's number among those with states; JOIN: the first of the `size`
                                     numbers of delta's lines, which are `stride` long; NORM: the number of a line at
                                     which its heads begin; STACK: which of the stacked rows are added to x;
                                     POSITIONS: the line of the table for position 0; CROSS: the cache; EMBED: the

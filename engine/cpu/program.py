@@ -221,9 +221,9 @@ class DecoderProgram:
         self.head = head
         self._rotaries = rotaries
         self.offsets = plan_buffers(trace, io)
-        for to, x, delta, out in trace.ops:
-            offsets = (_NO_TENSOR if tensor is None else self.offsets[tensor] for tensor in (x, delta, out))
-            to.x, to.delta, to.out = offsets
+        for to, x, delta, out, aside in trace.ops:
+            offsets = (_NO_TENSOR if tensor is None else self.offsets[tensor] for tensor in (x, delta, out, aside))
+            to.x, to.delta, to.out, to.aside = offsets
             to.dtype, to.selected = library.DTYPE_CODES[(x or out).dtype], out.selected
         operations = [op.operation for op in trace.ops]
         products = [operation for operation in operations if operation.kind in (PRODUCT, EXPERTS, HEADS)]

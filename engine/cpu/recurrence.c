@@ -35,6 +35,30 @@ void recur_in_team(Team *team, const RecurrenceCall *c)
     });
 }
 
+typedef void scan_piece(const ChannelScanCall *, int64_t row, int64_t from, int64_t to);
+
+static scan_piece *const scan_pieces[LEVELS] = ALL_LEVELS(scan_channels);
+
+void scan_channels_in_team(Team *team, const ChannelScanCall *c)
+{
+    scan_piece *scan = scan_pieces[charonia_level()];
+    const int64_t channels = c->layer->channels, parts = (channels + LEAST_COLUMNS - 1) / LEAST_COLUMNS;
+    FOR_CLAIMED(team, c->step->rows * parts, {
+        const int64_t from = piece % parts * LEAST_COLUMNS, left = channels - from;
+        scan(c, piece / parts, from, left < LEAST_COLUMNS ? channels : from + LEAST_COLUMNS);
+    });
+}
+
+EXPORT void charonia_scan_channels(const ChannelScan *layer, const struct step *step, const StateMoves *moves, const void *x,
+                                   int64_t x_stride, const void *pairs, int64_t pairs_stride, const void *steps,
+                                   int64_t steps_stride, float *states, void *out)
+{
+    const ChannelScanCall call = {layer, step, moves, x, pairs, steps, x_stride, pairs_stride, steps_stride, states, out};
+    const int64_t tokens = step->rows ? step->firsts[step->rows - 1] + step->counts[step->rows - 1] : 0;
+    PARALLEL_REGION(tokens * layer->size * layer->channels < WORTH_THREADS ? 1 : omp_get_max_threads(),
+                    scan_channels_in_team(team, &call));
+}
+
 EXPORT void charonia_recur(const Recurrence *layer, const struct step *step, const StateMoves *moves, const void *x,
                            int64_t x_stride, const void *gates, int64_t gates_stride, float *states, void *out)
 {

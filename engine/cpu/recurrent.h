@@ -64,7 +64,28 @@ typedef struct {
     void *out;
 } RecurrenceCall;
 
+/* Mamba's first selective scan (arXiv 2312.00752): for each channel `size` numbers S, each with a decay of its own. With
+   dt = softplus(its step + bias): S = exp(rate dt) S + B dt x, and out = C S + skip x. Lines of `pairs` have B from column
+   `keys` on, and C behind it. */
+typedef struct {
+    int64_t channels, size, keys;
+    const float *rates, *bias, *skip; /* [size][channels], [channels] */
+    int32_t kind;                     /* of all lines and results */
+} ChannelScan;
+
+/* One layer of a step; states [slots][size][channels]. */
+typedef struct {
+    const ChannelScan *layer;
+    const struct step *step;
+    const StateMoves *moves;
+    const void *x, *pairs, *steps;
+    int64_t x_stride, pairs_stride, steps_stride;
+    float *states;
+    void *out;
+} ChannelScanCall;
+
 void convolve_in_team(Team *, const ConvolutionCall *);
 void recur_in_team(Team *, const RecurrenceCall *);
+void scan_channels_in_team(Team *, const ChannelScanCall *);
 
 #endif

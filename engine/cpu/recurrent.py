@@ -1,5 +1,5 @@
 """Layers that keep a state of each sequence in C (`recurrent.h`): causal convolutions, the gated delta rule (arXiv
-2412.06464), Mamba-2's selective scan (arXiv 2405.21060), and the gates behind them and behind attention.
+2412.06464), Mamba's selective scans (arXiv 2405.21060, 2312.00752), and the gates behind them and behind attention.
 
 The state of one layer is two tensors, or one of them, contiguous, with a line for each slot (`step_states.py`):
 
@@ -29,7 +29,7 @@ from ..step_states import StepStates
 from . import library
 from .attention import StepStruct
 from .library import struct_fields
-from .op_trace import CONVOLVE, GATE_HEADS, RECUR, OpStruct, SymbolicTensor, TensorOrSymbol
+from .op_trace import CONVOLVE, GATE_HEADS, RECUR, SCAN, OpStruct, SymbolicTensor, TensorOrSymbol
 
 MAX_KEY_SIZE = 256
 """The longest keys that the kernels take, as in recurrent.h."""
@@ -59,6 +59,12 @@ class RecurrenceStruct(ctypes.Structure):
         "f scale least most",
         "i rule kind gates_kind",
     )
+
+
+class ChannelScanStruct(ctypes.Structure):
+    """`ChannelScan` of recurrent.h."""
+
+    _fields_ = struct_fields("l channels size keys", "p rates bias skip", "i kind")
 
 
 class HeadGateStruct(ctypes.Structure):
@@ -204,6 +210,40 @@ def selective_scan(shape: RecurrenceShape, step_column: int, steps: ScanSteps, d
     kind = library.DTYPE_CODES[dtype]
     struct = RecurrenceStruct(*shape, step_column, _NONE, *addresses, 1.0, least, most, _SELECTIVE_SCAN, kind, kind)
     return Recurrence(shape, struct, (rates, bias, skip))
+
+
+class ChannelScan:
+    """Mamba's first selective scan (arXiv 2312.00752), whose channels keep `size` numbers each, with decays of their
+    own: dt = softplus(step + bias), S = exp(rate dt) S + B dt x, and the result is C^T S + skip x. A layer's matrices
+    are [slots, 1, size, channels]."""
+
+    untraceable: str | None = None
+
+    def __init__(self, steps: ScanSteps, pairs: int, dtype: torch.dtype) -> None:
+        """`steps`: rates [size, channels], bias and skip [channels], without bounds. B, [size], begins at column
+        `pairs` of its lines, and C behind it."""
+        self._kept = rates, bias, skip = steps.rates.contiguous(), steps.bias, steps.skip
+        assert skip is not None, "what goes past the state is multiplied with something"
+        addresses = rates.data_ptr(), bias.data_ptr(), skip.data_ptr()
+        size, channels = rates.shape
+        self._struct = ChannelScanStruct(channels, size, pairs, *addresses, library.DTYPE_CODES[dtype])
+        self._scan = library.bind_function("charonia_scan_channels")
+
+    def __call__(
+        self, x: TensorOrSymbol, pairs: TensorOrSymbol, steps: TensorOrSymbol, layer: int, slots: StepSlots | None
+    ) -> TensorOrSymbol:
+        """x and steps [N, channels], and pairs [N, width] with B and C -> [N, channels]; changes the matrices of
+        `layer`. Symbolic ones need no slots."""
+        if isinstance(x, SymbolicTensor):
+            sizes = {"layer": layer, "stride": pairs.width, "size": x.width}
+            operation = OpStruct(kind=SCAN, what=ctypes.addressof(self._struct), **sizes)
+            return x.trace.add_op(operation, x, x.width, delta=steps, aside=pairs)
+        assert slots is not None, "a step has states"
+        out = torch.empty_like(x)
+        inputs = x.data_ptr(), x.stride(0), pairs.data_ptr(), pairs.stride(0), steps.data_ptr(), steps.stride(0)
+        state = int(slots.layers.matrices[layer])
+        self._scan(ctypes.addressof(self._struct), *slots.addresses, *inputs, state, out.data_ptr())
+        return out
 
 
 class HeadNorm(NamedTuple):

@@ -42,6 +42,7 @@ from .llama import (
     build_qwen3_moe,
     build_seed_oss,
 )
+from .mamba import build_mamba
 from .mamba2 import build_mamba2
 from .minimax_m2 import build_minimax_m2
 from .mtp import MTP_PREFIX
@@ -63,6 +64,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "Ernie4_5_MoeForCausalLM": build_ernie_moe,
     "Exaone4ForCausalLM": build_exaone4,
     "FalconH1ForCausalLM": build_falcon_h1,
+    "FalconMambaForCausalLM": build_mamba,
     "Gemma2ForCausalLM": build_gemma2,
     "Gemma3ForCausalLM": build_gemma3,
     "Gemma3nForCausalLM": build_gemma3n,
@@ -81,6 +83,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "M2M100ForConditionalGeneration": build_m2m,
     "MBartForConditionalGeneration": build_mbart,
     "Mamba2ForCausalLM": build_mamba2,
+    "MambaForCausalLM": build_mamba,
     "MarianMTModel": build_marian,
     "MiMoForCausalLM": build_qwen2,
     "MiniMaxM2ForCausalLM": build_minimax_m2,

@@ -22,6 +22,8 @@ ARCHITECTURES = {
     "granite-hybrid": "GraniteMoeHybridForCausalLM",
     "nemotron-h": "NemotronHForCausalLM",
     "nemotron-3": "NemotronHForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "falcon-mamba": "FalconMambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "falcon-h1": "FalconH1ForCausalLM",
     "bamba": "BambaForCausalLM",
@@ -46,6 +48,8 @@ def config_of(making: ModuleType) -> MakeConfig:
         ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M?"}, "layer_types must say of every"),
         ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported here, relu2 is"),
         ("nemotron-3", {"n_group": 4}, "topk_group 1 of n_group 4 can't be chosen of 6 experts"),
+        ("mamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported beside states"),
+        ("mamba", {"time_step_rank": "all"}, "time_step_rank must be"),
         ("mamba2", {"num_heads": 7}, "mamba_n_heads 7 must divide 128 features"),
         ("mamba2", {"head_dim": 8}, "mamba_d_head 8 times 8 heads is not 128"),
         ("falcon-h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 positive numbers"),
@@ -140,6 +144,9 @@ CANNOT_BE: dict[str, dict[str, tuple[Any, ...]]] = {
         "norm_topk_prob": NO_FLAGS,
     }
     | dict.fromkeys(("layer_norm_epsilon", "time_step_min", "routed_scaling_factor"), NO_REALS),
+    "falcon-mamba": dict.fromkeys(("state_size", "expand", "conv_kernel"), NO_COUNTS)
+    | dict.fromkeys(("layer_norm_epsilon", "mixer_rms_eps"), NO_REALS)
+    | {"use_bias": NO_FLAGS},
     "mamba2": dict.fromkeys(("num_heads", "head_dim", "state_size", "expand", "n_groups", "conv_kernel"), NO_COUNTS)
     | {"layer_norm_epsilon": NO_REALS, "time_step_limit": NO_STEP_LIMITS},
     "falcon-h1": dict.fromkeys((*MAMBA_COUNTS[:5], "mamba_d_ssm"), NO_COUNTS)

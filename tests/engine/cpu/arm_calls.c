@@ -23,7 +23,7 @@ typedef int64_t Function(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, i
 #define FUNCTIONS(each)                                                                                              \
     each(charonia_level) each(charonia_limit) each(charonia_pack) each(charonia_pack_spans) each(charonia_matmul)     \
     each(charonia_norm) each(charonia_gate) each(charonia_rope) each(charonia_argmax)     \
-    each(charonia_gate_heads) each(charonia_convolve) each(charonia_recur) each(charonia_soft_cap)
+    each(charonia_gate_heads) each(charonia_convolve) each(charonia_recur) each(charonia_scan_channels) each(charonia_soft_cap)
 
 #define DECLARED(name) Function name;
 #define NAMED(name) {#name, name},

@@ -15,7 +15,13 @@ import torch
 from charonia.engine.cpu import library
 from charonia.engine.cpu.attention import StepStruct
 from charonia.engine.cpu.matmul import LANES, LINE_BYTES, GroupedFormat, MatrixStruct
-from charonia.engine.cpu.recurrent import ConvolutionStruct, HeadGateStruct, MovesStruct, RecurrenceStruct
+from charonia.engine.cpu.recurrent import (
+    ChannelScanStruct,
+    ConvolutionStruct,
+    HeadGateStruct,
+    MovesStruct,
+    RecurrenceStruct,
+)
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 
@@ -176,6 +182,14 @@ def attach_all(memory: Memory, name: str, a: list[int]) -> None:
             out = tokens * rule.heads * rule.value_size * WIDTHS[rule.kind]
             x, gates = tokens * a[4] * WIDTHS[rule.kind], tokens * a[6] * WIDTHS[rule.gates_kind]
             attach(a3=x, a5=gates, a7=matrices, a8=out)
+        case "charonia_scan_channels":
+            scan = ChannelScanStruct.from_address(a[0])
+            line = 4 * scan.channels
+            memory.attach_parts(0, scan, rates=scan.size * line, bias=line, skip=line)
+            tokens, slots = memory.attach_step(StepStruct.from_address(a[1]), MovesStruct.from_address(a[2]))
+            width, pairs = WIDTHS[scan.kind], (tokens - 1) * a[6] + scan.keys + 2 * scan.size
+            lines = tokens * scan.channels * width
+            attach(a3=lines, a5=pairs * width, a7=lines, a9=slots * scan.size * scan.channels * 4, a10=lines)
         case "charonia_argmax":
             attach(a0=((a[2] - 1) * a[3] + a[4]) * WIDTHS[a[5]], a1=a[2] * 8)
 

@@ -15,6 +15,7 @@ from charonia.engine.cpu.op_trace import INPUT, OpStruct, OpTrace, TensorOrSymbo
 from charonia.engine.cpu.program import DecoderProgram, ProgramInputs, ThreadPool
 from charonia.engine.cpu.recurrent import (
     CausalConvolution,
+    ChannelScan,
     ConvolutionColumns,
     HeadGate,
     HeadNorm,
@@ -167,11 +168,41 @@ class Recurrent:
         return torch.stack(out).flatten(1), state
 
 
+class ChannelScanned:
+    """A scan of channels, token by token in float64 beside it."""
+
+    def __init__(self, channels: int, size: int, dtype: torch.dtype) -> None:
+        self.channels = channels
+        self.rates, self.bias, self.skip = -random(size, channels).exp(), random(channels), random(channels, seed=1)
+        self._layer = ChannelScan(ScanSteps(self.rates, self.bias, self.skip), 3, dtype)
+        self.state = torch.full((SLOTS, 1, size, channels), float("nan"))
+        self.inputs = random(150, 2 * channels + 3 + 2 * size, dtype=dtype)
+
+    def compute(self, x: Tensor, slots: StepSlots) -> Tensor:
+        values, steps = x[:, : self.channels].contiguous(), (10 * x[:, self.channels : 2 * self.channels]).contiguous()
+        return self._layer(values, x[:, 2 * self.channels :], steps, 0, slots)
+
+    def exact(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.double()
+        values, pairs = wide[:, : self.channels], wide[:, 2 * self.channels + 3 :]
+        steps = (10 * x[:, self.channels : 2 * self.channels]).double()
+        dt = F.softplus(steps + self.bias.double())
+        state = torch.zeros(self.rates.shape, dtype=torch.float64)
+        out = []
+        for t in range(len(x)):
+            b, c = pairs[t].unsqueeze(-1).chunk(2)
+            state = state * (self.rates.double() * dt[t]).exp() + b * dt[t] * values[t]
+            out.append((c * state).sum(0) + self.skip.double() * values[t])
+        return torch.stack(out), state[None]
+
+
 LAYERS: dict[str, Callable[[torch.dtype], Layer]] = {
     **{f"convolution of {kernel}": lambda dtype, kernel=kernel: Convolved(kernel, dtype, False) for kernel in KERNELS},
     "gated convolution": lambda dtype: Convolved(3, dtype, True),
     **{f"delta rule, {name}": lambda dtype, of=of: Recurrent(of, dtype, False) for name, of in SHAPES.items()},
     **{f"scan, {name}": lambda dtype, of=of: Recurrent(of, dtype, True) for name, of in SHAPES.items()},
+    "channel scan": lambda dtype: ChannelScanned(128, 16, dtype),
+    "channel scan, odd": lambda dtype: ChannelScanned(203, 5, dtype),
 }
 
 every_layer = pytest.mark.parametrize("layer", LAYERS)

@@ -56,6 +56,7 @@ OTHERS = (
     "granite-hybrid",
     "nemotron-3",
     "falcon-h1",
+    "mamba",
     "mamba2",
     *LATENTS,
 )

@@ -31,7 +31,7 @@ from charonia.scheduler.plan import NewSequence, ResolvedSampling
 
 CPU = torch.device("cpu")
 NAMES = ["qwen3.5", "lfm2", "granite-hybrid"]
-KIN = ["nemotron-h", "falcon-h1", "mamba2", "bamba"]
+KIN = ["nemotron-h", "falcon-h1", "mamba", "falcon-mamba", "mamba2", "bamba"]
 """What keeps the states of one of these."""
 SPARSE = ["qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite-hybrid-moe", "nemotron-3"]
 PARTS = ["qwen3.5-image"]
@@ -199,7 +199,7 @@ def test_half_precision_is_as_near_as_transformers(
 
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.2), ("int4", 0.7)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "falcon-mamba"])
 def test_quantised_logits_are_near(checkpoint: Callable[..., Path], name: str, quantization: str, most: float) -> None:
     """Random weights of few inputs are hard on four bits."""
     right = torch.cat(right_logits(checkpoint(name), torch.float32))
